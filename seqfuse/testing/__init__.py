@@ -1,0 +1,35 @@
+"""The test kit: the numeric rule, inputs that find faults, and red zones.
+
+`seqfuse.testing.strategies` holds the hypothesis strategies and is imported by itself: nothing else here needs
+hypothesis.
+"""
+
+from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
+from .poison import Guarded, guarded, poisoned, red_zones
+from .structure import Untouched, assert_bitwise_equal, assert_distinct_storages, named_tensors
+from .tensors import EDGES, EXACT, LAYOUTS, REGIMES, TensorSpec, exact, in_regime, laid_out, seeded_randn
+
+__all__ = [
+    "EDGES",
+    "EXACT",
+    "LAYOUTS",
+    "PARTS",
+    "REGIMES",
+    "Check",
+    "FusedMismatch",
+    "Guarded",
+    "Report",
+    "TensorSpec",
+    "Untouched",
+    "assert_bitwise_equal",
+    "assert_distinct_storages",
+    "assert_fused_close",
+    "exact",
+    "guarded",
+    "in_regime",
+    "laid_out",
+    "named_tensors",
+    "poisoned",
+    "red_zones",
+    "seeded_randn",
+]

@@ -1,0 +1,253 @@
+"""The rule that decides whether a fused result equals the unfused one.
+
+Both are measured against the unfused operations run in float64 on the same representable inputs. With fused `f`,
+unfused `u` and reference `r`: `e_f = f - r`, `e_u = u - r`, `phi = eps |r| + tiny`. The rule asks whether the fused
+error is one that the unfused computation could have made, so it needs no tolerance from the caller: what is hard for
+the one is hard for the other.
+
+Every figure below was chosen by seeding bugs and correct variants; `tests/testing` keeps them killed and silent.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .structure import Tree, index_of, named_tensors, share_storage
+
+PARTS = ("structure", "max", "rms", "tile", "element", "bias")
+
+# The mean of few, or few independent, elements says nothing about a bias.
+_BIAS_ROWS, _BIAS_ELEMENTS = 16, 256
+# The reference has no more digits than a float64 result: both are off by the conditioning of the sums, so the floor is
+# the scale of the whole tensor and 2**12 units, still far below any fault that is not rounding.
+_FLOAT64_UNITS = 2.0**12
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One part of the rule on one tensor, which holds when `measured <= bound`; `where` is the worst index or tile."""
+
+    tensor: str
+    part: str
+    measured: float
+    bound: float
+    where: str
+    what: str
+
+    @property
+    def holds(self) -> bool:
+        return self.measured <= self.bound  # NaN does not hold
+
+    def __str__(self) -> str:
+        sign = "<=" if self.holds else ">"
+        return f"{self.tensor}: {self.part}: {self.what} {self.measured:.4g} {sign} {self.bound:.4g} at {self.where}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Every check that was made, in order. `str` shows them; `worst` is the one nearest to its bound."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.holds)
+
+    @property
+    def worst(self) -> Check | None:
+        return max(
+            self.checks, key=lambda c: c.measured / c.bound if c.bound > 0 else float(c.measured > 0), default=None
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.checks))
+
+
+class FusedMismatch(AssertionError):
+    """Fused does not equal unfused; `report` holds what was measured."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        super().__init__("fused differs from unfused\n" + "\n".join(f"  {check}" for check in report.failures))
+
+
+def assert_fused_close(fused: Tree, unfused: Tree, reference: Tree, *, name: str = "") -> Report:
+    """Raises unless a fused result equals the unfused one as well as its dtype allows; returns what was measured.
+
+    Each argument is a tensor, or mappings and sequences of tensors with the same names (`out`, `d_x`, `weight.grad`,
+    ...); None is a gradient nobody wanted and must be None in all three. `fused` and `unfused` have the working dtype,
+    `reference` float64.
+
+    | part | condition |
+    | --- | --- |
+    | structure | same shape, dtype, device, requires_grad; own storage; NaN, Inf as in `u` or finite and near `r` |
+    | max | `max|e_f| <= 2 max|e_u| + max phi` |
+    | rms | `rms(e_f) <= 1.5 rms(e_u) + 0.6 rms(phi)` |
+    | tile | each row and column: `rms(e_f) <= (2 max(rms(e_u), its mean over rows) + rms(phi)) (1 + 2/sqrt(n))` |
+    | element | `|e_f| <= 6 rms(e_u) + 4 |e_u| + 2 phi + 0.5 rms(phi)` |
+    | bias | from 16 rows, 256 elements: mean of `e_f/phi`, also times sign(r): `|mean_f| <= |mean_u| + 4 se + 0.03` |
+
+    `eps` is the dtype's, twice it for float32; `se` is clustered by row. Inputs left alone is `Untouched`'s to check.
+    Raises FusedMismatch (an AssertionError) naming tensor, part, measured value, bound and worst index, and TypeError
+    when the reference is not float64.
+    """
+    trees = [dict(named_tensors(tree, name)) for tree in (fused, unfused, reference)]
+    names = trees[1].keys()
+    for side, tree in (("fused", trees[0]), ("reference", trees[2])):
+        if tree.keys() != names:
+            extra, missing = sorted(tree.keys() - names), sorted(names - tree.keys())
+            _fail(name or "all", f"{side} has other tensors than unfused: surplus {extra}, missing {missing}")
+    checks = [check for key in names for check in _compare(key, *(tree[key] for tree in trees))]
+    report = Report(tuple(checks))
+    if report.failures:
+        raise FusedMismatch(report)
+    return report
+
+
+def _fail(tensor: str, sentence: str) -> None:
+    raise FusedMismatch(Report((_broken(tensor, sentence),)))
+
+
+def _broken(tensor: str, sentence: str, count: int = 1, where: str = "the whole tensor") -> Check:
+    return Check(tensor, "structure", float(count), 0.0, where, sentence)
+
+
+def _compare(name: str, f: Tensor | None, u: Tensor | None, r: Tensor | None) -> Iterator[Check]:
+    if f is None or u is None or r is None:
+        if not (f is u is r):
+            sides = zip(("fused", "unfused", "reference"), (f, u, r), strict=True)
+            yield _broken(
+                name, "None on one side only: " + ", ".join(f"{s} {'None' if t is None else 'set'}" for s, t in sides)
+            )
+        return
+    problems = [
+        _broken(name, f"{what} {mine} where unfused has {its}")
+        for what, mine, its in (
+            ("shape", tuple(f.shape), tuple(u.shape)),
+            ("dtype", f.dtype, u.dtype),
+            ("device", f.device, u.device),
+            ("requires_grad", f.requires_grad, u.requires_grad),
+        )
+        if mine != its
+    ]
+    if r.shape != u.shape:
+        problems.append(_broken(name, f"reference of shape {tuple(r.shape)} for {tuple(u.shape)}"))
+    if share_storage(f, u) or share_storage(f, r) or share_storage(u, r):
+        problems.append(_broken(name, "two of the three results are one storage, so the comparison says nothing"))
+    if problems:
+        yield from problems
+        return
+    f, u, r = f.detach(), u.detach(), r.detach().to(f.device)
+    if not u.is_floating_point():
+        wrong = int((f != u).sum().item())
+        yield Check(name, "structure", float(wrong), 0.0, "the whole tensor", "unequal integer elements")
+        return
+    if r.dtype != torch.float64:
+        raise TypeError(f"{name}: the reference must be float64, got {r.dtype}")
+    if u.numel():
+        sample = _Sample(name, f, u, r)
+        yield sample.non_finite()
+        for part in (sample.maximum, sample.rms, sample.tiles, sample.elements, sample.bias):
+            yield from part()
+
+
+def _rms(values: Tensor, count: Tensor, dim: int | None = None) -> Tensor:
+    # Scaled by the largest element: squares of the extremes of float64 overflow.
+    scale = values.abs().amax().clamp_min(torch.finfo(torch.float64).tiny)
+    squares = (values / scale).square()
+    return (squares.sum() if dim is None else squares.sum(dim)).div(count.clamp_min(1)).sqrt() * scale
+
+
+class _Sample:
+    """Errors of one tensor as [rows, columns] in float64; where one of the three is not finite, 0 and not counted."""
+
+    def __init__(self, name: str, f: Tensor, u: Tensor, r: Tensor) -> None:
+        self.name, self.shape = name, tuple(f.shape)
+        columns = self.shape[-1] if self.shape else 1
+        self.raw = f.reshape(-1, columns), u.reshape(-1, columns)
+        f, u, r = (t.reshape(-1, columns).double() for t in (f, u, r))
+        self.counted = f.isfinite() & u.isfinite() & r.isfinite()
+        self.f, self.u, self.r = f, u, r
+        clean = torch.where(self.counted, r, 0.0)
+        self.e_f = torch.where(self.counted, f - r, 0.0)
+        self.e_u = torch.where(self.counted, u - r, 0.0)
+        self.count = self.counted.sum()
+        self.phi = torch.where(self.counted, self._floor(clean, clean), 0.0)
+        self.rms_u, self.rms_phi = _rms(self.e_u, self.count), _rms(self.phi, self.count)
+
+    def _floor(self, r: Tensor, counted: Tensor) -> Tensor:
+        info = torch.finfo(self.raw[0].dtype)
+        if info.dtype == "float64":
+            return _FLOAT64_UNITS * info.eps * (r.abs() + _rms(counted, self.count)) + info.tiny
+        return (2 * info.eps if info.dtype == "float32" else info.eps) * r.abs() + info.tiny
+
+    def _where(self, position: int) -> str:
+        return str(index_of(position, self.shape))
+
+    def _check(self, part: str, measured: Tensor, bound: Tensor, where: str, what: str) -> Check:
+        return Check(self.name, part, measured.item(), bound.item(), where, what)
+
+    def non_finite(self) -> Check:
+        """Masks: what `u` has; or finite and close to `r`, since fused may keep more range; never a swallowed NaN."""
+        f, u = self.f, self.u
+        same = (f.isnan() & u.isnan()) | (f == u)
+        floor = self._floor(torch.where(self.r.isfinite(), self.r, 0.0), torch.where(self.counted, self.r, 0.0))
+        close = (f - self.r).abs() <= 6 * self.rms_u + 2 * floor + 0.5 * self.rms_phi
+        wrong = torch.where(u.isfinite(), ~(f.isfinite() & self.r.isfinite()), ~same & ~(f.isfinite() & close))
+        total = int(wrong.sum().item())
+        at = int(wrong.flatten().int().argmax().item())
+        f_at, u_at, r_at = (t.flatten()[at].item() for t in (f, u, self.r))
+        what = (
+            f"NaN or Inf differs (fused {f_at:.4g}, unfused {u_at:.4g}, reference {r_at:.4g}) in elements:"
+            if total
+            else "NaN and Inf"
+        )
+        return _broken(self.name, what, total, self._where(at) if total else "the whole tensor")
+
+    def maximum(self) -> Iterator[Check]:
+        size = self.e_f.abs()
+        bound = 2 * self.e_u.abs().max() + self.phi.max()
+        yield self._check("max", size.max(), bound, self._where(int(size.argmax().item())), "max|e_f|")
+
+    def rms(self) -> Iterator[Check]:
+        bound = 1.5 * self.rms_u + 0.6 * self.rms_phi
+        worst = int(self.e_f.abs().argmax().item())
+        yield self._check("rms", _rms(self.e_f, self.count), bound, self._where(worst), "rms(e_f)")
+
+    def tiles(self) -> Iterator[Check]:
+        """Rows along the last dimension and columns across it; a tile of one element is the element part's."""
+        rows, columns = self.counted.shape
+        for kind, dim, length in (("row", 1, columns), ("column", 0, rows)):
+            if length == 1:
+                continue
+            n = self.counted.sum(dim)
+            u = _rms(self.e_u, n, dim)
+            mean = u.sum() / (n > 0).sum().clamp_min(1)
+            bound = (2 * torch.maximum(u, mean) + _rms(self.phi, n, dim)) * (1 + 2 / n.clamp_min(1).sqrt())
+            measured = _rms(self.e_f, n, dim)
+            worst = int((measured / bound).nan_to_num(0.0).argmax().item())
+            where = f"row {index_of(worst, self.shape[:-1])}" if kind == "row" else f"column {worst}"
+            yield self._check("tile", measured[worst], bound[worst], where, f"rms(e_f) of a {kind}")
+
+    def elements(self) -> Iterator[Check]:
+        bound = 6 * self.rms_u + 4 * self.e_u.abs() + 2 * self.phi + 0.5 * self.rms_phi
+        size = self.e_f.abs()
+        worst = int((size / bound).nan_to_num(0.0).argmax().item())
+        yield self._check("element", size.flatten()[worst], bound.flatten()[worst], self._where(worst), "|e_f|")
+
+    def bias(self) -> Iterator[Check]:
+        """A rounding error has no direction: neither up and down, nor toward and away from zero."""
+        rows = (self.counted.sum(1) > 0).sum()
+        if rows.item() < _BIAS_ROWS or self.count.item() < _BIAS_ELEMENTS:
+            return
+        phi = torch.where(self.counted, self.phi, 1.0)
+        for kind, weight in (("e_f/phi", torch.ones_like(self.r)), ("sign(r) e_f/phi", self.r.nan_to_num(0.0).sign())):
+            z_f, z_u = weight * self.e_f / phi, weight * self.e_u / phi
+            mean_f, mean_u = z_f.sum() / self.count, z_u.sum() / self.count
+            # Elements of one row share its statistics, so rows are the independent draws.
+            spread = torch.where(self.counted, z_f - mean_f, 0.0).sum(1)
+            se = (spread.square().sum() * rows / (rows - 1)).sqrt() / self.count
+            worst = index_of(int(spread.abs().argmax().item()), self.shape[:-1])
+            yield self._check("bias", mean_f.abs(), mean_u.abs() + 4 * se + 0.03, f"row {worst}", f"|mean {kind}|")

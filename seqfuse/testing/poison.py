@@ -1,0 +1,132 @@
+"""Red zones: tensors cut out of a poisoned buffer, so that reading or writing past an end shows."""
+
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .structure import bits
+from .tensors import Shape
+
+# 256 elements: more than the width of any vector load, and a whole block of a small kernel.
+MARGIN = 256
+
+
+class Guarded:
+    """A tensor inside a buffer of one value: `tensor` is for use, `check()` fails if the buffer around it changed."""
+
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, fill: float, margin: int, device: torch.device | str | None
+    ) -> None:
+        count = math.prod(shape)
+        self._buffer = torch.full((margin + count + margin,), fill, dtype=dtype, device=device)
+        self._margin, self._fill = margin, fill
+        # `data`, since autograd has rules of its own for a view that leaves a Function.
+        self.tensor = self._buffer[margin : margin + count].view(shape).data
+
+    def check(self, name: str = "tensor") -> None:
+        """Raises AssertionError with the distance of the first bad write from the nearest end."""
+        expected = torch.full_like(self._buffer[: self._margin], self._fill)
+        count = self._buffer.numel() - 2 * self._margin
+        for side, zone in (
+            ("before the start", self._buffer[: self._margin]),
+            ("past the end", self._buffer[self._margin + count :]),
+        ):
+            wrong = (bits(zone) != bits(expected)).nonzero().flatten() // self._buffer.element_size()
+            if len(wrong):
+                distance = (
+                    self._margin - int(wrong[-1].item()) if side.startswith("before") else int(wrong[0].item()) + 1
+                )
+                raise AssertionError(f"{name}: written {distance} elements {side}")
+
+
+def poisoned(
+    shape: Shape,
+    *,
+    dtype: torch.dtype = torch.float32,
+    fill: float | None = None,
+    margin: int = MARGIN,
+    device: torch.device | str | None = None,
+) -> Guarded:
+    """A tensor to be written, cut out of a buffer of NaN.
+
+    `fill` is another sentinel; integer dtypes have their largest number. The tensor itself holds the poison, too: an
+    element that a kernel forgets to write stays NaN.
+    """
+    if fill is None:
+        fill = math.nan if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+    return Guarded(tuple(shape), dtype, fill, margin, device)
+
+
+def guarded(values: Tensor, *, margin: int = MARGIN) -> Guarded:
+    """A contiguous copy of `values` between two red zones of NaN: a kernel that reads past an end computes NaN."""
+    guard = poisoned(tuple(values.shape), dtype=values.dtype, margin=margin, device=values.device)
+    guard.tensor.copy_(values.detach())
+    return guard
+
+
+@contextmanager
+def red_zones(*, margin: int = MARGIN) -> Generator[None]:
+    """A block in which `torch.empty`, `empty_like` and `new_empty` return NaN-filled tensors between red zones.
+
+    They are checked when the block ends: a write out of bounds raises AssertionError, an element never written is NaN.
+    What Python code allocates for a kernel is seen, an allocation inside an ATen operation is not. A request for
+    strides, a memory format or pinned memory gets the ordinary allocation.
+    """
+    mode = _Allocations(margin)
+    with mode:
+        yield
+    for number, guard in enumerate(mode.guards):
+        guard.check(f"allocation {number} {tuple(guard.tensor.shape)}")
+
+
+class _Allocations(TorchFunctionMode):
+    def __init__(self, margin: int) -> None:
+        super().__init__()
+        self._margin = margin
+        self.guards: list[Guarded] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        wanted = self._request(func, args, kwargs)
+        if wanted is None:
+            return func(*args, **kwargs)
+        shape, dtype, device, requires_grad = wanted
+        guard = poisoned(shape, dtype=dtype, margin=self._margin, device=device)
+        self.guards.append(guard)
+        return guard.tensor.requires_grad_(requires_grad)
+
+    def _request(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Shape, torch.dtype, torch.device | str | None, bool] | None:
+        if not set(kwargs) <= {"size", "dtype", "device", "requires_grad"}:
+            return None
+        grad = bool(kwargs.get("requires_grad", False))
+        if func is torch.empty_like:
+            like: Tensor = args[0]
+            if not like.is_contiguous():
+                return None  # keeps the strides of its model
+            return tuple(like.shape), kwargs.get("dtype") or like.dtype, kwargs.get("device") or like.device, grad
+        if func is torch.empty:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            return _shape(args, kwargs), dtype, kwargs.get("device"), grad
+        if func is Tensor.new_empty:
+            model: Tensor = args[0]
+            dtype = kwargs.get("dtype") or model.dtype
+            return _shape(args[1:], kwargs), dtype, kwargs.get("device") or model.device, grad
+        return None
+
+
+def _shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shape:
+    sizes: tuple[Any, ...] = args or (kwargs["size"],)
+    return sizes if isinstance(sizes[0], int) else tuple(sizes[0])

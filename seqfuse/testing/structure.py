@@ -1,0 +1,133 @@
+"""What must hold before numbers are compared: names, storages, bits, and tensors nobody may write."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"] | None
+
+
+def named_tensors(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor | None]]:
+    """Every leaf of nested mappings and sequences with its name, in order: `d_x`, `grads[1]`, `block: d_x`.
+
+    Raises TypeError for a leaf that is neither a tensor nor None.
+    """
+    if tree is None or isinstance(tree, Tensor):
+        yield name or "out", tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_tensors(value, f"{name}: {key}" if name else key)
+    elif isinstance(cast(object, tree), Sequence):
+        for position, value in enumerate(tree):
+            yield from named_tensors(value, f"{name or 'out'}[{position}]")
+    else:
+        raise TypeError(f"{name or 'out'}: expected a tensor, None, a mapping or a sequence, got {type(tree).__name__}")
+
+
+def bits(x: Tensor) -> Tensor:
+    """A copy of the logical elements as bytes, uint8 [numel * element size]: NaN equals itself, -0 differs from 0."""
+    return x.detach().reshape(-1).contiguous().view(torch.uint8).clone()
+
+
+def assert_bitwise_equal(fused: Tree, unfused: Tree, *, name: str = "") -> None:
+    """Same names, shapes, dtypes and bits, for inputs on which every order of summation is exact.
+
+    Raises AssertionError naming the tensor, the first differing index and both values.
+    """
+    left, right = dict(named_tensors(fused, name)), dict(named_tensors(unfused, name))
+    if left.keys() != right.keys():
+        raise AssertionError(f"different tensors: {sorted(left)} against {sorted(right)}")
+    for key, f in left.items():
+        u = right[key]
+        if f is None or u is None:
+            if f is not u:
+                raise AssertionError(f"{key}: {'None' if f is None else 'a tensor'} where unfused is not")
+            continue
+        if f.shape != u.shape or f.dtype != u.dtype:
+            raise AssertionError(f"{key}: {f.dtype} {tuple(f.shape)} against {u.dtype} {tuple(u.shape)}")
+        where = _first_difference(bits(f), bits(u), f)
+        if where is not None:
+            raise AssertionError(
+                f"{key}: bits differ first at {where}: {f[where].item()!r} against {u[where].item()!r}"
+            )
+
+
+def _first_difference(before: Tensor, after: Tensor, like: Tensor) -> tuple[int, ...] | None:
+    different = (before != after).nonzero()
+    if not len(different):
+        return None
+    return index_of(int(different[0].item()) // like.element_size(), tuple(like.shape))
+
+
+def index_of(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The index of a position in row-major order, as plain integers."""
+    index: list[int] = []
+    for size in reversed(shape):
+        position, last = divmod(position, size)
+        index.append(last)
+    return tuple(reversed(index))
+
+
+def assert_distinct_storages(tensors: Tree, others: Tree = None) -> None:
+    """No two of `tensors` share memory, and none shares memory with one of `others`; empty tensors are free.
+
+    Raises AssertionError naming both tensors.
+    """
+    seen = {_storage(t): key for key, t in named_tensors(others, "others") if t is not None and t.numel()}
+    for key, t in named_tensors(tensors):
+        if t is None or not t.numel():
+            continue
+        owner = seen.setdefault(_storage(t), key)
+        if owner != key:
+            raise AssertionError(f"{key} shares its storage with {owner}")
+
+
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    """True when both tensors have elements and live in one storage."""
+    return bool(a.numel() and b.numel()) and _storage(a) == _storage(b)
+
+
+def _storage(t: Tensor) -> tuple[torch.device, int]:
+    return t.device, t.untyped_storage().data_ptr()
+
+
+class Untouched:
+    """A block in which the given tensors must not change, neither in value nor in version.
+
+    Use it around a forward or backward with the inputs, the parameters and the incoming gradients. The bits are kept,
+    so a write of the same value by an ATen operation is found by the version counter and a kernel's write by the bits.
+    Raises AssertionError naming the tensor and the first changed index, unless the block itself raised.
+    """
+
+    def __init__(self, tensors: Tree) -> None:
+        self._tensors = [(key, t) for key, t in named_tensors(tensors) if t is not None]
+        self._before: list[tuple[Tensor, int | None]] = []
+
+    def __enter__(self) -> "Untouched":
+        self._before = [(bits(t), _version(t)) for _, t in self._tensors]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """Compares now; the block may go on afterwards."""
+        for (key, t), (before, version) in zip(self._tensors, self._before, strict=True):
+            after = bits(t)
+            if after.shape != before.shape:
+                raise AssertionError(f"{key} was resized")
+            where = _first_difference(before, after, t)
+            if where is not None:
+                raise AssertionError(f"{key} was modified, first at {where}")
+            if _version(t) != version:
+                raise AssertionError(f"{key} was written in place (same values, new version)")
+
+
+def _version(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version

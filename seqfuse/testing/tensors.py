@@ -1,0 +1,178 @@
+"""Inputs that find faults: value regimes, exact numbers, and memory layouts, each determined by a seed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Seed = int | torch.Generator
+
+
+def generator(seed: Seed) -> torch.Generator:
+    """A CPU generator from a seed; a generator passes through, so that several tensors can share one stream."""
+    return seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+
+
+def _normal(shape: Shape, seed: Seed) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=generator(seed))
+
+
+def seeded_randn(shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Signed, asymmetric normal numbers: each column of the last dimension has its own mean and deviation.
+
+    Without them a permuted column, a dropped sign or an activation replaced by the identity on one side may go unseen.
+    """
+    draw = generator(seed)
+    columns = shape[-1:]
+    mean = 0.5 * _normal(columns, draw)
+    deviation = torch.exp(0.3 * _normal(columns, draw))
+    return (mean + deviation * _normal(shape, draw)).to(dtype)
+
+
+def _constant_rows(shape: Shape, seed: Seed) -> Tensor:
+    return _normal((*shape[:-1], 1), seed).expand(shape) if shape else _normal(shape, seed)
+
+
+def _with_one(value: float) -> Callable[[Shape, Seed], Tensor]:
+    def fill(shape: Shape, seed: Seed) -> Tensor:
+        draw = generator(seed)
+        x = _normal(shape, draw)
+        if x.numel():
+            x.view(-1)[int(torch.randint(x.numel(), (), generator=draw))] = value
+        return x
+
+    return fill
+
+
+def _heavy(shape: Shape, seed: Seed) -> Tensor:
+    draw = generator(seed)
+    return _normal(shape, draw) * torch.exp(1.5 * _normal(shape, draw))
+
+
+# Ordinary numbers; numbers whose variance is of the size of eps; cancellation; a heavy tail.
+REGIMES: dict[str, Callable[[Shape, Seed], Tensor]] = {
+    "normal": _normal,
+    "small": lambda shape, seed: 2e-3 * _normal(shape, seed),
+    "offset": lambda shape, seed: _normal(shape, seed) + 8,
+    "heavy": _heavy,
+}
+# Where formulas divide by zero, overflow or meet what is not a number; "extremes" becomes plus and minus the dtype's
+# largest.
+EDGES: dict[str, Callable[[Shape, Seed], Tensor]] = {
+    "zeros": lambda shape, _: torch.zeros(shape, dtype=torch.float64),
+    "constant_rows": _constant_rows,
+    "extremes": lambda shape, seed: torch.where(_normal(shape, seed) < 0, -math.inf, math.inf),
+    "one_nan": _with_one(math.nan),
+    "one_inf": _with_one(math.inf),
+}
+
+
+def in_regime(regime: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of one of `REGIMES` or `EDGES`, drawn in float64 and rounded to `dtype` once.
+
+    Raises KeyError for an unknown name.
+    """
+    values = (REGIMES | EDGES)[regime](shape, seed)
+    if regime == "extremes":
+        values = values.nan_to_num(posinf=torch.finfo(dtype).max, neginf=torch.finfo(dtype).min)
+    return values.to(dtype)
+
+
+def _integers(shape: Shape, seed: Seed) -> Tensor:
+    return torch.randint(-4, 5, shape, generator=generator(seed)).double()
+
+
+def _powers_of_two(shape: Shape, seed: Seed) -> Tensor:
+    draw = generator(seed)
+    exponent = torch.randint(-2, 3, shape, generator=draw).double()
+    return torch.exp2(exponent) * torch.where(_normal(shape, draw) < 0, -1.0, 1.0)
+
+
+def _signs(shape: Shape, seed: Seed) -> Tensor:
+    draw = generator(seed)
+    columns = shape[-1] if shape else 1
+    order = torch.rand((*shape[:-1], columns), generator=draw, dtype=torch.float64).argsort(-1)
+    # As many +1 as -1, so that mean 0 and variance 1 are exact for an even number of columns.
+    return torch.where(order % 2 == 0, 1.0, -1.0).double().reshape(shape)
+
+
+# Sums of a few thousand of these are exact in float32, of a few dozen in the 16-bit dtypes, whatever the order.
+EXACT: dict[str, Callable[[Shape, Seed], Tensor]] = {
+    "integers": _integers,
+    "powers_of_two": _powers_of_two,
+    "signs": _signs,
+}
+
+
+def exact(kind: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers of one of `EXACT`, on which every order of summation gives the same bits.
+
+    Raises KeyError for an unknown name.
+    """
+    return EXACT[kind](shape, seed).to(dtype)
+
+
+def _strided(x: Tensor) -> Tensor:
+    buffer = _filled(2 * x.numel(), x).view(*x.shape[:-1], -1) if x.ndim else _filled(2, x)
+    return buffer[..., ::2].view_as(x) if x.ndim else buffer[::2].view(())
+
+
+def _misaligned(x: Tensor) -> Tensor:
+    return _filled(x.numel() + 1, x)[1:].view(x.shape)
+
+
+def _filled(count: int, like: Tensor) -> Tensor:
+    fill = math.nan if like.is_floating_point() else torch.iinfo(like.dtype).max
+    return torch.full((count,), fill, dtype=like.dtype, device=like.device)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return torch.empty_like(x.mT, memory_format=torch.contiguous_format).mT if x.ndim > 1 else torch.empty_like(x)
+
+
+# Each gives a view of the shape, to be filled; the gaps hold NaN, so that a kernel that ignores strides reads them.
+_FILLABLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "strided": _strided,
+    "transposed": _transposed,
+    "misaligned": _misaligned,
+}
+_BROADCAST: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda x: x[:1].expand(x.shape) if x.ndim else x.view(1).expand(1).view(()),
+    "scalar": lambda x: x.reshape(-1)[:1].view([1] * x.ndim).expand(x.shape) if x.numel() else x,
+}
+LAYOUTS = (*_FILLABLE, *_BROADCAST)
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """A detached copy of `x` in memory of its own, seen through a view of the given layout.
+
+    contiguous; strided: every second element of the last dimension; transposed: the last two dimensions swapped in
+    memory (two dimensions at least, else contiguous); misaligned: starts one element into its buffer; expanded: the
+    first slice repeated with stride 0; scalar: one number with every stride 0, as the gradient of `y.sum()` has. The
+    last two repeat values, the others keep them. Raises KeyError for an unknown layout.
+    """
+    x = x.detach()
+    if layout in _BROADCAST:
+        return _BROADCAST[layout](x.clone(memory_format=torch.contiguous_format))
+    return _FILLABLE[layout](x).copy_(x)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a random tensor is made of, small enough to read in a failure message; `build()` makes it."""
+
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    regime: str = "normal"
+    seed: int = 0
+
+    def build(self, *, requires_grad: bool = False) -> Tensor:
+        """The tensor: the same bits for the same specification."""
+        return laid_out(in_regime(self.regime, self.shape, self.seed, dtype=self.dtype), self.layout).requires_grad_(
+            requires_grad
+        )
