@@ -1,0 +1,247 @@
+"""The environment a plan is made for, the cost of work in it, and the settings read from `SEQFUSE_*` variables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+OnError = Literal["fallback", "raise"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Savings:
+    """What a fusion saves against the operations it replaces; negative numbers are costs.
+
+    Args:
+        launches: kernel launches (or dispatched calls) not made.
+        bytes: bytes of memory traffic not moved.
+        flops: floating-point operations not done.
+    """
+
+    launches: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+# (microseconds per launch, bytes per microsecond, FLOPs per microsecond): orders of magnitude that rank covers against
+# each other; a measurement overrules them. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16.
+_COSTS = {"cpu": (1.5, 1.0e4, 1.0e5), "sm_90": (4.0, 4.3e6, 7.8e8), "sm_80": (4.0, 1.7e6, 2.5e8), "gpu": (4.0, 1.5e6, 2e8)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Env:
+    """Everything a requirement may ask.
+
+    Args:
+        device: device type, `"cpu"` or `"cuda"`.
+        arch: architecture, such as `"sm_90"` or `"gfx942"`; the device type where there is none.
+        dtype: dtype of the tensor that enters.
+        autocast: dtype of the active autocast region, or `None`.
+        grad: whether gradients are recorded.
+        deterministic: whether `torch.use_deterministic_algorithms` is on.
+        recipe: quantization recipe, or `None`.
+        triton: whether Triton kernels can run there.
+        rows: rows of the input rounded up to a power of two, or `None` where unknown.
+    """
+
+    device: str = "cpu"
+    arch: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    grad: bool = True
+    deterministic: bool = False
+    recipe: Any = None
+    triton: bool = False
+    rows: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        device: str | torch.device,
+        *,
+        dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
+        grad: bool = True,
+        deterministic: bool = False,
+        recipe: Any = None,
+        rows: int | None = None,
+    ) -> Env:
+        """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, or a device of this machine.
+
+        Naming an architecture describes a machine that need not be here; Triton is taken to be there.
+        """
+        kind, _, arch = str(device).partition(":")
+        named = bool(arch) and not arch.isdigit()
+        if not named:
+            arch = _architecture(kind, int(arch) if arch else None)
+        triton = kind == "cuda" if named else _triton_runs(kind)
+        rows = None if rows is None else _bucket(rows)
+        return cls(kind, arch, dtype, autocast, grad, deterministic, recipe, triton, rows)
+
+    @classmethod
+    def like(cls, x: Tensor) -> Env:
+        """The environment of a call on `x`, here and now."""
+        kind = x.device.type
+        autocast = torch.get_autocast_dtype(kind) if _may_autocast(kind) and torch.is_autocast_enabled(kind) else None
+        return cls.of(
+            x.device,
+            dtype=x.dtype,
+            autocast=autocast,
+            grad=torch.is_grad_enabled(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            rows=rows_of(x.shape),
+        )
+
+    def microseconds(self, savings: Savings) -> float:
+        """Time that `savings` are worth here; orders of magnitude, used only to rank covers."""
+        launch, bandwidth, rate = _COSTS.get(self.arch) or _COSTS["cpu" if self.device == "cpu" else "gpu"]
+        return savings.launches * launch + savings.bytes / bandwidth + savings.flops / rate
+
+    def __str__(self) -> str:
+        parts = [self.arch if self.arch == self.device else f"{self.device}:{self.arch}", _short(self.dtype)]
+        parts += [f"autocast {_short(self.autocast)}"] if self.autocast else []
+        parts += [f"~{self.rows} rows"] if self.rows else []
+        parts += [] if self.grad else ["no grad"]
+        return " ".join(parts)
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def rows_of(shape: Iterable[int]) -> int:
+    """Number of rows: the product of all but the last dimension."""
+    *leading, _ = tuple(shape) or (1,)
+    return functools.reduce(lambda a, b: a * b, leading, 1)
+
+
+def _bucket(rows: int) -> int:
+    return 1 << max(rows - 1, 0).bit_length()
+
+
+@functools.cache
+def _may_autocast(kind: str) -> bool:
+    return torch.amp.is_autocast_available(kind)
+
+
+@functools.cache
+def _architecture(kind: str, index: int | None) -> str:
+    if kind != "cuda" or not torch.cuda.is_available():
+        return kind
+    properties: Any = torch.cuda.get_device_properties(index or 0)
+    return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
+
+
+@functools.cache
+def _triton_runs(kind: str) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if kind == "cuda":
+        return torch.cuda.is_available()
+    return kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings from the process environment: data only, parsed once, none names importable code.
+
+    Args:
+        fusing: `SEQFUSE_FUSING` (`0`, `1`): whether fusions are used.
+        on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): what a fusion that fails at run time does.
+    """
+
+    fusing: bool = True
+    on_error: OnError = "fallback"
+
+
+@functools.cache
+def settings() -> Settings:
+    """The settings of this process; warns about `SEQFUSE_*` variables that are unknown or do not parse."""
+    allowed: dict[str, dict[str, Any]] = {
+        "SEQFUSE_FUSING": {"0": False, "1": True},
+        "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"},
+    }
+    found: dict[str, Any] = {}
+    for name, text in os.environ.items():
+        if not name.startswith("SEQFUSE_"):
+            continue
+        if name not in allowed:
+            close = difflib.get_close_matches(name, allowed, 1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            warnings.warn(f"unknown environment variable {name}{meant}", UserWarning, stacklevel=2)
+        elif text not in allowed[name]:
+            warnings.warn(f"{name}={text!r} is none of {', '.join(allowed[name])}; ignored", UserWarning, stacklevel=2)
+        else:
+            found[name.removeprefix("SEQFUSE_").lower()] = allowed[name][text]
+    return Settings(**found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusing:
+    """Which fusions may be used now, and what one that fails does."""
+
+    enabled: bool
+    on_error: OnError
+    only: frozenset[str] | None = None
+    exclude: frozenset[str] = frozenset()
+
+    def allows(self, name: str) -> str | None:
+        """`None` if a fusion of this name may be used, else the reason it may not."""
+        if not self.enabled:
+            return "fusing is off"
+        if self.only is not None and name not in self.only:
+            return "not named by sf.fusing(only=...)"
+        return "excluded by sf.fusing(exclude=...)" if name in self.exclude else None
+
+
+_fusing: ContextVar[Fusing | None] = ContextVar("seqfuse_fusing", default=None)
+
+
+def fusing_now() -> Fusing:
+    """The innermost `fusing` region, or what the settings say."""
+    return _fusing.get() or _default_fusing()
+
+
+@functools.cache
+def _default_fusing() -> Fusing:
+    return Fusing(settings().fusing, settings().on_error)
+
+
+@contextlib.contextmanager
+def fusing(
+    enabled: bool = True,
+    *,
+    only: Iterable[str | type] | None = None,
+    exclude: Iterable[str | type] = (),
+    on_error: OnError | None = None,
+) -> Iterator[None]:
+    """Within the block, choose which fusions may be used.
+
+    Args:
+        enabled: `False` runs every operation unfused, bit for bit.
+        only: names or classes of the fusions that may be used; all if `None`.
+        exclude: names or classes of fusions that may not.
+        on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
+    """
+    outer = fusing_now()
+    names = None if only is None else frozenset(map(_name, only))
+    token = _fusing.set(Fusing(enabled, on_error or outer.on_error, names, frozenset(map(_name, exclude))))
+    try:
+        yield
+    finally:
+        _fusing.reset(token)
+
+
+def _name(fusion: str | type) -> str:
+    return fusion if isinstance(fusion, str) else fusion.__name__

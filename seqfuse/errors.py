@@ -1,0 +1,102 @@
+"""Errors and warnings: one clear sentence that names the operation, its position and what was expected.
+
+| code  | class        | meaning                                                             |
+| ----- | ------------ | ------------------------------------------------------------------- |
+| SF101 | InputError   | a shape an operation cannot take                                    |
+| SF102 | InputError   | tensors on different devices                                        |
+| SF103 | InputError   | a channel is missing or surplus in a call                           |
+| SF201 | PlanError    | channels of the list do not fit together                            |
+| SF202 | PlanError    | an operation cannot stand where it stands                           |
+| SF301 | PluginError  | a class definition breaks its contract                              |
+| SF302 | PluginError  | a fusion saved a record that the operation's own `bwd` cannot read  |
+| SF303 | PluginError  | gradients or outputs of the wrong name, shape, dtype, device, alias |
+| SF304 | PluginError  | an installed plug-in could not be loaded                            |
+| SF401 | KernelError  | a fused pass failed where it could not fall back                    |
+| SF501 | StateError   | backward through a backward                                         |
+| SF502 | StateError   | a saved field that was dropped, or is not there                     |
+| SF503 | StateError   | a checkpoint was recomputed under another plan                      |
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+
+class SeqfuseError(Exception):
+    """Base of every error raised by seqfuse; carries `code`, `operation`, `position` and `hint`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str,
+        operation: str | None = None,
+        position: int | str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.message, self.code, self.hint = message, code, hint
+        self.operation, self.position = operation, position
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        where = "" if self.position is None else f" position {self.position}"
+        where += "" if self.operation is None else f" ({self.operation})" if where else f" {self.operation}"
+        return f"{self.code}{where}: {self.message}" + (f" [{self.hint}]" if self.hint else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.__dict__)
+
+
+def _rebuild(cls: type[SeqfuseError], message: str, state: dict[str, Any]) -> SeqfuseError:
+    error = cls(message, code=state["code"])
+    error.__dict__.update(state)
+    return error
+
+
+class InputError(SeqfuseError, ValueError):
+    """A tensor or channel given to a call does not fit an operation."""
+
+
+class PlanError(SeqfuseError, RuntimeError):
+    """A list of operations cannot be planned."""
+
+
+class PluginError(SeqfuseError, TypeError):
+    """An operation, fusion or plug-in breaks its contract; names the class and, where known, its distribution."""
+
+
+class KernelError(SeqfuseError, RuntimeError):
+    """A fused pass failed where no fallback is possible."""
+
+
+class StateError(SeqfuseError, RuntimeError):
+    """Saved context was used in a way it cannot serve."""
+
+
+class FallbackWarning(UserWarning):
+    """A fusion failed and the unfused operations ran in its place; issued once per plan and reason."""
+
+
+class CacheWarning(UserWarning):
+    """A cache on disk could not be used."""
+
+
+def author_line(subject: Any, needle: str = "") -> str:
+    """Quote the author's source line of `subject` that holds `needle`, as `file:line: text`, or say what is known."""
+    target = getattr(subject, "__func__", subject)
+    try:
+        lines, first = inspect.getsourcelines(target)
+        path = inspect.getsourcefile(target) or "?"
+    except (OSError, TypeError):
+        return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', target)}"
+    for offset, line in enumerate(lines):
+        if needle in line:
+            return f"{path}:{first + offset}: {line.strip()}"
+    return f"{path}:{first}: {lines[0].strip()}"
+
+
+def definition_error(subject: Any, message: str, needle: str = "", hint: str | None = None) -> PluginError:
+    """The error for a class that breaks its contract where it is defined, quoting the author's line."""
+    name = getattr(subject, "__qualname__", str(subject))
+    return PluginError(f"{message}\n    {author_line(subject, needle)}", code="SF301", operation=name, hint=hint)

@@ -1,0 +1,9 @@
+"""The engine: matches fusions, chooses the cheapest covers, plans and runs."""
+
+from .items import flatten
+from .match import Refusal
+from .plan import Alone, Plan, Step
+from .run import Fuser
+from .sequential import Sequential
+
+__all__ = ["Alone", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten"]

@@ -1,0 +1,196 @@
+"""Contract checks, made when a plan first runs: records field by field, gradients by name, shape, dtype, device, alias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..autograd import Back, Call
+from ..errors import PluginError
+from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
+from ..operation import UnfusedOperation
+from ..saved import Recompute, Saved
+
+if TYPE_CHECKING:
+    from .plan import Step
+    from .program import Binder
+
+_passed: set[Any] = set()
+
+
+def check_forward(
+    binder: Binder, step: Step, call: Call, x: Tensor, out: Any, inputs: Mapping[str, Tensor], seeds: Tensor | None
+) -> bool:
+    """Compare what a fused forward returned with what the operations themselves give; `False` to be asked again.
+
+    Raises:
+        PluginError: naming fusion, slot and field.
+    """
+    fusion: FusedOperation = step.operation
+    if isinstance(x, FakeTensor):
+        return False
+    key = _key(binder, fusion, step.covers, x)
+    if key in _passed:
+        return True
+    y, extra, saved = _unpack(fusion, call, out)
+    expected = _expected(binder, step, x, inputs, seeds)
+    if expected is None:
+        return True
+    y_own, extra_own, records = expected
+    _compare(fusion, step, "its output", y, y_own)
+    for name in fusion.outputs:
+        if name in extra_own:
+            _compare(fusion, step, f"its output {name!r}", extra.get(name), extra_own[name])
+    if not isinstance(fusion, InferenceFusion | JointFusion):
+        found = dict(records_of(fusion, saved))
+        for place, own in records.items():
+            record = found.pop(place, None)
+            if type(record) is not type(own):
+                got = "nothing" if record is None else f"a {type(record).__qualname__}"
+                raise _wrong(fusion, step, f"slot {place!r} needs a {type(own).__qualname__}, it saved {got}")
+            for field in own.fields:
+                _compare(fusion, step, f"field {field!r} of slot {place!r}", _raw(record, field), _raw(own, field))
+        if found:
+            raise _wrong(fusion, step, f"it saved records for unknown slots: {', '.join(map(repr, found))}")
+    if len(_passed) < 4096:
+        _passed.add(key)
+    return True
+
+
+def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, dict[str, Any], Any]:
+    if isinstance(fusion, InferenceFusion):
+        form, parts = "y", (out, {}, {}) if isinstance(out, Tensor) else None
+    elif fusion.outputs:
+        form, parts = "(y, outputs, saved)", out if isinstance(out, tuple) and len(out) == 3 else None  # type: ignore[assignment]
+    else:
+        form = "(y, saved)"
+        parts = (out[0], {}, out[1]) if isinstance(out, tuple) and len(out) == 2 else None
+    if parts is None or not isinstance(parts[0], Tensor):
+        message = f"fwd must return {form}"
+        raise PluginError(message, code="SF302", operation=call.name, position=call.start)
+    kind = Saved if isinstance(fusion, JointFusion) else Mapping
+    if not isinstance(fusion, InferenceFusion) and not isinstance(parts[2], kind):
+        what = "its own Saved record" if kind is Saved else "a dictionary {slot: Saved}"
+        message = f"fwd must return {what} last, not a {type(parts[2]).__name__}"
+        raise PluginError(message, code="SF302", operation=call.name, position=call.start)
+    return parts
+
+
+def _expected(
+    binder: Binder, step: Step, x: Tensor, inputs: Mapping[str, Tensor], seeds: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
+    """What the operations themselves return, run on fake tensors; `None` if they cannot run so."""
+    fusion: FusedOperation = step.operation
+    records: dict[str, Saved] = {}
+    outputs: dict[str, Tensor] = {}
+    try:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        y: Tensor = mode.from_tensor(x)
+        given = {name: mode.from_tensor(value) for name, value in inputs.items()}
+        with mode:
+            made: dict[str, Tensor] = {}
+            for position, (place, operation) in zip(step.covers, fusion.named_operations(), strict=True):
+                item, prefix = binder.items[position], f"{place.replace('.', '_')}_"
+                extras: dict[str, Any] = {n: made[c] if c in made else given[prefix + n] for n, c in item.inputs}
+                signature = operation.forward_signature
+                if signature.needs:
+                    extras["needs"] = binder.wants.needs[position]
+                if signature.env:
+                    extras["env"] = binder.env
+                if signature.seed:
+                    active = position in binder.random
+                    extras["seed"] = torch.zeros((), dtype=torch.int64, device=x.device) if active else None
+                y, *rest = operation.fwd(y, **extras)
+                records[place] = rest[-1]
+                if operation.outputs:
+                    made.update({c: rest[0][n] for n, c in item.outputs})
+                    outputs.update({prefix + n: rest[0][n] for n, _ in item.outputs})
+    except Exception:
+        return None
+    return y, outputs, records
+
+
+def _raw(record: Saved, field: str) -> Any:
+    late: Mapping[str, Recompute] = record.__dict__.get("_late", {})
+    return late[field]() if field in late else record.__dict__.get(field)
+
+
+def _compare(fusion: FusedOperation, step: Step, what: str, got: Any, own: Any) -> None:
+    if isinstance(own, tuple) and isinstance(got, tuple) and len(own) == len(got):
+        for a, b in zip(got, own, strict=True):
+            _compare(fusion, step, what, a, b)
+        return
+    if isinstance(own, Tensor) != isinstance(got, Tensor):
+        raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
+    if isinstance(own, Tensor) and (own.shape != got.shape or own.dtype != got.dtype or own.device != got.device):
+        raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
+    if not isinstance(own, Tensor) and type(own) is not type(got):
+        raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    return repr(value)
+
+
+def _wrong(fusion: FusedOperation, step: Step, message: str) -> PluginError:
+    return PluginError(message, code="SF302", operation=type(fusion).__name__, position=step.covers.start)
+
+
+def _key(binder: Binder, fusion: FusedOperation, covers: range, x: Tensor) -> Any:
+    configs = tuple(_config(op) for op in fusion.operations())
+    needs = tuple(binder.wants.needs[p] for p in covers)
+    return type(fusion), configs, needs, x.shape[1:], x.dtype, x.device, binder.env.autocast
+
+
+def _config(operation: UnfusedOperation) -> Any:
+    plain = tuple((k, v) for k, v in vars(operation).items() if not k.startswith("_") and isinstance(v, str | int | float | tuple))
+    shapes = ((n, getattr(o, a)) for n, (o, a) in operation.parameter_slots().items())
+    return type(operation), plain, tuple((n, p.shape, p.dtype) for n, p in shapes)
+
+
+def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, grads: Any) -> bool:
+    """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again.
+
+    Raises:
+        PluginError: naming fusion (or operation) and key.
+    """
+    if isinstance(d, FakeTensor):
+        return False
+    fused = isinstance(step.operation, FusedOperation)
+
+    def wrong(message: str) -> PluginError:
+        return PluginError(message, code="SF303", operation=step.name, position=step.covers.start)
+
+    if not isinstance(grads, Mapping):
+        raise wrong(f"bwd must return (dx, {{name: gradient}}), not (dx, {type(grads).__name__})")
+    known: dict[str, Tensor | None] = {}
+    wanted: set[str] = set()
+    for position, (place, _) in zip(step.covers, step.operation.named_operations() if fused else [("", None)], strict=True):
+        item, prefix = binder.items[position], f"{place}." if fused else ""
+        known |= {prefix + n: getattr(owner, attribute) for n, (owner, attribute) in item.slots.items()}
+        known |= {prefix + n: None for n, _ in item.inputs}
+        wanted |= {prefix + n for n in item.slots if n in binder.wants.needs[position]}
+    unknown = sorted(set(grads) - set(known))
+    if unknown:
+        raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
+    if not isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:
+        raise wrong("bwd returned no gradient of x, which is wanted")
+    for name in sorted(wanted):
+        g, parameter = grads.get(name), known[name]
+        assert parameter is not None
+        if not isinstance(g, Tensor):
+            raise wrong(f"bwd returned no gradient {name!r}, which is wanted")
+        same_dtype = g.dtype == parameter.dtype or binder.dtypes is not None
+        if g.shape != parameter.shape or g.device != parameter.device or not same_dtype:
+            raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")
+        if fused and g.numel():
+            for other, what in [(d, "the incoming gradient"), (parameter, "its parameter"), (dx, "the gradient of x")]:
+                if isinstance(other, Tensor) and g.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
+                    raise wrong(f"gradient {name!r} shares its memory with {what}; return a tensor of its own")
+    return True

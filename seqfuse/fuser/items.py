@@ -1,0 +1,218 @@
+"""The flat list the fuser works on: expanded operations, barriers, channels, and the fingerprint of their source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.nn.modules.module as hooks_of
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..errors import PlanError
+from ..operation import FusableOperation, UnfusedOperation
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(
+    getattr(hooks_of, f"_global{name}") for name in _HOOKS if hasattr(hooks_of, f"_global{name}")
+)
+
+
+class _Never:
+    """Stands for the type of what no slot matches."""
+
+
+@dataclasses.dataclass(slots=True)
+class Item:
+    """One position of the list."""
+
+    operation: nn.Module
+    path: str
+    kind: type = _Never
+    alone: str | None = None  # why it runs through its own __call__
+    inputs: tuple[tuple[str, str], ...] = ()  # extra input, channel
+    outputs: tuple[tuple[str, str], ...] = ()
+    slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=lambda: dict[str, Any]())
+    crossing: int = 0  # channels that pass the border before this position
+    readers: dict[str, set[int]] = dataclasses.field(default_factory=lambda: dict[str, set[int]]())
+
+    @property
+    def fusable(self) -> bool:
+        """Whether the engine runs it, rather than its own `__call__`."""
+        return self.alone is None
+
+    @property
+    def name(self) -> str:
+        """The class the user wrote."""
+        return plain_type(self.operation).__name__
+
+
+def plain_type(module: nn.Module) -> type:
+    """The class of a module, seen through the one that a parametrization puts in its place."""
+    kind = type(module)
+    return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
+
+
+def _alone(module: nn.Module, kind: type) -> str | None:
+    if not isinstance(module, FusableOperation):
+        return "not an operation of this library"
+    if any(_GLOBAL_HOOKS):
+        return "global module hooks are registered"
+    if any(getattr(module, name) for name in _HOOKS):
+        return "it has hooks"
+    if "forward" in vars(module):
+        return "it has a forward of its own instance"
+    if isinstance(module, nn.Sequential):
+        return None if vars(kind).get("inlines") else "it is a subclass of a container"
+    return None if kind.forward is FusableOperation.forward else "its class overrides forward"
+
+
+def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list[Item]:
+    """Expand `root` into its items, channels resolved; every module looked at is added to `seen`.
+
+    Raises:
+        PlanError: for channels that do not fit together, naming operation and position.
+    """
+    items: list[Item] = []
+    looked_at: list[nn.Module] = [] if seen is None else seen
+
+    def visit(module: nn.Module, path: str, top: bool) -> None:
+        kind = plain_type(module)
+        if isinstance(module, FusableOperation):
+            looked_at.append(module)
+        alone = None if top else _alone(module, kind)
+        if alone is not None:
+            items.append(Item(module, path, alone=alone))
+            return
+        assert isinstance(module, FusableOperation)
+        members = module.expand()
+        keys = {id(child): key for key, child in module._modules.items()}
+        for member in members:
+            if member is module:
+                final = getattr(kind, "is_final", False)
+                assert isinstance(module, UnfusedOperation)
+                items.append(Item(module, path, kind if final else _Never, slots=module.parameter_slots()))
+            else:
+                key = keys.get(id(member)) or type(member).__name__.lower()
+                visit(member, f"{path}.{key}".lstrip("."), False)
+
+    visit(root, "", True)
+    _route(items)
+    return items
+
+
+def _channels_of(item: Item) -> tuple[Mapping[str, str | None], tuple[str, ...], tuple[str, ...]]:
+    module = item.operation
+    if isinstance(module, UnfusedOperation):
+        return module.channels, module.forward_signature.extras, module.outputs
+    if isinstance(module, FusableOperation):
+        inside = flatten(module)
+        made = {c for i in inside for _, c in i.outputs}
+        read = [c for i in inside for _, c in i.inputs if c not in made]
+        inputs = tuple(dict.fromkeys(read))
+        outputs = tuple(c for i in inside for _, c in i.outputs if not inside[0].readers[c])
+        return {name: name for name in (*inputs, *outputs)}, inputs, outputs
+    return {}, (), ()
+
+
+def _route(items: list[Item]) -> None:
+    """Give every extra input and output its channel; anonymous ones pair like parentheses."""
+    made: dict[str, int] = {}
+    read: dict[str, int] = {}
+    slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=lambda: dict[str, Any]())
+    crossing: int = 0  # channels that pass the border before this position
+    readers: dict[str, set[int]] = {}
+    anonymous: list[tuple[str, int]] = []
+
+    def wrong(position: int, message: str) -> PlanError:
+        return PlanError(message, code="SF201", operation=items[position].name, position=position)
+
+    for position, item in enumerate(items):
+        item.readers = readers
+        channels, inputs, outputs = _channels_of(item)
+        for name in inputs:
+            channel = channels[name]
+            if channel is None:
+                if not anonymous:
+                    raise wrong(position, f"its extra input {name!r} is unnamed and no unnamed output is open")
+                channel, _ = anonymous.pop()
+            read.setdefault(channel, position)
+            readers.setdefault(channel, set()).add(position)
+            item.inputs += ((name, channel),)
+        for name in outputs:
+            channel = channels[name]
+            if channel is None:
+                channel = f"{item.path}#{position}"
+                anonymous.append((channel, position))
+            elif channel in made:
+                raise wrong(position, f"channel {channel!r} is already made at position {made[channel]}")
+            elif channel in read:
+                raise wrong(position, f"channel {channel!r} is read at position {read[channel]}, before it is made here")
+            made[channel] = position
+            readers.setdefault(channel, set())
+            item.outputs += ((name, channel),)
+    if anonymous:
+        raise wrong(anonymous[-1][1], "its unnamed output is never read; close it with an unnamed Add or name it")
+    open_until = [0] * (len(items) + 2)
+    for channel, position in made.items():
+        open_until[position + 1] += 1
+        open_until[max(readers[channel], default=len(items)) + 1] -= 1
+    level = 0
+    for item, change in zip(items, open_until, strict=False):
+        level += change
+        item.crossing = level
+
+
+def public_channels(items: list[Item]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Channels the caller must pass, and those returned after `y`, both in list order."""
+    made = {channel for item in items for _, channel in item.outputs}
+    inputs = dict.fromkeys(c for item in items for _, c in item.inputs if c not in made)
+    return tuple(inputs), tuple(c for item in items for _, c in item.outputs if not item.readers[c])
+
+
+class Fingerprint:
+    """What a list was read from, compared with what it is now.
+
+    Every attribute of every operation and container (configuration, training, a forward put on an instance) is
+    compared, and hooks, children, types and absent parameters; unchanged values are found by identity, in C.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
+        self._modules = list(dict.fromkeys(modules))
+        self._states = [m.__dict__ for m in self._modules]
+        self._states_then = [dict(state) for state in self._states]
+        self._children = [m._modules for m in self._modules if m._modules]
+        self._children_then = [dict(children) for children in self._children]
+        self._keys_then = [list(children) for children in self._children]
+        self._types_then = [type(m) for m in self._modules]
+        hooked = [getattr(m, name) for m in self._modules if m is not root for name in _HOOKS]
+        self._empty = [h for h in (*hooked, *_GLOBAL_HOOKS) if not h]
+        self._full = [h for h in (*hooked, *_GLOBAL_HOOKS) if h]
+        self._parameters = [(m._parameters, name) for m in self._modules for name in m._parameters]
+        self._absent_then = [parameters[name] is None for parameters, name in self._parameters]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        try:
+            return (
+                self._states == self._states_then
+                and self._children == self._children_then
+                and [*map(list, self._children)] == self._keys_then
+                and [*map(type, self._modules)] == self._types_then
+                and not any(self._empty)
+                and all(self._full)
+                and [parameters[name] is None for parameters, name in self._parameters] == self._absent_then
+            )
+        except (RuntimeError, KeyError):  # a tensor attribute was replaced and has no truth value; a parameter is gone
+            return False
+
+    def differs_in_training_only(self) -> bool:
+        """Whether what changed is training flags and nothing else, so that it may come back."""
+        held = [state["training"] for state in self._states_then]
+        for state, then in zip(self._states, self._states_then, strict=True):
+            then["training"] = state.get("training")
+        same = self.holds()
+        for then, training in zip(self._states_then, held, strict=True):
+            then["training"] = training
+        return same

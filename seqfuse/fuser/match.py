@@ -1,0 +1,229 @@
+"""Where patterns match, and the cheapest pair of covers."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from ..env import Env, Fusing
+from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
+from .items import Item
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """A fusion matched on positions `start..stop`, with its cost in integer nanoseconds (negative: it saves)."""
+
+    fusion: FusedOperation
+    start: int
+    stop: int
+    cost: int
+
+    @property
+    def name(self) -> str:
+        """The fusion's name."""
+        return type(self.fusion).__name__
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """A fusion whose pattern matched and that was not used: its name, the first position, and the reason."""
+
+    fusion: str
+    at: int
+    reason: str
+
+
+class Matcher:
+    """Finds every candidate of a rule set on a stretch of operations."""
+
+    def __init__(self, fusions: Sequence[type[FusedOperation]]) -> None:
+        self.fusions = tuple(f for f in fusions if not f.is_contract)
+        self._starts: dict[type, tuple[type[FusedOperation], ...]] = {}
+        self._warned: set[tuple[str, str]] = set()
+
+    def find(
+        self, items: Sequence[Item], start: int, stop: int, live_from: int, env: Env, fusing: Fusing
+    ) -> tuple[list[Candidate], list[Refusal]]:
+        """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient."""
+        found: list[Candidate] = []
+        refused: list[Refusal] = []
+        kinds = [item.kind for item in items[start:stop]]
+        for i, kind in enumerate(kinds):
+            starts = self._starts.get(kind)
+            if starts is None:
+                starts = self._starts[kind] = tuple(f for f in self.fusions if _may_start(f.slots, kind))
+            for cls in starts:
+                for lengths in _lengths(cls.slots, 0, kinds, i):
+                    a, b = start + i, start + i + sum(lengths)
+                    bound = _bind(cls, lengths, items, a)
+                    reason = self._refuses(bound, items, a, b, live_from, env, fusing)
+                    if reason is None:
+                        cost = self._cost(bound, env)
+                        if isinstance(cost, int):
+                            found.append(Candidate(bound, a, b, cost))
+                            continue
+                        reason = cost
+                    refused.append(Refusal(cls.__name__, a, reason))
+        return found, refused
+
+    def _refuses(
+        self, fusion: FusedOperation, items: Sequence[Item], a: int, b: int, live_from: int, env: Env, fusing: Fusing
+    ) -> str | None:
+        name = type(fusion).__name__
+        reason = fusing.allows(name)
+        if reason is not None:
+            return reason
+        if env.rows == 0:
+            return "the input has no rows"
+        if isinstance(fusion, BackwardFusion) and a < live_from:
+            return "no gradient is wanted here" if b <= live_from else f"no gradient is wanted before position {live_from}"
+        if isinstance(fusion, InferenceFusion) and b > live_from:
+            return "a gradient is wanted here, and this fusion saves nothing for it"
+        reason = _refuses_channels(fusion, items, a, b, b <= live_from)
+        if reason is not None:
+            return reason
+        try:
+            for holds, sentence in fusion.requires(env):
+                if not holds:
+                    return str(sentence)
+        except Exception as error:
+            return self._raised(name, "requires", error)
+        return None
+
+    def _cost(self, fusion: FusedOperation, env: Env) -> int | str:
+        try:
+            return -round(env.microseconds(fusion.saves(env)) * 1000)
+        except Exception as error:
+            return self._raised(type(fusion).__name__, "saves", error)
+
+    def _raised(self, name: str, method: str, error: Exception) -> str:
+        reason = f"{method} raised {type(error).__name__}: {error}"
+        if (name, reason) not in self._warned:
+            self._warned.add((name, reason))
+            warnings.warn(f"fusion {name} is refused: {reason}", UserWarning, stacklevel=2)
+        return reason
+
+
+def _may_start(slots: Sequence[Slot], kind: type) -> bool:
+    for slot in slots:
+        if slot.takes(kind):
+            return True
+        if not slot.optional:
+            return False
+    return False
+
+
+def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> Iterator[tuple[int, ...]]:
+    """Every way slots `k..` can take operations from `i` on: how many each takes, longest first."""
+    if k == len(slots):
+        yield ()
+        return
+    slot = slots[k]
+    most = 0
+    limit = MAX_VARIADIC if slot.variadic else 1
+    while most < limit and i + most < len(kinds) and slot.takes(kinds[i + most]):
+        most += 1
+    for taken in range(most, -1 if slot.optional else 0, -1):
+        for rest in _lengths(slots, k + 1, kinds, i + taken):
+            if taken or any(rest) or k:
+                yield (taken, *rest)
+
+
+def _bind(cls: type[FusedOperation], lengths: Sequence[int], items: Sequence[Item], at: int) -> FusedOperation:
+    bound: dict[str, Any] = {}
+    for slot, taken in zip(cls.slots, lengths, strict=True):
+        operations = tuple(item.operation for item in items[at : at + taken])
+        bound[slot.name] = operations if slot.variadic else operations[0] if taken else None
+        at += taken
+    return cls(**bound)
+
+
+def _refuses_channels(fusion: FusedOperation, items: Sequence[Item], a: int, b: int, dead: bool) -> str | None:
+    """Channels that cross the fusion's border must be named in its signatures."""
+    if not any(item.inputs or item.outputs for item in items[a:b]):
+        return None
+    places = [name.replace(".", "_") for name, _ in fusion.named_operations()]
+    inside = {channel for item in items[a:b] for _, channel in item.outputs}
+    forward, backward = fusion.forward_signature.extras, fusion.backward_signature.extras
+    for place, item in zip(places, items[a:b], strict=True):
+        for name, channel in item.inputs:
+            full = f"{place}_{name}"
+            if fusion.replaces_forward and (channel in inside) == (full in forward):
+                side = "comes from inside it" if channel in inside else "is not in the signature of its fwd"
+                return f"the extra input {full} {side}"
+        for name, channel in item.outputs:
+            full = f"{place}_{name}"
+            if items[a].readers[channel] <= set(range(a, b)):
+                continue
+            if fusion.replaces_forward and full not in fusion.outputs:
+                return f"the extra output {full} is read elsewhere and is not among its outputs"
+            if fusion.replaces_backward and not dead and f"d_{full}" not in backward:
+                return f"the gradient d_{full} arrives from elsewhere and is not in the signature of its bwd"
+    return None
+
+
+@dataclasses.dataclass(slots=True)
+class _Best:
+    cost: int
+    count: int
+    before: tuple[int, int] | None
+    step: Candidate | None
+
+
+def cheapest(
+    start: int, stop: int, candidates: Iterable[Candidate], live_from: int
+) -> tuple[list[Candidate], list[Candidate]]:
+    """The fusions of the exact cheapest pair of covers of positions `start..stop`: forward, backward.
+
+    A state is a pair of positions, one per pass; the pass that lags advances, so every pair of covers is reached and
+    the two positions meet wherever both covers have a border. There a joint fusion may take both. The positions
+    differ by less than the longest pattern, so the work is linear in the list. Ties go to fewer fusions, then to the
+    order of the rule set.
+    """
+    forward: dict[int, list[Candidate]] = {}
+    backward: dict[int, list[Candidate]] = {}
+    joint: dict[int, list[Candidate]] = {}
+    for c in candidates:
+        if isinstance(c.fusion, BackwardFusion):
+            backward.setdefault(c.start, []).append(c)
+        elif isinstance(c.fusion, JointFusion) and c.stop > live_from:
+            joint.setdefault(c.start, []).append(c)
+        else:
+            forward.setdefault(c.start, []).append(c)
+    layers: list[dict[tuple[int, int], _Best]] = [{} for _ in range(2 * (stop - start) + 1)]
+    layers[0][start, start] = _Best(0, 0, None, None)
+
+    def relax(before: tuple[int, int], best: _Best, f: int, b: int, step: Candidate | None) -> None:
+        cost, count = (best.cost, best.count) if step is None else (best.cost + step.cost, best.count + 1)
+        layer = layers[f + b - 2 * start]
+        known = layer.get((f, b))
+        if known is None or (cost, count) < (known.cost, known.count):
+            layer[f, b] = _Best(cost, count, before, step)
+
+    for layer in layers[:-1]:
+        for (f, b), best in layer.items():
+            if f == b:
+                for c in joint.get(f, ()):
+                    relax((f, b), best, c.stop, c.stop, c)
+            if f <= b:
+                relax((f, b), best, f + 1, b, None)
+                for c in forward.get(f, ()):
+                    relax((f, b), best, c.stop, b, c)
+            else:
+                relax((f, b), best, f, b + 1, None)
+                for c in backward.get(b, ()):
+                    relax((f, b), best, f, c.stop, c)
+    chosen: tuple[list[Candidate], list[Candidate]] = ([], [])
+    at: tuple[int, int] | None = (stop, stop)
+    while at is not None:
+        best = layers[at[0] + at[1] - 2 * start][at]
+        if best.step is not None and best.before is not None:
+            if best.step.stop == at[0] and best.before[0] != at[0]:
+                chosen[0].append(best.step)
+            if best.step.stop == at[1] and best.before[1] != at[1]:
+                chosen[1].append(best.step)
+        at = best.before
+    return chosen[0][::-1], chosen[1][::-1]

@@ -1,0 +1,187 @@
+"""The plan: what covers the list in each pass, how it is cut, and what was refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..env import Env, Fusing
+from .items import Item
+from .match import Candidate, Matcher, Refusal, cheapest
+from .show import Memory, render
+
+SEGMENT = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of a cover: an operation, a fusion, or a module that runs through its own `__call__`."""
+
+    operation: Any
+    covers: range
+    name: str
+    fused: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """An operation or module that runs through its own `__call__`: its position, name and the reason."""
+
+    at: int
+    name: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The result of fusing; frozen, hashable, printable.
+
+    Attributes:
+        forward: steps of the forward cover, in order.
+        backward: steps of the backward cover, in list order; only where a gradient is wanted.
+        segments: ranges of positions that run behind one autograd node each.
+        refused: fusions whose pattern matched and that were not used, with reasons.
+        alone: what runs through its own `__call__`, with reasons.
+        env: what it was made for.
+        names: class of the operation at each position; `paths` where it lives in the container.
+    """
+
+    env: Env
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    segments: tuple[range, ...]
+    refused: tuple[Refusal, ...]
+    alone: tuple[Alone, ...]
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+    measure: Any = dataclasses.field(default=None, compare=False, repr=False)
+
+    def count(self, name: str) -> int:
+        """How many different steps of this name the two covers hold; one that stands in both counts once."""
+        return len({(s.covers.start, id(s.operation)) for s in (*self.forward, *self.backward) if s.name == name})
+
+    @property
+    def fused(self) -> tuple[int, int]:
+        """Number of fused steps in the forward and in the backward cover."""
+        return sum(s.fused for s in self.forward), sum(s.fused for s in self.backward)
+
+    @cached_property
+    def memory(self) -> Memory | None:
+        """Bytes kept for backward and FLOPs, fused and unfused; `None` where the input's shape is not known."""
+        return None if self.measure is None else self.measure(self)
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Item]], env: Env, items: Sequence[Item]) -> Plan:
+    """One plan of a whole list, from those of its regions and its barriers."""
+    steps = [Step(item.operation, range(at, at + 1), item.name) for at, item in alone]
+    forward = sorted([s for p in plans for s in p.forward] + steps, key=lambda s: s.covers.start)
+    backward = sorted([s for p in plans for s in p.backward] + (steps if env.grad else []), key=lambda s: s.covers.start)
+    return Plan(
+        env,
+        tuple(forward),
+        tuple(backward),
+        tuple(s for p in plans for s in p.segments),
+        tuple(r for p in plans for r in p.refused),
+        tuple(Alone(at, item.name, item.alone or "") for at, item in alone),
+        tuple(item.name for item in items),
+        tuple(item.path for item in items),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wants:
+    """Which gradients are wanted in a region: names per position, and the first position where there are any."""
+
+    live_from: int
+    needs: Mapping[int, frozenset[str]]
+
+    @classmethod
+    def of(cls, items: Sequence[Item], start: int, stop: int, x: bool, channels: Mapping[str, bool], grad: bool) -> Wants:
+        """Follow requires_grad through positions `start..stop`."""
+        needs: dict[int, frozenset[str]] = {}
+        carries = dict(channels)
+        live_from = stop
+        for position in range(start, stop):
+            item = items[position]
+            wanted = {"x"} if x else set[str]()
+            wanted |= {name for name, channel in item.inputs if carries.get(channel)}
+            for name, (owner, attribute) in item.slots.items():
+                if getattr(owner, attribute).requires_grad:
+                    wanted.add(name)
+            wanted = wanted if grad else set()
+            needs[position] = frozenset(wanted)
+            x = bool(wanted)
+            if wanted and live_from == stop:
+                live_from = position
+            carries.update((channel, x) for _, channel in item.outputs)
+        return cls(live_from, needs)
+
+
+def plan_region(
+    items: Sequence[Item], start: int, stop: int, wants: Wants, env: Env, fusing: Fusing, matcher: Matcher
+) -> Plan:
+    """Plan positions `start..stop`, which hold operations only."""
+    live = wants.live_from
+    found, refused = matcher.find(items, start, stop, live, env, fusing)
+    forward, backward = cheapest(start, stop, found, live) if found else ([], [])
+    used = {id(c) for c in (*forward, *backward)}
+    for c in found:
+        if id(c) not in used:
+            winners = sorted({w.name for w in (*forward, *backward) if w.start < c.stop and c.start < w.stop} - {c.name})
+            what = f"a cheaper cover was found: {', '.join(winners)}" if winners else _not_worth(c)
+            refused.append(Refusal(c.name, c.start, what))
+    refused.sort(key=lambda r: r.at)
+    ahead, back = _steps(items, start, stop, forward), _steps(items, live, stop, backward, live)
+    return Plan(
+        env, ahead, back, _segments(items, ahead, back, start, stop), tuple(refused), (),
+        tuple(item.name for item in items[start:stop]), tuple(item.path for item in items[start:stop]),
+    )  # fmt: skip
+
+
+def _not_worth(candidate: Candidate) -> str:
+    return "it saves nothing here" if candidate.cost >= 0 else "another match of the same fusion was cheaper"
+
+
+def _steps(
+    items: Sequence[Item], start: int, stop: int, chosen: Sequence[Candidate], live: int = 0
+) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    at = start
+    for c in chosen:
+        if c.stop <= live:
+            continue
+        steps += [Step(items[i].operation, range(i, i + 1), items[i].name) for i in range(at, c.start)]
+        steps.append(Step(c.fusion, range(c.start, c.stop), c.name, True))
+        at = c.stop
+    steps += [Step(items[i].operation, range(i, i + 1), items[i].name) for i in range(at, stop)]
+    return tuple(steps)
+
+
+def _segments(
+    items: Sequence[Item], forward: Sequence[Step], backward: Sequence[Step], start: int, stop: int
+) -> tuple[range, ...]:
+    """Cut where both covers have a border: near every eighth position, rather where a single tensor crosses."""
+    if start == stop:
+        return ()
+    borders = {s.covers.start for s in forward} & ({s.covers.start for s in backward} | set(range(start, _first(backward, stop))))
+    cuts = [start]
+    while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
+        aim = cuts[-1] + SEGMENT
+        reach = range(cuts[-1] + SEGMENT // 2, min(aim + SEGMENT // 2, stop - 1) + 1)
+        near = [b for b in reach if b in borders]
+        if not near:
+            near = [next((b for b in range(reach.stop, stop) if b in borders), stop)]
+        cut = min(near, key=lambda b: (items[b].crossing > 0, abs(b - aim)))
+        if cut == stop:
+            break
+        cuts.append(cut)
+    return tuple(range(a, b) for a, b in zip(cuts, [*cuts[1:], stop], strict=True))
+
+
+def _first(backward: Sequence[Step], stop: int) -> int:
+    return backward[0].covers.start if backward else stop

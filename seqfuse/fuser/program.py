@@ -1,0 +1,222 @@
+"""Binds a plan to its operations: the calls of each segment, with everything decided that a call does not change."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import Back, Call, Segment
+from ..env import Env
+from ..fusion import FusedOperation, InferenceFusion, JointFusion
+from ..operation import Signature, UnfusedOperation
+from ..saved import packing
+from .check import check_backward, check_forward
+from .items import Item
+from .plan import Plan, Step, Wants
+
+Slots = dict[tuple[int, str], int]
+
+
+class Binder:
+    """Makes the segments of one planned region."""
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        wants: Wants,
+        env: Env,
+        random: Mapping[int, int],
+        dtypes: Sequence[torch.dtype] | None,
+        on_error: str,
+        locate: Callable[[int, BaseException, Any], BaseException],
+    ) -> None:
+        self.items, self.wants, self.env, self.random = items, wants, env, random
+        self.dtypes, self.can_fall_back, self.locate = dtypes, on_error == "fallback", locate
+
+    def segments(self, plan: Plan) -> list[Segment]:
+        """The segments of a plan, ready to run."""
+        return [self._segment(plan, piece) for piece in plan.segments]
+
+    def _segment(self, plan: Plan, piece: range) -> Segment:
+        ahead = [s for s in plan.forward if s.covers.start in piece]
+        back = [s for s in plan.backward if s.covers.start in piece]
+        inside = self.items[piece.start : piece.stop]
+        made = {c for item in inside for _, c in item.outputs}
+        readers = self.items[piece.start].readers
+        inputs = tuple(dict.fromkeys(c for item in inside for _, c in item.inputs if c not in made))
+        outputs = tuple(c for item in inside for _, c in item.outputs if not readers[c] or max(readers[c]) >= piece.stop)
+        parameters: dict[tuple[int, str], tuple[nn.Module, str]] = {}
+        for position in piece:
+            for name, (owner, attribute) in self.items[position].slots.items():
+                if name in self.wants.needs[position]:
+                    parameters.setdefault((id(owner), attribute), (owner, attribute))
+        index = {key: i for i, key in enumerate(parameters)}
+        joint = {s.covers.start for s in back if isinstance(s.operation, JointFusion)}
+        return Segment(
+            start=piece.start,
+            stop=piece.stop,
+            forward_calls=tuple(self._call(s, piece.stop, s.covers.start in joint) for s in ahead),
+            backward_calls=tuple(self._back(s, index) for s in reversed(back)),
+            parameters=tuple(parameters.values()),
+            inputs=inputs,
+            outputs=outputs,
+            consumed=tuple(c for c in inputs if max(readers[c]) < piece.stop),
+            device=self.env.device,
+            autocast=self.env.autocast,
+            signature=(piece, *((s.name, s.covers) for s in (*ahead, *back))),
+            can_fall_back=self.can_fall_back,
+            live=self.wants.live_from < piece.stop,
+            locate=self.locate,
+        )
+
+    def _bind(self, fn: Callable[..., Any], signature: Signature, needs: frozenset[str]) -> Callable[..., Any]:
+        fixed: dict[str, Any] = {}
+        if signature.needs:
+            fixed["needs"] = needs
+        if signature.env:
+            fixed["env"] = self.env
+        return functools.partial(fn, **fixed) if fixed else fn
+
+    def _call(self, step: Step, stop: int, joint: bool = False) -> Call:
+        operation, (a, b) = step.operation, (step.covers.start, step.covers.stop)
+        signature: Signature = operation.forward_signature
+        fused = isinstance(operation, FusedOperation)
+        places = dict(self._places(operation, a))
+        inputs: list[tuple[str, str]] = []
+        seeds: list[tuple[str, int | None]] = []
+        for place, position in places.items():
+            prefix = f"{place.replace('.', '_')}_" if fused else ""
+            inputs += [(prefix + n, c) for n, c in self.items[position].inputs if prefix + n in signature.extras]
+            if fused and f"{prefix}seed" in signature.extras:
+                seeds.append((f"{prefix}seed", self.random.get(position)))
+        if signature.seed:
+            active = [self.random[p] for p in range(a, b) if p in self.random]
+            seeds.append(("seed", active[0] if active else None))
+        readers = self.items[a].readers
+        outputs = [
+            ((f"{place.replace('.', '_')}_{name}" if fused else name), channel)
+            for place, position in places.items()
+            for name, channel in self.items[position].outputs
+        ]
+        outputs = [(n, c) for n, c in outputs if n in operation.outputs]
+        ended = {c for p in range(a, b) for _, c in self.items[p].inputs if a <= max(readers[c]) < b}
+        saves = not isinstance(operation, InferenceFusion) and not (isinstance(operation, JointFusion) and not joint)
+        packs: list[Any] = []
+        for place, position in places.items() if saves and not joint else ():
+            needs = self.wants.needs[position]
+            if needs:
+                record = self.items[position].operation.Saved  # type: ignore[union-attr]
+                key = self._record_place(operation, place) if fused else None
+                packs.append((key, position, *packing(record, record.kept(needs))))
+        if joint:
+            packs.append((None, ~a, *packing(operation.Saved, operation.Saved.kept(self._needs(operation, a, b)))))
+        kind = _kind(operation)
+        parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
+        return Call(
+            fn=self._bind(operation.fwd, signature, self._needs(operation, a, b)),
+            kind=kind,
+            name=step.name,
+            start=a,
+            stop=b,
+            layout=operation.layout,
+            inputs=tuple(inputs),
+            seeds=tuple(seeds),
+            outputs=tuple(outputs),
+            done=tuple(c for c in dict.fromkeys([c for _, c in inputs]) if c in ended),
+            packs=tuple(packs),
+            plain=not (inputs or seeds),
+            check=functools.partial(check_forward, self, step) if fused else None,
+            unfused=functools.cache(lambda: tuple(self._call(s, stop) for s in parts)) if fused else None,
+        )
+
+    def _back(self, step: Step, index: Mapping[tuple[int, str], int]) -> Back:
+        operation, (a, b) = step.operation, (step.covers.start, step.covers.stop)
+        signature: Signature = operation.backward_signature
+        fused = isinstance(operation, FusedOperation)
+        inside = {c for p in range(a, b) for _, c in self.items[p].outputs}
+        records: list[tuple[str, int, int | None]] = []
+        grads: list[tuple[str, int]] = []
+        channel_grads: list[tuple[str, str]] = []
+        incoming: list[tuple[str, str]] = []
+        for place, position in self._places(operation, a):
+            item, needs = self.items[position], self.wants.needs[position]
+            key, under = (f"{place}.", f"{place.replace('.', '_')}_") if fused else ("", "")
+            slot, _, number = place.partition(".")
+            records.append((slot, position, int(number) if number else None))
+            for name, (owner, attribute) in item.slots.items():
+                if name in needs:
+                    grads.append((key + name, index[id(owner), attribute]))
+            owned = inside if fused else set[str]()
+            channel_grads += [(key + n, c) for n, c in item.inputs if n in needs and c not in owned]
+            wanted = [(f"d_{under}{n}", c) for n, c in item.outputs]
+            incoming += [(n, c) for n, c in wanted if n in signature.extras]
+        parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
+        kind = _kind(operation, backward=True)
+        recover = None
+        if kind == "joint" and hasattr(operation, "unfused"):
+            recover = functools.partial(self._recover, operation, a)
+        return Back(
+            fn=self._bind(operation.bwd, signature, self._needs(operation, a, b)),
+            kind=kind,
+            name=step.name,
+            start=a,
+            stop=b,
+            layout=operation.layout,
+            records=tuple(records),
+            incoming=tuple(incoming),
+            grads=tuple(grads),
+            channel_grads=tuple(channel_grads),
+            dtype=None if self.dtypes is None else self.dtypes[a],
+            plain=not incoming,
+            check=functools.partial(check_backward, self, step),
+            unfused=functools.cache(lambda: tuple(self._back(s, index) for s in reversed(parts))) if fused else None,
+            recover=recover,
+        )
+
+    def _recover(self, operation: Any, a: int, record: Any) -> dict[int, Any]:
+        """Pack what `unfused(saved)` gives as the records of the operations themselves."""
+        saved, packed = operation.unfused(record), dict[int, Any]()
+        for place, position in self._places(operation, a):
+            slot = self._record_place(operation, place)
+            one = saved[slot] if isinstance(slot, str) else saved[slot[0]][slot[1]]
+            tensors: list[Tensor] = []
+            pack, unpack = packing(type(one), type(one).kept(self.wants.needs[position] or frozenset({"x"})))
+            tokens = pack(one, {}, tensors)
+            packed[position] = functools.partial(_unpack_own, unpack, tuple(tensors)), tokens
+        return packed
+
+    def _needs(self, operation: Any, a: int, b: int) -> frozenset[str]:
+        if not isinstance(operation, FusedOperation):
+            return self.wants.needs[a]
+        needs = {"x"} & self.wants.needs[a]
+        for place, position in self._places(operation, a):
+            needs |= {f"{place}.{name}" for name in self.wants.needs[position] if name != "x"}
+        return frozenset(needs)
+
+    def _places(self, operation: Any, a: int) -> list[tuple[str, int]]:
+        if not isinstance(operation, FusedOperation):
+            return [("", a)]
+        return [(place, a + i) for i, (place, _) in enumerate(operation.named_operations())]
+
+    @staticmethod
+    def _record_place(operation: FusedOperation, place: str) -> Any:
+        slot, _, number = place.partition(".")
+        return (slot, int(number)) if number else slot
+
+
+def _unpack_own(unpack: Any, tensors: tuple[Tensor, ...], tokens: Any, _: Any) -> Any:
+    return unpack(tokens, tensors)
+
+
+def _kind(operation: Any, backward: bool = False) -> Any:
+    if isinstance(operation, UnfusedOperation):
+        return "unfused"
+    if isinstance(operation, JointFusion):
+        return "joint"
+    if isinstance(operation, InferenceFusion):
+        return "inference"
+    return "backward" if backward else "forward"

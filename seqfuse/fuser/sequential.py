@@ -1,0 +1,104 @@
+"""The container a user holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from ..env import Env
+from ..fusion import FusedOperation
+from ..operation import FusableOperation
+from .plan import Plan
+from .run import Fuser
+
+Fusions = Sequence[type[FusedOperation]]
+
+
+class Sequential(nn.Sequential, FusableOperation):
+    """A `torch.nn.Sequential` that covers its operations with fused ones: y = (... op_2(op_1(x))).
+
+    Nested `Sequential`s and `Residual`s are expanded in place, and fusions cross their borders; a module that is no
+    operation of this library runs by itself, as do operations with hooks. Parameters, keys and everything else are
+    those of the torch class.
+
+    Args:
+        operations: modules in order, or one `OrderedDict` of them.
+        fusions: the rule set; the default one if left out.
+
+    Raises:
+        InputError: for an input or channel that does not fit, naming the operation and its position.
+        PlanError: for channels of the list that do not fit together.
+    """
+
+    inlines: ClassVar[bool] = True
+    default_fusions: ClassVar[Fusions] = ()
+
+    def __init__(self, *operations: nn.Module | OrderedDict[str, nn.Module], fusions: Fusions | None = None) -> None:
+        super().__init__()
+        if len(operations) == 1 and isinstance(operations[0], OrderedDict):
+            for key, module in operations[0].items():
+                self.add_module(key, module)
+        else:
+            for index, module in enumerate(operations):
+                self.add_module(str(index), module)  # type: ignore[arg-type]
+        self.fusions = tuple(self.default_fusions if fusions is None else fusions)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "fusions":
+            self._fuser = Fuser(self, value)
+
+    def expand(self) -> tuple[nn.Module, ...]:
+        return tuple(self)
+
+    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+        """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs.
+
+        Args:
+            x: the input.
+            channels: the public extra inputs, by channel name.
+        """
+        return self._fuser(x, **channels)
+
+    def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
+        """What is fused for this input (or in this environment), forward and backward, and what was refused and why.
+
+        Args:
+            x: an input; its shape, dtype, device and `requires_grad` matter.
+            env: an environment that need not be here, such as `Env.of("cuda:sm_90", dtype=torch.bfloat16)`.
+            channels: the public extra inputs, by channel name.
+        """
+        return self._fuser.plan(x, env=env, **channels)
+
+    def _like(self, modules: Iterable[nn.Module] | OrderedDict[str, nn.Module]) -> Sequential:
+        new = Sequential(fusions=self.fusions)
+        named = modules.items() if isinstance(modules, OrderedDict) else ((str(i), m) for i, m in enumerate(modules))
+        for key, module in named:
+            new.add_module(key, module)
+        return new
+
+    def __getitem__(self, idx: slice | int) -> Any:
+        if isinstance(idx, slice):
+            return self._like(OrderedDict(list(self._modules.items())[idx]))
+        return super().__getitem__(idx)
+
+    def __add__(self, other: Iterable[nn.Module]) -> Sequential:
+        if not isinstance(other, nn.Sequential):
+            raise ValueError(f"add operator supports only objects of Sequential class, but {type(other)} is given.")
+        return self._like([*self, *other])
+
+    def __mul__(self, other: int) -> Sequential:
+        if not isinstance(other, int):
+            raise TypeError(f"unsupported operand type(s) for *: {type(self)} and {type(other)}")
+        if other <= 0:
+            raise ValueError(f"Non-positive multiplication factor {other} for {type(self)}")
+        return self._like([*self] * other)
+
+    def __rmul__(self, other: int) -> Sequential:
+        return self * other
+
+    def __iadd__(self, other: Iterable[nn.Module]) -> Self:
+        return super().__iadd__(other)  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""How a plan prints, and how its memory is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..env import fusing
+
+if TYPE_CHECKING:
+    from .items import Item
+    from .plan import Plan, Step
+
+WIDTH = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass."""
+
+    saved: int
+    saved_unfused: int
+    flops: int
+
+
+def measure(
+    run: Callable[[Tensor, dict[str, Tensor]], Any], x: Tensor, channels: dict[str, Tensor], items: Sequence[Item]
+) -> Memory | None:
+    """Run a list on fake tensors, fused and unfused; `None` if something in it cannot run so."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    own = {id(p) for item in items for p in item.operation.parameters()}
+    own |= {id(getattr(owner, name)) for item in items for owner, name in item.slots.values()}
+
+    def once() -> tuple[int, int]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        kept: dict[int, int] = {}
+
+        def pack(t: Tensor) -> Tensor:
+            if id(t) not in own and not isinstance(t, nn.Parameter):
+                storage = t.untyped_storage()
+                kept[storage._cdata] = storage.nbytes()
+            return t
+
+        with mode, FlopCounterMode(display=False) as counter:
+            given = {name: mode.from_tensor(value) for name, value in channels.items()}
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                out = run(mode.from_tensor(x), given)
+            flops = counter.get_total_flops()
+        del out
+        return sum(kept.values()), flops
+
+    try:
+        saved, flops = once()
+        with fusing(False):
+            unfused, _ = once()
+    except Exception:
+        return None
+    return Memory(saved, unfused, flops)
+
+
+def render(plan: Plan) -> str:
+    """A plan as text for a terminal of 80 columns."""
+    positions = len(plan.names)
+    forward, backward = plan.fused
+    lines = [f"Plan for {plan.env}: {positions} operations, {_plural(len(plan.segments), 'segment')}"]
+    lines[0] += f", {forward} fused forward, {backward} fused backward"
+    lines = _wrap(lines[0], "  ")
+    wide = max([len("operation"), *(len(_label(n, p)) for n, p in zip(plan.names, plan.paths, strict=True))])
+    wide = min(wide, 30)
+    column = (WIDTH - wide - 8) // 2
+    lines.append(f"{'at':>4}  {'operation':<{wide}}  {'forward':<{column - 2}}  backward".rstrip())
+    starts = {piece.start for piece in plan.segments if piece.start}
+    ahead, back = _marks(plan.forward, plan), _marks(plan.backward, plan)
+    for i, (name, path) in enumerate(zip(plan.names, plan.paths, strict=True)):
+        if i in starts:
+            lines.append(f"{'':>4}  {'-' * wide}")
+        a, b = _cut(ahead.get(i, "."), column - 2), _cut(back.get(i, "."), column - 2)
+        lines.append(f"{i:>4}  {_cut(_label(name, path), wide):<{wide}}  {a:<{column - 2}}  {b}".rstrip())
+    for alone in plan.alone:
+        lines += _wrap(f"alone: {alone.name} at {alone.at}: {alone.reason}", "    ")
+    for reason, where in _grouped(plan):
+        lines += _wrap(f"refused: {reason[0]} at {where}: {reason[1]}", "    ")
+    memory = plan.memory
+    if memory is not None:
+        lines += _wrap(
+            f"saved for backward: {_bytes(memory.saved)} (unfused {_bytes(memory.saved_unfused)}); "
+            f"{_number(memory.flops)}FLOP forward",
+            "    ",
+        )
+    return "\n".join(lines)
+
+
+def _label(name: str, path: str) -> str:
+    return f"{name} {path}".rstrip()
+
+
+def _marks(steps: Sequence[Step], plan: Plan) -> dict[int, str]:
+    marks: dict[int, str] = {}
+    alone = {a.at for a in plan.alone}
+    for step in steps:
+        for i in step.covers:
+            first, last = i == step.covers.start, i == step.covers.stop - 1
+            if not step.fused:
+                marks[i] = "alone" if i in alone else "unfused"
+            else:
+                marks[i] = f"{'[' if first else '|'} {step.name if first else ''}{' ]' if last and not first else ''}"
+    return marks
+
+
+def _grouped(plan: Plan) -> list[tuple[tuple[str, str], str]]:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for refusal in plan.refused:
+        groups.setdefault((refusal.fusion, refusal.reason), []).append(refusal.at)
+    return [(key, ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")) for key, at in groups.items()]
+
+
+def _plural(n: int, word: str) -> str:
+    return f"{n} {word}" + ("" if n == 1 else "s")
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 2, 1)] + ".."
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=True) or [""]
+
+
+def _number(value: float, step: float = 1000.0) -> str:
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < step:
+            return f"{value:.0f} {unit}" if not unit else f"{value:.1f} {unit}"
+        value /= step
+    return f"{value:.1f} E"
+
+
+def _bytes(n: int) -> str:
+    return f"{_number(n, 1024.0)}{'i' if n >= 1024 else ''}B".replace("ki", "Ki")

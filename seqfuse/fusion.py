@@ -1,0 +1,229 @@
+"""What a fusion is: a class whose fields are the pattern it replaces and whose base says which pass it replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .env import Env, Savings
+from .errors import definition_error
+from .operation import Grads, Layout, Signature, UnfusedOperation
+from .saved import Saved, class_hints
+
+Requirements = Iterator[tuple[bool, str]]
+"""What `requires` yields: pairs of a condition and the sentence that refuses where it does not hold."""
+
+MAX_VARIADIC = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A named place in a pattern: the types it takes, whether it may be empty, whether it takes several operations."""
+
+    name: str
+    types: tuple[type[UnfusedOperation], ...]
+    optional: bool = False
+    variadic: bool = False
+
+    def takes(self, kind: type) -> bool:
+        """Whether an operation whose exact type is `kind` may stand here."""
+        return any(kind is t or (t.is_open and getattr(kind, "is_final", False) and issubclass(kind, t)) for t in self.types)
+
+
+class FusedOperation:
+    """A stateless substitute for a run of unfused operations; the abstract base of the four kinds of fusion.
+
+    The annotated fields of a subclass are its slots, in order: a final operation class (matched exactly), an abstract
+    one (any final subclass), a union, `X | None` (may be absent), `tuple[X, ...]` (one to eight in a row).
+
+    Attributes:
+        outputs: extra tensors (`slot_output`) that `fwd` returns as a dictionary after `y`.
+        layout: what the passes accept; the engine copies a tensor that does not fit.
+
+    Raises:
+        PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
+    """
+
+    outputs: ClassVar[tuple[str, ...]] = ()
+    layout: ClassVar[Layout] = "contig"
+    slots: ClassVar[tuple[Slot, ...]] = ()
+    forward_signature: ClassVar[Signature] = Signature()
+    backward_signature: ClassVar[Signature] = Signature()
+    replaces_forward: ClassVar[bool] = False
+    replaces_backward: ClassVar[bool] = False
+    has_record: ClassVar[bool] = False
+    is_contract: ClassVar[bool] = True
+
+    def __init_subclass__(cls, *, contract: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.is_contract = contract
+        if contract:
+            return
+        if not (cls.replaces_forward or cls.replaces_backward):
+            raise definition_error(cls, "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion", "class ")
+        own = [_slot(cls, name, hint) for name, hint in class_hints(cls, sys._getframe(1)).items() if not _is_classvar(hint)]
+        cls.slots = cls.slots + tuple(own)
+        defines = any(name in vars(cls) for name in ("fwd", "bwd"))
+        if not cls.slots and defines:
+            raise definition_error(cls, "a fusion needs at least one slot: a field annotated with an operation class", "class ")
+        if not cls.slots or not (hasattr(cls, "fwd") or hasattr(cls, "bwd")):
+            cls.is_contract = True
+            return
+        cls._check_signatures()
+
+    @classmethod
+    def _check_signatures(cls) -> None:
+        for pass_, wanted in (("fwd", cls.replaces_forward), ("bwd", cls.replaces_backward)):
+            if wanted and not callable(getattr(cls, pass_, None)):
+                raise definition_error(cls, f"a {_kind(cls)} needs {pass_}", "class ")
+            if not wanted and hasattr(cls, pass_):
+                raise definition_error(cls, f"a {_kind(cls)} has no {pass_}", f"def {pass_}")
+        if cls.has_record and not issubclass(getattr(cls, "Saved", type(None)), Saved):
+            raise definition_error(cls, "a JointFusion needs a class Saved(sf.Saved) of its own", "class ")
+        for name in cls.outputs:
+            cls._split(name, "outputs")
+        if cls.replaces_forward:
+            cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
+            for name in cls.forward_signature.extras:
+                cls._split(name, "def fwd")
+        if cls.replaces_backward:
+            plain = not any(s.variadic for s in cls.slots)
+            records = frozenset() if cls.has_record else frozenset(s.name for s in cls.slots)
+            signature = Signature.of(cls, "bwd", ("dy", "saved") if cls.has_record else ("dy",), None)
+            for name in signature.extras:
+                if name not in records:
+                    if not name.startswith("d_"):
+                        slots = ", ".join(s.name for s in cls.slots)
+                        raise definition_error(cls, f"bwd names {name!r}, which is no slot ({slots}) and no d_<output>", name)
+                    cls._split(name[2:], name)
+            if plain and records - set(signature.extras):
+                missing = ", ".join(sorted(records - set(signature.extras)))
+                raise definition_error(cls, f"bwd must take the record of every slot by keyword: {missing}", "def bwd")
+            cls.backward_signature = signature
+
+    @classmethod
+    def _split(cls, name: str, needle: str) -> None:
+        if not any(name.startswith(f"{slot.name}_") for slot in cls.slots):
+            raise definition_error(cls, f"{name!r} does not begin with a slot's name", needle)
+
+    def __init__(self, **slots: Any) -> None:
+        self.__dict__.update(slots)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((type(self), *(id(op) for op in self.operations())))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(type(op).__name__ for op in self.operations())})"
+
+    def operations(self) -> tuple[UnfusedOperation, ...]:
+        """The operations it replaces, in order."""
+        return tuple(op for _, op in self.named_operations())
+
+    def named_operations(self) -> Iterator[tuple[str, UnfusedOperation]]:
+        """Each replaced operation with its place: `"bias"`, or `"acts.2"` in a variadic slot."""
+        for slot in self.slots:
+            value = self.__dict__.get(slot.name)
+            if slot.variadic and value is not None:
+                yield from ((f"{slot.name}.{i}", op) for i, op in enumerate(value))
+            elif value is not None:
+                yield slot.name, value
+
+    def requires(self, env: Env) -> Requirements:
+        """Yield `(condition, sentence)`: the first condition that does not hold refuses the fusion with its sentence."""
+        yield from ()
+
+    def saves(self, env: Env) -> Savings:
+        """What it saves against the operations it replaces; by default one launch per operation but one."""
+        return Savings(launches=len(self.operations()) - 1)
+
+
+class ForwardFusion(FusedOperation, contract=True):
+    """Substitutes the forward pass only: `fwd(x, ...) -> (y, [outputs,] {slot: Saved})`.
+
+    It must save exactly what each replaced operation's own `bwd` reads.
+    """
+
+    replaces_forward = True
+    fwd: ClassVar[Callable[..., Any]]
+
+
+class BackwardFusion(FusedOperation, contract=True):
+    """Substitutes the backward pass only: `bwd(dy, *, <slot>: Saved, ...) -> (dx, {"slot.param": grad})`."""
+
+    replaces_backward = True
+    bwd: ClassVar[Callable[..., tuple[Tensor | None, Grads]]]
+
+
+class JointFusion(FusedOperation, contract=True):
+    """Substitutes both passes, with a record of its own; only the pair agrees with the pair it replaces.
+
+    `fwd(x, ...) -> (y, [outputs,] Saved)` and `bwd(dy, saved, ...) -> (dx, {"slot.param": grad})`. A class that
+    defines `unfused(saved) -> {slot: Saved}` can fall back when its backward fails.
+    """
+
+    replaces_forward = True
+    replaces_backward = True
+    has_record = True
+    fwd: ClassVar[Callable[..., Any]]
+    bwd: ClassVar[Callable[..., tuple[Tensor | None, Grads]]]
+
+
+class InferenceFusion(FusedOperation, contract=True):
+    """Substitutes the forward pass where nothing needs a gradient: `fwd(x, ...) -> y`."""
+
+    replaces_forward = True
+    fwd: ClassVar[Callable[..., Any]]
+
+
+def _kind(cls: type[FusedOperation]) -> str:
+    return next(base.__name__ for base in cls.__mro__ if base.__module__ == __name__)
+
+
+def _is_classvar(hint: Any) -> bool:
+    return hint is ClassVar or typing.get_origin(hint) is ClassVar
+
+
+def _slot(cls: type, name: str, hint: Any) -> Slot:
+    if name.startswith("_") or hasattr(FusedOperation, name):
+        raise definition_error(cls, f"{name!r} cannot be the name of a slot", name)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        if len(arguments) != 2 or arguments[1] is not Ellipsis:
+            raise definition_error(cls, f"slot {name!r}: a variadic slot is written tuple[X, ...]", name)
+        return Slot(name, _classes(cls, name, arguments[0]), variadic=True)
+    optional = type(None) in arguments
+    chosen = tuple(a for a in arguments if a is not type(None)) if _is_union(origin) else (hint,)
+    return Slot(name, tuple(c for part in chosen for c in _classes(cls, name, part)), optional=optional)
+
+
+def _is_union(origin: Any) -> bool:
+    return origin is typing.Union or origin is types.UnionType
+
+
+def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], ...]:
+    parts: Sequence[Any] = typing.get_args(hint) if _is_union(typing.get_origin(hint)) else (hint,)
+    for part in parts:
+        if not (isinstance(part, type) and issubclass(part, UnfusedOperation)):
+            raise definition_error(cls, f"slot {name!r} has type {part!r}, which is not an operation class", name)
+        if not part.is_open and not part.is_final:
+            raise definition_error(cls, f"slot {name!r}: {part.__name__} derives from a final operation and never matches", name)
+    return tuple(parts)
+
+
+def records_of(fusion: FusedOperation, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Flatten `{slot: Saved}` with variadic slots as tuples into places: `"bias"`, `"acts.2"`."""
+    for slot in fusion.slots:
+        value = saved.get(slot.name)
+        if slot.variadic and value is not None:
+            yield from ((f"{slot.name}.{i}", record) for i, record in enumerate(value))
+        elif value is not None:
+            yield slot.name, value

@@ -1,0 +1,266 @@
+"""What an operation is: parameters, the math as `reference`, a forward, a backward and the record between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .errors import definition_error
+from .saved import Saved, field
+
+Grads = Mapping[str, Tensor | None]
+"""Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
+
+Layout = Literal["any", "inner_contig", "contig"]
+_RESERVED = frozenset({"needs", "env", "seed"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """What the keyword-only arguments of a `fwd` or `bwd` ask the engine for."""
+
+    extras: tuple[str, ...] = ()
+    needs: bool = False
+    env: bool = False
+    seed: bool = False
+
+    @classmethod
+    def of(cls, owner: type, function: str, positional: tuple[str, ...], allowed: frozenset[str] | None) -> Signature:
+        """Read a signature; `allowed` bounds the extra names, `None` leaves them free."""
+        fn = inspect.unwrap(getattr(owner, function))
+        parameters = list(inspect.signature(fn).parameters.values())[1:]
+        first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(first) != len(positional) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            wanted = ", ".join(("self", *positional))
+            raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
+        extras: list[str] = []
+        for p in parameters[len(first) :]:
+            if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | _RESERVED):
+                known = ", ".join(sorted((allowed or frozenset()) | _RESERVED))
+                raise definition_error(owner, f"{function} names {p.name!r}, which is none of {known}", p.name)
+            if p.name not in _RESERVED:
+                extras.append(p.name)
+        names = {p.name for p in parameters[len(first) :]}
+        return cls(tuple(extras), "needs" in names, "env" in names, "seed" in names)
+
+
+class FusableOperation(nn.Module):
+    """Anything the fuser can process: an unfused operation, or a container of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._engine: list[Any] = []
+
+    def expand(self) -> tuple[nn.Module, ...]:
+        """The operations that stand for this one in the fuser's list; by default itself."""
+        return (self,)
+
+    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+        """Run this operation alone: `y`, or `(y, *outputs)` where it makes public extra outputs."""
+        if not self._engine:
+            self._engine.append(alone(self))
+        return self._engine[0](x, **channels)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_engine": []}
+
+
+# Bound by `fuser`: makes the callable that runs one operation as a list of one.
+alone: Callable[[FusableOperation], Callable[..., Any]]
+
+
+class UnfusedOperation(FusableOperation):
+    """The smallest operation: owns parameters, states the math, has `fwd`, `bwd` and one `Saved` record.
+
+    A subclass that defines `reference` is final: it is matched by its exact type and a subclass of it never is. One
+    that does not, or is declared with the class keyword `open=True`, is abstract: as a slot type it matches every
+    final subclass.
+
+    Attributes:
+        outputs: names of extra tensors `fwd` returns as `(y, {name: tensor}, Saved)`.
+        layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
+
+    Raises:
+        PluginError: when the class is defined, quoting the line, if a signature names what the engine does not know,
+            or `Saved`, `fwd` or `bwd` is missing.
+    """
+
+    Saved: ClassVar[type[Saved]] = Saved
+    outputs: ClassVar[tuple[str, ...]] = ()
+    layout: ClassVar[Layout] = "any"
+    is_open: ClassVar[bool] = True
+    is_final: ClassVar[bool] = False
+    forward_signature: ClassVar[Signature] = Signature()
+    backward_signature: ClassVar[Signature] = Signature()
+
+    def __init_subclass__(cls, *, open: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.is_open = open or cls.reference is UnfusedOperation.reference
+        if cls.is_open:
+            return
+        bases = [base for base in cls.__mro__[1:] if issubclass(base, UnfusedOperation)]
+        cls.is_final = all(base.is_open for base in bases)
+        for name in ("fwd", "bwd"):
+            if getattr(cls, name) is getattr(UnfusedOperation, name):
+                raise definition_error(cls, f"an operation with a reference needs {name} as well", "class ")
+        if cls.Saved is Saved or not issubclass(cls.Saved, Saved):
+            raise definition_error(cls, "an operation needs a class Saved(sf.Saved) of its own", "Saved")
+        cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
+        allowed = frozenset(f"d_{name}" for name in cls.outputs)
+        cls.backward_signature = Signature.of(cls, "bwd", ("dy", "saved"), allowed)
+        missing = allowed - set(cls.backward_signature.extras)
+        if missing:
+            raise definition_error(cls, f"bwd must take {', '.join(sorted(missing))} by keyword", "def bwd")
+
+    def reference(self, x: Tensor, **extras: Any) -> Any:
+        """The math in plain, differentiable torch; `(y, {output: tensor})` where `outputs` are declared."""
+        raise NotImplementedError
+
+    def fwd(self, x: Tensor, **extras: Any) -> Any:
+        """The forward pass: `(y, Saved)`, or `(y, {output: tensor}, Saved)`."""
+        raise NotImplementedError
+
+    def bwd(self, dy: Tensor, saved: Any, **extras: Any) -> tuple[Tensor | None, Grads]:
+        """The backward pass: `(dx, Grads)`."""
+        raise NotImplementedError
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The output's shape for an input of this shape; raises `ValueError` saying what was expected."""
+        return shape
+
+    @property
+    def random(self) -> bool:
+        """Whether a call reads its seed now."""
+        return self.forward_signature.seed
+
+    @property
+    def channels(self) -> Mapping[str, str | None]:
+        """Channel of each extra input and output; `None` is anonymous, paired like parentheses."""
+        return {name: name for name in (*self.forward_signature.extras, *self.outputs)}
+
+    def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
+        """Where each parameter lives: local name to (owning module, attribute)."""
+        slots: dict[str, tuple[nn.Module, str]] = {}
+        for prefix, module in self.named_modules():
+            if ".parametrizations" in f".{prefix}":
+                continue
+            names = [name for name, value in module._parameters.items() if value is not None]
+            if parametrize.is_parametrized(module):
+                names += list(module.parametrizations)  # type: ignore[arg-type]
+            slots.update({f"{prefix}.{name}".lstrip("."): (module, name) for name in names})
+        return slots
+
+    @classmethod
+    def example(cls, x: Tensor) -> UnfusedOperation:
+        """An instance that accepts `x`, for the test kit."""
+        return cls()
+
+
+class _SavedInput(Saved):
+    x: Tensor  # [*, H]
+
+
+class _SavedOutput(Saved):
+    y: Tensor  # [*, H]
+
+
+class Pointwise(UnfusedOperation, open=True):
+    """An element-wise operation: one number in, one number out.
+
+    A subclass states `reference`. With `reads = "input"` the backward pass keeps `x`; with `reads = "output"` it keeps
+    `y`, and `derivative_reference(y)` is dy/dx as a function of y. `fwd` and `bwd` follow from these and may be
+    overridden with something faster.
+    """
+
+    reads: ClassVar[Literal["input", "output"]] = "input"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "Saved" not in vars(cls):
+            cls.Saved = _SavedInput if cls.reads == "input" else _SavedOutput
+        super().__init_subclass__(**kwargs)
+        if cls.reads not in ("input", "output"):
+            raise definition_error(cls, f'reads must be "input" or "output", not {cls.reads!r}', "reads")
+        if not cls.is_open and cls.reads == "output" and cls.bwd is Pointwise.bwd:
+            if cls.derivative_reference is Pointwise.derivative_reference:
+                raise definition_error(cls, 'reads = "output" needs derivative_reference(y)', "reads")
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        """dy/dx as a function of the output; stated where `reads = "output"`."""
+        raise NotImplementedError
+
+    def record(self, x: Tensor, y: Tensor) -> Saved:
+        """The record of a forward from `x` to `y`: the one of the two that the backward reads."""
+        return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # type: ignore[call-arg]
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        y = self.reference(x)
+        return y, self.record(x, y)
+
+    def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
+        if self.reads == "output":
+            return dy * self.derivative_reference(saved.y), {}
+        with torch.enable_grad():
+            x = saved.x.detach().requires_grad_()
+            (dx,) = torch.autograd.grad(self.reference(x), x, dy)
+        return dx, {}
+
+
+class _SavedPacked(Saved):
+    x: Tensor  # [*, 2 F], packed [gate; up]
+
+
+class Gated(UnfusedOperation, open=True):
+    """y = activation(gate) * up, with the input packed [gate; up] along the last dimension.  x: [*, 2 F], y: [*, F].
+
+    dup = dy * activation(gate);  dgate = dy * up * activation'(gate).  `sf.Gated(activation)` makes a gated unit of
+    any unary `Pointwise`; subclasses name theirs in the class attribute `unit`.
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    Args:
+        activation: a `Pointwise` instance; left out where the class names its own.
+    """
+
+    Saved = _SavedPacked
+    unit: ClassVar[Callable[[], Pointwise] | None] = None
+
+    def __init__(self, activation: Pointwise | None = None) -> None:
+        super().__init__()
+        chosen = activation if activation is not None else self.unit and type(self).unit()  # type: ignore[misc]
+        if not isinstance(chosen, Pointwise):
+            raise TypeError(f"{type(self).__name__} needs a Pointwise activation, got {activation!r}")
+        self.activation = chosen
+
+    def reference(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return self.activation.reference(gate) * up
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        gate, up = x.chunk(2, -1)
+        return self.activation.fwd(gate)[0] * up, self.Saved(x=x)  # type: ignore[call-arg]
+
+    def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
+        gate, up = saved.x.chunk(2, -1)
+        activated, record = self.activation.fwd(gate)
+        dgate, _ = self.activation.bwd(dy * up, record)
+        assert dgate is not None
+        return torch.cat((dgate, dy * activated), -1), {}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"expects an even last dimension [gate; up], got shape {tuple(shape)}")
+        return (*shape[:-1], shape[-1] // 2)
+
+    @classmethod
+    def example(cls, x: Tensor) -> UnfusedOperation:
+        if cls is not Gated:
+            return cls()
+        raise NotImplementedError("Gated takes an activation; give the operation explicitly")
+
+
+__all__ = ["FusableOperation", "Gated", "Grads", "Pointwise", "Saved", "UnfusedOperation", "field"]

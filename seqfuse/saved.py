@@ -1,0 +1,209 @@
+"""Saved context: frozen records of named fields, packed into a flat list of tensors by code generated once per class."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import keyword
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, dataclass_transform
+
+import torch
+from torch import Tensor
+
+from .errors import StateError, definition_error
+
+_MISSING = dataclasses.MISSING
+
+
+def field(*, for_: str | tuple[str, ...] = (), default: Any = _MISSING) -> Any:
+    """A field of a `Saved` record that only some gradients read.
+
+    Args:
+        for_: the gradient names (`"x"`, a parameter, an extra input) whose computation reads the field. When none of
+            them is wanted the engine drops the field before anything is kept; reading it then raises `StateError`.
+        default: value of a field the constructor may leave out.
+    """
+    names = (for_,) if isinstance(for_, str) else tuple(for_)
+    return dataclasses.field(default=default, metadata={"for": frozenset(names)})
+
+
+class Recompute:
+    """A stand-in for a saved tensor: a function of tensors already saved, evaluated when the field is first read.
+
+    Args:
+        fn: a module-level function that gives the stored value bit for bit.
+        tensors: its arguments; they are saved, deduplicated, in place of the value.
+    """
+
+    __slots__ = ("fn", "tensors")
+
+    def __init__(self, fn: Callable[..., Tensor], *tensors: Tensor) -> None:
+        self.fn, self.tensors = fn, tensors
+
+    def __call__(self) -> Tensor:
+        with torch.no_grad():
+            return self.fn(*self.tensors)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+class Saved:
+    """What a forward keeps for its backward, by name; base of frozen keyword-only records.
+
+    Fields are `Tensor`, `Tensor | None`, `tuple[Tensor, ...]` or plain immutable data. `Recompute` may stand in any
+    tensor field.
+
+    Raises:
+        PluginError: when the class is defined, for a field name that is not an identifier or a hint that does not
+            resolve.
+        StateError: when a field is read that was dropped because no wanted gradient reads it.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    _plain: ClassVar[frozenset[str]] = frozenset()
+    _for: ClassVar[Mapping[str, frozenset[str]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        hints = class_hints(cls, sys._getframe(1))
+        for name in hints:
+            if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+                raise definition_error(cls, f"field {name!r} must be a public identifier", name)
+        dataclasses.dataclass(frozen=True, kw_only=True, eq=False, init=False, repr=False)(cls)
+        declared = dataclasses.fields(cls)  # type: ignore[arg-type]
+        cls.fields = tuple(f.name for f in declared)
+        cls._plain = cls._plain | {name for name, hint in hints.items() if not _holds_tensor(hint)}
+        cls._for = {f.name: f.metadata["for"] for f in declared if f.metadata.get("for")}
+        cls.__init__ = _make_init(cls, {f.name: f.default for f in declared})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f for f in self.fields if f in self.__dict__)})"
+
+    def __getattr__(self, name: str) -> Any:
+        late = self.__dict__.get("_late")
+        if late is not None and name in late:
+            value = self.__dict__[name] = late[name]()
+            return value
+        if name in type(self).fields:
+            readers = ", ".join(sorted(type(self)._for.get(name, ()))) or "a gradient"
+            raise StateError(
+                f"field {name!r} was dropped: only {readers} reads it, and that gradient is not wanted",
+                code="SF502",
+                operation=type(self).__qualname__,
+                hint="ask `needs` before reading it",
+            )
+        raise AttributeError(f"{type(self).__qualname__} has no field {name!r}")
+
+    @classmethod
+    def kept(cls, needs: frozenset[str]) -> tuple[str, ...]:
+        """The fields read by at least one of the wanted gradients `needs`."""
+        return tuple(f for f in cls.fields if f not in cls._for or cls._for[f] & needs) if needs else ()
+
+
+def _holds_tensor(hint: Any) -> bool:
+    return (isinstance(hint, type) and issubclass(hint, Tensor)) or any(map(_holds_tensor, typing.get_args(hint)))
+
+
+def class_hints(cls: type, frame: types.FrameType | None) -> dict[str, Any]:
+    """Resolve the annotations `cls` itself declares against its module, its namespace and the frames defining it."""
+    annotations = inspect.get_annotations(cls)
+    scope: dict[str, Any] = {}
+    module = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    while frame is not None and frame.f_globals.get("__name__") == cls.__module__:
+        scope = {**frame.f_locals, **scope}
+        frame = frame.f_back
+    holder = type("hints", (), {"__annotations__": annotations})
+    try:
+        return typing.get_type_hints(holder, module, {**scope, **vars(cls)})
+    except (NameError, TypeError, AttributeError, SyntaxError) as error:
+        wrong = next((name for name in annotations if _unresolved(name, annotations, module, {**scope, **vars(cls)})), "")
+        raise definition_error(cls, f"the type of {wrong!r} does not resolve: {error}", wrong) from error
+
+
+def _unresolved(name: str, annotations: dict[str, Any], module: dict[str, Any], scope: dict[str, Any]) -> bool:
+    try:
+        typing.get_type_hints(type("hint", (), {"__annotations__": {name: annotations[name]}}), module, scope)
+    except Exception:
+        return True
+    return False
+
+
+# The one place that generates code. Every name woven into the source was validated as an identifier above.
+
+
+def _define(name: str, source: str, scope: dict[str, Any]) -> Any:
+    exec(compile(source, f"<seqfuse record {name}>", "exec"), scope)
+    return scope[name]
+
+
+def _make_init(cls: type[Saved], defaults: Mapping[str, Any]) -> Any:
+    scope: dict[str, Any] = {"Recompute": Recompute, "late": _set_late}
+    scope.update({f"default_{f}": value for f, value in defaults.items() if value is not _MISSING})
+    arguments = ", ".join(f if value is _MISSING else f"{f}=default_{f}" for f, value in defaults.items())
+    lines = [f"def __init__(self{', *, ' + arguments if arguments else ''}):", "    d = self.__dict__"]
+    for f in defaults:
+        if f in cls._plain:
+            lines.append(f"    d['{f}'] = {f}")
+        else:
+            lines.append(f"    if {f}.__class__ is Recompute: late(d, '{f}', {f})")
+            lines.append(f"    else: d['{f}'] = {f}")
+    init = _define("__init__", "\n".join(lines), scope)
+    init.__qualname__ = f"{cls.__qualname__}.__init__"
+    return init
+
+
+def _set_late(d: dict[str, Any], name: str, value: Recompute) -> None:
+    d.setdefault("_late", {})[name] = value
+
+
+Pack = Callable[[Saved, dict[int, int], list[Tensor]], tuple[Any, ...]]
+Unpack = Callable[[tuple[Any, ...], tuple[Tensor, ...]], Saved]
+
+
+@functools.cache
+def packing(cls: type[Saved], kept: tuple[str, ...]) -> tuple[Pack, Unpack]:
+    """Functions that turn a record into tokens plus entries of a shared tensor list, and back.
+
+    `pack(record, memo, tensors)` appends each kept tensor once (`memo` maps `id` to index) and returns tokens;
+    `unpack(tokens, tensors)` rebuilds the record without its dropped fields.
+    """
+    pack, unpack = ["def pack(r, memo, tensors):", "    d = r.__dict__"], ["def unpack(tokens, t):"]
+    unpack += ["    r = new(cls)", "    d = r.__dict__"]
+    for i, f in enumerate(kept):
+        if f in cls._plain:
+            pack.append(f"    i{i} = d['{f}']")
+            unpack.append(f"    d['{f}'] = tokens[{i}]")
+        else:
+            pack += [f"    v = d.get('{f}')", f"    i{i} = memo.get(id(v))"]
+            pack.append(f"    if i{i} is None: i{i} = put(v, d, '{f}', memo, tensors)")
+            unpack += [f"    i = tokens[{i}]", f"    if i.__class__ is int: d['{f}'] = t[i]"]
+            unpack.append(f"    else: get(d, '{f}', i, t)")
+    pack.append(f"    return ({''.join(f'i{i}, ' for i in range(len(kept)))})")
+    unpack.append("    return r")
+    scope: dict[str, Any] = {"put": _put, "get": _get, "new": cls.__new__, "cls": cls}
+    return _define("pack", "\n".join(pack), scope), _define("unpack", "\n".join(unpack), scope)
+
+
+def _put(value: Any, d: dict[str, Any], name: str, memo: dict[int, int], tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        index = memo.setdefault(id(value), len(tensors))
+        if index == len(tensors):
+            tensors.append(value)
+        return index
+    if value is None:
+        late: Recompute | None = d.get("_late", {}).get(name)
+        return None if late is None else (late.fn, *(_put(t, d, name, memo, tensors) for t in late.tensors))
+    return tuple(_put(v, d, name, memo, tensors) for v in value)
+
+
+def _get(d: dict[str, Any], name: str, token: Any, t: tuple[Tensor, ...]) -> None:
+    if token is None:
+        d[name] = None
+    elif token and callable(token[0]):
+        _set_late(d, name, Recompute(token[0], *(t[i] for i in token[1:])))
+    else:
+        d[name] = tuple(None if i is None else t[i] for i in token)
