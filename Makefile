@@ -1,0 +1,61 @@
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+ARGS ?=
+
+BIN := $(VENV)/bin
+# The constraints keep every installation at tested versions, torch included.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test test-full check format format-check lint types docs bench clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.has-cli  ## train a small language model, fused and unfused
+	$(BIN)/python examples/train_lm.py $(ARGS)
+
+test: $(VENV)/.has-test  ## run the tests; ARGS='-k name' narrows them
+	$(PYTEST) $(ARGS)
+
+test-full: $(VENV)/.has-test  ## run the whole numeric matrix
+	$(PYTEST) --full --timeout 3600 $(ARGS)
+
+check: format-check lint types test docs  ## everything that has to pass
+
+format: $(VENV)/.has-dev  ## rewrite the sources in the common format
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix-only
+
+format-check: $(VENV)/.has-dev
+	$(BIN)/ruff format --check
+
+lint: $(VENV)/.has-dev  ## report style errors
+	$(BIN)/ruff check
+
+types: $(VENV)/.has-dev  ## check types, strictly
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.has-docs  ## build docs/_build/html, warnings are errors
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build/html
+
+bench: $(VENV)/.has-bench  ## count what the engine costs on the host
+	$(BIN)/python benchmarks/bench_host.py $(ARGS)
+
+clean:  ## remove what was built; the environment stays
+	rm -rf build dist docs/_build .hypothesis .pytest_cache .ruff_cache
+	find seqfuse tests examples benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Without build isolation the backend comes from the constraints too.
+$(VENV)/.has-pip: $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) hatchling editables
+	@touch $@
+
+$(VENV)/.has-%: $(VENV)/.has-pip pyproject.toml
+	$(INSTALL) --no-build-isolation -e '.[$*]'
+	@touch $@

@@ -1,0 +1,145 @@
+"""Who may import whom: imports point downward, wherever in a file they stand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
+
+SINGULAR = {"errors", "saved", "env", "autograd", "operation", "fusion"}
+COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
+# Built on all of the above; each may look at those before it.
+BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
+
+# A room is a file or folder of seqfuse/; an entry with a dot lets in that one module of a room.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "saved": {"errors"},
+    "env": {"errors"},
+    "autograd": {"saved", "errors"},
+    "operation": {"saved", "autograd", "errors"},
+    "fusion": {"saved", "env", "operation", "errors"},
+    "fuser": SINGULAR,
+    "kernels": set(),
+    "ops": SINGULAR | {"kernels", "fuser.sequential"},
+    "fusions": SINGULAR | {"ops", "kernels"},
+    **{room: SINGULAR | COLLECTIONS | set(BUILT_ON[:rank]) for rank, room in enumerate(BUILT_ON)},
+    # `seqfuse` is the package's own namespace: the edge and the command line may use it as a user would.
+    "integrations": SINGULAR | COLLECTIONS | set(BUILT_ON) | {"seqfuse"},
+    "seqfuse": SINGULAR | COLLECTIONS | set(BUILT_ON),
+}
+MAY_IMPORT["cli"] |= {"seqfuse"}
+
+# Under `if TYPE_CHECKING:` only, so never at run time.
+MAY_NAME_IN_TYPES: dict[str, set[str]] = {"operation": {"env"}}
+
+
+def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int, bool]]:
+    """Each absolute dotted name that a file of `package` imports, its line, and whether it is imported for types only.
+
+    `from a import b` gives `a.b`: whether `b` is a module is for the caller to say.
+    """
+    types_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        names: list[tuple[str, ...]] = []
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            names = [(*base, *(node.module.split(".") if node.module else ()), alias.name) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                dots = len(first.value) - len(first.value.lstrip("."))
+                base = package[: len(package) - dots + 1] if dots else ()
+                names = [(*base, *first.value[dots:].split("."))]
+        for name in names:
+            yield name, node.lineno, id(node) in types_only
+
+
+def upward(root: Path) -> list[str]:
+    """The imports within the package at `root` that the table does not allow, as `file:line: room imports module`."""
+    wrong: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        package = ("seqfuse", *parts[:-1])
+        room = "seqfuse" if parts == ("__init__",) else parts[0]
+        for name, line, types_only in imports(ast.parse(path.read_text()), package):
+            if name[0] != "seqfuse":
+                continue
+            inner = name[1:]
+            is_module = bool(inner) and ((root / inner[0]).is_dir() or (root / f"{inner[0]}.py").exists())
+            target = inner[0] if is_module else "seqfuse"
+            allowed = MAY_IMPORT.get(room, set()) | (MAY_NAME_IN_TYPES.get(room, set()) if types_only else set())
+            if target != room and target not in allowed and ".".join(inner[:2]) not in allowed:
+                wrong.append(f"{path.relative_to(root)}:{line}: {room} imports {'.'.join(name)}")
+    return wrong
+
+
+def test_imports_point_downward() -> None:
+    assert upward(PACKAGE) == []
+
+
+def test_every_room_is_in_the_table() -> None:
+    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert rooms - {"__init__"} <= MAY_IMPORT.keys()
+
+
+def test_the_table_has_no_circle() -> None:
+    def below(room: str, trail: tuple[str, ...] = ()) -> None:
+        assert room not in trail, " -> ".join((*trail, room))
+        for lower in MAY_IMPORT[room]:
+            # The namespace at the top, for those that nobody inside imports; it does not import them back.
+            if lower != "seqfuse":
+                below(lower.split(".")[0], (*trail, room))
+
+    for room in MAY_IMPORT:
+        below(room)
+
+
+ALLOWED = {
+    "ops/residual.py": "from ..fuser.sequential import Sequential\nfrom ..fuser import sequential",
+    "operation.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .env import Env",
+    "fusions/pair.py": "from .. import ops\nfrom ..ops import Linear\nimport seqfuse.kernels.rmsnorm",
+    "fuser/run.py": "from .match import match\nimport torch.compiler",
+    "__init__.py": "from . import ops, fusions\nfrom .saved import Saved",
+}
+REFUSED = {
+    "kernels/rmsnorm.py": "from ..errors import KernelError",
+    "fuser/plan.py": "from ..ops import Linear",
+    "fuser/run.py": "def run():\n    from seqfuse import fusions",
+    "fuser/sequential.py": "import importlib\nfusions = importlib.import_module('seqfuse.fusions')",
+    "operation.py": "from .env import Env",
+    "saved.py": "from seqfuse import Saved",
+    "ops/residual.py": "from ..fuser.plan import Plan",
+    "ops/linear.py": "try:\n    from .. import fusions\nexcept ImportError:\n    pass",
+    "nn/block.py": "import importlib\nimportlib.import_module('..testing', __package__)",
+    "testing/kit.py": "from ..integrations.fx import convert",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        *(pytest.param({name: text}, 0, id=f"allowed-{name}") for name, text in ALLOWED.items()),
+        *(pytest.param({name: text}, 1, id=f"refused-{name}") for name, text in REFUSED.items()),
+    ],
+)
+def test_the_walk_sees_an_upward_arrow(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    for room in COLLECTIONS | {"nn", "testing", "integrations"}:
+        (tmp_path / room).mkdir()
+    for room in SINGULAR:
+        (tmp_path / f"{room}.py").touch()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert len(upward(tmp_path)) == expected

@@ -1,0 +1,174 @@
+"""The package as a whole: what importing it does, its names, docstrings, sizes, and the wheel."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import textwrap
+import types
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "seqfuse"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+PUBLIC = {
+    "BackwardFusion", "Env", "ForwardFusion", "FusableOperation", "FusedOperation", "Fuser", "Gated", "Grads",
+    "InferenceFusion", "JointFusion", "Plan", "Pointwise", "Recompute", "Requirements", "Saved", "Savings",
+    "Sequential", "UnfusedOperation", "errors", "field", "fusing", "fusions", "ops", "testing",
+}  # fmt: skip
+
+# torch comes first: what is counted is what seqfuse adds to it.
+IMPORT = """
+    import json, os, sys, threading
+    import torch
+
+    def touched(*args, **kwargs):
+        raise AssertionError("importing seqfuse asked for CUDA")
+
+    for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_capability"):
+        setattr(torch.cuda, name, touched)
+
+    before, events = set(sys.modules), []
+
+    def watch(event, args):
+        writes = event == "open" and ((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+        if writes or event.startswith(("socket.", "subprocess.", "shutil.")) or event in (
+            "ctypes.dlopen", "os.exec", "os.fork", "os.mkdir", "os.posix_spawn", "os.remove", "os.rename", "os.system",
+        ):
+            events.append(f"{event} {args}")
+
+    sys.addaudithook(watch)
+    import seqfuse
+    loaded = sorted(set(sys.modules) - before)
+    print(json.dumps({
+        "events": events, "loaded": loaded, "cuda": torch.cuda.is_initialized(), "threads": threading.active_count(),
+    }))
+"""
+
+
+def run_python(code: str, *paths: Path) -> str:
+    # -B: bytecode caches are Python's writes, not ours.
+    code = f"import sys; sys.path[:0] = {[str(path) for path in paths]}\n{textwrap.dedent(code)}"
+    done = subprocess.run([sys.executable, "-B", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What `import seqfuse` did in a process of its own, with a plug-in installed."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "seqfuse_greedy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: seqfuse-greedy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[seqfuse.fusions]\ngreedy = seqfuse_greedy:fusions\n")
+    (site / "seqfuse_greedy.py").write_text("fusions = ()\n")
+    return json.loads(run_python(IMPORT, site))
+
+
+def test_import_opens_no_socket_writes_no_file_and_starts_no_process(imported: dict[str, object]) -> None:
+    assert imported["events"] == []
+
+
+def test_import_touches_no_cuda_and_starts_no_thread(imported: dict[str, object]) -> None:
+    assert imported["cuda"] is False
+    assert imported["threads"] == 1
+
+
+def test_import_runs_no_plugin(imported: dict[str, list[str]]) -> None:
+    assert not [name for name in imported["loaded"] if name.startswith("seqfuse_greedy")]
+
+
+def test_import_is_light(imported: dict[str, list[str]]) -> None:
+    foreign = {name for name in imported["loaded"] if name.split(".")[0] != "seqfuse"}
+    heavy = {"cyclopts", "hypothesis", "pytest", "rich", "sympy", "triton", "torch._dynamo", "torch._inductor"}
+    assert not foreign & heavy
+    assert len(foreign) <= 20, sorted(foreign)
+
+
+def test_every_public_name_is_there() -> None:
+    import seqfuse
+
+    missing = sorted(name for name in PUBLIC if not hasattr(seqfuse, name))
+    assert missing == []
+
+
+def test_every_other_name_is_private() -> None:
+    import seqfuse
+
+    public = {
+        name
+        for name, value in vars(seqfuse).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType) and name != "annotations"
+    }
+    assert public <= set(seqfuse.__all__)
+    assert [name for name in seqfuse.__all__ if not hasattr(seqfuse, name)] == []
+
+
+def public_definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            yield node
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(PACKAGE)))
+def test_every_public_definition_starts_with_an_index_line(source: Path) -> None:
+    tree = ast.parse(source.read_text())
+    documented = [tree, *public_definitions(tree)]
+    first = {getattr(node, "name", "module"): (ast.get_docstring(node) or "").split("\n")[0] for node in documented}
+    assert [name for name, line in first.items() if not line] == []
+
+
+def generated_code(tree: ast.Module) -> list[int]:
+    """Lines that name the builtins exec, eval or compile; attributes such as `re.compile` are other things."""
+    names = {"exec", "eval", "compile"}
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "builtins")
+    ]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(PACKAGE)))
+def test_code_is_generated_in_one_audited_file(source: Path) -> None:
+    if source != PACKAGE / "saved.py":
+        assert generated_code(ast.parse(source.read_text())) == []
+
+
+def test_the_audit_sees_aliases_and_leaves_attributes_alone() -> None:
+    seen = "run = exec\nbuiltins.eval('1')\ncompile('1', '', 'eval')\n"
+    assert generated_code(ast.parse(seen)) == [1, 2, 3]
+    assert generated_code(ast.parse("model.eval()\nre.compile('')\ntorch.compile(model)\n")) == []
+
+
+def test_files_stay_readable_in_one_sitting() -> None:
+    lines = {
+        str(source.relative_to(PACKAGE)): len(source.read_text().splitlines())
+        for source in SOURCES
+        if source.relative_to(PACKAGE).parts[0] != "kernels"
+    }
+    if long := {name: count for name, count in lines.items() if count > 300}:
+        warnings.warn(f"files over 300 lines: {long}", UserWarning, stacklevel=1)
+    assert {name: count for name, count in lines.items() if count > 340} == {}
+
+
+def test_the_wheel_is_pure_and_typed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "seqfuse/py.typed" in names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"seqfuse"}
+    assert {str(source.relative_to(ROOT)) for source in SOURCES} <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
