@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import importlib.metadata
 from typing import Any
 
 project = "seqfuse"
 author = "the seqfuse developers"
 copyright = "the seqfuse developers"
-release = version("seqfuse")
+release = importlib.metadata.version("seqfuse")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
