@@ -180,7 +180,8 @@ class _Sample:
     def _floor(self, r: Tensor, counted: Tensor) -> Tensor:
         info = torch.finfo(self.raw[0].dtype)
         if info.dtype == "float64":
-            return _FLOAT64_UNITS * info.eps * (r.abs() + _rms(counted, self.count)) + info.tiny
+            eps = _FLOAT64_UNITS * info.eps
+            return eps * r.abs() + eps * _rms(counted, self.count) + info.tiny
         return (2 * info.eps if info.dtype == "float32" else info.eps) * r.abs() + info.tiny
 
     def _where(self, position: int) -> str:

@@ -64,7 +64,7 @@ REGIMES: dict[str, Callable[[Shape, Seed], Tensor]] = {
 EDGES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "zeros": lambda shape, _: torch.zeros(shape, dtype=torch.float64),
     "constant_rows": _constant_rows,
-    "extremes": lambda shape, seed: torch.where(_normal(shape, seed) < 0, -math.inf, math.inf),
+    "extremes": lambda shape, seed: math.inf * _normal(shape, seed).sign(),
     "one_nan": _with_one(math.nan),
     "one_inf": _with_one(math.inf),
 }
@@ -116,8 +116,8 @@ def exact(kind: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.flo
 
 
 def _strided(x: Tensor) -> Tensor:
-    buffer = _filled(2 * x.numel(), x).view(*x.shape[:-1], -1) if x.ndim else _filled(2, x)
-    return buffer[..., ::2].view_as(x) if x.ndim else buffer[::2].view(())
+    columns = x.shape[-1] if x.ndim else 1
+    return _filled(2 * x.numel(), x).view(*x.shape[:-1], 2 * columns)[..., ::2].view(x.shape)
 
 
 def _misaligned(x: Tensor) -> Tensor:
