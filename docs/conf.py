@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from typing import Any
 
 project = "seqfuse"
@@ -17,6 +18,7 @@ exclude_patterns = ["_build"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_default_options = {"no-value": True}
 
 html_theme = "furo"
 html_title = f"seqfuse {release}"
@@ -27,6 +29,12 @@ def _verbatim(app: Any, what: str, name: str, obj: Any, options: Any, lines: lis
     lines[:] = ["::", "", *("   " + line for line in lines), ""]
 
 
+def _skip_alias(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    # `Saved = SomeRecord` in a class body names a record that stands elsewhere; once is enough.
+    return True if what == "class" and inspect.isclass(obj) and "." not in obj.__qualname__ else None
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _verbatim)
+    app.connect("autodoc-skip-member", _skip_alias)
