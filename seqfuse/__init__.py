@@ -2,10 +2,46 @@
 
 from . import errors, fusions, ops, plugins, testing
 from .env import Env, Savings, fusing
-from .errors import CacheWarning, FallbackWarning, InputError, KernelError, PlanError, PluginError, SeqfuseError, StateError
+from .errors import FallbackWarning, InputError, KernelError, PlanError, PluginError, SeqfuseError, StateError
 from .fuser import Fuser, Plan, Sequential
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
 from .saved import Recompute, Saved, field
 
 Sequential.default_fusions = fusions.default
+
+__version__ = "0.1.0.dev0"
+__all__ = [
+    "BackwardFusion",
+    "Env",
+    "FallbackWarning",
+    "ForwardFusion",
+    "FusableOperation",
+    "FusedOperation",
+    "Fuser",
+    "Gated",
+    "Grads",
+    "InferenceFusion",
+    "InputError",
+    "JointFusion",
+    "KernelError",
+    "Plan",
+    "PlanError",
+    "PluginError",
+    "Pointwise",
+    "Recompute",
+    "Requirements",
+    "Saved",
+    "Savings",
+    "SeqfuseError",
+    "Sequential",
+    "StateError",
+    "UnfusedOperation",
+    "errors",
+    "field",
+    "fusing",
+    "fusions",
+    "ops",
+    "plugins",
+    "testing",
+]

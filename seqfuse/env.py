@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -36,7 +36,12 @@ class Savings:
 
 # (microseconds per launch, bytes per microsecond, FLOPs per microsecond): orders of magnitude that rank covers against
 # each other; a measurement overrules them. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16.
-_COSTS = {"cpu": (1.5, 1.0e4, 1.0e5), "sm_90": (4.0, 4.3e6, 7.8e8), "sm_80": (4.0, 1.7e6, 2.5e8), "gpu": (4.0, 1.5e6, 2e8)}
+_COSTS = {
+    "cpu": (1.5, 1.0e4, 1.0e5),
+    "sm_90": (4.0, 4.3e6, 7.8e8),
+    "sm_80": (4.0, 1.7e6, 2.5e8),
+    "gpu": (4.0, 1.5e6, 2e8),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +97,10 @@ class Env:
     @classmethod
     def like(cls, x: Tensor) -> Env:
         """The environment of a call on `x`, here and now."""
-        kind = x.device.type
-        autocast = torch.get_autocast_dtype(kind) if _may_autocast(kind) and torch.is_autocast_enabled(kind) else None
         return cls.of(
             x.device,
             dtype=x.dtype,
-            autocast=autocast,
+            autocast=autocast_of(x.device.type),
             grad=torch.is_grad_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rows=rows_of(x.shape),
@@ -130,9 +133,15 @@ def _bucket(rows: int) -> int:
     return 1 << max(rows - 1, 0).bit_length()
 
 
-@functools.cache
-def _may_autocast(kind: str) -> bool:
-    return torch.amp.is_autocast_available(kind)
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
+"""Whether any device's autocast is on: one call, where asking for a device by name costs several."""
+
+
+def autocast_of(kind: str) -> torch.dtype | None:
+    """Dtype of the autocast region active for a device type, or `None`."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 @functools.cache
@@ -187,9 +196,9 @@ def settings() -> Settings:
     return Settings(**found)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Fusing:
-    """Which fusions may be used now, and what one that fails does."""
+    """Which fusions may be used now, and what one that fails does; equal ones are the same object."""
 
     enabled: bool
     on_error: OnError
@@ -215,7 +224,12 @@ def fusing_now() -> Fusing:
 
 @functools.cache
 def _default_fusing() -> Fusing:
-    return Fusing(settings().fusing, settings().on_error)
+    return _fusing_of(settings().fusing, settings().on_error, None, frozenset())
+
+
+@functools.lru_cache(maxsize=256)
+def _fusing_of(enabled: bool, on_error: OnError, only: frozenset[str] | None, exclude: frozenset[str]) -> Fusing:
+    return Fusing(enabled, on_error, only, exclude)
 
 
 @contextlib.contextmanager
@@ -236,7 +250,7 @@ def fusing(
     """
     outer = fusing_now()
     names = None if only is None else frozenset(map(_name, only))
-    token = _fusing.set(Fusing(enabled, on_error or outer.on_error, names, frozenset(map(_name, exclude))))
+    token = _fusing.set(_fusing_of(enabled, on_error or outer.on_error, names, frozenset(map(_name, exclude))))
     try:
         yield
     finally:

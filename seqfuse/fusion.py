@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .env import Env, Savings
 from .errors import definition_error
-from .operation import Grads, Layout, Signature, UnfusedOperation
-from .saved import Saved, class_hints
+from .operation import Grads, Signature, UnfusedOperation
+from .saved import Layout, Saved, class_hints
 
 Requirements = Iterator[tuple[bool, str]]
 """What `requires` yields: pairs of a condition and the sentence that refuses where it does not hold."""
@@ -33,7 +33,9 @@ class Slot:
 
     def takes(self, kind: type) -> bool:
         """Whether an operation whose exact type is `kind` may stand here."""
-        return any(kind is t or (t.is_open and getattr(kind, "is_final", False) and issubclass(kind, t)) for t in self.types)
+        return any(
+            kind is t or (t.is_open and getattr(kind, "is_final", False) and issubclass(kind, t)) for t in self.types
+        )
 
 
 class FusedOperation:
@@ -66,12 +68,20 @@ class FusedOperation:
         if contract:
             return
         if not (cls.replaces_forward or cls.replaces_backward):
-            raise definition_error(cls, "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion", "class ")
-        own = [_slot(cls, name, hint) for name, hint in class_hints(cls, sys._getframe(1)).items() if not _is_classvar(hint)]
+            raise definition_error(
+                cls, "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion", "class "
+            )
+        own = [
+            _slot(cls, name, hint)
+            for name, hint in class_hints(cls, sys._getframe(1)).items()
+            if not _is_classvar(hint)
+        ]
         cls.slots = cls.slots + tuple(own)
         defines = any(name in vars(cls) for name in ("fwd", "bwd"))
         if not cls.slots and defines:
-            raise definition_error(cls, "a fusion needs at least one slot: a field annotated with an operation class", "class ")
+            raise definition_error(
+                cls, "a fusion needs at least one slot: a field annotated with an operation class", "class "
+            )
         if not cls.slots or not (hasattr(cls, "fwd") or hasattr(cls, "bwd")):
             cls.is_contract = True
             return
@@ -100,7 +110,9 @@ class FusedOperation:
                 if name not in records:
                     if not name.startswith("d_"):
                         slots = ", ".join(s.name for s in cls.slots)
-                        raise definition_error(cls, f"bwd names {name!r}, which is no slot ({slots}) and no d_<output>", name)
+                        raise definition_error(
+                            cls, f"bwd names {name!r}, which is no slot ({slots}) and no d_<output>", name
+                        )
                     cls._split(name[2:], name)
             if plain and records - set(signature.extras):
                 missing = ", ".join(sorted(records - set(signature.extras)))
@@ -138,7 +150,7 @@ class FusedOperation:
                 yield slot.name, value
 
     def requires(self, env: Env) -> Requirements:
-        """Yield `(condition, sentence)`: the first condition that does not hold refuses the fusion with its sentence."""
+        """Yield `(condition, sentence)`: the first condition that does not hold refuses, with its sentence."""
         yield from ()
 
     def saves(self, env: Env) -> Savings:
@@ -215,7 +227,9 @@ def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], .
         if not (isinstance(part, type) and issubclass(part, UnfusedOperation)):
             raise definition_error(cls, f"slot {name!r} has type {part!r}, which is not an operation class", name)
         if not part.is_open and not part.is_final:
-            raise definition_error(cls, f"slot {name!r}: {part.__name__} derives from a final operation and never matches", name)
+            raise definition_error(
+                cls, f"slot {name!r}: {part.__name__} derives from a final operation and never matches", name
+            )
     return tuple(parts)
 
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .errors import definition_error
-from .saved import Saved, field
+from .saved import Layout, Saved, field
 
 Grads = Mapping[str, Tensor | None]
 """Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
 
-Layout = Literal["any", "inner_contig", "contig"]
 _RESERVED = frozenset({"needs", "env", "seed"})
 
 
@@ -71,8 +70,13 @@ class FusableOperation(nn.Module):
         return {**self.__dict__, "_engine": []}
 
 
-# Bound by `fuser`: makes the callable that runs one operation as a list of one.
-alone: Callable[[FusableOperation], Callable[..., Any]]
+def alone(operation: FusableOperation) -> Callable[..., Any]:
+    """Make the callable that runs one operation as a list of one; the fuser, which is above, puts its own here."""
+    raise NotImplementedError
+
+
+def _unstated(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(f"{type(self).__name__} does not state this")
 
 
 class UnfusedOperation(FusableOperation):
@@ -118,17 +122,14 @@ class UnfusedOperation(FusableOperation):
         if missing:
             raise definition_error(cls, f"bwd must take {', '.join(sorted(missing))} by keyword", "def bwd")
 
-    def reference(self, x: Tensor, **extras: Any) -> Any:
-        """The math in plain, differentiable torch; `(y, {output: tensor})` where `outputs` are declared."""
-        raise NotImplementedError
+    reference: ClassVar[Callable[..., Any]] = _unstated
+    """`reference(x, ...)`: the math in plain, differentiable torch; `(y, {output: tensor})` with declared outputs."""
 
-    def fwd(self, x: Tensor, **extras: Any) -> Any:
-        """The forward pass: `(y, Saved)`, or `(y, {output: tensor}, Saved)`."""
-        raise NotImplementedError
+    fwd: ClassVar[Callable[..., Any]] = _unstated
+    """`fwd(x, ...)`: `(y, Saved)`, or `(y, {output: tensor}, Saved)`."""
 
-    def bwd(self, dy: Tensor, saved: Any, **extras: Any) -> tuple[Tensor | None, Grads]:
-        """The backward pass: `(dx, Grads)`."""
-        raise NotImplementedError
+    bwd: ClassVar[Callable[..., Any]] = _unstated
+    """`bwd(dy, saved, ...)`: `(dx, Grads)`."""
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The output's shape for an input of this shape; raises `ValueError` saying what was expected."""
@@ -186,9 +187,9 @@ class Pointwise(UnfusedOperation, open=True):
         super().__init_subclass__(**kwargs)
         if cls.reads not in ("input", "output"):
             raise definition_error(cls, f'reads must be "input" or "output", not {cls.reads!r}', "reads")
-        if not cls.is_open and cls.reads == "output" and cls.bwd is Pointwise.bwd:
-            if cls.derivative_reference is Pointwise.derivative_reference:
-                raise definition_error(cls, 'reads = "output" needs derivative_reference(y)', "reads")
+        stated = cls.bwd is not Pointwise.bwd or cls.derivative_reference is not Pointwise.derivative_reference
+        if not cls.is_open and cls.reads == "output" and not stated:
+            raise definition_error(cls, 'reads = "output" needs derivative_reference(y)', "reads")
 
     def derivative_reference(self, y: Tensor) -> Tensor:
         """dy/dx as a function of the output; stated where `reads = "output"`."""

@@ -1,4 +1,4 @@
-"""Saved context: frozen records of named fields, packed into a flat list of tensors by code generated once per class."""
+"""Saved context: frozen records of named fields, packed by code generated once per class."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, Literal, dataclass_transform
 
 import torch
 from torch import Tensor
 
 from .errors import StateError, definition_error
 
+Layout = Literal["any", "inner_contig", "contig"]
+"""What a pass accepts: any strides, a contiguous last dimension, or contiguous tensors."""
+
 _MISSING = dataclasses.MISSING
+_EXACT = (Tensor, torch.nn.Parameter)
 
 
 def field(*, for_: str | tuple[str, ...] = (), default: Any = _MISSING) -> Any:
@@ -120,7 +124,9 @@ def class_hints(cls: type, frame: types.FrameType | None) -> dict[str, Any]:
     try:
         return typing.get_type_hints(holder, module, {**scope, **vars(cls)})
     except (NameError, TypeError, AttributeError, SyntaxError) as error:
-        wrong = next((name for name in annotations if _unresolved(name, annotations, module, {**scope, **vars(cls)})), "")
+        wrong = next(
+            (name for name in annotations if _unresolved(name, annotations, module, {**scope, **vars(cls)})), ""
+        )
         raise definition_error(cls, f"the type of {wrong!r} does not resolve: {error}", wrong) from error
 
 
@@ -179,12 +185,15 @@ def packing(cls: type[Saved], kept: tuple[str, ...]) -> tuple[Pack, Unpack]:
             unpack.append(f"    d['{f}'] = tokens[{i}]")
         else:
             pack += [f"    v = d.get('{f}')", f"    i{i} = memo.get(id(v))"]
-            pack.append(f"    if i{i} is None: i{i} = put(v, d, '{f}', memo, tensors)")
+            pack.append(
+                f"    if i{i} is None and v.__class__ in exact: memo[id(v)] = i{i} = len(tensors); tensors.append(v)"
+            )
+            pack.append(f"    elif i{i} is None: i{i} = put(v, d, '{f}', memo, tensors)")
             unpack += [f"    i = tokens[{i}]", f"    if i.__class__ is int: d['{f}'] = t[i]"]
             unpack.append(f"    else: get(d, '{f}', i, t)")
     pack.append(f"    return ({''.join(f'i{i}, ' for i in range(len(kept)))})")
     unpack.append("    return r")
-    scope: dict[str, Any] = {"put": _put, "get": _get, "new": cls.__new__, "cls": cls}
+    scope: dict[str, Any] = {"put": _put, "get": _get, "new": cls.__new__, "cls": cls, "exact": _EXACT}
     return _define("pack", "\n".join(pack), scope), _define("unpack", "\n".join(unpack), scope)
 
 

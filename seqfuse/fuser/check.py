@@ -1,4 +1,4 @@
-"""Contract checks, made when a plan first runs: records field by field, gradients by name, shape, dtype, device, alias."""
+"""Contract checks, made when a plan first runs: records by field, gradients by name and shape."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ..autograd import Back, Call
 from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
+from .segment import Back, Call
 
 if TYPE_CHECKING:
     from .plan import Step
@@ -30,6 +29,8 @@ def check_forward(
     Raises:
         PluginError: naming fusion, slot and field.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
+
     fusion: FusedOperation = step.operation
     if isinstance(x, FakeTensor):
         return False
@@ -84,6 +85,8 @@ def _expected(
     binder: Binder, step: Step, x: Tensor, inputs: Mapping[str, Tensor], seeds: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
     """What the operations themselves return, run on fake tensors; `None` if they cannot run so."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     fusion: FusedOperation = step.operation
     records: dict[str, Saved] = {}
     outputs: dict[str, Tensor] = {}
@@ -149,7 +152,9 @@ def _key(binder: Binder, fusion: FusedOperation, covers: range, x: Tensor) -> An
 
 
 def _config(operation: UnfusedOperation) -> Any:
-    plain = tuple((k, v) for k, v in vars(operation).items() if not k.startswith("_") and isinstance(v, str | int | float | tuple))
+    plain = tuple(
+        (k, v) for k, v in vars(operation).items() if not k.startswith("_") and isinstance(v, str | int | float | tuple)
+    )
     shapes = ((n, getattr(o, a)) for n, (o, a) in operation.parameter_slots().items())
     return type(operation), plain, tuple((n, p.shape, p.dtype) for n, p in shapes)
 
@@ -160,6 +165,8 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
     Raises:
         PluginError: naming fusion (or operation) and key.
     """
+    from torch._subclasses.fake_tensor import FakeTensor
+
     if isinstance(d, FakeTensor):
         return False
     fused = isinstance(step.operation, FusedOperation)
@@ -171,7 +178,9 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
         raise wrong(f"bwd must return (dx, {{name: gradient}}), not (dx, {type(grads).__name__})")
     known: dict[str, Tensor | None] = {}
     wanted: set[str] = set()
-    for position, (place, _) in zip(step.covers, step.operation.named_operations() if fused else [("", None)], strict=True):
+    for position, (place, _) in zip(
+        step.covers, step.operation.named_operations() if fused else [("", None)], strict=True
+    ):
         item, prefix = binder.items[position], f"{place}." if fused else ""
         known |= {prefix + n: getattr(owner, attribute) for n, (owner, attribute) in item.slots.items()}
         known |= {prefix + n: None for n, _ in item.inputs}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch.nn.modules.module as hooks_of
 from torch import nn
@@ -14,9 +13,7 @@ from ..errors import PlanError
 from ..operation import FusableOperation, UnfusedOperation
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(
-    getattr(hooks_of, f"_global{name}") for name in _HOOKS if hasattr(hooks_of, f"_global{name}")
-)
+_GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in _HOOKS if hasattr(hooks_of, f"_global{name}"))
 
 
 class _Never:
@@ -33,9 +30,9 @@ class Item:
     alone: str | None = None  # why it runs through its own __call__
     inputs: tuple[tuple[str, str], ...] = ()  # extra input, channel
     outputs: tuple[tuple[str, str], ...] = ()
-    slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=lambda: dict[str, Any]())
+    slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     crossing: int = 0  # channels that pass the border before this position
-    readers: dict[str, set[int]] = dataclasses.field(default_factory=lambda: dict[str, set[int]]())
+    readers: dict[str, set[int]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
 
     @property
     def fusable(self) -> bool:
@@ -92,7 +89,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             if member is module:
                 final = getattr(kind, "is_final", False)
                 assert isinstance(module, UnfusedOperation)
-                items.append(Item(module, path, kind if final else _Never, slots=module.parameter_slots()))
+                items.append(Item(module, path, kind if final else _Never, slots=_own_slots(module, members)))
             else:
                 key = keys.get(id(member)) or type(member).__name__.lower()
                 visit(member, f"{path}.{key}".lstrip("."), False)
@@ -100,6 +97,16 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
     visit(root, "", True)
     _route(items)
     return items
+
+
+def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict[str, tuple[nn.Module, str]]:
+    """Parameters of the first member of an expansion: those that no other member reads."""
+    slots = module.parameter_slots()
+    if len(members) == 1:
+        return slots
+    others = [m for m in members if isinstance(m, UnfusedOperation) and m is not module]
+    taken = {(id(owner), name) for m in others for owner, name in m.parameter_slots().values()}
+    return {name: slot for name, slot in slots.items() if (id(slot[0]), slot[1]) not in taken}
 
 
 def _channels_of(item: Item) -> tuple[Mapping[str, str | None], tuple[str, ...], tuple[str, ...]]:
@@ -120,8 +127,6 @@ def _route(items: list[Item]) -> None:
     """Give every extra input and output its channel; anonymous ones pair like parentheses."""
     made: dict[str, int] = {}
     read: dict[str, int] = {}
-    slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=lambda: dict[str, Any]())
-    crossing: int = 0  # channels that pass the border before this position
     readers: dict[str, set[int]] = {}
     anonymous: list[tuple[str, int]] = []
 
@@ -148,7 +153,9 @@ def _route(items: list[Item]) -> None:
             elif channel in made:
                 raise wrong(position, f"channel {channel!r} is already made at position {made[channel]}")
             elif channel in read:
-                raise wrong(position, f"channel {channel!r} is read at position {read[channel]}, before it is made here")
+                raise wrong(
+                    position, f"channel {channel!r} is read at position {read[channel]}, before it is made here"
+                )
             made[channel] = position
             readers.setdefault(channel, set())
             item.outputs += ((name, channel),)

@@ -79,7 +79,9 @@ class Matcher:
         if env.rows == 0:
             return "the input has no rows"
         if isinstance(fusion, BackwardFusion) and a < live_from:
-            return "no gradient is wanted here" if b <= live_from else f"no gradient is wanted before position {live_from}"
+            return (
+                "no gradient is wanted here" if b <= live_from else f"no gradient is wanted before position {live_from}"
+            )
         if isinstance(fusion, InferenceFusion) and b > live_from:
             return "a gradient is wanted here, and this fusion saves nothing for it"
         reason = _refuses_channels(fusion, items, a, b, b <= live_from)

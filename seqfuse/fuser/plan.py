@@ -80,7 +80,9 @@ def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Item]], env: Env, it
     """One plan of a whole list, from those of its regions and its barriers."""
     steps = [Step(item.operation, range(at, at + 1), item.name) for at, item in alone]
     forward = sorted([s for p in plans for s in p.forward] + steps, key=lambda s: s.covers.start)
-    backward = sorted([s for p in plans for s in p.backward] + (steps if env.grad else []), key=lambda s: s.covers.start)
+    backward = sorted(
+        [s for p in plans for s in p.backward] + (steps if env.grad else []), key=lambda s: s.covers.start
+    )
     return Plan(
         env,
         tuple(forward),
@@ -101,7 +103,9 @@ class Wants:
     needs: Mapping[int, frozenset[str]]
 
     @classmethod
-    def of(cls, items: Sequence[Item], start: int, stop: int, x: bool, channels: Mapping[str, bool], grad: bool) -> Wants:
+    def of(
+        cls, items: Sequence[Item], start: int, stop: int, x: bool, channels: Mapping[str, bool], grad: bool
+    ) -> Wants:
         """Follow requires_grad through positions `start..stop`."""
         needs: dict[int, frozenset[str]] = {}
         carries = dict(channels)
@@ -132,7 +136,9 @@ def plan_region(
     used = {id(c) for c in (*forward, *backward)}
     for c in found:
         if id(c) not in used:
-            winners = sorted({w.name for w in (*forward, *backward) if w.start < c.stop and c.start < w.stop} - {c.name})
+            winners = sorted(
+                {w.name for w in (*forward, *backward) if w.start < c.stop and c.start < w.stop} - {c.name}
+            )
             what = f"a cheaper cover was found: {', '.join(winners)}" if winners else _not_worth(c)
             refused.append(Refusal(c.name, c.start, what))
     refused.sort(key=lambda r: r.at)
@@ -168,7 +174,9 @@ def _segments(
     """Cut where both covers have a border: near every eighth position, rather where a single tensor crosses."""
     if start == stop:
         return ()
-    borders = {s.covers.start for s in forward} & ({s.covers.start for s in backward} | set(range(start, _first(backward, stop))))
+    borders = {s.covers.start for s in forward} & (
+        {s.covers.start for s in backward} | set(range(start, _first(backward, stop)))
+    )
     cuts = [start]
     while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
         aim = cuts[-1] + SEGMENT

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import Back, Call, Segment
 from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
 from ..operation import Signature, UnfusedOperation
@@ -17,6 +16,7 @@ from ..saved import packing
 from .check import check_backward, check_forward
 from .items import Item
 from .plan import Plan, Step, Wants
+from .segment import Back, Call, Segment
 
 Slots = dict[tuple[int, str], int]
 
@@ -48,7 +48,9 @@ class Binder:
         made = {c for item in inside for _, c in item.outputs}
         readers = self.items[piece.start].readers
         inputs = tuple(dict.fromkeys(c for item in inside for _, c in item.inputs if c not in made))
-        outputs = tuple(c for item in inside for _, c in item.outputs if not readers[c] or max(readers[c]) >= piece.stop)
+        outputs = tuple(
+            c for item in inside for _, c in item.outputs if not readers[c] or max(readers[c]) >= piece.stop
+        )
         parameters: dict[tuple[int, str], tuple[nn.Module, str]] = {}
         for position in piece:
             for name, (owner, attribute) in self.items[position].slots.items():
@@ -128,7 +130,10 @@ class Binder:
             outputs=tuple(outputs),
             done=tuple(c for c in dict.fromkeys([c for _, c in inputs]) if c in ended),
             packs=tuple(packs),
-            plain=not (inputs or seeds),
+            may_be_simple=(
+                simple := not (inputs or seeds or outputs) and kind != "inference" and operation.layout == "any"
+            ),
+            simple=simple and not fused,
             check=functools.partial(check_forward, self, step) if fused else None,
             unfused=functools.cache(lambda: tuple(self._call(s, stop) for s in parts)) if fused else None,
         )
@@ -171,7 +176,6 @@ class Binder:
             grads=tuple(grads),
             channel_grads=tuple(channel_grads),
             dtype=None if self.dtypes is None else self.dtypes[a],
-            plain=not incoming,
             check=functools.partial(check_backward, self, step),
             unfused=functools.cache(lambda: tuple(self._back(s, index) for s in reversed(parts))) if fused else None,
             recover=recover,

@@ -5,83 +5,30 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import operation as operations
-from ..autograd import Segment, apply
-from ..env import Env, Fusing, _may_autocast, fusing_now, rows_of
-from ..errors import InputError, SeqfuseError
+from ..autograd import apply
+from ..env import Env, any_autocast, autocast_of, fusing_now
 from ..fusion import FusedOperation
-from ..operation import FusableOperation, UnfusedOperation
-from .items import Fingerprint, Item, flatten, public_channels
+from ..operation import FusableOperation
+from .inputs import check_devices, dtypes_of, locate, validate, validate_all
+from .items import Item, flatten, public_channels
+from .listing import Listing, Program, Region
 from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
 from .program import Binder
+from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
 from .show import Memory, measure
 
-KEPT_LISTS = 8
+KEPT_LISTS, KEPT_PROGRAMS = 8, 512
 _signature_of = operator.attrgetter("requires_grad", "dtype", "__class__")
 _PLAIN = (Tensor, nn.Parameter)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Program:
-    """A planned region, bound."""
-
-    plan: Plan
-    segments: list[tuple[Segment, tuple[int, ...]]]
-    shapes: set[torch.Size]
-    by_reference: bool = False
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Region:
-    """A stretch of operations between barriers, with the programs made for it."""
-
-    start: int
-    stop: int
-    slots: list[tuple[nn.Module, str]]
-    plain: list[tuple[dict[str, Any], str]] | None  # where parameters can be read directly
-    channels: tuple[str, ...]
-    programs: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
-
-
-class Listing:
-    """The list as it was read once: items, regions, channels, and the fingerprint that says whether it still holds."""
-
-    def __init__(self, root: FusableOperation) -> None:
-        modules: list[nn.Module] = []
-        self.items = flatten(root, modules)
-        self.fingerprint = Fingerprint(modules, root)
-        self.inputs, self.outputs = public_channels(self.items)
-        self.random: dict[int, int] = {}
-        self.parametrized = any(map(parametrize.is_parametrized, modules))
-        self.parts: list[Region | int] = []
-        start = 0
-        for position, item in enumerate([*self.items, None]):
-            if item is None or not item.fusable:
-                if position > start:
-                    self.parts.append(self._region(start, position))
-                if item is not None:
-                    self.parts.append(position)
-                start = position + 1
-            elif isinstance(item.operation, UnfusedOperation) and item.operation.random:
-                self.random[position] = len(self.random)
-
-    def _region(self, start: int, stop: int) -> Region:
-        inside = self.items[start:stop]
-        slots = list(dict.fromkeys(slot for item in inside for slot in item.slots.values()))
-        made = {c for item in inside for _, c in item.outputs}
-        channels = tuple(dict.fromkeys(c for item in inside for _, c in item.inputs if c not in made))
-        direct = all(name in owner._parameters for owner, name in slots)
-        plain = [(owner._parameters, name) for owner, name in slots] if direct else None
-        return Region(start, stop, slots, plain, channels)
 
 
 class Fuser:
@@ -111,17 +58,17 @@ class Fuser:
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs."""
         if torch.compiler.is_compiling() or not isinstance(x, Tensor):
-            return self._by_reference(self.root_listing(), x, channels)
+            return self._traced(x, channels)
         listing = self.listing()
-        if x.__class__ not in _PLAIN or _transformed():
-            return self._by_reference(listing, x, channels)
+        if x.__class__ not in _PLAIN or transformed():
+            return by_reference(listing.items, listing.random, listing.inputs, listing.outputs, x, channels)
         return self.run(listing, x, channels)
 
     def run(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """Run the planned list on plain tensors."""
         if channels or listing.inputs:
-            self._check_channels(listing, channels)
-        seeds = _draw(len(listing.random), x) if listing.random else None
+            check_channels(listing.items, listing.inputs, channels)
+        seeds = draw(len(listing.random), x) if listing.random else None
         if listing.parametrized:
             with parametrize.cached():
                 return self._run_parts(listing, x, channels, seeds)
@@ -132,72 +79,87 @@ class Fuser:
             if part.__class__ is Region:
                 x = self._run_region(listing, part, x, channels, seeds)
             else:
-                x = _run_alone(listing.items[part], x, channels)  # type: ignore[index]
+                x = run_alone(listing.items[part], x, channels)  # type: ignore[index]
         if listing.outputs:
             return (x, *[channels[name] for name in listing.outputs])
         return x
 
-    def _run_region(self, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+    def _run_region(
+        self, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
+    ) -> Tensor:
         plain = region.plain
         if plain is not None:
             parameters = [owned[name] for owned, name in plain]
         else:
             parameters = [getattr(owner, name) for owner, name in region.slots]
-        shape, kind = x.shape, x.device.type
         key = (
+            x.shape,
             x.dtype,
             x.device,
             x.requires_grad,
-            ((x.numel() // (shape[-1] or 1) if shape else 1) - 1).bit_length() if x.numel() else None,
             torch.is_grad_enabled(),
-            torch.get_autocast_dtype(kind) if _may_autocast(kind) and torch.is_autocast_enabled(kind) else None,
             torch.are_deterministic_algorithms_enabled(),
+            autocast_of(x.device.type) if any_autocast() else None,
             fusing_now(),
-            *map(_signature_of, parameters),
-            *[_signature_of(channels[c]) for c in region.channels],
+            [*map(_signature_of, parameters)],
+            [_signature_of(channels[c]) for c in region.channels] if region.channels else None,
         )
-        program = region.programs.get(key)
-        if program is None:
-            program = self._program(listing, region, key, x, channels, parameters)
-        if shape not in program.shapes:
-            _validate(listing, region, shape)
-            if len(program.shapes) < 1024:
-                program.shapes.add(shape)
+        program = (
+            region.latest[1]
+            if region.latest[0] == key
+            else self._program(listing, region, key, x, channels, parameters)
+        )
         if program.by_reference:
-            return _walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
+            return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
         for segment, indices in program.segments:
             x = apply(segment, x, channels, seeds, [parameters[i] for i in indices])
         return x
 
     def _program(
-        self, listing: Listing, region: Region, key: Any, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
+        self,
+        listing: Listing,
+        region: Region,
+        key: Any,
+        x: Tensor,
+        channels: dict[str, Tensor],
+        parameters: Sequence[Tensor],
     ) -> Program:
+        shape, *state, parameter_state, channel_state = key
+        rows = Env.like(x).rows
+        exact_key = (shape, *state, tuple(parameter_state), tuple(channel_state or ()))
+        bucket_key = (rows, *exact_key[1:])
         with self._lock:
-            known = region.programs.get(key)
-            if known is not None:
-                return known
-            env, fusing = Env.like(x), fusing_now()
-            _validate(listing, region, x.shape)
-            exact = all(t.__class__ in _PLAIN for t in (*parameters, *(channels[c] for c in region.channels)))
-            for item in listing.items[region.start : region.stop]:
-                _check_devices(listing, item, x)
-            given = {c: channels[c].requires_grad for c in region.channels}
-            wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
-            plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher)
-            dtypes = None
-            if env.autocast is not None or any(p.dtype is not x.dtype for p in parameters):
-                dtypes = _dtypes(listing, region, x, channels)
-
-            def locate(position: int, error: BaseException, tensor: Any) -> BaseException:
-                return _locate(listing, position, error, tensor)
-
-            binder = Binder(listing.items, wants, env, listing.random, dtypes, fusing.on_error, locate)
-            index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
-            bound = binder.segments(plan) if exact else []
-            segments = [(s, tuple(index[id(owner), name] for owner, name in s.parameters)) for s in bound]
-            program = Program(plan, segments, {x.shape}, not exact)
-            region.programs = {**region.programs, key: program}
+            program = region.programs.get(exact_key)
+            if program is None:
+                validate(listing, region, shape)
+                program = region.programs.get(bucket_key) or self._bind(listing, region, x, channels, parameters)
+                kept = region.programs if len(region.programs) < KEPT_PROGRAMS else {}
+                region.programs = {**kept, exact_key: program, bucket_key: program}
+            region.latest = key, program
             return program
+
+    def _bind(
+        self, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
+    ) -> Program:
+        env, fusing = Env.like(x), fusing_now()
+        exact = all(t.__class__ in _PLAIN for t in (*parameters, *(channels[c] for c in region.channels)))
+        for item in listing.items[region.start : region.stop]:
+            check_devices(listing, item, x)
+        given = {c: channels[c].requires_grad for c in region.channels}
+        wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
+        plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher)
+        dtypes = None
+        if env.autocast is not None or any(p.dtype is not x.dtype for p in parameters):
+            dtypes = dtypes_of(listing, region, x, channels)
+
+        def place(position: int, error: BaseException, tensor: Any) -> BaseException:
+            return locate(listing, position, error, tensor)
+
+        binder = Binder(listing.items, wants, env, listing.random, dtypes, fusing.on_error, place)
+        index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
+        bound = binder.segments(plan) if exact else []
+        segments = [(s, tuple(index[id(owner), name] for owner, name in s.parameters)) for s in bound]
+        return Program(plan, segments, not exact)
 
     def listing(self) -> Listing:
         """The list as it is now; read again only if its fingerprint no longer holds."""
@@ -218,8 +180,8 @@ class Fuser:
         """
         listing = self.listing()
         if x is not None:
-            self._check_channels(listing, channels)
-            _validate_all(listing, x.shape)
+            check_channels(listing.items, listing.inputs, channels)
+            validate_all(listing, x.shape)
         env = env or (Env.like(x) if x is not None else Env())
         wanted = x is not None and x.requires_grad and env.grad
         known = {name: value.requires_grad for name, value in channels.items()}
@@ -246,133 +208,12 @@ class Fuser:
 
         return dataclasses.replace(plan, measure=memory)
 
-    def root_listing(self) -> Listing:
-        """The list read afresh, for a call that is being traced."""
-        return Listing(self.root)
-
-    def _by_reference(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> Any:
-        """Run every operation's reference under plain autograd."""
-        self._check_channels(listing, channels)
-        seeds = _draw(len(listing.random), x) if listing.random else None
-        x = _walk_reference(listing.items, range(len(listing.items)), listing.random, x, channels, seeds)
-        return (x, *[channels[name] for name in listing.outputs]) if listing.outputs else x
-
-    @staticmethod
-    def _check_channels(listing: Listing, channels: Mapping[str, Tensor]) -> None:
-        for name in listing.inputs:
-            if name not in channels:
-                at = next(i for i, item in enumerate(listing.items) if any(c == name for _, c in item.inputs))
-                message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
-                raise InputError(message, code="SF103", operation=listing.items[at].name, position=at)
-        for name in channels:
-            if name not in listing.inputs:
-                known = ", ".join(map(repr, listing.inputs)) or "none"
-                raise InputError(f"the call passed channel {name!r}; the list reads {known}", code="SF103")
-
-
-def _run_alone(item: Item, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
-    """Call a module through its own `__call__`, with the channels it reads and makes."""
-    if not item.inputs and not item.outputs:
-        return item.operation(x)
-    out = item.operation(x, **{channel: channels[channel] for _, channel in item.inputs})
-    if not item.outputs:
-        return out
-    channels.update(zip((channel for _, channel in item.outputs), out[1:], strict=True))
-    return out[0]
-
-
-def _walk_reference(
-    items: Sequence[Item], positions: range, random: Mapping[int, int], x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
-) -> Tensor:
-    for position in positions:
-        item = items[position]
-        if not item.fusable:
-            x = _run_alone(item, x, channels)
-            continue
-        operation: Any = item.operation
-        extras: dict[str, Any] = {name: channels[channel] for name, channel in item.inputs}
-        if operation.forward_signature.seed:
-            extras["seed"] = seeds[random[position]] if seeds is not None and position in random else None
-        out = operation.reference(x, **extras)
-        if item.outputs:
-            x, made = out
-            channels.update((channel, made[name]) for name, channel in item.outputs)
-        else:
-            x = out
-    return x
-
-
-def _transformed() -> bool:
-    """Whether a functorch transform or forward-mode AD is active: those see the reference."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # type: ignore[attr-defined]
-
-
-def _draw(count: int, x: Tensor) -> Tensor:
-    """One 63-bit seed per active random operation, on x's device, from torch's generator."""
-    return torch.empty(count, dtype=torch.int64, device=x.device).random_()
-
-
-def _validate(listing: Listing, region: Region, shape: Sequence[int]) -> Sequence[int]:
-    for position in range(region.start, region.stop):
-        operation: Any = listing.items[position].operation
-        try:
-            shape = operation.infer(tuple(shape))
-        except ValueError as error:
-            if isinstance(error, SeqfuseError):
-                raise
-            name, at = listing.items[position].name, position
-            hint = f"in {listing.items[position].path!r}" if listing.items[position].path else None
-            raise InputError(str(error), code="SF101", operation=name, position=at, hint=hint) from None
-    return shape
-
-
-def _validate_all(listing: Listing, shape: Sequence[int]) -> None:
-    """Check shapes up to the first barrier, behind which they are not known."""
-    if listing.parts and isinstance(listing.parts[0], Region):
-        _validate(listing, listing.parts[0], shape)
-
-
-def _check_devices(listing: Listing, item: Item, x: Tensor) -> None:
-    for name, (owner, attribute) in item.slots.items():
-        parameter: Tensor = getattr(owner, attribute)
-        if parameter.device != x.device:
-            message = f"expects its input on {parameter.device}, where its {name} is, got {x.device}"
-            raise InputError(message, code="SF102", operation=item.name, position=listing.items.index(item))
-
-
-def _locate(listing: Listing, position: int, error: BaseException, tensor: Any) -> BaseException:
-    """The error of a failed operation, saying where it happened."""
-    item = listing.items[position]
-    if isinstance(error, SeqfuseError):
-        if error.operation is None or error.position is None:
-            error.operation, error.position = item.name, position
-        return error
-    if isinstance(error, RuntimeError) and isinstance(tensor, Tensor):
-        try:
-            _check_devices(listing, item, tensor)
-        except InputError as clear:
-            return clear
-    error.add_note(f"in operation {item.name} at position {position}")
-    return error
-
-
-def _dtypes(listing: Listing, region: Region, x: Tensor, channels: Mapping[str, Tensor]) -> list[torch.dtype] | None:
-    """Dtype of the tensor entering each position, from a run of the references on fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if not isinstance(x, FakeTensor) else x.fake_mode
-    found = [x.dtype] * region.start
-    try:
-        with mode, torch.no_grad():
-            y = mode.from_tensor(x) if not isinstance(x, FakeTensor) else x
-            given = {name: mode.from_tensor(value) for name, value in channels.items()}
-            for position in range(region.start, region.stop):
-                found.append(y.dtype)
-                seeds = torch.zeros(len(listing.random), dtype=torch.int64, device=x.device)
-                y = _walk_reference(listing.items, range(position, position + 1), listing.random, y, given, seeds)
-    except Exception:
-        return None
-    return found
+    def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
+        """A call that a compiler traces: the list is read afresh, in code it can follow."""
+        items = flatten(self.root)
+        random = random_positions(items)
+        inputs, outputs = public_channels(items)
+        return by_reference(items, random, inputs, outputs, x, channels)
 
 
 class _Alone(Fuser):
@@ -383,5 +224,3 @@ class _Alone(Fuser):
 
 
 operations.alone = _Alone
-
-__all__ = ["Fuser", "Fusing", "rows_of"]

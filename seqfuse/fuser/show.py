@@ -117,7 +117,10 @@ def _grouped(plan: Plan) -> list[tuple[tuple[str, str], str]]:
     groups: dict[tuple[str, str], list[int]] = {}
     for refusal in plan.refused:
         groups.setdefault((refusal.fusion, refusal.reason), []).append(refusal.at)
-    return [(key, ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")) for key, at in groups.items()]
+    return [
+        (key, ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else ""))
+        for key, at in groups.items()
+    ]
 
 
 def _plural(n: int, word: str) -> str:

@@ -32,4 +32,3 @@ class Residual(Sequential):
     def expand(self) -> tuple[nn.Module, ...]:
         fork, add = self._ends
         return (fork, *self, add)
-

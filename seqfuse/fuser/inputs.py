@@ -1,0 +1,79 @@
+"""Input checks: shapes, devices, dtypes, and the place of an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError, SeqfuseError
+from .items import Item
+from .listing import Listing, Region
+from .reference import walk_reference
+
+
+def validate(listing: Listing, region: Region, shape: Sequence[int]) -> Sequence[int]:
+    """Check that a region takes an input of this shape; the shape it gives."""
+    for position in range(region.start, region.stop):
+        operation: Any = listing.items[position].operation
+        try:
+            shape = operation.infer(tuple(shape))
+        except ValueError as error:
+            if isinstance(error, SeqfuseError):
+                raise
+            name, at = listing.items[position].name, position
+            hint = f"in {listing.items[position].path!r}" if listing.items[position].path else None
+            raise InputError(str(error), code="SF101", operation=name, position=at, hint=hint) from None
+    return shape
+
+
+def validate_all(listing: Listing, shape: Sequence[int]) -> None:
+    """Check shapes up to the first barrier, behind which they are not known."""
+    if listing.parts and isinstance(listing.parts[0], Region):
+        validate(listing, listing.parts[0], shape)
+
+
+def check_devices(listing: Listing, item: Item, x: Tensor) -> None:
+    """Check that an operation's parameters are where the input is."""
+    for name, (owner, attribute) in item.slots.items():
+        parameter: Tensor = getattr(owner, attribute)
+        if parameter.device != x.device:
+            message = f"expects its input on {parameter.device}, where its {name} is, got {x.device}"
+            raise InputError(message, code="SF102", operation=item.name, position=listing.items.index(item))
+
+
+def locate(listing: Listing, position: int, error: BaseException, tensor: Any) -> BaseException:
+    """The error of a failed operation, saying where it happened."""
+    item = listing.items[position]
+    if isinstance(error, SeqfuseError):
+        if error.operation is None or error.position is None:
+            error.operation, error.position = item.name, position
+        return error
+    if isinstance(error, RuntimeError) and isinstance(tensor, Tensor):
+        try:
+            check_devices(listing, item, tensor)
+        except InputError as clear:
+            return clear
+    error.add_note(f"in operation {item.name} at position {position}")
+    return error
+
+
+def dtypes_of(listing: Listing, region: Region, x: Tensor, channels: Mapping[str, Tensor]) -> list[torch.dtype] | None:
+    """Dtype of the tensor entering each position, from a run of the references on fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if not isinstance(x, FakeTensor) else x.fake_mode
+    found = [x.dtype] * region.start
+    try:
+        with mode, torch.no_grad():
+            y = mode.from_tensor(x) if not isinstance(x, FakeTensor) else x
+            given = {name: mode.from_tensor(value) for name, value in channels.items()}
+            for position in range(region.start, region.stop):
+                found.append(y.dtype)
+                seeds = torch.zeros(len(listing.random), dtype=torch.int64, device=x.device)
+                y = walk_reference(listing.items, range(position, position + 1), listing.random, y, given, seeds)
+    except Exception:
+        return None
+    return found

@@ -1,0 +1,67 @@
+"""A list as it was read once, cut into regions, with the programs made for them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ..operation import FusableOperation
+from .items import Fingerprint, flatten, public_channels
+from .plan import Plan
+from .reference import random_positions
+from .segment import Segment
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Program:
+    """A planned region, bound."""
+
+    plan: Plan
+    segments: list[tuple[Segment, tuple[int, ...]]]
+    by_reference: bool = False
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Region:
+    """A stretch of operations between barriers, with the programs made for it."""
+
+    start: int
+    stop: int
+    slots: list[tuple[nn.Module, str]]
+    plain: list[tuple[dict[str, Any], str]] | None  # where parameters can be read directly
+    channels: tuple[str, ...]
+    programs: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
+    latest: tuple[Any, Any] = (None, None)
+
+
+class Listing:
+    """The list as it was read once: items, regions, channels, and the fingerprint that says whether it still holds."""
+
+    def __init__(self, root: FusableOperation) -> None:
+        modules: list[nn.Module] = []
+        self.items = flatten(root, modules)
+        self.fingerprint = Fingerprint(modules, root)
+        self.inputs, self.outputs = public_channels(self.items)
+        self.random = random_positions(self.items)
+        self.parametrized = any(map(parametrize.is_parametrized, modules))
+        self.parts: list[Region | int] = []
+        start = 0
+        for position, item in enumerate([*self.items, None]):
+            if item is None or not item.fusable:
+                if position > start:
+                    self.parts.append(self._region(start, position))
+                if item is not None:
+                    self.parts.append(position)
+                start = position + 1
+
+    def _region(self, start: int, stop: int) -> Region:
+        inside = self.items[start:stop]
+        slots = list(dict.fromkeys(slot for item in inside for slot in item.slots.values()))
+        made = {c for item in inside for _, c in item.outputs}
+        channels = tuple(dict.fromkeys(c for item in inside for _, c in item.inputs if c not in made))
+        direct = all(name in owner._parameters for owner, name in slots)
+        plain = [(owner._parameters, name) for owner, name in slots] if direct else None
+        return Region(start, stop, slots, plain, channels)

@@ -1,0 +1,99 @@
+"""Running a list by its references under plain autograd, for compilers, transforms and tensor subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+
+from ..errors import InputError
+from ..operation import UnfusedOperation
+from .items import Item
+
+
+def transformed() -> bool:
+    """Whether a functorch transform or forward-mode AD is active: those see the reference."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # type: ignore[attr-defined]
+
+
+def random_positions(items: Sequence[Item]) -> dict[int, int]:
+    """Position to index into the seed vector, for the operations that read a seed now."""
+    random: dict[int, int] = {}
+    for position, item in enumerate(items):
+        if item.alone is None and isinstance(item.operation, UnfusedOperation) and item.operation.random:
+            random[position] = len(random)
+    return random
+
+
+def draw(count: int, x: Tensor) -> Tensor:
+    """One 63-bit seed per active random operation, on x's device, from torch's generator."""
+    return torch.empty(count, dtype=torch.int64, device=x.device).random_()
+
+
+def by_reference(
+    items: Sequence[Item],
+    random: Mapping[int, int],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    x: Tensor,
+    channels: dict[str, Tensor],
+) -> Any:
+    """Run every operation's reference under plain autograd."""
+    check_channels(items, inputs, channels)
+    seeds = draw(len(random), x) if random else None
+    x = walk_reference(items, range(len(items)), random, x, channels, seeds)
+    return (x, *[channels[name] for name in outputs]) if outputs else x
+
+
+def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
+    """Check that a call passed the public extra inputs and no others."""
+    for name in inputs:
+        if name not in channels:
+            at = next(i for i, item in enumerate(items) if any(c == name for _, c in item.inputs))
+            message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
+            raise InputError(message, code="SF103", operation=items[at].name, position=at)
+    for name in channels:
+        if name not in inputs:
+            known = ", ".join(map(repr, inputs)) or "none"
+            raise InputError(f"the call passed channel {name!r}; the list reads {known}", code="SF103")
+
+
+def run_alone(item: Item, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
+    """Call a module through its own `__call__`, with the channels it reads and makes."""
+    if not item.inputs and not item.outputs:
+        return item.operation(x)
+    out = item.operation(x, **{channel: channels[channel] for _, channel in item.inputs})
+    if not item.outputs:
+        return out
+    channels.update(zip((channel for _, channel in item.outputs), out[1:], strict=True))
+    return out[0]
+
+
+def walk_reference(
+    items: Sequence[Item],
+    positions: range,
+    random: Mapping[int, int],
+    x: Tensor,
+    channels: dict[str, Tensor],
+    seeds: Tensor | None,
+) -> Tensor:
+    """Run the references at `positions`; `channels` gains what they make."""
+    for position in positions:
+        item = items[position]
+        if item.alone is not None:
+            x = run_alone(item, x, channels)
+            continue
+        operation: Any = item.operation
+        extras: dict[str, Any] = {name: channels[channel] for name, channel in item.inputs}
+        if operation.forward_signature.seed:
+            extras["seed"] = seeds[random[position]] if seeds is not None and position in random else None
+        out = operation.reference(x, **extras)
+        if item.outputs:
+            x, made = out
+            channels.update((channel, made[name]) for name, channel in item.outputs)
+        else:
+            x = out
+    return x

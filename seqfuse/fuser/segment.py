@@ -1,0 +1,267 @@
+"""A segment of a plan: bound steps that run behind one autograd node."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError
+from ..saved import Layout, Pack, Unpack
+
+_RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
+Kind = Literal["unfused", "forward", "joint", "inference", "backward"]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Call:
+    """One forward step, bound: everything that does not change from call to call is decided here."""
+
+    fn: Callable[..., Any]
+    kind: Kind
+    name: str
+    start: int
+    stop: int
+    layout: Layout = "any"
+    inputs: tuple[tuple[str, str], ...] = ()  # keyword, channel
+    seeds: tuple[tuple[str, int | None], ...] = ()  # keyword, index into the seed vector
+    outputs: tuple[tuple[str, str], ...] = ()  # name in the returned dictionary, channel
+    done: tuple[str, ...] = ()  # channels whose last reader this is
+    packs: tuple[tuple[str | tuple[str, int] | None, int, Pack, Unpack], ...] = ()  # place among the records, position
+    may_be_simple: bool = False  # takes x, returns (y, record or records)
+    simple: bool = False
+    check: Callable[..., bool] | None = None  # contract check, dropped once it has passed
+    unfused: Callable[[], tuple[Call, ...]] | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Back:
+    """One backward step, bound."""
+
+    fn: Callable[..., Any]
+    kind: Kind
+    name: str
+    start: int
+    stop: int
+    layout: Layout = "any"
+    records: tuple[tuple[str, int, int | None], ...] = ()  # keyword, position, place in a variadic slot
+    incoming: tuple[tuple[str, str], ...] = ()  # keyword of an output's gradient, channel
+    grads: tuple[tuple[str, int], ...] = ()  # key, index into the segment's parameters
+    channel_grads: tuple[tuple[str, str], ...] = ()  # key, channel
+    dtype: torch.dtype | None = None  # of the gradient it hands on, where that can differ
+    check: Callable[..., bool] | None = None
+    unfused: Callable[[], tuple[Back, ...]] | None = None
+    recover: Callable[[Any], Any] | None = None  # a joint fusion's record as the records of its operations
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Segment:
+    """A run of steps behind one autograd node."""
+
+    start: int
+    stop: int
+    forward_calls: tuple[Call, ...]
+    backward_calls: tuple[Back, ...]
+    parameters: tuple[tuple[nn.Module, str], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    consumed: tuple[str, ...]  # inputs that nobody after this segment reads
+    device: str
+    autocast: torch.dtype | None
+    signature: tuple[Any, ...]
+    can_fall_back: bool
+    live: bool
+    locate: Callable[[int, BaseException, Any], BaseException]
+    warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
+
+    def run(self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+        """Run the forward steps; `channels` gains what they emit and loses what nobody reads any more."""
+        return self._run(self.forward_calls, x, channels, seeds, None)
+
+    def run_keeping(
+        self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
+    ) -> tuple[Tensor, list[Tensor], Packed]:
+        """Run the forward steps: with y, the tensors to save, each once, and the records packed into them."""
+        keep = Keep({}, [], {})
+        y = self._run(self.forward_calls, x, channels, seeds, keep)
+        return y, keep.tensors, keep.packed
+
+    def _run(
+        self, calls: Sequence[Call], x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, keep: Keep | None
+    ) -> Tensor:
+        call = calls[0]
+        try:
+            for call in calls:
+                if call.simple:
+                    y, saved = call.fn(x)
+                else:
+                    if call.layout != "any":
+                        x = _fit(x, call.layout)
+                    y, saved = self._special(call, x, channels, seeds)
+                if keep is not None:
+                    for place, position, pack, unpack in call.packs:
+                        record = saved if place is None else _at(saved, place)
+                        keep.packed[position] = unpack, pack(record, keep.memo, keep.tensors)
+                x = y
+        except Exception as error:
+            if call.unfused is None:
+                raise self.locate(call.start, error, x) from error.__cause__
+            self._may_fall_back(call, error)
+            x = self._run(call.unfused(), x, channels, seeds, keep)
+            rest = calls[calls.index(call) + 1 :]
+            return self._run(rest, x, channels, seeds, keep) if rest else x
+        return x
+
+    def _special(self, call: Call, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> tuple[Tensor, Any]:
+        """Run a step that takes or makes more than the chain's tensor and a record, or is yet to be checked."""
+        keywords: dict[str, Any] = {keyword: channels[channel] for keyword, channel in call.inputs}
+        given = dict(keywords) if call.check is not None else {}
+        for keyword, index in call.seeds:
+            keywords[keyword] = None if index is None or seeds is None else seeds[index]
+        out = call.fn(x, **keywords)
+        if call.check is not None and call.check(call, x, out, given, seeds):
+            call.check = None
+            call.simple = call.may_be_simple
+        for channel in call.done:
+            del channels[channel]
+        if call.kind == "inference":
+            return out, None
+        if not call.outputs:
+            return out[0], out[-1]
+        for name, channel in call.outputs:
+            channels[channel] = out[1][name]
+        return out[0], out[2]
+
+    def _may_fall_back(self, step: Call | Back, error: Exception) -> None:
+        """Warn and return if the unfused operations may run in place of a failed fusion; else raise."""
+        if isinstance(error, SeqfuseError) and not isinstance(error, InputError):
+            error.operation, error.position = error.operation or step.name, step.start
+            raise error
+        where: dict[str, Any] = {"operation": step.name, "position": step.start}
+        if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
+            raise PluginError(f"fwd built a wrong record: {error}", code="SF302", **where) from error
+        if isinstance(error, torch.AcceleratorError):
+            message = f"the device reported {error}; its state is lost and nothing can run after it"
+            raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error
+        if not self.can_fall_back or torch.compiler.is_compiling() or _capturing(self.device):
+            raise KernelError(f"{type(error).__name__}: {error}", code="SF401", **where) from error
+        reason = step.name, f"{type(error).__name__}: {error}"
+        if reason not in self.warned:
+            self.warned.add(reason)
+            message = f"{step.name} at position {step.start} failed ({reason[1]}); its operations ran unfused"
+            warnings.warn(message, FallbackWarning, stacklevel=2)
+
+    def run_backward(
+        self, dy: Tensor, sides: dict[str, Tensor | None], packed: Packed, tensors: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Run the backward steps: the gradients of x and of the parameters; `sides` are the channels'."""
+        sums: list[Tensor | None] = [None] * len(self.parameters)
+        return self._run_back(self.backward_calls, dy, sides, packed, tensors, sums), sums
+
+    def _run_back(
+        self,
+        backs: Sequence[Back],
+        d: Any,
+        sides: dict[str, Tensor | None],
+        packed: Packed,
+        tensors: tuple[Tensor, ...],
+        sums: list[Tensor | None],
+    ) -> Tensor | None:
+        back = backs[0]
+        try:
+            for back in backs:
+                if back.layout != "any":
+                    d = _fit(d, back.layout)
+                if back.kind == "backward":
+                    records = _records(back, packed, tensors)
+                    dx, grads = back.fn(d, **records, **{keyword: sides.get(c) for keyword, c in back.incoming})
+                else:
+                    if back.kind == "joint" and ~back.start not in packed:
+                        raise _ForwardFellBack
+                    unpack, tokens = packed[back.start if back.kind == "unfused" else ~back.start]
+                    if back.incoming:
+                        extras = {keyword: sides.get(c) for keyword, c in back.incoming}
+                        dx, grads = back.fn(d, unpack(tokens, tensors), **extras)
+                    else:
+                        dx, grads = back.fn(d, unpack(tokens, tensors))
+                if back.check is not None and back.check(back, d, dx, grads):
+                    back.check = None
+                for key, i in back.grads:
+                    g = grads.get(key)
+                    if g is not None:
+                        known = sums[i]
+                        sums[i] = g if known is None else known + g
+                for _, channel in back.incoming:
+                    sides.pop(channel, None)
+                for key, channel in back.channel_grads:
+                    g = grads.get(key)
+                    if g is not None:
+                        known = sides.get(channel)
+                        sides[channel] = g if known is None else known + g
+                d = dx if back.dtype is None or dx is None or dx.dtype is back.dtype else dx.to(back.dtype)
+        except Exception as error:
+            if back.unfused is None:
+                raise self.locate(back.start, error, d) from error.__cause__
+            if back.kind == "joint" and not isinstance(error, _ForwardFellBack):
+                packed = {**packed, **self._recovered(back, error, packed, tensors)}
+            if not isinstance(error, _ForwardFellBack):
+                self._may_fall_back(back, error)
+            d = self._run_back(back.unfused(), d, sides, packed, tensors, sums)
+            rest = backs[backs.index(back) + 1 :]
+            return self._run_back(rest, d, sides, packed, tensors, sums) if rest else d
+        return d
+
+    def _recovered(self, back: Back, error: Exception, packed: Packed, tensors: tuple[Tensor, ...]) -> Packed:
+        """A joint fusion's record as the records of the operations it replaced."""
+        if isinstance(error, SeqfuseError):
+            self._may_fall_back(back, error)
+        if back.recover is None:
+            message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
+            hint = "define unfused(saved) -> {slot: Saved} to let it fall back"
+            raise KernelError(message, code="SF401", operation=back.name, position=back.start, hint=hint) from error
+        unpack, tokens = packed[~back.start]
+        return back.recover(unpack(tokens, tensors))
+
+
+Packed = dict[int, tuple[Unpack, Any]]
+
+
+@dataclasses.dataclass(slots=True)
+class Keep:
+    """What one forward collects: tensors to save, each once, and the packed records by position."""
+
+    memo: dict[int, int]
+    tensors: list[Tensor]
+    packed: Packed
+
+
+class _ForwardFellBack(Exception):
+    """The forward of a joint fusion ran unfused, so its backward must as well."""
+
+
+def _at(saved: Any, place: str | tuple[str, int]) -> Any:
+    return saved[place] if place.__class__ is str else saved[place[0]][place[1]]
+
+
+def _records(back: Back, packed: Packed, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+    records: dict[str, Any] = {}
+    for slot, position, place in back.records:
+        unpack, tokens = packed[position]
+        record = unpack(tokens, tensors)
+        records[slot] = record if place is None else (*records.get(slot, ()), record)
+    return records
+
+
+def _fit(x: Tensor, layout: Layout) -> Tensor:
+    if layout == "inner_contig" and x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1) and 0 not in x.stride():
+        return x
+    return x.contiguous()
+
+
+def _capturing(device: str) -> bool:
+    return device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

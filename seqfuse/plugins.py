@@ -1,0 +1,71 @@
+"""Plug-ins: fusions that other distributions offer through the entry-point group `seqfuse.fusions`.
+
+Listing them imports nothing; loading one returns its fusions as a value, to be passed to `Sequential(fusions=...)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib.metadata
+from collections.abc import Iterable
+
+from .errors import PluginError
+from .fusion import FusedOperation
+
+GROUP = "seqfuse.fusions"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plugin:
+    """An installed plug-in: entry-point name, distribution, version, and the object its entry point names."""
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.distribution} {self.version}, {self.value})"
+
+
+def available() -> tuple[Plugin, ...]:
+    """The installed plug-ins, by name; none of their code is run."""
+    return tuple(sorted((_describe(point) for point in _points()), key=lambda plugin: plugin.name))
+
+
+def load(name: str) -> tuple[type[FusedOperation], ...]:
+    """Import a plug-in and return its fusions.
+
+    Raises:
+        PluginError: if there is no such plug-in, two distributions offer the name, its import raises, or what its
+            entry point names is not a fusion class or a sequence of them.
+    """
+    points = [point for point in _points() if point.name == name]
+    if not points:
+        close = difflib.get_close_matches(name, [p.name for p in _points()], 1)
+        hint = f"did you mean {close[0]!r}?" if close else "sf.plugins.available() lists what is installed"
+        raise PluginError(f"no plug-in {name!r} is installed", code="SF304", hint=hint)
+    if len(points) > 1:
+        owners = ", ".join(str(_describe(point)) for point in points)
+        raise PluginError(f"several distributions offer {name!r}: {owners}", code="SF304")
+    plugin = _describe(points[0])
+    try:
+        offered = points[0].load()
+    except Exception as error:
+        raise PluginError(f"plug-in {plugin} raised {type(error).__name__}: {error}", code="SF304") from error
+    fusions = tuple(offered) if isinstance(offered, Iterable) else (offered,)
+    for fusion in fusions:
+        if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation) and not fusion.is_contract):
+            raise PluginError(f"plug-in {plugin} offers {fusion!r}, which is not a fusion class", code="SF304")
+    return fusions
+
+
+def _points() -> list[importlib.metadata.EntryPoint]:
+    return list(importlib.metadata.entry_points(group=GROUP))
+
+
+def _describe(point: importlib.metadata.EntryPoint) -> Plugin:
+    distribution = point.dist
+    name, version = (distribution.name, distribution.version) if distribution else ("?", "?")
+    return Plugin(point.name, name, version, point.value)
