@@ -1,0 +1,64 @@
+"""What the two norms share: their trailing shape, and dtypes in which ATen keeps its statistics in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import operation as sf
+
+
+class Norm(sf.UnfusedOperation):
+    """A normalization over the trailing dimensions `normalized_shape`, with a gain `weight`, or `1 + weight`."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    eps: float | None
+
+    def __init__(
+        self, normalized_shape: int | Sequence[int], affine: bool, zero_centered: bool, **factory: Any
+    ) -> None:
+        super().__init__()
+        sizes = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not sizes:
+            raise ValueError("normalized_shape needs at least one dimension")
+        self.normalized_shape: tuple[int, ...] = sizes
+        self.elementwise_affine, self.zero_centered = affine, zero_centered
+        self.register_parameter("weight", nn.Parameter(torch.empty(sizes, **factory)) if affine else None)
+
+    def reset_parameters(self) -> None:
+        """Start from a gain of one, and no bias."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        sizes = self.normalized_shape
+        if tuple(shape[-len(sizes) :]) != sizes:
+            wanted = f"last dimension {sizes[0]}" if len(sizes) == 1 else f"last dimensions {sizes}"
+            short = len(shape) < len(sizes)
+            got = f"{len(shape)}-d" if short else shape[-1] if len(sizes) == 1 else tuple(shape[-len(sizes) :])
+            raise ValueError(f"expects {wanted}, got {got}")
+        return shape
+
+    def gain(self, weight: Tensor | None, stats: torch.dtype) -> Tensor | None:
+        """What xhat is multiplied by; `1 + weight` in the dtype of the statistics, which keeps a small weight."""
+        return weight.to(stats) + 1 if weight is not None and self.zero_centered else weight
+
+    def extra_repr(self) -> str:
+        text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+        return text + (", zero_centered=True" if self.zero_centered else "")
+
+
+def stats_dtype(x: Tensor) -> torch.dtype:
+    """The dtype statistics are computed and kept in: float32, or float64 for a float64 input."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def rounded(y: Tensor, x: Tensor) -> Tensor:
+    """The result in the dtype of the input, except under autocast on an accelerator, where norms give float32."""
+    if y.dtype is x.dtype or (x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)):
+        return y
+    return y.to(x.dtype)

@@ -1,0 +1,66 @@
+"""Philox4x32-10: random words that depend on a seed and a position alone."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+# Counters worked on at a time on a CPU: four buffers of half a MiB stay in a cache.
+_BLOCK = 32768
+
+
+def round_keys(seed: Tensor) -> tuple[Tensor, ...]:
+    """The key of each round, int64 [2, 1], for an int64 seed of one element; on its device, the host never reads it."""
+    seed = seed.reshape(())
+    steps = torch.arange(_ROUNDS, device=seed.device)
+    low, high = steps * _W0 + (seed & _LOW), steps * _W1 + ((seed >> 32) & _LOW)
+    return torch.stack((low, high), 1).bitwise_and_(_LOW).unsqueeze(-1).unbind()
+
+
+def philox4x32(even: Tensor, odd: Tensor, keys: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Words 0 and 2, and words 1 and 3, of each counter given likewise; int64 [2, n] of values in 0..2^32-1.
+
+    Both arguments are overwritten. Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
+    """
+    high = torch.empty_like(even)
+    # Each buffer beside its two rows: taking a row costs as much as the product of a short one.
+    even, odd, free = ((t, *t.unbind()) for t in (even, odd, torch.empty_like(even)))
+    for key in keys:
+        # int64 products wrap, but their 64 bits are those of the unsigned product: its high word is the shifted one
+        # without the sign extension, which the mask takes off. Low words stay uncut until they are xored and masked.
+        torch.mul(even[2], _M1, out=free[1])
+        torch.mul(even[1], _M0, out=free[2])
+        torch.bitwise_right_shift(free[0], 32, out=high)
+        odd[0].bitwise_xor_(high).bitwise_xor_(key).bitwise_and_(_LOW)
+        even, odd, free = odd, free, even
+    return even[0], odd[0].bitwise_and_(_LOW)
+
+
+def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """True with probability `p`, bool of `shape`: element i of the contiguous order takes word i & 3 of counter i >> 2.
+
+    An element is kept iff its word is at least floor(p 2^32).
+    """
+    size = math.prod(shape)
+    groups = (size + 3) // 4
+    threshold = math.floor(p * 2**32)
+    keys = round_keys(seed)
+    drop = torch.empty((groups, 2, 2), dtype=torch.bool, device=seed.device)
+    whole = seed.device.type != "cpu" or torch.compiler.is_compiling()
+    step = max(groups, 1) if whole else _BLOCK
+    for first in range(0, groups, step):
+        part = drop[first : first + step].permute(2, 1, 0)
+        counter = torch.arange(first, first + part.shape[2], device=seed.device)
+        even, odd = counter.new_zeros((2, counter.shape[0])), counter.new_zeros((2, counter.shape[0]))
+        torch.bitwise_and(counter, _LOW, out=even[0])
+        torch.bitwise_right_shift(counter, 32, out=odd[0])
+        even, odd = philox4x32(even, odd, keys)
+        torch.lt(even, threshold, out=part[0])
+        torch.lt(odd, threshold, out=part[1])
+    return drop.view(-1)[:size].view(shape)

@@ -1,0 +1,105 @@
+"""Bias: a vector added to every row, its own or that of the operation it was expanded from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import operation as sf
+from ._read import parameter
+
+
+class Bias(sf.UnfusedOperation):
+    """y = x + bias.
+
+    Backward: dx = dy;  dbias = sum of dy over all rows, accumulated in fp32 for half dtypes.
+
+    x, y: [*, size], bias: [size].  Saved: nothing.
+    Dtypes promote as in torch. Under autocast the bias takes x's dtype, so that a product in bf16 stays in bf16 as it
+    does in `torch.nn.Linear`.
+
+    Args:
+        size: length of the last dimension.
+
+    Attributes:
+        bias: the parameter. `Bias.of(owner)` makes one that reads `owner.bias` and has no parameter of its own.
+    """
+
+    class Saved(sf.Saved):
+        """Empty: the backward pass reads dy alone."""
+
+    # A tuple, so that the owner is not registered as a submodule.
+    _owner: tuple[nn.Module, ...] = ()
+
+    def __init__(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.size = size
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @classmethod
+    def of(cls, owner: nn.Module, size: int) -> Bias:
+        """A `Bias` that stands for `owner.bias` in an expansion of `owner`."""
+        self = cls.__new__(cls)
+        super().__init__(self)
+        self.size = size
+        self._owner = (owner,)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Start from zeros."""
+        nn.init.zeros_(self.bias)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "bias" and self._owner:
+            return getattr(self._owner[0], name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "bias" and self._owner:
+            setattr(self._owner[0], name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def belongs_to(self, owner: nn.Module) -> bool:
+        """Whether it reads the bias of this very module."""
+        return bool(self._owner) and self._owner[0] is owner
+
+    def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
+        return {"bias": (self._owner[0], "bias")} if self._owner else super().parameter_slots()
+
+    def _addend(self, x: Tensor) -> Tensor:
+        bias = parameter(self._owner[0] if self._owner else self, "bias")
+        assert bias is not None
+        if bias.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
+            return bias.to(x.dtype)
+        return bias
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x + self._addend(x)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return x + self._addend(x), self.Saved()
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        dbias = None
+        if "bias" in needs:
+            rank = dy.ndim
+            dbias = dy.sum(0) if rank == 2 else dy.sum(tuple(range(rank - 1))) if rank > 1 else dy.clone()
+        return (dy if "x" in needs else None), {"bias": dbias}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape or shape[-1] != self.size:
+            raise ValueError(f"expects last dimension {self.size}, got {shape[-1] if shape else 'a 0-d tensor'}")
+        return shape
+
+    @classmethod
+    def example(cls, x: Tensor) -> Bias:
+        self = cls(x.shape[-1], x.device, x.dtype)
+        nn.init.normal_(self.bias)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.size}"

@@ -1,0 +1,74 @@
+"""Dropout with a mask that is a function of a seed and a position."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import operation as sf
+from ._philox import drop_mask
+
+
+class Dropout(sf.UnfusedOperation):
+    """y = keep x / (1 - p) in training, keep an independent 0 or 1 with P(keep = 0) = p; y = x in evaluation.
+
+    Forward, `mode="upscale_in_train"`: as above. `mode="downscale_in_infer"`: y = keep x in training and (1 - p) x in
+    evaluation. A dropped element is 0 whatever x is; p = 1 gives zeros.
+
+    Backward: dx = keep dy / (1 - p), or keep dy; the mask is made again from the seed and never stored.
+
+    x, y: any shape.  Saved: seed (`None` where nothing was dropped) and p as they were in the forward pass.
+    keep of element i, counted in contiguous order whatever the layout: word i & 3 of Philox4x32-10 at counter i >> 2
+    under the seed as key, kept iff the word is at least floor(p 2^32). One mask on every device, fused or not.
+    Source: Srivastava et al. 2014, JMLR 15; Salmon et al. 2011, SC'11.
+
+    Args:
+        p: probability of dropping an element.
+        mode: where the scale is applied.
+
+    Raises:
+        ValueError: for p outside 0..1 or another mode.
+    """
+
+    class Saved(sf.Saved):
+        seed: Tensor | None  # [] int64
+        p: float
+
+    def __init__(
+        self, p: float = 0.5, mode: Literal["upscale_in_train", "downscale_in_infer"] = "upscale_in_train"
+    ) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must be between 0 and 1, got {p}")
+        if mode not in ("upscale_in_train", "downscale_in_infer"):
+            raise ValueError(f'mode must be "upscale_in_train" or "downscale_in_infer", got {mode!r}')
+        self.p, self.mode = p, mode
+
+    @property
+    def random(self) -> bool:
+        return self.training and self.p > 0
+
+    def reference(self, x: Tensor, *, seed: Tensor | None = None) -> Tensor:
+        return self._apply(x, seed if self.random else None, self.p)
+
+    def fwd(self, x: Tensor, *, seed: Tensor | None = None) -> tuple[Tensor, Saved]:
+        seed = seed if self.random else None
+        return self._apply(x, seed, self.p), self.Saved(seed=seed, p=self.p)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return self._apply(dy, saved.seed, saved.p), {}
+
+    def _apply(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+        """The map is linear and its own adjoint: both passes are this."""
+        upscale = self.mode == "upscale_in_train"
+        if seed is None:
+            return x if upscale or p == 0 else x * (1 - p)
+        if p == 1:
+            return torch.zeros_like(x)
+        drop = drop_mask(seed, x.shape, p)
+        return (x * (1 / (1 - p))).masked_fill_(drop, 0) if upscale else x.masked_fill(drop, 0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}, mode={self.mode!r}"

@@ -1,0 +1,48 @@
+"""GeLU, exact and by tanh."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import operation as sf
+from ._aten import gelu_backward
+
+
+class GeLU(sf.Pointwise):
+    """y = x Phi(x), Phi the distribution function of N(0, 1).
+
+    Forward: `"none"`: Phi(x) = (1 + erf(x / sqrt(2))) / 2; `"tanh"`: Phi(x) = (1 + tanh(u)) / 2 with
+    u = sqrt(2 / pi) (x + 0.044715 x^3). They differ by up to 4.7e-4, so `approximate` is part of what the operation is.
+
+    Backward: dx = dy (Phi(x) + x Phi'(x)).
+
+    x, y: [*, H].  Saved: x.
+    Source: Hendrycks and Gimpel 2016, arXiv:1606.08415.
+
+    Args:
+        approximate: `"none"` or `"tanh"`.
+
+    Raises:
+        ValueError: for any other `approximate`.
+    """
+
+    def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
+        super().__init__()
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f'approximate must be "none" or "tanh", got {approximate!r}')
+        self.approximate = approximate
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.approximate)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return gelu_backward(dy, saved.x, approximate=self.approximate), {}
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+GELU = GeLU

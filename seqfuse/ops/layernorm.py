@@ -1,0 +1,119 @@
+"""LayerNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import operation as sf
+from ._aten import layer_norm_backward
+from ._norm import Norm, rounded, stats_dtype
+from ._read import parameter
+
+
+class LayerNorm(Norm):
+    """y = xhat gain + bias, xhat = (x - mean) rstd over the trailing dimensions `normalized_shape`.
+
+    Forward: mean = E[x], rstd = (E[(x - mean)^2] + eps)^-1/2; gain = weight, or 1 + weight with `zero_centered=True`;
+    no weight is a gain of one, no bias a bias of zero.
+
+    Backward: with g = dy gain, dx = rstd (g - E[g] - xhat E[g xhat]);  dweight = sum of dy xhat and dbias = sum of dy
+    over all rows.
+
+    x, y: [*, H], weight, bias: [H], where H stands for `normalized_shape`; mean, rstd: [*].
+    Statistics are float32 (float64 for a float64 input), for half inputs too, and `1 + weight` is taken in that dtype.
+    y has the dtype of x; under autocast on an accelerator it is float32, as in torch.
+    Keys, arguments and initial values are those of `torch.nn.LayerNorm`.
+    Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
+
+    Args:
+        normalized_shape: the trailing dimensions, an int or a tuple.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias beside the weight.
+        zero_centered: whether the weight is stored minus one.
+
+    Raises:
+        ValueError: for an empty `normalized_shape`.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor  # [*, H]
+        mean: Tensor  # [*] float32
+        rstd: Tensor  # [*] float32
+        weight: Tensor | None = sf.field(for_="x")  # [H], the parameter itself
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, elementwise_affine, zero_centered, device=device, dtype=dtype)
+        self.eps = eps
+        shift = torch.empty(self.normalized_shape, device=device, dtype=dtype) if elementwise_affine and bias else None
+        self.register_parameter("bias", None if shift is None else nn.Parameter(shift))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def reference(self, x: Tensor) -> Tensor:
+        stats = stats_dtype(x)
+        gain, bias = self.gain(self.weight, stats), self.bias
+        gain, bias = (None if t is None else t.to(stats) for t in (gain, bias))
+        return rounded(F.layer_norm(x.to(stats), self.normalized_shape, gain, bias, self.eps), x)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        weight, bias, sizes = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
+        fit, gain = self._fit(x, weight)
+        if bias is not None and bias.dtype is not (fit if gain is None else gain).dtype:
+            bias = bias.to((fit if gain is None else gain).dtype)
+        y, mean, rstd = torch.native_layer_norm(fit, sizes, gain, bias, self.eps)
+        rows = x.shape[: -len(sizes)]
+        return rounded(y, x), self.Saved(x=x, mean=mean.view(rows), rstd=rstd.view(rows), weight=weight)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        wanted = ["x" in needs, "weight" in needs, "bias" in needs]
+        x = saved.x if saved.x.dtype is dy.dtype else saved.x.to(dy.dtype)
+        fit, gain = self._fit(x, saved.weight if wanted[0] else None)
+        if gain is None and (wanted[1] or wanted[2]):
+            gain = fit.new_ones(self.normalized_shape)  # only its shape and dtype are read
+        dy = dy if dy.dtype is fit.dtype else dy.to(fit.dtype)
+        dx, dweight, dbias = layer_norm_backward(
+            dy, fit, self.normalized_shape, saved.mean, saved.rstd, gain, gain, wanted
+        )
+        return dx, {"weight": dweight, "bias": dbias}
+
+    def _fit(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The input and the gain in dtypes for which ATen computes in, and gives, statistics of `stats_dtype`."""
+        stats = stats_dtype(x)
+        gain = self.gain(weight, stats)
+        if x.dtype is stats:
+            return x, gain if gain is None or gain.dtype is stats else gain.to(stats)
+        if x.device.type == "cpu":
+            # ATen's mixed kernel; with parameters of x's dtype it would round the statistics to that dtype.
+            return x, x.new_ones(self.normalized_shape, dtype=stats) if gain is None else gain.to(stats)
+        if gain is None or gain.dtype is x.dtype:
+            return x, gain
+        return x.to(stats), gain.to(stats)
+
+    @classmethod
+    def example(cls, x: Tensor) -> LayerNorm:
+        self = cls(x.shape[-1], device=x.device, dtype=x.dtype)
+        assert self.weight is not None
+        assert self.bias is not None
+        nn.init.normal_(self.weight)
+        nn.init.normal_(self.bias)
+        return self

@@ -1,0 +1,105 @@
+"""Linear: a product with a weight, and the bias it hands to `Bias`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import operation as sf
+from ._read import parameter
+from .bias import Bias
+
+
+class Linear(sf.UnfusedOperation):
+    """y = x weight^T, followed by `Bias` where there is a bias.
+
+    Forward: y = x weight^T. Called as a module it adds `bias`; in a list it expands to this product and a `Bias` that
+    reads `linear.bias`, so that `Linear(bias=True)` and `Linear(bias=False), Bias` are one pattern.
+
+    Backward: dx = dy weight;  dweight = dy^T x over all rows.
+
+    x: [*, in_features], y: [*, out_features], weight: [out_features, in_features], bias: [out_features].
+    Saved: x for dweight, weight for dx; each is dropped when that gradient is not wanted.
+    Keys, arguments and initial values are those of `torch.nn.Linear`.
+
+    Args:
+        in_features: last dimension of x.
+        out_features: last dimension of y.
+        bias: whether to own a bias.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")  # [*, in_features]
+        weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter itself
+
+    bias: nn.Parameter | None
+    _member: tuple[Bias, ...] = ()
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        owned = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", owned)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def expand(self) -> tuple[nn.Module, ...]:
+        # A parametrized bias is no longer registered; reading it would evaluate it.
+        if self._parameters.get("bias", self) is None:
+            return (self,)
+        if not (self._member and self._member[0].belongs_to(self)):
+            self._member = (Bias.of(self, self.out_features),)
+        return (self, *self._member)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        weight = parameter(self, "weight")
+        assert weight is not None
+        return F.linear(x, weight), self.Saved(x=x, weight=weight)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        flat = dy.ndim == 2
+        dx = dweight = None
+        if "x" in needs:
+            dx = dy.mm(saved.weight) if flat else dy.matmul(saved.weight)
+        if "weight" in needs:
+            dweight = dy.t().mm(saved.x) if flat else _rows(dy).t().mm(_rows(saved.x))
+        return dx, {"weight": dweight}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape or shape[-1] != self.in_features:
+            got = shape[-1] if shape else "a 0-d tensor"
+            raise ValueError(f"expects last dimension {self.in_features}, got {got}")
+        return (*shape[:-1], self.out_features)
+
+    @classmethod
+    def example(cls, x: Tensor) -> Linear:
+        # Not square: a transposed weight must not fit.
+        return cls(x.shape[-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self._parameters.get('bias', self) is not None}"
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)

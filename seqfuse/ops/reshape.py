@@ -1,0 +1,70 @@
+"""Reshape of the trailing dimensions."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from .. import operation as sf
+
+
+class Reshape(sf.UnfusedOperation):
+    """y = x with its last `dims` dimensions made into `shape`; leading dimensions stay.
+
+    `Reshape(8, 64)` splits the last dimension 512 into heads; `Reshape(512, dims=2)` joins them again. One size may be
+    -1.
+
+    Backward: dx = dy with its last `len(shape)` dimensions made into those of x.
+
+    x: [*, d1..dn], n = `dims`; y: [*, *shape].  Saved: trailing, the sizes d1..dn.
+
+    Args:
+        shape: the new trailing sizes.
+        dims: how many trailing dimensions of x they replace.
+
+    Raises:
+        ValueError: for no size, a size below -1, two sizes of -1, or `dims` below 1.
+    """
+
+    class Saved(sf.Saved):
+        trailing: tuple[int, ...]
+
+    def __init__(self, *shape: int, dims: int = 1) -> None:
+        super().__init__()
+        if not shape or min(shape) < -1 or shape.count(-1) > 1 or dims < 1:
+            raise ValueError(f"expects sizes with at most one -1, and dims >= 1, got {shape} and dims={dims}")
+        self.shape, self.dims = shape, dims
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.reshape(self.infer(tuple(x.shape)))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        shape = tuple(x.shape)
+        return x.reshape(self.infer(shape)), self.Saved(trailing=shape[len(shape) - self.dims :])
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return dy.reshape(*dy.shape[: dy.ndim - len(self.shape)], *saved.trailing), {}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        kept = len(shape) - self.dims
+        if kept < 0:
+            raise ValueError(f"expects at least {self.dims} dimensions, got shape {tuple(shape)}")
+        old, new = shape[kept:], self.shape
+        total = math.prod(old)
+        if -1 in new:
+            # Reckoned here, not by torch: it cannot infer a size of an empty tensor.
+            known = math.prod(size for size in new if size != -1)
+            if known and total % known == 0:
+                new = tuple(total // known if size == -1 else size for size in new)
+        if -1 in new or math.prod(new) != total:
+            last = f"last dimension {old[0]}" if self.dims == 1 else f"last dimensions {tuple(old)}"
+            raise ValueError(f"cannot make {last} into {self.shape}")
+        return (*shape[:kept], *new)
+
+    @classmethod
+    def example(cls, x: Tensor) -> Reshape:
+        return cls(1, -1)
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.shape)) + (f", dims={self.dims}" if self.dims != 1 else "")

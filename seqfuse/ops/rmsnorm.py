@@ -1,0 +1,114 @@
+"""RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import operation as sf
+from ._aten import fused_rms_norm, fused_rms_norm_backward
+from ._norm import Norm, rounded, stats_dtype
+from ._read import parameter
+
+
+class RMSNorm(Norm):
+    """y = xhat gain, xhat = x rstd over the trailing dimensions `normalized_shape`.
+
+    Forward: rstd = (E[x^2] + eps)^-1/2; gain = weight, or 1 + weight with `zero_centered=True`; no weight is a gain of
+    one.
+
+    Backward: with g = dy gain, dx = rstd (g - xhat E[g xhat]);  dweight = sum of dy xhat over all rows.
+
+    x, y: [*, H], weight: [H], where H stands for `normalized_shape`; rstd: [*].
+    All is computed in float32 (float64 for a float64 input), for half inputs too, and rounded to the dtype of x once;
+    under autocast on an accelerator y is float32, as in torch.
+    Keys, arguments and initial values are those of `torch.nn.RMSNorm`.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    Args:
+        normalized_shape: the trailing dimensions, an int or a tuple.
+        eps: added to the mean square; `None` is the machine epsilon of the dtype it is computed in.
+        elementwise_affine: whether there is a weight.
+        zero_centered: whether the weight is stored minus one.
+
+    Raises:
+        ValueError: for an empty `normalized_shape`.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor  # [*, H]
+        rstd: Tensor  # [*] float32
+        weight: Tensor | None = sf.field(for_="x")  # [H], the parameter itself
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        zero_centered: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, elementwise_affine, zero_centered, device=device, dtype=dtype)
+        self.eps = eps
+        self.reset_parameters()
+
+    def reference(self, x: Tensor) -> Tensor:
+        return rounded(self._plain(x, self.gain(self.weight, stats_dtype(x)))[0], x)
+
+    def _plain(self, x: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
+        stats = stats_dtype(x)
+        eps = torch.finfo(stats).eps if self.eps is None else self.eps
+        x = x.to(stats)
+        rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + eps)
+        return x * rstd if gain is None else x * rstd * gain, rstd
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return tuple(range(-len(self.normalized_shape), 0))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        weight = parameter(self, "weight")
+        gain = self.gain(weight, stats_dtype(x))
+        kind = x.device.type
+        # An accelerator's kernel takes one dtype only, and autocast does not reach it.
+        if kind == "cpu" or ((gain is None or gain.dtype is x.dtype) and not torch.is_autocast_enabled(kind)):
+            y, rstd = fused_rms_norm(x, self.normalized_shape, gain, self.eps)
+        else:
+            y, rstd = self._plain(x, gain)
+            y = rounded(y, x)
+        return y, self.Saved(x=x, rstd=rstd.view(x.shape[: -len(self.normalized_shape)]), weight=weight)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        x, rstd, weight = saved.x, saved.rstd, saved.weight if "x" in needs else None
+        same = weight is not None and weight.dtype is x.dtype is dy.dtype
+        if same and x.device.type == "cuda" and not self.zero_centered:
+            wanted = ["x" in needs, "weight" in needs]
+            dx, dweight = fused_rms_norm_backward(dy, x, self.normalized_shape, rstd, weight, wanted)
+            return dx, {"weight": dweight}
+        stats, dims = rstd.dtype, self._dims
+        gain = self.gain(weight, stats)
+        rstd = rstd.view(*rstd.shape, *(1,) * len(dims))
+        xhat = x.to(stats) * rstd
+        dy = dy.to(stats)
+        product = dy * xhat
+        dx = dweight = None
+        if "weight" in needs:
+            rows = tuple(range(x.ndim - len(dims)))
+            dweight = product.sum(rows) if rows else product.clone()
+        if "x" in needs:
+            if gain is not None:
+                dy, product = dy * gain, product.mul_(gain)
+            dx = torch.addcmul(dy, xhat, product.mean(dims, keepdim=True), value=-1).mul_(rstd)
+        return dx, {"weight": dweight}
+
+    @classmethod
+    def example(cls, x: Tensor) -> RMSNorm:
+        self = cls(x.shape[-1], device=x.device, dtype=x.dtype)
+        assert self.weight is not None
+        nn.init.normal_(self.weight)
+        return self

@@ -1,0 +1,30 @@
+"""Sigmoid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import operation as sf
+from ._aten import sigmoid_backward
+
+
+class Sigmoid(sf.Pointwise):
+    """y = 1 / (1 + exp(-x)).
+
+    Backward: dx = dy y (1 - y).
+
+    x, y: [*, H].  Saved: y.
+    Source: Rumelhart, Hinton and Williams 1986, Nature 323.
+    """
+
+    reads = "output"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        return y * (1 - y)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return sigmoid_backward(dy, saved.y), {}

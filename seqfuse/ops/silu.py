@@ -1,0 +1,25 @@
+"""SiLU."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import operation as sf
+from ._aten import silu_backward
+
+
+class SiLU(sf.Pointwise):
+    """y = x sigmoid(x).
+
+    Backward: with s = sigmoid(x), dx = dy s (1 + x (1 - s)).
+
+    x, y: [*, H].  Saved: x.
+    Source: Elfwing et al. 2017, arXiv:1702.03118.
+    """
+
+    def reference(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return silu_backward(dy, saved.x), {}

@@ -1,0 +1,24 @@
+"""Squared ReLU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import operation as sf
+
+
+class SquaredReLU(sf.Pointwise):
+    """y = max(x, 0)^2.
+
+    Backward: dx = 2 dy max(x, 0).
+
+    x, y: [*, H].  Saved: x.
+    Source: So et al. 2021, arXiv:2109.08668.
+    """
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.relu(x).square()
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return torch.relu(saved.x).mul_(2).mul_(dy), {}

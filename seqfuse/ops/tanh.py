@@ -1,0 +1,30 @@
+"""Tanh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import operation as sf
+from ._aten import tanh_backward
+
+
+class Tanh(sf.Pointwise):
+    """y = tanh(x).
+
+    Backward: dx = dy (1 - y^2).
+
+    x, y: [*, H].  Saved: y.
+    Source: LeCun et al. 1998, Efficient BackProp.
+    """
+
+    reads = "output"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        return 1 - y * y
+
+    def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
+        return tanh_backward(dy, saved.y), {}
