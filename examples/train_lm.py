@@ -1,0 +1,255 @@
+"""Train a byte-level GPT twice from one seed, with fusing and without it, on Python's own standard library.
+
+Shows that both runs learn the same thing, what was fused, and what each keeps in memory for its backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sysconfig
+import textwrap
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+
+CONTEXT, BATCH, HEAD = 64, 16, 32
+
+
+class Attention(nn.Module):
+    """Causal self-attention, a plain torch module: the fuser runs it as it is and plans around it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)  # each [batch, heads, context, HEAD]
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def block(dim: int) -> sf.Sequential:
+    return sf.Sequential(
+        ops.Residual(ops.LayerNorm(dim), Attention(dim)),
+        ops.Residual(
+            ops.LayerNorm(dim), ops.Linear(dim, 4 * dim), ops.GeLU(), ops.Linear(4 * dim, dim), ops.Dropout(0.05)
+        ),
+    )
+
+
+class GPT(nn.Module):
+    """Next-byte model; everything behind the embeddings is one `sf.Sequential`."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, dim), nn.Embedding(CONTEXT, dim)
+        self.chain = sf.Sequential(*(block(dim) for _ in range(layers)), ops.LayerNorm(dim), ops.Linear(dim, 256))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.chain(self.embed(tokens))
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Cross entropy in nats per byte on windows of CONTEXT + 1 bytes."""
+        return F.cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+
+def read_bytes(source: Path) -> tuple[Tensor, Tensor]:
+    """Training and validation bytes: every tenth source of a folder is held out, or the last tenth of a file."""
+    if source.is_file():
+        text = source.read_bytes()
+        cut = len(text) * 9 // 10
+        parts = text[:cut], text[cut:]
+    else:
+        skipped = {"site-packages", "dist-packages", "test"}
+        files = [p for p in sorted(source.rglob("*.py")) if not skipped & {*p.relative_to(source).parts}]
+        texts = [p.read_bytes() for p in files]
+        parts = b"".join(t for i, t in enumerate(texts) if i % 10), b"".join(texts[::10])
+    if min(map(len, parts)) <= CONTEXT:
+        raise SystemExit(f"{source} holds too little text; name a longer file or a folder of sources with --data")
+    train, validation = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
+    return train, validation
+
+
+def windows_at(text: Tensor, starts: Tensor) -> Tensor:
+    return text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+
+
+def unigram_entropy(text: Tensor) -> float:
+    """Nats per byte of the best guess that looks at no context."""
+    p = text.bincount(minlength=256).double() / len(text)
+    return -float(torch.special.xlogy(p, p).sum())
+
+
+class Run:
+    """One copy of the model in training, with fusing or without."""
+
+    def __init__(self, args: argparse.Namespace, fusing: bool) -> None:
+        torch.manual_seed(args.seed)
+        self.model, self.fusing = GPT(args.dim, args.layers), fusing
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.98), fused=True)
+        steps = max(args.steps, 2)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+        self.losses: list[float] = []
+        self.seconds = 0.0
+
+    def step(self, windows: Tensor, seed: int) -> None:
+        torch.manual_seed(seed)  # what dropout draws from: the same masks in both runs
+        began = time.perf_counter()
+        with sf.fusing(self.fusing):
+            loss = self.model.loss(windows)
+            self.optimizer.zero_grad()
+            loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.losses.append(loss.item())
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def speed(self) -> float:
+        """Tokens, which are bytes here, per second of training."""
+        return len(self.losses) * BATCH * CONTEXT / self.seconds
+
+    @torch.no_grad()
+    def validate(self, text: Tensor) -> float:
+        self.model.eval()
+        starts = torch.linspace(0, len(text) - CONTEXT - 1, 16 * BATCH, dtype=torch.float64).long()
+        with sf.fusing(self.fusing):
+            losses = [self.model.loss(windows_at(text, part)).item() for part in starts.split(BATCH)]
+        self.model.train()
+        return sum(losses) / len(losses)
+
+
+def train(fused: Run, unfused: Run, text: Tensor, steps: int, seed: int) -> None:
+    """Both copies in step: the same batches, and whatever else the machine does slows both."""
+    batches = torch.Generator().manual_seed(seed)
+    with progress(steps) as show:
+        for step in range(steps):
+            windows = windows_at(text, torch.randint(len(text) - CONTEXT, (BATCH,), generator=batches))
+            fused.step(windows, seed + step)
+            unfused.step(windows, seed + step)
+            show(fused, unfused)
+
+
+@contextlib.contextmanager
+def progress(steps: int) -> Generator[Callable[[Run, Run], None]]:
+    """A bar where rich is installed, else a line now and then."""
+
+    def measured(fused: Run, unfused: Run) -> str:
+        a, b = (f"{run.losses[-1]:.3f} {run.speed:7,.0f} tokens/s" for run in (fused, unfused))
+        return f"loss {a}, unfused {b}"
+
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+
+        def line(fused: Run, unfused: Run) -> None:
+            step = len(fused.losses)
+            if step % max(steps // 10, 1) == 0 or step == steps:
+                print(f"{step:5}/{steps} {measured(fused, unfused)}", flush=True)
+
+        yield line
+        return
+    text = TextColumn("{task.fields[text]}")
+    with Progress(BarColumn(12), MofNCompleteColumn(), text, TimeRemainingColumn(compact=True)) as bars:
+        bar = bars.add_task("training", total=steps, text="")
+        yield lambda fused, unfused: bars.update(bar, completed=len(fused.losses), text=measured(fused, unfused))
+
+
+def saved_for_backward(run: Run, windows: Tensor) -> int:
+    """Bytes that one forward pass keeps for its backward pass: storages counted once, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
+    kept: dict[int, Tensor] = {}  # holding the tensors keeps addresses from being used again
+
+    def pack(tensor: Tensor) -> Tensor:
+        return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+
+    with sf.fusing(run.fusing), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run.model.loss(windows)
+    return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
+
+
+@torch.no_grad()
+def continued(model: GPT, prompt: Tensor, length: int) -> str:
+    """`length` bytes after `prompt`, each drawn from what the model expects."""
+    model.eval()
+    text = prompt.long()
+    for _ in range(length):
+        expected = model(text[None, -CONTEXT:])[0, -1].div(0.7).softmax(-1)
+        text = torch.cat((text, expected.multinomial(1)))
+    return readable(text[len(prompt) :])
+
+
+def readable(text: Tensor) -> str:
+    """Bytes as indented lines, without what a terminal would act on."""
+    decoded = bytes(text.tolist()).decode(errors="replace")
+    return textwrap.indent("".join(c if " " <= c <= "~" or c == "\n" else "?" for c in decoded), "    ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    parser.add_argument("--data", type=Path, default=stdlib, help="a text file, or a folder of Python sources")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--dim", type=int, default=128, help=f"width of the model, a multiple of {HEAD}")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if min(args.steps, args.layers, args.dim) < 1 or args.dim % HEAD:
+        parser.error(f"steps and layers must be positive, dim a positive multiple of {HEAD}")
+    if not args.data.exists():
+        parser.error(f"there is no {args.data}")
+    # A model of this size gains little from a second thread, and loses much where another process holds that core.
+    torch.set_num_threads(1)
+
+    text, held_out = read_bytes(args.data)
+    entropy = unigram_entropy(held_out)
+    print(f"data: {args.data}: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB held out")
+
+    fused, unfused = Run(args, fusing=True), Run(args, fusing=False)
+    windows = windows_at(text, torch.arange(BATCH) * CONTEXT)
+    x = fused.model.embed(windows[:, :-1])
+    plan = fused.model.chain.plan(x)
+    forward, backward = plan.fused
+    kept = saved_for_backward(fused, windows)
+    kept_unfused = saved_for_backward(unfused, windows)
+    count = sum(p.numel() for p in fused.model.parameters())
+    print(
+        f"model: {count:,} parameters, {len(plan.names)} operations in {len(plan.segments)} segments, "
+        f"{forward} fused forward, {backward} fused backward, {len(plan.alone)} alone; its first block:\n"
+    )
+    print(f"{fused.model.chain[0].plan(x)}\n")
+
+    before = fused.validate(held_out)
+    train(fused, unfused, text, args.steps, args.seed)
+    after, after_unfused = fused.validate(held_out), unfused.validate(held_out)
+
+    gaps = [abs(a - b) for a, b in zip(fused.losses, unfused.losses, strict=True)]
+    print(f"\n{'step':>6} {'fused':>10} {'unfused':>10} {'gap':>10}")
+    for i in sorted({round(k * (args.steps - 1) / 5) for k in range(6)}):
+        print(f"{i + 1:>6} {fused.losses[i]:>10.6f} {unfused.losses[i]:>10.6f} {gaps[i]:>10.1e}")
+    print(
+        f"\nafter\n{readable(held_out[:CONTEXT])}\nthe model writes\n{continued(fused.model, held_out[:CONTEXT], 160)}"
+    )
+    print(f"\nvalidation loss {after:.4f} nats per byte (unfused {after_unfused:.4f})")
+    print(f"unigram entropy {entropy:.4f} nats per byte: the loss of guessing without context")
+    print(
+        f"demo: loss {before:.4f} -> {after:.4f} in {args.steps} steps, "
+        f"max |fused - unfused| loss gap {max(gaps):.2g}, "
+        f"saved for backward {kept / 1e6:.2f} MB (unfused {kept_unfused / 1e6:.2f} MB), "
+        f"fused operations {forward} forward {backward} backward"
+    )
+
+
+if __name__ == "__main__":
+    main()
