@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -49,12 +50,37 @@ class Signature:
         return cls(tuple(extras), "needs" in names, "env" in names, "seed" in names)
 
 
+class Changes:
+    """When an attribute of any operation was last set: what was compared since then need not be compared again."""
+
+    _count = itertools.count(1)
+    epoch = 0
+
+    @classmethod
+    def note(cls) -> None:
+        """Mark a change, after it was made; numbers are never used twice, by no thread."""
+        cls.epoch = next(cls._count)
+
+
 class FusableOperation(nn.Module):
     """Anything the fuser can process: an unfused operation, or a container of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._engine: list[Any] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        Changes.note()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        Changes.note()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as in torch."""
+        super().register_parameter(name, param)
+        Changes.note()
 
     def expand(self) -> tuple[nn.Module, ...]:
         """The operations that stand for this one in the fuser's list; by default itself."""

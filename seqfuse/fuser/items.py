@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..errors import PlanError
-from ..operation import FusableOperation, UnfusedOperation
+from ..operation import Changes, FusableOperation, UnfusedOperation
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in _HOOKS if hasattr(hooks_of, f"_global{name}"))
@@ -26,6 +26,7 @@ class Item:
 
     operation: nn.Module
     path: str
+    name: str  # the class the user wrote
     kind: type = _Never
     alone: str | None = None  # why it runs through its own __call__
     inputs: tuple[tuple[str, str], ...] = ()  # extra input, channel
@@ -38,11 +39,6 @@ class Item:
     def fusable(self) -> bool:
         """Whether the engine runs it, rather than its own `__call__`."""
         return self.alone is None
-
-    @property
-    def name(self) -> str:
-        """The class the user wrote."""
-        return plain_type(self.operation).__name__
 
 
 def plain_type(module: nn.Module) -> type:
@@ -80,7 +76,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             looked_at.append(module)
         alone = None if top else _alone(module, kind)
         if alone is not None:
-            items.append(Item(module, path, alone=alone))
+            items.append(Item(module, path, kind.__name__, alone=alone))
             return
         assert isinstance(module, FusableOperation)
         members = module.expand()
@@ -89,7 +85,9 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             if member is module:
                 final = getattr(kind, "is_final", False)
                 assert isinstance(module, UnfusedOperation)
-                items.append(Item(module, path, kind if final else _Never, slots=_own_slots(module, members)))
+                items.append(
+                    Item(module, path, kind.__name__, kind if final else _Never, slots=_own_slots(module, members))
+                )
             else:
                 key = keys.get(id(member)) or type(member).__name__.lower()
                 visit(member, f"{path}.{key}".lstrip("."), False)
@@ -181,18 +179,19 @@ def public_channels(items: list[Item]) -> tuple[tuple[str, ...], tuple[str, ...]
 class Fingerprint:
     """What a list was read from, compared with what it is now.
 
-    Every attribute of every operation and container (configuration, training, a forward put on an instance) is
-    compared, and hooks, children, types and absent parameters; unchanged values are found by identity, in C.
+    Attributes (configuration, training, class, a forward put on an instance, a parameter that is `None`) are compared
+    only if one of any operation was set since they last were; children and hooks, which change in place, always.
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
+        self._epoch = Changes.epoch
         self._modules = list(dict.fromkeys(modules))
-        self._states = [m.__dict__ for m in self._modules]
-        self._states_then = [dict(state) for state in self._states]
+        self._attributes = [m.__dict__ for m in self._modules]
+        self._attributes_then = [dict(now) for now in self._attributes]
+        self._types_then = [type(m) for m in self._modules]
         self._children = [m._modules for m in self._modules if m._modules]
         self._children_then = [dict(children) for children in self._children]
         self._keys_then = [list(children) for children in self._children]
-        self._types_then = [type(m) for m in self._modules]
         hooked = [getattr(m, name) for m in self._modules if m is not root for name in _HOOKS]
         self._empty = [h for h in (*hooked, *_GLOBAL_HOOKS) if not h]
         self._full = [h for h in (*hooked, *_GLOBAL_HOOKS) if h]
@@ -201,25 +200,35 @@ class Fingerprint:
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
+        return (
+            (self._epoch == Changes.epoch or self._compare())
+            and self._children == self._children_then
+            and not any(self._empty)
+            and all(self._full)
+        )
+
+    def _compare(self) -> bool:
+        epoch = Changes.epoch
         try:
-            return (
-                self._states == self._states_then
-                and self._children == self._children_then
+            same = (
+                self._attributes == self._attributes_then
                 and [*map(list, self._children)] == self._keys_then
                 and [*map(type, self._modules)] == self._types_then
-                and not any(self._empty)
-                and all(self._full)
                 and [parameters[name] is None for parameters, name in self._parameters] == self._absent_then
             )
-        except (RuntimeError, KeyError):  # a tensor attribute was replaced and has no truth value; a parameter is gone
+        except (RuntimeError, KeyError):  # a tensor attribute was replaced, and has no truth value; a parameter is gone
             return False
+        if same:
+            self._epoch = epoch
+        return same
 
     def differs_in_training_only(self) -> bool:
         """Whether what changed is training flags and nothing else, so that it may come back."""
-        held = [state["training"] for state in self._states_then]
-        for state, then in zip(self._states, self._states_then, strict=True):
-            then["training"] = state.get("training")
-        same = self.holds()
-        for then, training in zip(self._states_then, held, strict=True):
+        held = [then["training"] for then in self._attributes_then]
+        for now, then in zip(self._attributes, self._attributes_then, strict=True):
+            then["training"] = now.get("training")
+        same = self._compare() and self.holds()
+        for then, training in zip(self._attributes_then, held, strict=True):
             then["training"] = training
+        self._epoch = -1
         return same

@@ -20,7 +20,7 @@ class Program:
     """A planned region, bound."""
 
     plan: Plan
-    segments: list[tuple[Segment, tuple[int, ...]]]
+    segments: list[tuple[Segment, list[int] | None]]  # with its parameters among the region's; None for all in order
     by_reference: bool = False
 
 

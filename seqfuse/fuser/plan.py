@@ -134,13 +134,15 @@ def plan_region(
     found, refused = matcher.find(items, start, stop, live, env, fusing)
     forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     used = {id(c) for c in (*forward, *backward)}
+    winners: dict[int, set[str]] = {}
+    for c in (*forward, *backward):
+        for position in range(c.start, c.stop):
+            winners.setdefault(position, set()).add(c.name)
     for c in found:
         if id(c) not in used:
-            winners = sorted(
-                {w.name for w in (*forward, *backward) if w.start < c.stop and c.start < w.stop} - {c.name}
-            )
-            what = f"a cheaper cover was found: {', '.join(winners)}" if winners else _not_worth(c)
-            refused.append(Refusal(c.name, c.start, what))
+            over = set[str]().union(*(winners.get(p, ()) for p in range(c.start, c.stop))) - {c.name}
+            reason = f"a cheaper cover was found: {', '.join(sorted(over))}" if over else _not_worth(c)
+            refused.append(Refusal(c.name, c.start, reason))
     refused.sort(key=lambda r: r.at)
     ahead, back = _steps(items, start, stop, forward), _steps(items, live, stop, backward, live)
     return Plan(

@@ -176,6 +176,9 @@ class Binder:
             grads=tuple(grads),
             channel_grads=tuple(channel_grads),
             dtype=None if self.dtypes is None else self.dtypes[a],
+            may_be_simple=kind == "unfused"
+            and not (incoming or channel_grads or self.dtypes)
+            and operation.layout == "any",
             check=functools.partial(check_backward, self, step),
             unfused=functools.cache(lambda: tuple(self._back(s, index) for s in reversed(parts))) if fused else None,
             recover=recover,

@@ -30,7 +30,7 @@ def random_positions(items: Sequence[Item]) -> dict[int, int]:
 
 def draw(count: int, x: Tensor) -> Tensor:
     """One 63-bit seed per active random operation, on x's device, from torch's generator."""
-    return torch.empty(count, dtype=torch.int64, device=x.device).random_()
+    return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=x.device)
 
 
 def by_reference(

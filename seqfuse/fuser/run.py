@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 import threading
@@ -29,6 +30,7 @@ from .show import Memory, measure
 KEPT_LISTS, KEPT_PROGRAMS = 8, 512
 _signature_of = operator.attrgetter("requires_grad", "dtype", "__class__")
 _PLAIN = (Tensor, nn.Parameter)
+_nothing = contextlib.nullcontext()
 
 
 class Fuser:
@@ -57,9 +59,10 @@ class Fuser:
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs."""
-        if torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        if torch.compiler.is_compiling():
             return self._traced(x, channels)
-        listing = self.listing()
+        listings = self._listings
+        listing = listings[0] if listings and listings[0].fingerprint.holds() else self.listing()
         if x.__class__ not in _PLAIN or transformed():
             return by_reference(listing.items, listing.random, listing.inputs, listing.outputs, x, channels)
         return self.run(listing, x, channels)
@@ -69,17 +72,12 @@ class Fuser:
         if channels or listing.inputs:
             check_channels(listing.items, listing.inputs, channels)
         seeds = draw(len(listing.random), x) if listing.random else None
-        if listing.parametrized:
-            with parametrize.cached():
-                return self._run_parts(listing, x, channels, seeds)
-        return self._run_parts(listing, x, channels, seeds)
-
-    def _run_parts(self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Any:
-        for part in listing.parts:
-            if part.__class__ is Region:
-                x = self._run_region(listing, part, x, channels, seeds)
-            else:
-                x = run_alone(listing.items[part], x, channels)  # type: ignore[index]
+        with parametrize.cached() if listing.parametrized else _nothing:
+            for part in listing.parts:
+                if part.__class__ is Region:
+                    x = self._run_region(listing, part, x, channels, seeds)
+                else:
+                    x = run_alone(listing.items[part], x, channels)
         if listing.outputs:
             return (x, *[channels[name] for name in listing.outputs])
         return x
@@ -112,7 +110,7 @@ class Fuser:
         if program.by_reference:
             return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
         for segment, indices in program.segments:
-            x = apply(segment, x, channels, seeds, [parameters[i] for i in indices])
+            x = apply(segment, x, channels, seeds, parameters if indices is None else [parameters[i] for i in indices])
         return x
 
     def _program(
@@ -158,13 +156,16 @@ class Fuser:
         binder = Binder(listing.items, wants, env, listing.random, dtypes, fusing.on_error, place)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
-        segments = [(s, tuple(index[id(owner), name] for owner, name in s.parameters)) for s in bound]
+        chosen = [[index[id(owner), name] for owner, name in s.parameters] for s in bound]
+        whole = [*range(len(parameters))]
+        segments = [(s, None if indices == whole else indices) for s, indices in zip(bound, chosen, strict=True)]
         return Program(plan, segments, not exact)
 
     def listing(self) -> Listing:
         """The list as it is now; read again only if its fingerprint no longer holds."""
         for listing in self._listings:
             if listing.fingerprint.holds():
+                self._listings = (listing, *(other for other in self._listings if other is not listing))
                 return listing
         with self._lock:
             kept = [known for known in self._listings if known.fingerprint.differs_in_training_only()]

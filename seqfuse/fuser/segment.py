@@ -54,6 +54,8 @@ class Back:
     grads: tuple[tuple[str, int], ...] = ()  # key, index into the segment's parameters
     channel_grads: tuple[tuple[str, str], ...] = ()  # key, channel
     dtype: torch.dtype | None = None  # of the gradient it hands on, where that can differ
+    may_be_simple: bool = False  # takes (dy, record), returns (dx, gradients of parameters)
+    simple: bool = False
     check: Callable[..., bool] | None = None
     unfused: Callable[[], tuple[Back, ...]] | None = None
     recover: Callable[[Any], Any] | None = None  # a joint fusion's record as the records of its operations
@@ -95,6 +97,7 @@ class Segment:
         self, calls: Sequence[Call], x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, keep: Keep | None
     ) -> Tensor:
         call = calls[0]
+        packed, memo, tensors = (keep.packed, keep.memo, keep.tensors) if keep is not None else (None, {}, [])
         try:
             for call in calls:
                 if call.simple:
@@ -103,10 +106,10 @@ class Segment:
                     if call.layout != "any":
                         x = _fit(x, call.layout)
                     y, saved = self._special(call, x, channels, seeds)
-                if keep is not None:
+                if packed is not None:
                     for place, position, pack, unpack in call.packs:
                         record = saved if place is None else _at(saved, place)
-                        keep.packed[position] = unpack, pack(record, keep.memo, keep.tensors)
+                        packed[position] = unpack, pack(record, memo, tensors)
                 x = y
         except Exception as error:
             if call.unfused is None:
@@ -170,40 +173,19 @@ class Segment:
         sides: dict[str, Tensor | None],
         packed: Packed,
         tensors: tuple[Tensor, ...],
-        sums: list[Tensor | None],
+        sums: list[Any],
     ) -> Tensor | None:
         back = backs[0]
         try:
             for back in backs:
-                if back.layout != "any":
-                    d = _fit(d, back.layout)
-                if back.kind == "backward":
-                    records = _records(back, packed, tensors)
-                    dx, grads = back.fn(d, **records, **{keyword: sides.get(c) for keyword, c in back.incoming})
+                if back.simple:
+                    unpack, tokens = packed[back.start]
+                    d, grads = back.fn(d, unpack(tokens, tensors))
+                    for key, i in back.grads:
+                        g = grads[key]
+                        sums[i] = g if sums[i] is None else sums[i] + g
                 else:
-                    if back.kind == "joint" and ~back.start not in packed:
-                        raise _ForwardFellBack
-                    unpack, tokens = packed[back.start if back.kind == "unfused" else ~back.start]
-                    if back.incoming:
-                        extras = {keyword: sides.get(c) for keyword, c in back.incoming}
-                        dx, grads = back.fn(d, unpack(tokens, tensors), **extras)
-                    else:
-                        dx, grads = back.fn(d, unpack(tokens, tensors))
-                if back.check is not None and back.check(back, d, dx, grads):
-                    back.check = None
-                for key, i in back.grads:
-                    g = grads.get(key)
-                    if g is not None:
-                        known = sums[i]
-                        sums[i] = g if known is None else known + g
-                for _, channel in back.incoming:
-                    sides.pop(channel, None)
-                for key, channel in back.channel_grads:
-                    g = grads.get(key)
-                    if g is not None:
-                        known = sides.get(channel)
-                        sides[channel] = g if known is None else known + g
-                d = dx if back.dtype is None or dx is None or dx.dtype is back.dtype else dx.to(back.dtype)
+                    d = self._special_back(back, d, sides, packed, tensors, sums)
         except Exception as error:
             if back.unfused is None:
                 raise self.locate(back.start, error, d) from error.__cause__
@@ -215,6 +197,42 @@ class Segment:
             rest = backs[backs.index(back) + 1 :]
             return self._run_back(rest, d, sides, packed, tensors, sums) if rest else d
         return d
+
+    def _special_back(
+        self,
+        back: Back,
+        d: Any,
+        sides: dict[str, Tensor | None],
+        packed: Packed,
+        tensors: tuple[Tensor, ...],
+        sums: list[Any],
+    ) -> Tensor | None:
+        """Run a step of a fusion, of channels, of mixed dtypes, or one that is yet to be checked."""
+        if back.layout != "any":
+            d = _fit(d, back.layout)
+        extras: dict[str, Any] = {keyword: sides.get(channel) for keyword, channel in back.incoming}
+        if back.kind == "backward":
+            dx, grads = back.fn(d, **_records(back, packed, tensors), **extras)
+        else:
+            if back.kind == "joint" and ~back.start not in packed:
+                raise _ForwardFellBack
+            unpack, tokens = packed[back.start if back.kind == "unfused" else ~back.start]
+            dx, grads = back.fn(d, unpack(tokens, tensors), **extras)
+        if back.check is not None and back.check(back, d, dx, grads):
+            back.check = None
+            back.simple = back.may_be_simple
+        for _, channel in back.incoming:
+            sides.pop(channel, None)
+        for key, i in back.grads:
+            g = grads.get(key)
+            if g is not None:
+                sums[i] = g if sums[i] is None else sums[i] + g
+        for key, channel in back.channel_grads:
+            g = grads.get(key)
+            if g is not None:
+                known = sides.get(channel)
+                sides[channel] = g if known is None else known + g
+        return dx if back.dtype is None or dx is None or dx.dtype is back.dtype else dx.to(back.dtype)
 
     def _recovered(self, back: Back, error: Exception, packed: Packed, tensors: tuple[Tensor, ...]) -> Packed:
         """A joint fusion's record as the records of the operations it replaced."""
