@@ -1,10 +1,13 @@
-"""The test kit: the numeric rule, inputs that find faults, and red zones.
+"""The test kit: checks of an operation and a fusion, the numeric rule, inputs that find faults, and red zones.
 
 `seqfuse.testing.strategies` holds the hypothesis strategies and is imported by itself: nothing else here needs
 hypothesis.
 """
 
+from .fusions import Checked, check_fusion
 from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
+from .observe import GlobalState, Observer, Pass
+from .operations import check_op
 from .poison import Guarded, guarded, poisoned, red_zones
 from .structure import Untouched, assert_bitwise_equal, assert_distinct_storages, named_tensors
 from .tensors import EDGES, EXACT, LAYOUTS, REGIMES, TensorSpec, exact, in_regime, laid_out, seeded_randn
@@ -16,14 +19,20 @@ __all__ = [
     "PARTS",
     "REGIMES",
     "Check",
+    "Checked",
     "FusedMismatch",
+    "GlobalState",
     "Guarded",
+    "Observer",
+    "Pass",
     "Report",
     "TensorSpec",
     "Untouched",
     "assert_bitwise_equal",
     "assert_distinct_storages",
     "assert_fused_close",
+    "check_fusion",
+    "check_op",
     "exact",
     "guarded",
     "in_regime",

@@ -27,7 +27,10 @@ _FLOAT64_UNITS = 2.0**12
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part of the rule on one tensor, which holds when `measured <= bound`; `where` is the worst index or tile."""
+    """One part of the rule on one tensor, which holds when `measured <= bound`.
+
+    `where` is the worst index or tile, `dtype` that of the tensor, `None` for what is not about numbers.
+    """
 
     tensor: str
     part: str
@@ -35,6 +38,7 @@ class Check:
     bound: float
     where: str
     what: str
+    dtype: torch.dtype | None = None
 
     @property
     def holds(self) -> bool:
@@ -188,7 +192,7 @@ class _Sample:
         return str(index_of(position, self.shape))
 
     def _check(self, part: str, measured: Tensor, bound: Tensor, where: str, what: str) -> Check:
-        return Check(self.name, part, measured.item(), bound.item(), where, what)
+        return Check(self.name, part, measured.item(), bound.item(), where, what, self.raw[0].dtype)
 
     def non_finite(self) -> Check:
         """Masks: what `u` has; or finite and close to `r`, since fused may keep more range; never a swallowed NaN."""

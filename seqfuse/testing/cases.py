@@ -1,0 +1,287 @@
+"""One list of operations run on one set of inputs: by fusions, unfused, and by its references in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..fuser import Fuser, Sequential, flatten
+from ..fuser.items import Item, public_channels
+from ..fuser.match import Candidate, Matcher, Refusal
+from ..fuser.reference import by_reference
+from ..fusion import FusedOperation
+from ..operation import UnfusedOperation
+from .structure import Tree, Untouched, assert_bitwise_equal
+from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn
+
+_MOST_SUBSETS = 32
+_ROWS = 33  # enough for the bias part of the rule, and no power of two
+Prepare = Callable[[FusedOperation], None]
+
+
+class _Eager(Matcher):
+    """Takes every match that is not refused: the longest first, whatever it saves."""
+
+    def __init__(self, fusions: Sequence[type[FusedOperation]], prepare: Prepare | None) -> None:
+        super().__init__(fusions)
+        self._prepare = prepare
+
+    def find(self, *args: Any, **kwargs: Any) -> tuple[list[Candidate], list[Refusal]]:
+        found, refused = super().find(*args, **kwargs)
+        for candidate in found:
+            if self._prepare is not None:
+                self._prepare(candidate.fusion)
+        return [dataclasses.replace(c, cost=-1000 * (c.stop - c.start) ** 2) for c in found], refused
+
+
+class Bench(Fuser):
+    """A fuser that uses fusions wherever they match and are not refused, so that cost does not decide what is tested.
+
+    `prepare` sees each instance of a fusion before it is used.
+    """
+
+    def __init__(
+        self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), prepare: Prepare | None = None
+    ) -> None:
+        self._prepare = prepare
+        super().__init__(root, fusions)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._matcher = _Eager(self.fusions, self._prepare)
+
+    def references(self, x: Tensor, **channels: Tensor) -> Any:
+        """Run every operation's `reference` under plain autograd, with the seeds that a call would draw."""
+        listing = self.listing()
+        return by_reference(listing.items, listing.random, listing.inputs, listing.outputs, x, channels)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Generator[None]:
+    """A block in which torch's generators start from a seed, and after which they are as they were before it."""
+    generators: Any = torch.random
+    with generators.fork_rng([device] if device.type == "cuda" else []):
+        generators.manual_seed(seed)
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a list is run on: small enough to read in a failure message."""
+
+    shape: Shape
+    dtype: torch.dtype = torch.float32
+    regime: str = "normal"
+    layout: str = "contiguous"  # of x and the channels
+    dy_layout: str = "contiguous"
+    frozen: frozenset[str] = frozenset()
+    grad: bool = True
+
+    def __str__(self) -> str:
+        parts = [str(self.dtype).removeprefix("torch."), f"x {self.shape}", self.regime]
+        parts += [f"x {self.layout}"] if self.layout != "contiguous" else []
+        parts += [f"dy {self.dy_layout}"] if self.dy_layout != "contiguous" else []
+        parts += [f"frozen {', '.join(sorted(self.frozen))}"] if self.frozen else []
+        return ", ".join(parts if self.grad else [*parts, "no gradient"])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run was given and what it gave; gradients by name: `d_x`, `d_<channel>`, `<parameter>.grad`."""
+
+    inputs: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    incoming: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    grads: dict[str, Tensor | None]
+    random: Tensor  # state of the generator afterwards
+
+    @property
+    def tree(self) -> dict[str, Tree]:
+        return {**self.outputs, **self.grads}
+
+
+class Specimen:
+    """A list of operations as it is tested: copies that belong to the kit, at any dtype.
+
+    Parameters that are constant, as fresh norms and biases are, get random values: equal numbers hide what is permuted,
+    dropped or multiplied by one.
+
+    Args:
+        operations: the list; they stay as they are.
+        x: gives the shape and device of the input, and its values for the regime `"given"`.
+        channels: tensors for public extra inputs; one left out is drawn, in the shape of the tensor it meets.
+        seed: of every number that is drawn.
+    """
+
+    def __init__(self, operations: Sequence[nn.Module], x: Tensor, channels: Mapping[str, Tensor], seed: int) -> None:
+        self.root = Sequential(*copy.deepcopy(list(operations)), fusions=())
+        self.x, self.channels, self.seed = x.detach(), dict(channels), seed
+        self.items = flatten(self.root)
+        self.inputs, self.outputs = public_channels(self.items)
+        self.places = dict.fromkeys(range(len(self.items)), "")
+        self._perturb()
+
+    def _perturb(self) -> None:
+        for i, parameter in enumerate(self.root.parameters()):
+            p = parameter.data
+            if p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all()):
+                p.add_(0.5 * seeded_randn(tuple(p.shape), self.seed + i, dtype=p.dtype).to(p.device))
+
+    def at(self, dtype: torch.dtype, *, wide: bool = False) -> Sequential:
+        """A copy of the list with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
+        made = copy.deepcopy(self.root).to(dtype)
+        return made.double() if wide else made
+
+    def named(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """Parameters of a copy by name, under the places of their operations."""
+        found: dict[str, Tensor] = {}
+        for at, item in enumerate(items):
+            for name, (owner, attribute) in item.slots.items():
+                place = self.places[at]
+                parameter: Tensor = getattr(owner, attribute)
+                if not any(parameter is known for known in found.values()):
+                    full = f"{place}.{name}" if place else name
+                    found[full if full not in found else f"{full}@{at}"] = parameter
+        return found
+
+    def names(self) -> tuple[str, ...]:
+        """Everything a gradient can be wanted of: `x`, channels, parameters."""
+        return ("x", *self.inputs, *self.named(self.items))
+
+    def shape_at(self, shape: Shape) -> list[Shape]:
+        """Shape of what enters each operation, and of what leaves the last; raises `ValueError` where one refuses."""
+        shapes = [shape]
+        for item in self.items:
+            assert isinstance(item.operation, UnfusedOperation)
+            shapes.append(tuple(item.operation.infer(shapes[-1])))
+        return shapes
+
+    def shapes(self) -> list[Shape]:
+        """Shapes to test, the main one first: that of `x`, more and odd numbers of rows, 1-D, none at all."""
+        given = tuple(self.x.shape)
+        last = given[-1:]
+        main = given if torch.Size(given[:-1]).numel() >= _ROWS else (_ROWS, *last)
+        wanted = [main, given, last, (1, *last), (7, *last), (2, 3, 5, *last), (0, *last)]
+        accepted = [shape for shape in dict.fromkeys(wanted) if self._accepts(shape)]
+        return accepted or [given]
+
+    def _accepts(self, shape: Shape) -> bool:
+        try:
+            case = Case(shape, torch.float64, grad=False)
+            self.run(Bench(self.at(torch.float64)), case, 0, reference=True)
+        except Exception:
+            return False
+        return True
+
+    def inputs_for(self, case: Case, seed: int) -> dict[str, Tensor]:
+        """Tensor x and the channels by name, in memory of their own."""
+        inputs = {"x": self._draw(case, case.shape, self.x, seed)}
+        shapes = None
+        for i, name in enumerate(self.inputs):
+            like = self.channels.get(name)
+            if like is None:
+                shapes = shapes or self.shape_at(case.shape)
+                at = next(p for p, item in enumerate(self.items) if any(c == name for _, c in item.inputs))
+                shape = shapes[at]
+            else:
+                follows = like.shape[:-1] == self.x.shape[:-1]
+                shape = (*case.shape[:-1], *like.shape[-1:]) if follows else tuple(like.shape)
+            inputs[name] = self._draw(case, shape, like, seed + 7 + i)
+        return inputs
+
+    def _draw(self, case: Case, shape: Shape, like: Tensor | None, seed: int) -> Tensor:
+        if like is not None and case.regime == "given" and tuple(like.shape) == shape:
+            values = like.detach().to(case.dtype)
+        else:
+            regime = "normal" if case.regime == "given" else case.regime
+            values = in_regime(regime, shape, seed, dtype=case.dtype).to(self.x.device)
+        return laid_out(values, case.layout)
+
+    def run(self, bench: Bench, case: Case, seed: int, *, reference: bool = False, wide: bool = False) -> Outcome:
+        """Run a bench and its backward from random gradients.
+
+        Args:
+            bench: around a copy of the list, made by `at`.
+            case: what to run it on.
+            seed: of inputs and gradients; the same one gives the same numbers in every run.
+            reference: run the references under plain autograd, not the engine.
+            wide: widen the inputs, rounded to the case's dtype, to float64.
+        """
+        inputs = self.inputs_for(case, seed)
+        if wide:
+            inputs = {name: t.double().contiguous() for name, t in inputs.items()}
+        parameters = self.named(flatten(bench.root))
+        for name, t in (*inputs.items(), *parameters.items()):
+            t.requires_grad_(name not in case.frozen)
+        watch = Untouched({**inputs, **parameters})
+        with seeded(self.seed + seed, self.x.device), torch.set_grad_enabled(case.grad), watch:
+            out: Any = (bench.references if reference else bench)(**inputs)
+            values: tuple[Tensor, ...] = (out,) if isinstance(out, Tensor) else out
+            outputs = dict(zip(("y", *self.outputs), values, strict=True))
+            incoming = {
+                f"d{name}": self._incoming(case, y, seed + 50 + i) for i, (name, y) in enumerate(outputs.items())
+            }
+            wanted = {f"d_{name}": t for name, t in inputs.items() if t.requires_grad}
+            wanted |= {f"{name}.grad": p for name, p in parameters.items() if p.requires_grad}
+            with Untouched(incoming):
+                grads = _gradients(outputs, incoming, wanted) if case.grad else {}
+            return Outcome(inputs, parameters, incoming, outputs, grads, torch.get_rng_state())
+
+    def _incoming(self, case: Case, y: Tensor, seed: int) -> Tensor:
+        values = seeded_randn(tuple(y.shape), seed, dtype=case.dtype).to(y.device)
+        return laid_out(values, case.dy_layout).to(y.dtype)
+
+
+def _gradients(
+    outputs: Mapping[str, Tensor], incoming: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """Gradients by name, of two backward passes through one graph that have to agree bit for bit."""
+    pairs = [(y, incoming[f"d{name}"]) for name, y in outputs.items() if y.requires_grad]
+    if not pairs or not wanted:
+        return {}
+    ys, dys = zip(*pairs, strict=True)
+    leaves = tuple(wanted.values())
+    first = torch.autograd.grad(ys, leaves, dys, allow_unused=True, retain_graph=True)
+    again = torch.autograd.grad(ys, leaves, dys, allow_unused=True)
+    try:
+        assert_bitwise_equal(dict(zip(wanted, again, strict=True)), dict(zip(wanted, first, strict=True)))
+    except AssertionError as error:
+        raise AssertionError(f"a second backward through the same graph differs: {error}") from None
+    return dict(zip(wanted, first, strict=True))
+
+
+def subsets(names: Sequence[str]) -> list[frozenset[str]]:
+    """Every subset of names; where there are many, none, each alone, all but one, and all."""
+    if 2 ** len(names) <= _MOST_SUBSETS:
+        return [frozenset(some) for n in range(len(names) + 1) for some in combinations(names, n)]
+    everything = frozenset(names)
+    return [frozenset(), *(frozenset({n}) for n in names), *(everything - {n} for n in names), everything]
+
+
+def few_rows(shapes: Sequence[Shape]) -> Shape:
+    """The shape with seven rows, or the one with fewest that has any."""
+    filled = [shape for shape in shapes if torch.Size(shape).numel()] or list(shapes)
+    return next((shape for shape in filled if shape[:-1] == (7,)), min(filled, key=lambda s: torch.Size(s).numel()))
+
+
+def cases(shapes: Sequence[Shape], dtype: torch.dtype) -> Iterator[Case]:
+    """Regimes, values as given, zeros, one NaN, one Inf, shapes and layouts; `shapes` with the main one first."""
+    main, few = shapes[0], few_rows(shapes)
+    yield from (Case(main, dtype, regime) for regime in REGIMES)
+    yield from (Case(shape, dtype, "given") for shape in shapes)
+    yield from (Case(few, dtype, regime) for regime in ("zeros", "one_nan", "one_inf"))
+    # Rows that repeat round alike: too few are left for the rule to take each for a draw of its own.
+    at = {layout: few if layout in ("expanded", "scalar") else main for layout in LAYOUTS[1:]}
+    # One number for x is a variance of nothing but rounding, which no two orders of summation agree on.
+    yield from (Case(shape, dtype, layout=layout) for layout, shape in at.items() if layout != "scalar")
+    yield from (Case(shape, dtype, dy_layout=layout) for layout, shape in at.items())
+    yield Case(main, dtype, grad=False)

@@ -1,0 +1,104 @@
+"""`check_fusion`: everything an author needs to trust a fusion, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..env import Env
+from ..fusion import FusedOperation
+from .cases import Specimen
+from .judge import saying
+from .operations import DTYPES
+from .patterns import described, example_lists
+from .probe import Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What `check_fusion` compared, and what it could not; `str` shows it."""
+
+    fusion: str
+    lists: tuple[str, ...]
+    cases: int
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.fusion}: {self.cases} cases on {', '.join(self.lists) or 'no list'}"]
+        return "\n".join([*lines, *(f"  skipped: {what}" for what in self.skipped)])
+
+
+def check_fusion(
+    fusion: type[FusedOperation],
+    x: Tensor,
+    *ops: nn.Module,
+    seed: int = 0,
+    dtypes: Sequence[torch.dtype] | None = None,
+    env: Env | None = None,
+    **channels: Tensor,
+) -> Checked:
+    """Raises unless a fusion may take the place of the operations it replaces.
+
+    Fused, unfused and float64 are compared by the rule of `assert_fused_close` in each combination of passes that the
+    kind of fusion allows: a forward fusion with the operations' own backward, a backward fusion after their own
+    forward, a joint one with itself, and every forward where nothing wants a gradient. Output, extra outputs, and the
+    gradients of x, of extra inputs and of each parameter all count.
+
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; more, odd and no rows, 1-D; strided,
+      transposed, misaligned and expanded x and gradients; every subset of frozen parameters and inputs.
+    * records of a forward fusion, field by field: the class, the very parameter, plain data, and by the rule shapes,
+      dtypes and values. A `Recompute` is module-level and gives the same bits twice. So for `unfused(saved)`.
+    * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters, records and incoming
+      gradients are not written; global state, random generators, attributes of the operations and of the fusion
+      stay; results alias nothing that the operations' own do not; `needs`, where it is asked, is obeyed.
+    * a pass that fails leaves the unfused result: the same bits, or by the rule after `unfused(saved)`. Without that
+      method the backward of a joint fusion raises `KernelError`.
+
+    The fusion is used wherever it is not refused, whatever its cost. In float32 an alarm of the numeric parts is drawn
+    twice more and counts if the same tensor alarms again, since correct kernels alarm in about 1 case of 150; what
+    fails in 16 bits or in structure counts at once.
+
+    Args:
+        fusion: the class.
+        x: gives shape and device, and values for one of the cases.
+        ops: operations to replace, which stay as they are; without any, lists are made from `example(x)` of the
+            classes of its slots: optional slots filled and empty, variadic ones with one to three operations, open
+            types with each operation of this library.
+        seed: of everything that is drawn.
+        dtypes: working dtypes, none of which may be refused; float32 and bfloat16 where it is not, if left out.
+        env: an environment in which the fusion must be planned. Where it is refused on this machine nothing else is
+            checked then, and the result says so.
+        channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
+
+    Raises:
+        AssertionError: naming the fusion, the combination, the case, the tensor and the part of the rule; or the
+            reason for which it was refused.
+        PluginError: where the engine found that the class breaks its contract.
+    """
+    name = fusion.__name__
+    with saying(name):
+        lists = [list(ops)] if ops else list(example_lists(fusion, x))
+    checked: list[str] = []
+    skipped: list[str] = []
+    count = 0
+    for i, operations in enumerate(lists):
+        where = f"{name} on {described(operations)}"
+        for dtype in dtypes or DTYPES:
+            with saying(where):
+                probe = Probe(fusion, Specimen(operations, x, channels, seed), dtype)
+                if env is not None:
+                    probe.find(probe.bench().plan(env=env))
+                refused = probe.place()
+            if refused is None:
+                count += probe.check(where, whole=i == 0)
+                checked += [described(operations)] * (described(operations) not in checked)
+            elif env is None and dtypes is not None and i == 0:
+                raise AssertionError(f"{where}: {refused}")
+            else:
+                skipped.append(f"{described(operations)} in {dtype}: {refused}")
+    if not checked and env is None:
+        raise AssertionError(f"{name} is never used; {'; '.join(skipped)}")
+    return Checked(name, tuple(checked), count, tuple(skipped))

@@ -1,0 +1,190 @@
+"""Watching passes: what a `fwd` or `bwd` is given and returns, and what it may not change on the way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..saved import Saved
+from .structure import Untouched
+
+
+def _cuda_ready() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _backend(module: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return functools.partial(getattr, module, name), functools.partial(setattr, module, name)
+
+
+def _autocast(device: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)
+
+
+def _set_deterministic(mode: int) -> None:
+    torch.set_deterministic_debug_mode(mode)
+
+
+# What a process has once, each with the way to read it and to put it back.
+_PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "grad mode": (torch.is_grad_enabled, lambda on: torch._C._set_grad_enabled(on)),  # pyright: ignore[reportPrivateUsage]
+    "deterministic mode": (torch.get_deterministic_debug_mode, _set_deterministic),
+    "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "TF32 in cuBLAS": _backend(torch.backends.cuda.matmul, "allow_tf32"),
+    "TF32 in cuDNN": _backend(torch.backends.cudnn, "allow_tf32"),
+    "autocast on the CPU": _autocast("cpu"),
+    "autocast on CUDA": _autocast("cuda"),
+    "the number of threads": (torch.get_num_threads, torch.set_num_threads),
+}
+
+
+class GlobalState:
+    """What the process and some objects hold now; `changes()` names what is no longer so and puts it back.
+
+    Compared are the default dtype, grad mode, determinism, TF32 and autocast flags, the number of threads, the current
+    CUDA stream, the states of the random generators, and every attribute of `objects`: modules, and fusions, which
+    have no state at all. Values of parameters and buffers are `Untouched`'s to watch.
+    """
+
+    def __init__(self, objects: Mapping[str, object] | None = None) -> None:
+        self._objects = dict(objects or {})
+        self._process = {what: read() for what, (read, _) in _PROCESS.items()}
+        self._random = _generators()
+        self._stream = torch.cuda.current_stream() if _cuda_ready() else None
+        self._attributes = {name: _attributes(thing) for name, thing in self._objects.items()}
+
+    def changes(self) -> list[str]:
+        """Sentences, none if all is as it was."""
+        found: list[str] = []
+        for what, (read, write) in _PROCESS.items():
+            before, after = self._process[what], read()
+            if before != after:
+                found.append(f"changed {what} from {before} to {after}")
+                write(before)
+        for name, (state, restore) in self._random.items():
+            if not torch.equal(state, _generators()[name][0]):
+                found.append(f"drew from torch's {name} generator; random numbers come from the seed it is passed")
+                restore(state)
+        if self._stream is not None and torch.cuda.current_stream() != self._stream:
+            found.append("left another CUDA stream current")
+            torch.cuda.set_stream(self._stream)
+        for name, thing in self._objects.items():
+            changed = _differences(self._attributes[name], _attributes(thing))
+            if changed:
+                found.append(f"changed {', '.join(changed)} of {name}")
+        return found
+
+
+def _generators() -> dict[str, tuple[Tensor, Callable[[Tensor], None]]]:
+    found: dict[str, tuple[Tensor, Callable[[Tensor], None]]] = {"CPU": (torch.get_rng_state(), torch.set_rng_state)}
+    if _cuda_ready():
+        found["CUDA"] = torch.cuda.get_rng_state(), torch.cuda.set_rng_state
+    return found
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    """Attributes by name; the dictionaries of a module (parameters, buffers, hooks) are looked into."""
+    found: dict[str, Any] = {}
+    for name, value in vars(thing).items():
+        if name == "_engine":  # the callable that an operation makes at its first call
+            continue
+        if isinstance(thing, nn.Module) and isinstance(value, dict):
+            found.update({f"{name}[{key!r}]": inner for key, inner in value.items()})  # pyright: ignore[reportUnknownVariableType]
+        else:
+            found[name] = value
+    return found
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**before, **after} if not _same(before.get(name), after.get(name))]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) or isinstance(b, Tensor) or type(a) is not type(b):
+        return False
+    return bool(a == b)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One call of `fwd` or `bwd` that was watched: whose, what it was given, what it returned."""
+
+    owner: object
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+
+
+class Observer:
+    """Watches the passes of operations and fusions it is attached to, and keeps them in `seen`.
+
+    A pass raises AssertionError where it modifies a tensor it was given, a parameter or a buffer, or changes anything
+    that `GlobalState` holds.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[Pass] = []
+
+    def attach(self, owner: Any, modules: Iterable[nn.Module] = ()) -> None:
+        """Watch this instance, its class stays as it is; `modules` are those its passes read."""
+        watched = dict(_named(owner, modules))
+        for name in ("fwd", "bwd"):
+            fn = getattr(owner, name, None)
+            if fn is not None:
+                setattr(owner, name, functools.partial(self._watch, owner, name, fn, watched))
+
+    def passes(self, name: str, owner: object = None) -> list[Pass]:
+        """Calls of one kind in the order they were made."""
+        return [p for p in self.seen if p.name == name and (owner is None or p.owner is owner)]
+
+    def _watch(
+        self, owner: Any, name: str, fn: Callable[..., Any], watched: dict[str, object], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = dict(_tensors_given(name, args, kwargs))
+        for module in watched.values():
+            if isinstance(module, nn.Module):
+                given.update(module.named_parameters())
+                given.update(module.named_buffers())
+        state = GlobalState(watched)
+        untouched = Untouched({f"{name}: {key}": t for key, t in given.items()})
+        with untouched:
+            out = fn(*args, **kwargs)
+        changes = state.changes()
+        if changes:
+            raise AssertionError(f"{name} {'; '.join(changes)}")
+        self.seen.append(Pass(owner, name, args, kwargs, out))
+        return out
+
+
+def _named(owner: Any, modules: Iterable[nn.Module]) -> Iterator[tuple[str, object]]:
+    yield ("the operation" if isinstance(owner, nn.Module) else "the fusion"), owner
+    for module in modules:
+        if module is not owner:
+            yield type(module).__name__, module
+
+
+def _tensors_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    positional = zip(("x",) if name == "fwd" else ("dy", "saved"), args, strict=False)
+    for key, value in (*positional, *kwargs.items()):
+        yield from _leaves(key, value)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield key, value
+    elif isinstance(value, Saved):
+        for field in value.fields:
+            if field in vars(value):
+                yield from _leaves(f"{key}.{field}", vars(value)[field])
+    elif isinstance(value, tuple):
+        for i, inner in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            yield from _leaves(f"{key}[{i}]", inner)

@@ -1,0 +1,213 @@
+"""`check_op`: everything an author needs to trust an operation, in one call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import StateError
+from ..fuser.plan import Wants
+from ..operation import Pointwise, UnfusedOperation
+from ..saved import Saved, packing
+from .cases import Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
+from .judge import assert_only_wanted, assert_own_memory, judge, saying
+from .numerics import assert_fused_close
+from .observe import Observer, Pass
+from .structure import Tree, assert_bitwise_equal
+from .tensors import Shape
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def check_op(
+    op: UnfusedOperation, x: Tensor, *, seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES, **channels: Tensor
+) -> None:
+    """Raises unless an operation keeps its contract on inputs like `x`.
+
+    Its passes, run by the engine, are compared with its `reference` under autograd by the rule of
+    `assert_fused_close`: output, every extra output, and the gradient of x, of every extra input and every parameter.
+    Members of an `expand()` are checked with it.
+
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; more, odd and no rows, 1-D; strided,
+      transposed, misaligned and expanded x and gradients. Shapes that `infer` or the reference refuses are left out.
+    * every subset of wanted gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
+      dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
+    * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters and incoming gradients are
+      not written; global state, random generators and attributes stay; gradients have memory of their own.
+    * `gradcheck` in float64, `infer` against the real shape, `derivative_reference` against autograd; deep copies,
+      pickles (of importable classes) and `state_dict` round trips give the same bits.
+
+    The operation itself is left alone: copies of it are run, in which parameters that are constant get random values.
+    In float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since
+    correct kernels alarm in about 1 case of 150; what fails in 16 bits or in structure counts at once.
+
+    Args:
+        op: the operation, with parameters of any floating dtype, on the device of `x`.
+        x: gives shape and device, and values for one of the cases.
+        seed: of everything that is drawn.
+        dtypes: working dtypes.
+        channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
+
+    Raises:
+        AssertionError: naming the operation, the case, the tensor and what failed.
+        PluginError: where the engine found that the class breaks its contract.
+    """
+    name = type(op).__name__
+    with saying(name):
+        specimen = Specimen([op], x, channels, seed)
+        _check_declarations(specimen)
+        shapes = specimen.shapes()
+    for dtype in dtypes:
+        for case in cases(shapes, dtype):
+            _check_numbers(name, specimen, case)
+    small = Case(few_rows(shapes), dtypes[0])
+    with saying(f"{name}, {small}"):
+        full = _check_subsets(specimen, small)
+        assert_bitwise_equal(_observed(specimen, small)[0].tree, full.tree)
+    with saying(f"{name}, in float64"):
+        _check_gradients_numerically(specimen, small.shape)
+        for item in specimen.items:
+            if isinstance(item.operation, Pointwise) and item.operation.reads == "output":
+                _check_derivative(item.operation, x)
+    _check_copies(name, op, specimen, small, full)
+    if any(isinstance(item.operation, UnfusedOperation) and item.operation.random for item in specimen.items):
+        evaluated = Specimen([copy.deepcopy(op).eval()], x, channels, seed)
+        _check_numbers(f"{name} in evaluation", evaluated, small)
+
+
+def _check_declarations(specimen: Specimen) -> None:
+    for item in specimen.items:
+        operation = item.operation
+        if item.alone is not None or not isinstance(operation, UnfusedOperation):
+            raise AssertionError(f"{item.name} cannot be fused or checked: {item.alone}")
+        known = {"x", *item.slots, *(name for name, _ in item.inputs)}
+        for field, names in operation.Saved._for.items():  # pyright: ignore[reportPrivateUsage]
+            if names - known:
+                unknown = ", ".join(map(repr, sorted(names - known)))
+                raise AssertionError(
+                    f"field {field!r} is declared for {unknown}; gradients of {item.name} are {sorted(known)}"
+                )
+
+
+def _observed(specimen: Specimen, case: Case, seed: int | None = None) -> tuple[Outcome, Bench, Observer]:
+    bench, observer = Bench(specimen.at(case.dtype)), Observer()
+    for item in bench.listing().items:
+        observer.attach(item.operation, (owner for owner, _ in item.slots.values()))
+    return specimen.run(bench, case, specimen.seed if seed is None else seed), bench, observer
+
+
+def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
+    def measure(seed: int) -> tuple[Tree, Tree, Tree]:
+        fused, _, _ = _observed(specimen, case, seed)
+        unfused = specimen.run(Bench(specimen.at(case.dtype)), case, seed, reference=True)
+        wide = specimen.run(Bench(specimen.at(case.dtype, wide=True)), case, seed, reference=True, wide=True)
+        assert_own_memory(fused, unfused)
+        shape, inferred = tuple(fused.outputs["y"].shape), specimen.shape_at(case.shape)[-1]
+        if shape != inferred:
+            raise AssertionError(f"infer{case.shape} says {inferred}, the output has {shape}")
+        return fused.tree, unfused.tree, wide.tree
+
+    with saying(f"{name}, {case}"):
+        judge(measure, specimen.seed)
+
+
+def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
+    """Every subset of wanted gradients, against the run in which all are."""
+    names = specimen.names()
+    full, _, _ = _observed(specimen, case)
+    saved: dict[int, set[str]] = {}
+    read: dict[int, set[str]] = {}
+    for subset in subsets(names):
+        some = Case(case.shape, case.dtype, frozen=frozenset(names) - subset)
+        with saying(f"gradients wanted {[n for n in names if n in subset]}"):
+            found, bench, observer = _observed(specimen, some)
+            assert_bitwise_equal(found.tree, {name: full.tree[name] for name in found.tree})
+            items = bench.listing().items
+            wants = Wants.of(items, 0, len(items), "x" in subset, {c: c in subset for c in specimen.inputs}, True)
+            for at, item in enumerate(items):
+                (ahead,) = observer.passes("fwd", item.operation)
+                saved.setdefault(at, set()).update(_fields(ahead.out[-1]))
+                for back in observer.passes("bwd", item.operation):
+                    assert_only_wanted(back, wants.needs[at], (*item.slots, *(name for name, _ in item.inputs)))
+                    _check_dx(back.out[0], ahead.args[0])
+                    read.setdefault(at, set()).update(_fields_read(back))
+    for at, fields in read.items():
+        unread = sorted(saved[at] - fields)
+        if unread:
+            raise AssertionError(f"{specimen.items[at].name} saves {unread[0]!r} and its bwd never reads it")
+    return full
+
+
+def _check_dx(dx: Tensor | None, x: Tensor) -> None:
+    if dx is not None and (dx.shape != x.shape or dx.dtype is not x.dtype):
+        raise AssertionError(f"bwd gives dx as {dx.dtype} {tuple(dx.shape)} for x of {x.dtype} {tuple(x.shape)}")
+
+
+def _fields(record: Saved) -> set[str]:
+    """Fields that hold tensors."""
+    return {name for name, value in vars(record).items() if isinstance(value, Tensor | tuple)} & set(record.fields)
+
+
+def _fields_read(back: Pass) -> set[str]:
+    """Fields without which a backward does not run again, found by leaving out one at a time."""
+    record: Saved = back.args[1]
+    present = tuple(name for name in record.fields if name in vars(record))
+    found: set[str] = set()
+    for name in _fields(record):
+        pack, unpack = packing(type(record), tuple(other for other in present if other != name))
+        tensors: list[Tensor] = []
+        tokens = pack(record, {}, tensors)
+        try:
+            with torch.no_grad():
+                type(back.owner).bwd(back.owner, back.args[0], unpack(tokens, tuple(tensors)), **back.kwargs)  # type: ignore[attr-defined]
+        except StateError:
+            found.add(name)
+    return found
+
+
+def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
+    bench, case = Bench(specimen.at(torch.float64)), Case(shape, torch.float64)
+    inputs = specimen.inputs_for(case, specimen.seed)
+    tensors = (*inputs.values(), *specimen.named(bench.listing().items).values())
+
+    def call(*perturbed: Tensor) -> Any:  # parameters are perturbed in place
+        with seeded(specimen.seed, specimen.x.device):
+            return bench(**dict(zip(inputs, perturbed, strict=False)))
+
+    if any(t.numel() for t in tensors):
+        torch.autograd.gradcheck(call, tuple(t.requires_grad_() for t in tensors), fast_mode=True)
+
+
+def _check_derivative(operation: Pointwise, x: Tensor) -> None:
+    if type(operation).derivative_reference is Pointwise.derivative_reference:
+        return
+    t = torch.linspace(-6, 6, 1201, dtype=torch.float64, device=x.device).requires_grad_()
+    y = operation.reference(t)
+    (expected,) = torch.autograd.grad(y.sum(), t)
+    assert_fused_close(
+        operation.derivative_reference(y.detach()), expected, expected.clone(), name="derivative_reference(y)"
+    )
+
+
+def _check_copies(name: str, op: UnfusedOperation, specimen: Specimen, case: Case, full: Outcome) -> None:
+    """Copies, pickles and checkpoints of the operation are the operation."""
+    root: nn.Module = specimen.at(case.dtype)[0]
+    wiped = copy.deepcopy(root)
+    for p in wiped.parameters():
+        p.data.fill_(torch.nan)
+    wiped.load_state_dict(root.state_dict(), strict=True)
+    made = {"a deep copy": copy.deepcopy(root), "a state_dict round trip": wiped}
+    if "<locals>" not in type(op).__qualname__:
+        made["a pickle"] = pickle.loads(pickle.dumps(root))
+    extra = root.state_dict().keys() ^ {n for n, _ in (*root.named_parameters(), *root.named_buffers())}
+    if extra:
+        raise AssertionError(f"{name}: keys of the state dict and names of parameters differ: {sorted(extra)}")
+    for what, other in made.items():
+        with saying(f"{name}, {what}"):
+            again = specimen.run(Bench(type(specimen.root)(other, fusions=())), case, specimen.seed)
+            assert_bitwise_equal(again.tree, full.tree)

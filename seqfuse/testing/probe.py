@@ -1,0 +1,204 @@
+"""One fusion on one list of operations: where it is used, and how it compares with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..env import Savings, fusing
+from ..errors import FallbackWarning, KernelError
+from ..fuser.items import Item
+from ..fuser.plan import Plan, Step
+from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
+from ..saved import Saved
+from .cases import Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
+from .judge import assert_only_wanted, assert_own_memory, judge, saying
+from .observe import Observer, Pass
+from .records import compared
+from .structure import Tree, assert_bitwise_equal
+
+_COMBINATIONS = {
+    ForwardFusion: "fused forward x unfused backward",
+    BackwardFusion: "unfused forward x fused backward",
+    JointFusion: "fused forward x fused backward",
+    InferenceFusion: "fused forward, no gradient wanted",
+}
+
+
+class Probe:
+    """One fusion on one list in one dtype, and everything it is put through."""
+
+    def __init__(self, fusion: type[FusedOperation], specimen: Specimen, dtype: torch.dtype) -> None:
+        self.fusion, self.specimen, self.dtype, self.seed = fusion, specimen, dtype, specimen.seed
+        self.combination = next(text for kind, text in _COMBINATIONS.items() if issubclass(fusion, kind))
+        self.start = 0
+
+    def bench(self, prepare: Prepare | None = None) -> Bench:
+        """The list with the fusion, on a fresh copy."""
+        return Bench(self.specimen.at(self.dtype), (self.fusion,), prepare)
+
+    def find(self, plan: Plan) -> Step:
+        """The step of a plan that is this fusion; raises AssertionError with the reasons where there is none."""
+        steps = plan.backward if issubclass(self.fusion, BackwardFusion) else plan.forward
+        used = [step for step in steps if type(step.operation) is self.fusion]
+        if len(used) == 1:
+            return used[0]
+        if used:
+            raise AssertionError(f"its pattern matches {len(used)} times; give the operations of one match")
+        reasons = [f"{r.reason} (at position {r.at})" for r in plan.refused if r.fusion == self.fusion.__name__]
+        slots = ", ".join(slot.name for slot in self.fusion.slots)
+        why = "; ".join(dict.fromkeys(reasons)) or f"its pattern ({slots}) matches nowhere in {', '.join(plan.names)}"
+        raise AssertionError(f"it is not used: {why}")
+
+    def place(self) -> str | None:
+        """Find where the fusion stands, and name the parameters by its slots; or the reason that it is refused."""
+        case = Case(tuple(self.specimen.x.shape), self.dtype)
+        inputs = self.specimen.inputs_for(case, self.seed)
+        grad = not issubclass(self.fusion, InferenceFusion)
+        with torch.set_grad_enabled(grad):
+            given: dict[str, Any] = {name: t.requires_grad_(grad) for name, t in inputs.items()}
+            plan = self.bench().plan(**given)
+        try:
+            step = self.find(plan)
+        except AssertionError as error:
+            return str(error)
+        savings = step.operation.saves(plan.env)
+        if not isinstance(savings, Savings):
+            raise AssertionError(f"saves must return sf.Savings, not {savings!r}")
+        names = enumerate((place for place, _ in step.operation.named_operations()), step.covers.start)
+        self.specimen.places = {
+            **{i: f"{item.name.lower()}@{i}" for i, item in enumerate(self.specimen.items)},
+            **dict(names),
+        }
+        self.start = step.covers.start
+        return None
+
+    def check(self, where: str, *, whole: bool) -> int:
+        """Run every case, or few where the list is a variant of one that had them all; the number of cases."""
+        shapes = self.specimen.shapes()
+        few = Case(few_rows(shapes), self.dtype)
+        everything = list(cases(shapes, self.dtype))
+        chosen = everything if whole else [*everything[:2], everything[-1]]
+        names = self.specimen.names()
+        if whole or issubclass(self.fusion, InferenceFusion):
+            chosen += [dataclasses.replace(few, frozen=frozenset(names) - wanted) for wanted in subsets(names)]
+        if issubclass(self.fusion, InferenceFusion):
+            chosen = [dataclasses.replace(c, grad=False) if not c.frozen.issuperset(names) else c for c in chosen]
+        chosen = list(dict.fromkeys(chosen))
+        for case in chosen:
+            with saying(f"{where}: {self.combination}, {case}"):
+                judge(functools.partial(self._measure, case), self.seed)
+        with saying(f"{where}: {self.combination}, {few}"):
+            if issubclass(self.fusion, InferenceFusion):
+                few = dataclasses.replace(few, grad=False)
+            once, again = (self._fused(few, self.seed)[0].tree for _ in range(2))
+            assert_bitwise_equal(again, once)
+        for name in ("fwd", "bwd"):
+            if hasattr(self.fusion, name):
+                with saying(f"{where}: a {name} that fails, {few}"):
+                    self._check_fallback(name, few)
+        return len(chosen)
+
+    def _fused(self, case: Case, seed: int) -> tuple[Outcome, Observer, Bench]:
+        observer = Observer()
+        bench = self.bench(lambda fusion: observer.attach(fusion, fusion.operations()))
+        with fusing(on_error="raise"):
+            return self.specimen.run(bench, case, seed), observer, bench
+
+    def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
+        """Unfused, with the records of the operations in list order."""
+        bench, observer = Bench(self.specimen.at(self.dtype, wide=wide)), Observer()
+        for item in bench.listing().items:
+            observer.attach(item.operation, (owner for owner, _ in item.slots.values()))
+        outcome = self.specimen.run(bench, case, seed, wide=wide)
+        return outcome, [ahead.out[-1] for ahead in observer.passes("fwd")]
+
+    def _reference(self, case: Case, seed: int) -> Outcome:
+        bench = Bench(self.specimen.at(self.dtype, wide=True))
+        return self.specimen.run(bench, case, seed, reference=True, wide=True)
+
+    def _measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
+        fused, observer, bench = self._fused(case, seed)
+        unfused, own = self._own(case, seed)
+        assert_own_memory(fused, unfused)
+        if not torch.equal(fused.random, unfused.random):
+            raise AssertionError("torch's random generator is left in another state than by the operations")
+        self._check_passes(case, observer, bench)
+        f, u, r = dict(fused.tree), dict(unfused.tree), dict(self._reference(case, seed).tree)
+        for ahead in observer.passes("fwd"):
+            saved, parameters = self._saved(ahead, fused, unfused)
+            if saved is None:
+                continue
+            places = [place for place, _ in cast(FusedOperation, ahead.owner).named_operations()]
+            records, exact = (
+                dict(zip(places, made[self.start :], strict=False))
+                for made in (own, self._own(case, seed, wide=True)[1])
+            )
+            for field in compared(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
+                f[field.name], u[field.name], r[field.name] = field.fused, field.unfused, field.reference
+        return f, u, r
+
+    def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
+        """Records to compare with the operations' own, and the parameters that have to be in them."""
+        if issubclass(self.fusion, ForwardFusion):
+            pairs = zip(unfused.parameters.values(), fused.parameters.values(), strict=True)
+            return ahead.out[-1], {id(own): parameter for own, parameter in pairs}
+        unfuse = getattr(ahead.owner, "unfused", None)
+        if unfuse is None:
+            return None, {}
+        with torch.no_grad():
+            return unfuse(ahead.out[-1]), {}
+
+    def _check_passes(self, case: Case, observer: Observer, bench: Bench) -> None:
+        """The fusion ran where nothing can refuse it; its backward gave what was wanted."""
+        plain = not case.frozen and torch.Size(case.shape).numel()
+        for name, runs in (("fwd", self.fusion.replaces_forward), ("bwd", self.fusion.replaces_backward and case.grad)):
+            if plain and runs and not observer.passes(name):
+                raise AssertionError(f"its {name} did not run")
+        items = bench.listing().items
+        for back in observer.passes("bwd"):
+            if "needs" in back.kwargs:
+                operations = enumerate(cast(FusedOperation, back.owner).named_operations(), self.start)
+                names = [f"{place}.{n}" for at, (place, _) in operations for n in _readable(items[at])]
+                assert_only_wanted(back, back.kwargs["needs"], names)
+
+    def _check_fallback(self, name: str, case: Case) -> None:
+        calls: list[str] = []
+
+        def fail(*_: Any, **__: Any) -> Any:
+            calls.append(name)
+            raise RuntimeError("injected by the test kit")
+
+        def run(seed: int) -> Outcome:
+            bench = self.bench(lambda fusion: setattr(fusion, name, fail))
+            with fusing(on_error="fallback"), warnings.catch_warnings():
+                warnings.simplefilter("ignore", FallbackWarning)
+                return self.specimen.run(bench, case, seed)
+
+        recovers = hasattr(self.fusion, "unfused")
+        if name == "bwd" and issubclass(self.fusion, JointFusion) and not recovers:
+            try:
+                run(self.seed)
+            except KernelError:
+                return
+            raise AssertionError("raised no KernelError, and there is no unfused(saved)")
+        unfused = self._own(case, self.seed)[0]
+        if name == "bwd" and issubclass(self.fusion, JointFusion):
+
+            def measure(seed: int) -> tuple[Tree, Tree, Tree]:
+                return run(seed).tree, self._own(case, seed)[0].tree, self._reference(case, seed).tree
+
+            judge(measure, self.seed)
+        else:
+            assert_bitwise_equal(run(self.seed).tree, unfused.tree)
+        if not calls:
+            raise AssertionError("it did not run")
+
+
+def _readable(item: Item) -> tuple[str, ...]:
+    return (*item.slots, *(name for name, _ in item.inputs))
