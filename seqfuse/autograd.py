@@ -59,6 +59,7 @@ class SeqfuseBackward(torch.autograd.Function):
         y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
         ctx.save_for_backward(*keep)
         ctx.segment = segment
+        ctx.set_materialize_grads(False)
         if not segment.outputs:
             return y
         outputs = [y]

@@ -103,7 +103,7 @@ class Env:
             autocast=autocast_of(x.device.type),
             grad=torch.is_grad_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            rows=rows_of(x.shape),
+            rows=rows_of(x.shape) if x.numel() else 0,
         )
 
     def microseconds(self, savings: Savings) -> float:
@@ -130,7 +130,7 @@ def rows_of(shape: Iterable[int]) -> int:
 
 
 def _bucket(rows: int) -> int:
-    return 1 << max(rows - 1, 0).bit_length()
+    return 1 << (rows - 1).bit_length() if rows > 0 else 0
 
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore

@@ -185,7 +185,7 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
         known |= {prefix + n: getattr(owner, attribute) for n, (owner, attribute) in item.slots.items()}
         known |= {prefix + n: None for n, _ in item.inputs}
         wanted |= {prefix + n for n in item.slots if n in binder.wants.needs[position]}
-    unknown = sorted(set(grads) - set(known))
+    unknown = sorted(name for name, g in grads.items() if g is not None and name not in known)
     if unknown:
         raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
     if not isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 import torch.nn.modules.module as hooks_of
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import PlanError
@@ -56,6 +56,8 @@ def _alone(module: nn.Module, kind: type) -> str | None:
         return "it has hooks"
     if "forward" in vars(module):
         return "it has a forward of its own instance"
+    if any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values()):
+        return "a tensor with a graph of its own stands for a parameter"
     if isinstance(module, nn.Sequential):
         return None if vars(kind).get("inlines") else "it is a subclass of a container"
     return None if kind.forward is FusableOperation.forward else "its class overrides forward"
@@ -69,6 +71,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
     """
     items: list[Item] = []
     looked_at: list[nn.Module] = [] if seen is None else seen
+    nested: list[range] = []
 
     def visit(module: nn.Module, path: str, top: bool) -> None:
         kind = plain_type(module)
@@ -79,7 +82,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             items.append(Item(module, path, kind.__name__, alone=alone))
             return
         assert isinstance(module, FusableOperation)
-        members = module.expand()
+        members, start = module.expand(), len(items)
         keys = {id(child): key for key, child in module._modules.items()}
         for member in members:
             if member is module:
@@ -91,9 +94,11 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             else:
                 key = keys.get(id(member)) or type(member).__name__.lower()
                 visit(member, f"{path}.{key}".lstrip("."), False)
+        if not top and len(members) > 1:
+            nested.append(range(start, len(items)))
 
     visit(root, "", True)
-    _route(items)
+    _route(items, nested, isinstance(root, UnfusedOperation))
     return items
 
 
@@ -121,7 +126,12 @@ def _channels_of(item: Item) -> tuple[Mapping[str, str | None], tuple[str, ...],
     return {}, (), ()
 
 
-def _route(items: list[Item]) -> None:
+def call_name(operation: nn.Module, name: str) -> str:
+    """What an extra input or output is called when the operation runs by itself."""
+    return (operation.channels[name] or name) if isinstance(operation, UnfusedOperation) else name
+
+
+def _route(items: list[Item], nested: list[range], by_itself: bool) -> None:
     """Give every extra input and output its channel; anonymous ones pair like parentheses."""
     made: dict[str, int] = {}
     read: dict[str, int] = {}
@@ -134,8 +144,12 @@ def _route(items: list[Item]) -> None:
     for position, item in enumerate(items):
         item.readers = readers
         channels, inputs, outputs = _channels_of(item)
+        if by_itself:
+            channels = {name: channel or name for name, channel in channels.items()}
         for name in inputs:
             channel = channels[name]
+            if channel in ("x", "env"):
+                raise wrong(position, f"a channel cannot be called {channel!r}: calls use that name")
             if channel is None:
                 if not anonymous:
                     raise wrong(position, f"its extra input {name!r} is unnamed and no unnamed output is open")
@@ -159,6 +173,12 @@ def _route(items: list[Item]) -> None:
             item.outputs += ((name, channel),)
     if anonymous:
         raise wrong(anonymous[-1][1], "its unnamed output is never read; close it with an unnamed Add or name it")
+    for inside in nested:
+        for channel in (c for p in inside for _, c in items[p].outputs):
+            within = readers[channel] & set(inside)
+            if within and within != readers[channel]:
+                outside = min(readers[channel] - within)
+                raise wrong(outside, f"channel {channel!r} is made and read inside a container, and so private to it")
     open_until = [0] * (len(items) + 2)
     for channel, position in made.items():
         open_until[position + 1] += 1
@@ -189,7 +209,7 @@ class Fingerprint:
         self._attributes = [m.__dict__ for m in self._modules]
         self._attributes_then = [dict(now) for now in self._attributes]
         self._types_then = [type(m) for m in self._modules]
-        self._children = [m._modules for m in self._modules if m._modules]
+        self._children = [m._modules for m in self._modules if m._modules or isinstance(m, nn.Sequential)]
         self._children_then = [dict(children) for children in self._children]
         self._keys_then = [list(children) for children in self._children]
         hooked = [getattr(m, name) for m in self._modules if m is not root for name in _HOOKS]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..operation import UnfusedOperation
-from .items import Item
+from .items import Item, call_name
 
 
 def transformed() -> bool:
@@ -57,15 +57,22 @@ def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mappi
             raise InputError(message, code="SF103", operation=items[at].name, position=at)
     for name in channels:
         if name not in inputs:
-            known = ", ".join(map(repr, inputs)) or "none"
-            raise InputError(f"the call passed channel {name!r}; the list reads {known}", code="SF103")
+            readers = [(i, item) for i, item in enumerate(items) for _, c in item.inputs if c in inputs]
+            known = [f"{c!r} ({item.name} at position {i})" for i, item in readers for _, c in item.inputs]
+            listed = (
+                f"what can be passed is {', '.join(known)}" if known else "no operation reads a channel from the call"
+            )
+            at, where = readers[0] if readers else (None, None)
+            message = f"the call passed channel {name!r}; {listed}"
+            raise InputError(message, code="SF103", operation=where and where.name, position=at)
 
 
 def run_alone(item: Item, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     """Call a module through its own `__call__`, with the channels it reads and makes."""
     if not item.inputs and not item.outputs:
         return item.operation(x)
-    out = item.operation(x, **{channel: channels[channel] for _, channel in item.inputs})
+    operation = item.operation
+    out = operation(x, **{call_name(operation, name): channels[channel] for name, channel in item.inputs})
     if not item.outputs:
         return out
     channels.update(zip((channel for _, channel in item.outputs), out[1:], strict=True))

@@ -17,7 +17,7 @@ from .. import operation as operations
 from ..autograd import apply
 from ..env import Env, any_autocast, autocast_of, fusing_now
 from ..fusion import FusedOperation
-from ..operation import FusableOperation
+from ..operation import FusableOperation, UnfusedOperation
 from .inputs import check_devices, dtypes_of, locate, validate, validate_all
 from .items import Item, flatten, public_channels
 from .listing import Listing, Program, Region
@@ -141,6 +141,8 @@ class Fuser:
     ) -> Program:
         env, fusing = Env.like(x), fusing_now()
         exact = all(t.__class__ in _PLAIN for t in (*parameters, *(channels[c] for c in region.channels)))
+        if any(isinstance(v, Tensor) and v.requires_grad for v in vars(self.root).values()):
+            exact = False  # a tensor with a graph of its own stands for a parameter
         for item in listing.items[region.start : region.stop]:
             check_devices(listing, item, x)
         given = {c: channels[c].requires_grad for c in region.channels}
@@ -205,9 +207,23 @@ class Fuser:
             return plan
 
         def memory(_: Plan) -> Memory | None:
-            return measure(lambda y, c: self.run(listing, y, c), x, channels, listing.items)
+            return measure(lambda y, given: self._run_regions(listing, y, given), x, channels)
 
         return dataclasses.replace(plan, measure=memory)
+
+    def _run_regions(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> None:
+        """Run what is planned and nothing else: a barrier is taken to return what it got."""
+        seeds = draw(len(listing.random), x) if listing.random else None
+        for part in listing.parts:
+            if isinstance(part, Region):
+                x = self._run_region(listing, part, x, channels, seeds)
+                continue
+            item = listing.items[part]
+            wanted = x.requires_grad or any(p.requires_grad for p in item.operation.parameters())
+            if isinstance(item.operation, UnfusedOperation):
+                x = x.new_empty(item.operation.infer(tuple(x.shape)))
+            x = x.detach().requires_grad_(wanted and torch.is_grad_enabled())
+            channels.update((channel, x) for _, channel in item.outputs)
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""

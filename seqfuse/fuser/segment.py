@@ -105,7 +105,7 @@ class Segment:
                 else:
                     if call.layout != "any":
                         x = _fit(x, call.layout)
-                    y, saved = self._special(call, x, channels, seeds)
+                    y, saved = self._special(call, x, channels, seeds, packed)
                 if packed is not None:
                     for place, position, pack, unpack in call.packs:
                         record = saved if place is None else _at(saved, place)
@@ -120,7 +120,9 @@ class Segment:
             return self._run(rest, x, channels, seeds, keep) if rest else x
         return x
 
-    def _special(self, call: Call, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> tuple[Tensor, Any]:
+    def _special(
+        self, call: Call, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, packed: Packed | None
+    ) -> tuple[Tensor, Any]:
         """Run a step that takes or makes more than the chain's tensor and a record, or is yet to be checked."""
         keywords: dict[str, Any] = {keyword: channels[channel] for keyword, channel in call.inputs}
         given = dict(keywords) if call.check is not None else {}
@@ -138,6 +140,8 @@ class Segment:
             return out[0], out[-1]
         for name, channel in call.outputs:
             channels[channel] = out[1][name]
+        if packed is not None:
+            packed[_SHAPES - call.stop] = _zeros, (out[0].shape, out[0].dtype, out[0].device)
         return out[0], out[2]
 
     def _may_fall_back(self, step: Call | Back, error: Exception) -> None:
@@ -178,6 +182,8 @@ class Segment:
         back = backs[0]
         try:
             for back in backs:
+                if d is None and not any(sides.get(channel) is not None for _, channel in back.incoming):
+                    continue  # nothing that the loss uses depends on this step
                 if back.simple:
                     unpack, tokens = packed[back.start]
                     d, grads = back.fn(d, unpack(tokens, tensors))
@@ -208,6 +214,9 @@ class Segment:
         sums: list[Any],
     ) -> Tensor | None:
         """Run a step of a fusion, of channels, of mixed dtypes, or one that is yet to be checked."""
+        if d is None:
+            zeros, about = packed[_SHAPES - back.stop]
+            d = zeros(about, tensors)
         if back.layout != "any":
             d = _fit(d, back.layout)
         extras: dict[str, Any] = {keyword: sides.get(channel) for keyword, channel in back.incoming}
@@ -221,18 +230,17 @@ class Segment:
         if back.check is not None and back.check(back, d, dx, grads):
             back.check = None
             back.simple = back.may_be_simple
+        # All that can fail comes before the sums are touched: a fallback must not count a gradient twice.
+        own = [(i, _sum(sums[i], g)) for key, i in back.grads if (g := grads.get(key)) is not None]
+        side = [(c, _sum(sides.get(c), g)) for key, c in back.channel_grads if (g := grads.get(key)) is not None]
+        if back.dtype is not None and dx is not None and dx.dtype is not back.dtype:
+            dx = dx.to(back.dtype)
         for _, channel in back.incoming:
             sides.pop(channel, None)
-        for key, i in back.grads:
-            g = grads.get(key)
-            if g is not None:
-                sums[i] = g if sums[i] is None else sums[i] + g
-        for key, channel in back.channel_grads:
-            g = grads.get(key)
-            if g is not None:
-                known = sides.get(channel)
-                sides[channel] = g if known is None else known + g
-        return dx if back.dtype is None or dx is None or dx.dtype is back.dtype else dx.to(back.dtype)
+        for i, total in own:
+            sums[i] = total
+        sides.update(side)
+        return dx
 
     def _recovered(self, back: Back, error: Exception, packed: Packed, tensors: tuple[Tensor, ...]) -> Packed:
         """A joint fusion's record as the records of the operations it replaced."""
@@ -246,7 +254,19 @@ class Segment:
         return back.recover(unpack(tokens, tensors))
 
 
-Packed = dict[int, tuple[Unpack, Any]]
+# Records are packed under their position, a joint fusion's under `~position`, and what zeros for the gradient of an
+# unused output would look like under numbers below all of these.
+Packed = dict[int, tuple[Any, Any]]
+_SHAPES = -(1 << 40)
+
+
+def _zeros(about: tuple[Any, ...], _: Any) -> Tensor:
+    shape, dtype, device = about
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _sum(known: Tensor | None, g: Tensor) -> Tensor:
+    return g if known is None else known + g
 
 
 @dataclasses.dataclass(slots=True)

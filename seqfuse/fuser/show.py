@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..env import fusing
 
 if TYPE_CHECKING:
-    from .items import Item
     from .plan import Plan, Step
 
 WIDTH = 80
@@ -20,29 +19,27 @@ WIDTH = 80
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass."""
+    """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
+
+    Of what is planned: a module that runs through its own `__call__` is not run, and not counted.
+    """
 
     saved: int
     saved_unfused: int
     flops: int
 
 
-def measure(
-    run: Callable[[Tensor, dict[str, Tensor]], Any], x: Tensor, channels: dict[str, Tensor], items: Sequence[Item]
-) -> Memory | None:
-    """Run a list on fake tensors, fused and unfused; `None` if something in it cannot run so."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def measure(run: Callable[[Tensor, dict[str, Tensor]], None], x: Tensor, channels: dict[str, Tensor]) -> Memory | None:
+    """Run the planned part of a list on fake tensors, fused and unfused; `None` if it cannot run so."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
-
-    own = {id(p) for item in items for p in item.operation.parameters()}
-    own |= {id(getattr(owner, name)) for item in items for owner, name in item.slots.values()}
 
     def once() -> tuple[int, int]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         kept: dict[int, int] = {}
 
         def pack(t: Tensor) -> Tensor:
-            if id(t) not in own and not isinstance(t, nn.Parameter):
+            if isinstance(t, FakeTensor) and not isinstance(t, nn.Parameter):  # parameters stay real here
                 storage = t.untyped_storage()
                 kept[storage._cdata] = storage.nbytes()
             return t
@@ -50,10 +47,8 @@ def measure(
         with mode, FlopCounterMode(display=False) as counter:
             given = {name: mode.from_tensor(value) for name, value in channels.items()}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                out = run(mode.from_tensor(x), given)
-            flops = counter.get_total_flops()
-        del out
-        return sum(kept.values()), flops
+                run(mode.from_tensor(x), given)
+        return sum(kept.values()), counter.get_total_flops()
 
     try:
         saved, flops = once()
@@ -90,7 +85,7 @@ def render(plan: Plan) -> str:
     if memory is not None:
         lines += _wrap(
             f"saved for backward: {_bytes(memory.saved)} (unfused {_bytes(memory.saved_unfused)}); "
-            f"{_number(memory.flops)}FLOP forward",
+            f"{_number(memory.flops)}FLOP forward" + ("; without what runs alone" if plan.alone else ""),
             "    ",
         )
     return "\n".join(lines)
