@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ._read import parameter
 
 
 class Norm(sf.UnfusedOperation):
@@ -46,6 +47,11 @@ class Norm(sf.UnfusedOperation):
     def gain(self, weight: Tensor | None, stats: torch.dtype) -> Tensor | None:
         """What xhat is multiplied by; `1 + weight` in the dtype of the statistics, which keeps a small weight."""
         return weight.to(stats) + 1 if weight is not None and self.zero_centered else weight
+
+    def as_parameter(self, gradient: Tensor, name: str) -> Tensor:
+        """A gradient summed in the dtype of the statistics, rounded once to the dtype of its parameter."""
+        owner = parameter(self, name)
+        return gradient if owner is None or owner.dtype is gradient.dtype else gradient.to(owner.dtype)
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"

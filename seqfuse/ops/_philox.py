@@ -30,16 +30,16 @@ def philox4x32(even: Tensor, odd: Tensor, keys: tuple[Tensor, ...]) -> tuple[Ten
     """
     high = torch.empty_like(even)
     # Each buffer beside its two rows: taking a row costs as much as the product of a short one.
-    even, odd, free = ((t, *t.unbind()) for t in (even, odd, torch.empty_like(even)))
+    a, b, free = ((t, t[0], t[1]) for t in (even, odd, torch.empty_like(even)))
     for key in keys:
         # int64 products wrap, but their 64 bits are those of the unsigned product: its high word is the shifted one
         # without the sign extension, which the mask takes off. Low words stay uncut until they are xored and masked.
-        torch.mul(even[2], _M1, out=free[1])
-        torch.mul(even[1], _M0, out=free[2])
+        torch.mul(a[2], _M1, out=free[1])
+        torch.mul(a[1], _M0, out=free[2])
         torch.bitwise_right_shift(free[0], 32, out=high)
-        odd[0].bitwise_xor_(high).bitwise_xor_(key).bitwise_and_(_LOW)
-        even, odd, free = odd, free, even
-    return even[0], odd[0].bitwise_and_(_LOW)
+        b[0].bitwise_xor_(high).bitwise_xor_(key).bitwise_and_(_LOW)
+        a, b, free = b, free, a
+    return a[0], b[0].bitwise_and_(_LOW)
 
 
 def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
@@ -53,14 +53,13 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     keys = round_keys(seed)
     drop = torch.empty((groups, 2, 2), dtype=torch.bool, device=seed.device)
     whole = seed.device.type != "cpu" or torch.compiler.is_compiling()
-    step = max(groups, 1) if whole else _BLOCK
-    for first in range(0, groups, step):
-        part = drop[first : first + step].permute(2, 1, 0)
-        counter = torch.arange(first, first + part.shape[2], device=seed.device)
+    for first in (0,) if whole else range(0, groups, _BLOCK):
+        stop = groups if whole else min(first + _BLOCK, groups)
+        counter = torch.arange(first, stop, device=seed.device)
         even, odd = counter.new_zeros((2, counter.shape[0])), counter.new_zeros((2, counter.shape[0]))
         torch.bitwise_and(counter, _LOW, out=even[0])
         torch.bitwise_right_shift(counter, 32, out=odd[0])
         even, odd = philox4x32(even, odd, keys)
-        torch.lt(even, threshold, out=part[0])
-        torch.lt(odd, threshold, out=part[1])
+        drop[first:stop, :, 0].copy_(even.lt(threshold).t())
+        drop[first:stop, :, 1].copy_(odd.lt(threshold).t())
     return drop.view(-1)[:size].view(shape)

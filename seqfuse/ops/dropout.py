@@ -51,22 +51,22 @@ class Dropout(sf.UnfusedOperation):
         return self.training and self.p > 0
 
     def reference(self, x: Tensor, *, seed: Tensor | None = None) -> Tensor:
-        return self._apply(x, seed if self.random else None, self.p)
+        return self._dropped(x, seed if self.random else None, self.p)
 
     def fwd(self, x: Tensor, *, seed: Tensor | None = None) -> tuple[Tensor, Saved]:
         seed = seed if self.random else None
-        return self._apply(x, seed, self.p), self.Saved(seed=seed, p=self.p)
+        return self._dropped(x, seed, self.p), self.Saved(seed=seed, p=self.p)
 
     def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-        return self._apply(dy, saved.seed, saved.p), {}
+        return self._dropped(dy, saved.seed, saved.p), {}
 
-    def _apply(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+    def _dropped(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
         """The map is linear and its own adjoint: both passes are this."""
         upscale = self.mode == "upscale_in_train"
         if seed is None:
             return x if upscale or p == 0 else x * (1 - p)
         if p == 1:
-            return torch.zeros_like(x)
+            return x.masked_fill(x.new_ones((), dtype=torch.bool), 0)  # 1 / (1 - p) is infinite
         drop = drop_mask(seed, x.shape, p)
         return (x * (1 / (1 - p))).masked_fill_(drop, 0) if upscale else x.masked_fill(drop, 0)
 

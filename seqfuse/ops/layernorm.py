@@ -25,6 +25,7 @@ class LayerNorm(Norm):
     over all rows.
 
     x, y: [*, H], weight, bias: [H], where H stands for `normalized_shape`; mean, rstd: [*].
+    Saved: x, mean, rstd, and weight for dx.
     Statistics are float32 (float64 for a float64 input), for half inputs too, and `1 + weight` is taken in that dtype.
     y has the dtype of x; under autocast on an accelerator it is float32, as in torch.
     Keys, arguments and initial values are those of `torch.nn.LayerNorm`.
@@ -85,16 +86,25 @@ class LayerNorm(Norm):
         return rounded(y, x), self.Saved(x=x, mean=mean.view(rows), rstd=rstd.view(rows), weight=weight)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        x, stats = saved.x, saved.mean.dtype
         wanted = ["x" in needs, "weight" in needs, "bias" in needs]
-        x = saved.x if saved.x.dtype is dy.dtype else saved.x.to(dy.dtype)
-        fit, gain = self._fit(x, saved.weight if wanted[0] else None)
+        gain = self.gain(saved.weight if wanted[0] else None, stats)
+        exact = x.dtype is stats and dy.dtype is stats and (gain is None or gain.dtype is stats)
+        # ATen's kernel for the CPU sums half gradients in half: 5000 ones give 256 in bfloat16.
+        native = dy.device.type != "cpu" and x.dtype is dy.dtype and (gain is None or gain.dtype is x.dtype)
+        if not (exact or native):
+            x, dy, gain = x.to(stats), dy.to(stats), None if gain is None else gain.to(stats)
         if gain is None and (wanted[1] or wanted[2]):
-            gain = fit.new_ones(self.normalized_shape)  # only its shape and dtype are read
-        dy = dy if dy.dtype is fit.dtype else dy.to(fit.dtype)
+            gain = x.new_ones(self.normalized_shape)  # where dx is not wanted, only its shape and dtype are read
         dx, dweight, dbias = layer_norm_backward(
-            dy, fit, self.normalized_shape, saved.mean, saved.rstd, gain, gain, wanted
+            dy, x, self.normalized_shape, saved.mean, saved.rstd, gain, gain, wanted
         )
-        return dx, {"weight": dweight, "bias": dbias}
+        grads: dict[str, Tensor | None] = {}
+        if wanted[1]:
+            grads["weight"] = dweight if exact else self.as_parameter(dweight, "weight")
+        if wanted[2]:
+            grads["bias"] = dbias if exact else self.as_parameter(dbias, "bias")
+        return dx, grads
 
     def _fit(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The input and the gain in dtypes for which ATen computes in, and gives, statistics of `stats_dtype`."""
@@ -108,6 +118,9 @@ class LayerNorm(Norm):
         if gain is None or gain.dtype is x.dtype:
             return x, gain
         return x.to(stats), gain.to(stats)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, bias={self.bias is not None}"
 
     @classmethod
     def example(cls, x: Tensor) -> LayerNorm:

@@ -54,7 +54,7 @@ class Reshape(sf.UnfusedOperation):
         total = math.prod(old)
         if -1 in new:
             # Reckoned here, not by torch: it cannot infer a size of an empty tensor.
-            known = math.prod(size for size in new if size != -1)
+            known = math.prod([size for size in new if size != -1])
             if known and total % known == 0:
                 new = tuple(total // known if size == -1 else size for size in new)
         if -1 in new or math.prod(new) != total:

@@ -23,6 +23,7 @@ class RMSNorm(Norm):
     Backward: with g = dy gain, dx = rstd (g - xhat E[g xhat]);  dweight = sum of dy xhat over all rows.
 
     x, y: [*, H], weight: [H], where H stands for `normalized_shape`; rstd: [*].
+    Saved: x, rstd, and weight for dx.
     All is computed in float32 (float64 for a float64 input), for half inputs too, and rounded to the dtype of x once;
     under autocast on an accelerator y is float32, as in torch.
     Keys, arguments and initial values are those of `torch.nn.RMSNorm`.
@@ -89,22 +90,23 @@ class RMSNorm(Norm):
         if same and x.device.type == "cuda" and not self.zero_centered:
             wanted = ["x" in needs, "weight" in needs]
             dx, dweight = fused_rms_norm_backward(dy, x, self.normalized_shape, rstd, weight, wanted)
-            return dx, {"weight": dweight}
+            return dx, {"weight": dweight} if wanted[1] else {}
         stats, dims = rstd.dtype, self._dims
         gain = self.gain(weight, stats)
         rstd = rstd.view(*rstd.shape, *(1,) * len(dims))
         xhat = x.to(stats) * rstd
         dy = dy.to(stats)
         product = dy * xhat
-        dx = dweight = None
+        dx: Tensor | None = None
+        grads: dict[str, Tensor | None] = {}
         if "weight" in needs:
             rows = tuple(range(x.ndim - len(dims)))
-            dweight = product.sum(rows) if rows else product.clone()
+            grads["weight"] = self.as_parameter(product.sum(rows) if rows else product.clone(), "weight")
         if "x" in needs:
             if gain is not None:
                 dy, product = dy * gain, product.mul_(gain)
             dx = torch.addcmul(dy, xhat, product.mean(dims, keepdim=True), value=-1).mul_(rstd)
-        return dx, {"weight": dweight}
+        return dx, grads
 
     @classmethod
     def example(cls, x: Tensor) -> RMSNorm:

@@ -1,0 +1,54 @@
+"""Reshape."""
+
+import pytest
+import torch
+
+from seqfuse import ops
+from seqfuse.testing import assert_bitwise_equal, seeded_randn
+
+from .passes import check_passes
+
+
+@pytest.mark.parametrize(("op", "shape", "expected"), [
+    (ops.Reshape(2, 3), (4, 6), (4, 2, 3)),
+    (ops.Reshape(-1, 3), (4, 5, 6), (4, 5, 2, 3)),
+    (ops.Reshape(6, dims=2), (4, 2, 3), (4, 6)),
+    (ops.Reshape(-1, dims=3), (4, 2, 3), (24,)),
+    (ops.Reshape(3, 2, dims=2), (5, 2, 3), (5, 3, 2)),
+    (ops.Reshape(1, -1), (0, 6), (0, 1, 6)),
+    (ops.Reshape(3, -1), (2, 0), (2, 3, 0)),
+], ids=str)  # fmt: skip
+def test_replaces_trailing_dimensions(op: ops.Reshape, shape: tuple[int, ...], expected: tuple[int, ...]):
+    x = seeded_randn(shape, 0)
+    assert op.infer(shape) == expected
+    y, saved = op.fwd(x)
+    assert_bitwise_equal(y, x.reshape(expected))
+    assert_bitwise_equal(op.bwd(y, saved)[0], x)
+
+
+def test_agrees_on_a_transposed_input():
+    check_passes(ops.Reshape(12, dims=2), seeded_randn((5, 3, 4), 0).transpose(1, 2))
+
+
+@pytest.mark.parametrize(("op", "shape", "sentence"), [
+    (ops.Reshape(2, 3), (4, 5), r"cannot make last dimension 5 into \(2, 3\)"),
+    (ops.Reshape(-1, 3), (4, 5), r"cannot make last dimension 5 into \(-1, 3\)"),
+    (ops.Reshape(-1, 0), (4, 0), r"cannot make last dimension 0 into \(-1, 0\)"),
+    (ops.Reshape(7, dims=2), (4, 5), r"cannot make last dimensions \(4, 5\) into \(7,\)"),
+    (ops.Reshape(7, dims=2), (5,), r"expects at least 2 dimensions, got shape \(5,\)"),
+], ids=str)  # fmt: skip
+def test_says_what_does_not_fit(op: ops.Reshape, shape: tuple[int, ...], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        op.infer(shape)
+    with pytest.raises(ValueError, match=sentence):
+        op.fwd(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("arguments", [((), 1), ((-1, -1), 1), ((-2,), 1), ((3,), 0)], ids=str)
+def test_refuses_sizes_without_a_meaning(arguments: tuple[tuple[int, ...], int]):
+    with pytest.raises(ValueError, match="expects sizes"):
+        ops.Reshape(*arguments[0], dims=arguments[1])
+
+
+def test_shows_what_it_does():
+    assert (repr(ops.Reshape(2, -1)), repr(ops.Reshape(6, dims=2))) == ("Reshape(2, -1)", "Reshape(6, dims=2)")
