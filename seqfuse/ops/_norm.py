@@ -17,7 +17,7 @@ class Norm(sf.UnfusedOperation):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    eps: float | None
+    eps: Any  # a float; RMSNorm takes None as well
 
     def __init__(
         self, normalized_shape: int | Sequence[int], affine: bool, zero_centered: bool, **factory: Any

@@ -51,6 +51,11 @@ class Add(sf.UnfusedOperation):
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         return (dy if "x" in needs else None), {"other": dy if "other" in needs else None}
 
+    @classmethod
+    def example(cls, x: Tensor) -> Add:
+        # Unnamed it cannot stand alone.
+        return cls("other")
+
     def extra_repr(self) -> str:
         return "" if self.name is None else repr(self.name)
 

@@ -46,5 +46,10 @@ class Fork(sf.UnfusedOperation):
             return (d_out if dy is None else dy), {}
         return dy + d_out, {}
 
+    @classmethod
+    def example(cls, x: Tensor) -> Fork:
+        # Unnamed it cannot stand alone.
+        return cls("out")
+
     def extra_repr(self) -> str:
         return "" if self.name is None else repr(self.name)

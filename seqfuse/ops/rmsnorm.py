@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
@@ -59,30 +60,20 @@ class RMSNorm(Norm):
         self.reset_parameters()
 
     def reference(self, x: Tensor) -> Tensor:
-        return rounded(self._plain(x, self.gain(self.weight, stats_dtype(x)))[0], x)
-
-    def _plain(self, x: Tensor, gain: Tensor | None) -> tuple[Tensor, Tensor]:
         stats = stats_dtype(x)
-        eps = torch.finfo(stats).eps if self.eps is None else self.eps
-        x = x.to(stats)
-        rstd = torch.rsqrt(x.square().mean(self._dims, keepdim=True) + eps)
-        return x * rstd if gain is None else x * rstd * gain, rstd
-
-    @property
-    def _dims(self) -> tuple[int, ...]:
-        return tuple(range(-len(self.normalized_shape), 0))
+        gain = self.gain(self.weight, stats)
+        gain = None if gain is None else gain.to(stats)
+        return rounded(F.rms_norm(x.to(stats), self.normalized_shape, gain, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        weight = parameter(self, "weight")
-        gain = self.gain(weight, stats_dtype(x))
-        kind = x.device.type
-        # An accelerator's kernel takes one dtype only, and autocast does not reach it.
-        if kind == "cpu" or ((gain is None or gain.dtype is x.dtype) and not torch.is_autocast_enabled(kind)):
-            y, rstd = fused_rms_norm(x, self.normalized_shape, gain, self.eps)
-        else:
-            y, rstd = self._plain(x, gain)
-            y = rounded(y, x)
-        return y, self.Saved(x=x, rstd=rstd.view(x.shape[: -len(self.normalized_shape)]), weight=weight)
+        weight, stats, kind = parameter(self, "weight"), stats_dtype(x), x.device.type
+        gain, fit = self.gain(weight, stats), x
+        if kind != "cpu" and ((gain is not None and gain.dtype is not x.dtype) or torch.is_autocast_enabled(kind)):
+            # An accelerator's kernel takes one dtype only, and autocast does not reach it.
+            fit, gain = x.to(stats), None if gain is None else gain.to(stats)
+        y, rstd = fused_rms_norm(fit, self.normalized_shape, gain, self.eps)
+        rows = x.shape[: -len(self.normalized_shape)]
+        return rounded(y, x), self.Saved(x=x, rstd=rstd.view(rows), weight=weight)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         x, rstd, weight = saved.x, saved.rstd, saved.weight if "x" in needs else None
@@ -91,7 +82,7 @@ class RMSNorm(Norm):
             wanted = ["x" in needs, "weight" in needs]
             dx, dweight = fused_rms_norm_backward(dy, x, self.normalized_shape, rstd, weight, wanted)
             return dx, {"weight": dweight} if wanted[1] else {}
-        stats, dims = rstd.dtype, self._dims
+        stats, dims = rstd.dtype, tuple(range(-len(self.normalized_shape), 0))
         gain = self.gain(weight, stats)
         rstd = rstd.view(*rstd.shape, *(1,) * len(dims))
         xhat = x.to(stats) * rstd

@@ -8,12 +8,31 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.testing import LAYOUTS, REGIMES, assert_bitwise_equal, in_regime, laid_out, seeded_randn
+from seqfuse.testing import LAYOUTS, REGIMES, assert_bitwise_equal, check_op, in_regime, laid_out, seeded_randn
 
 from .passes import DTYPES, NAMES, Passes, by_passes, check_needs, check_passes, example, extras_of, own_parameters
 
 SHAPES = ((1, 2), (7, 6), (3, 5, 8), (2, 1, 3, 4), (10,))
 CHAIN = [name for name in NAMES if name not in ("Add", "Fork")]
+
+
+OTHERS = (
+    ops.GeLU("tanh"), ops.GEGLU("tanh"), ops.Linear(6, 3, bias=False), ops.Reshape(2, 3),
+    ops.LayerNorm((5, 6)), ops.LayerNorm(6, bias=False), ops.LayerNorm(6, elementwise_affine=False),
+    ops.LayerNorm(6, zero_centered=True), ops.RMSNorm((5, 6)), ops.RMSNorm(6, elementwise_affine=False),
+    ops.RMSNorm(6, zero_centered=True), ops.Dropout(0.3, "downscale_in_infer"), ops.Dropout(0.0), ops.Dropout(1.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keeps_its_contract_under_the_engine(name: str):
+    x = seeded_randn((5, 6), 0)
+    check_op(example(name, x), x)
+
+
+@pytest.mark.parametrize("op", OTHERS, ids=str)
+def test_keeps_its_contract_in_other_configurations(op: sf.UnfusedOperation):
+    check_op(op, seeded_randn((5, 6), 0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
