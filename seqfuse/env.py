@@ -234,28 +234,30 @@ def _fusing_of(enabled: bool, on_error: OnError, only: frozenset[str] | None, ex
 
 @contextlib.contextmanager
 def fusing(
-    enabled: bool = True,
+    enabled: bool | None = None,
     *,
-    only: Iterable[str | type] | None = None,
-    exclude: Iterable[str | type] = (),
+    only: str | type | Iterable[str | type] | None = None,
+    exclude: str | type | Iterable[str | type] = (),
     on_error: OnError | None = None,
 ) -> Iterator[None]:
-    """Within the block, choose which fusions may be used.
+    """Within the block, choose which fusions may be used; what is left out stays as it is outside.
 
     Args:
-        enabled: `False` runs every operation unfused, bit for bit.
-        only: names or classes of the fusions that may be used; all if `None`.
-        exclude: names or classes of fusions that may not.
+        enabled: `False` runs every operation unfused, bit for bit; `True` turns fusing on again.
+        only: names or classes of the fusions that may be used, of those that may outside.
+        exclude: names or classes of fusions that may not be, beside those that may not outside.
         on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
     """
     outer = fusing_now()
-    names = None if only is None else frozenset(map(_name, only))
-    token = _fusing.set(_fusing_of(enabled, on_error or outer.on_error, names, frozenset(map(_name, exclude))))
+    names = outer.only if only is None else _names(only) & (outer.only if outer.only is not None else _names(only))
+    allowed = outer.enabled if enabled is None else enabled
+    token = _fusing.set(_fusing_of(allowed, on_error or outer.on_error, names, outer.exclude | _names(exclude)))
     try:
         yield
     finally:
         _fusing.reset(token)
 
 
-def _name(fusion: str | type) -> str:
-    return fusion if isinstance(fusion, str) else fusion.__name__
+def _names(fusions: str | type | Iterable[str | type]) -> frozenset[str]:
+    several = (fusions,) if isinstance(fusions, str | type) else fusions
+    return frozenset(f if isinstance(f, str) else f.__name__ for f in several)

@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 
@@ -90,9 +91,11 @@ def author_line(subject: Any, needle: str = "") -> str:
         path = inspect.getsourcefile(target) or "?"
     except (OSError, TypeError):
         return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', target)}"
-    for offset, line in enumerate(lines):
-        if needle in line:
-            return f"{path}:{first + offset}: {line.strip()}"
+    word = re.escape(needle)
+    for pattern in (rf"^\s*{word}\s*[:=]", rf"(?<!\w){word}(?!\w)", word):
+        for offset, line in enumerate(lines):
+            if needle and re.search(pattern, line):
+                return f"{path}:{first + offset}: {line.strip()}"
     return f"{path}:{first}: {lines[0].strip()}"
 
 

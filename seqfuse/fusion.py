@@ -33,9 +33,7 @@ class Slot:
 
     def takes(self, kind: type) -> bool:
         """Whether an operation whose exact type is `kind` may stand here."""
-        return any(
-            kind is t or (t.is_open and getattr(kind, "is_final", False) and issubclass(kind, t)) for t in self.types
-        )
+        return any(kind is t or (t.is_open and issubclass(kind, t)) for t in self.types)
 
 
 class FusedOperation:
@@ -67,6 +65,13 @@ class FusedOperation:
         cls.is_contract = contract
         if contract:
             return
+        kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not FusedOperation]
+        if len(kinds) > 1:
+            several = ", ".join(kinds)
+            raise definition_error(cls, f"derive from one of {several}; JointFusion replaces both passes", "class ")
+        if cls.layout not in typing.get_args(Layout):
+            known = ", ".join(typing.get_args(Layout))
+            raise definition_error(cls, f"layout must be one of {known}, not {cls.layout!r}", "layout")
         if not (cls.replaces_forward or cls.replaces_backward):
             raise definition_error(
                 cls, "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion", "class "
@@ -97,11 +102,11 @@ class FusedOperation:
         if cls.has_record and not issubclass(getattr(cls, "Saved", type(None)), Saved):
             raise definition_error(cls, "a JointFusion needs a class Saved(sf.Saved) of its own", "class ")
         for name in cls.outputs:
-            cls._split(name, "outputs")
+            cls._place(name, "outputs", lambda op: op.outputs)
         if cls.replaces_forward:
             cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
             for name in cls.forward_signature.extras:
-                cls._split(name, "def fwd")
+                cls._place(name, name, lambda op: (*op.forward_signature.extras, *_seed(op)))
         if cls.replaces_backward:
             plain = not any(s.variadic for s in cls.slots)
             records = frozenset() if cls.has_record else frozenset(s.name for s in cls.slots)
@@ -113,16 +118,24 @@ class FusedOperation:
                         raise definition_error(
                             cls, f"bwd names {name!r}, which is no slot ({slots}) and no d_<output>", name
                         )
-                    cls._split(name[2:], name)
+                    cls._place(name[2:], name, lambda op: op.outputs)
             if plain and records - set(signature.extras):
                 missing = ", ".join(sorted(records - set(signature.extras)))
                 raise definition_error(cls, f"bwd must take the record of every slot by keyword: {missing}", "def bwd")
             cls.backward_signature = signature
 
     @classmethod
-    def _split(cls, name: str, needle: str) -> None:
-        if not any(name.startswith(f"{slot.name}_") for slot in cls.slots):
+    def _place(cls, name: str, needle: str, offers: Callable[[type[UnfusedOperation]], tuple[str, ...]]) -> None:
+        """Check that `name` is `slot_what`, and that an operation of the slot offers it."""
+        slots = [slot for slot in cls.slots if name.startswith(f"{slot.name}_")]
+        if not slots:
             raise definition_error(cls, f"{name!r} does not begin with a slot's name", needle)
+        if any(slot.variadic or any(t.is_open for t in slot.types) for slot in slots):
+            return
+        offered = [f"{slot.name}_{what}" for slot in slots for t in slot.types for what in offers(t)]
+        if name not in offered:
+            known = ", ".join(offered) or "nothing"
+            raise definition_error(cls, f"{name!r} is not there: the operations of its slot offer {known}", needle)
 
     def __init__(self, **slots: Any) -> None:
         self.__dict__.update(slots)
@@ -190,10 +203,14 @@ class JointFusion(FusedOperation, contract=True):
 
 
 class InferenceFusion(FusedOperation, contract=True):
-    """Substitutes the forward pass where nothing needs a gradient: `fwd(x, ...) -> y`."""
+    """Substitutes the forward pass where nothing needs a gradient: `fwd(x, ...) -> y`, or `(y, outputs)`."""
 
     replaces_forward = True
     fwd: ClassVar[Callable[..., Any]]
+
+
+def _seed(operation: type[UnfusedOperation]) -> tuple[str, ...]:
+    return ("seed",) if operation.forward_signature.seed else ()
 
 
 def _kind(cls: type[FusedOperation]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import typing
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -95,6 +97,12 @@ class FusableOperation(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": []}
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # Other libraries put pickles here; nothing of ours is in them and nothing unpickles them.
+        if state_dict.pop(f"{prefix}_extra_state", None) is not None:
+            warnings.warn(f"ignored {prefix}_extra_state, which another library saved", UserWarning, stacklevel=2)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
 
 def alone(operation: FusableOperation) -> Callable[..., Any]:
     """Make the callable that runs one operation as a list of one; the fuser, which is above, puts its own here."""
@@ -141,6 +149,9 @@ class UnfusedOperation(FusableOperation):
                 raise definition_error(cls, f"an operation with a reference needs {name} as well", "class ")
         if cls.Saved is Saved or not issubclass(cls.Saved, Saved):
             raise definition_error(cls, "an operation needs a class Saved(sf.Saved) of its own", "Saved")
+        if cls.layout not in typing.get_args(Layout):
+            known = ", ".join(typing.get_args(Layout))
+            raise definition_error(cls, f"layout must be one of {known}, not {cls.layout!r}", "layout")
         cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
         allowed = frozenset(f"d_{name}" for name in cls.outputs)
         cls.backward_signature = Signature.of(cls, "bwd", ("dy", "saved"), allowed)

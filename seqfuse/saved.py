@@ -75,8 +75,11 @@ class Saved:
         super().__init_subclass__(**kwargs)
         hints = class_hints(cls, sys._getframe(1))
         for name in hints:
-            if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
-                raise definition_error(cls, f"field {name!r} must be a public identifier", name)
+            if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in ("fields", "kept"):
+                raise definition_error(cls, f"field {name!r} must be a public identifier of its own", name)
+            if _holds_tensor(hints[name]) and not _is_known(hints[name]):
+                known = "Tensor, Tensor | None, tuple[Tensor, ...] or plain data"
+                raise definition_error(cls, f"field {name!r} must be {known}", name)
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False, init=False, repr=False)(cls)
         declared = dataclasses.fields(cls)  # type: ignore[arg-type]
         cls.fields = tuple(f.name for f in declared)
@@ -110,6 +113,14 @@ class Saved:
 
 def _holds_tensor(hint: Any) -> bool:
     return (isinstance(hint, type) and issubclass(hint, Tensor)) or any(map(_holds_tensor, typing.get_args(hint)))
+
+
+def _is_known(hint: Any) -> bool:
+    """Whether a hint that holds a tensor is a tensor, perhaps `None`, or a tuple of such."""
+    if isinstance(hint, type) and issubclass(hint, Tensor):
+        return True
+    origin, parts = typing.get_origin(hint), [h for h in typing.get_args(hint) if h not in (type(None), Ellipsis)]
+    return origin in (tuple, typing.Union, types.UnionType) and all(map(_is_known, parts))
 
 
 def class_hints(cls: type, frame: types.FrameType | None) -> dict[str, Any]:

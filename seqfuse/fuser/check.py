@@ -64,7 +64,9 @@ def check_forward(
 
 def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, dict[str, Any], Any]:
     if isinstance(fusion, InferenceFusion):
-        form, parts = "y", (out, {}, {}) if isinstance(out, Tensor) else None
+        pair = isinstance(out, tuple) and len(out) == 2
+        form = "(y, outputs)" if fusion.outputs else "y"
+        parts = ((*out, {}) if pair else None) if fusion.outputs else (out, {}, {})
     elif fusion.outputs:
         form, parts = "(y, outputs, saved)", out if isinstance(out, tuple) and len(out) == 3 else None  # type: ignore[assignment]
     else:
@@ -153,7 +155,9 @@ def _key(binder: Binder, fusion: FusedOperation, covers: range, x: Tensor) -> An
 
 def _config(operation: UnfusedOperation) -> Any:
     plain = tuple(
-        (k, v) for k, v in vars(operation).items() if not k.startswith("_") and isinstance(v, str | int | float | tuple)
+        (k, repr(v))
+        for k, v in vars(operation).items()
+        if not k.startswith("_") and isinstance(v, str | int | float | tuple)
     )
     shapes = ((n, getattr(o, a)) for n, (o, a) in operation.parameter_slots().items())
     return type(operation), plain, tuple((n, p.shape, p.dtype) for n, p in shapes)
@@ -178,13 +182,16 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
         raise wrong(f"bwd must return (dx, {{name: gradient}}), not (dx, {type(grads).__name__})")
     known: dict[str, Tensor | None] = {}
     wanted: set[str] = set()
+    inside = {c for position in step.covers for _, c in binder.items[position].outputs}
     for position, (place, _) in zip(
         step.covers, step.operation.named_operations() if fused else [("", None)], strict=True
     ):
         item, prefix = binder.items[position], f"{place}." if fused else ""
         known |= {prefix + n: getattr(owner, attribute) for n, (owner, attribute) in item.slots.items()}
         known |= {prefix + n: None for n, _ in item.inputs}
-        wanted |= {prefix + n for n in item.slots if n in binder.wants.needs[position]}
+        needs = binder.wants.needs[position]
+        wanted |= {prefix + n for n in item.slots if n in needs}
+        wanted |= {prefix + n for n, c in item.inputs if n in needs and not (fused and c in inside)}
     unknown = sorted(name for name, g in grads.items() if g is not None and name not in known)
     if unknown:
         raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
@@ -192,9 +199,10 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
         raise wrong("bwd returned no gradient of x, which is wanted")
     for name in sorted(wanted):
         g, parameter = grads.get(name), known[name]
-        assert parameter is not None
         if not isinstance(g, Tensor):
             raise wrong(f"bwd returned no gradient {name!r}, which is wanted")
+        if parameter is None:  # an extra input, whose shape is not known here
+            continue
         same_dtype = g.dtype == parameter.dtype or binder.dtypes is not None
         if g.shape != parameter.shape or g.device != parameter.device or not same_dtype:
             raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch.nn.modules.module as hooks_of
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Item:
     path: str
     name: str  # the class the user wrote
     kind: type = _Never
+    derives: type | None = None  # the final class a user's subclass derives from
     alone: str | None = None  # why it runs through its own __call__
     inputs: tuple[tuple[str, str], ...] = ()  # extra input, channel
     outputs: tuple[tuple[str, str], ...] = ()
@@ -82,23 +84,28 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             items.append(Item(module, path, kind.__name__, alone=alone))
             return
         assert isinstance(module, FusableOperation)
+        if isinstance(module, UnfusedOperation):
+            looked_at.extend(module.modules())
         members, start = module.expand(), len(items)
-        keys = {id(child): key for key, child in module._modules.items()}
+        keys: dict[int, list[str]] = {}
+        for key, child in module._modules.items():
+            keys.setdefault(id(child), []).append(key)
         for member in members:
             if member is module:
-                final = getattr(kind, "is_final", False)
                 assert isinstance(module, UnfusedOperation)
-                items.append(
-                    Item(module, path, kind.__name__, kind if final else _Never, slots=_own_slots(module, members))
-                )
+                exact = module.is_final or module.is_open
+                derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
+                slots = _own_slots(module, members)
+                items.append(Item(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))
             else:
-                key = keys.get(id(member)) or type(member).__name__.lower()
+                named = keys.get(id(member))
+                key = named.pop(0) if named else type(member).__name__.lower()
                 visit(member, f"{path}.{key}".lstrip("."), False)
         if not top and len(members) > 1:
             nested.append(range(start, len(items)))
 
     visit(root, "", True)
-    _route(items, nested, isinstance(root, UnfusedOperation))
+    _route(items, nested, isinstance(root, UnfusedOperation), looked_at)
     return items
 
 
@@ -112,12 +119,14 @@ def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict
     return {name: slot for name, slot in slots.items() if (id(slot[0]), slot[1]) not in taken}
 
 
-def _channels_of(item: Item) -> tuple[Mapping[str, str | None], tuple[str, ...], tuple[str, ...]]:
+def _channels_of(
+    item: Item, seen: list[nn.Module]
+) -> tuple[Mapping[str, str | None], tuple[str, ...], tuple[str, ...]]:
     module = item.operation
     if isinstance(module, UnfusedOperation):
         return module.channels, module.forward_signature.extras, module.outputs
     if isinstance(module, FusableOperation):
-        inside = flatten(module)
+        inside = flatten(module, seen)
         made = {c for i in inside for _, c in i.outputs}
         read = [c for i in inside for _, c in i.inputs if c not in made]
         inputs = tuple(dict.fromkeys(read))
@@ -131,7 +140,7 @@ def call_name(operation: nn.Module, name: str) -> str:
     return (operation.channels[name] or name) if isinstance(operation, UnfusedOperation) else name
 
 
-def _route(items: list[Item], nested: list[range], by_itself: bool) -> None:
+def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[nn.Module]) -> None:
     """Give every extra input and output its channel; anonymous ones pair like parentheses."""
     made: dict[str, int] = {}
     read: dict[str, int] = {}
@@ -143,7 +152,7 @@ def _route(items: list[Item], nested: list[range], by_itself: bool) -> None:
 
     for position, item in enumerate(items):
         item.readers = readers
-        channels, inputs, outputs = _channels_of(item)
+        channels, inputs, outputs = _channels_of(item, seen)
         if by_itself:
             channels = {name: channel or name for name, channel in channels.items()}
         for name in inputs:
@@ -229,26 +238,24 @@ class Fingerprint:
 
     def _compare(self) -> bool:
         epoch = Changes.epoch
-        try:
-            same = (
-                self._attributes == self._attributes_then
-                and [*map(list, self._children)] == self._keys_then
-                and [*map(type, self._modules)] == self._types_then
-                and [parameters[name] is None for parameters, name in self._parameters] == self._absent_then
-            )
-        except (RuntimeError, KeyError):  # a tensor attribute was replaced, and has no truth value; a parameter is gone
-            return False
+        same = self._same(self._attributes_then)
         if same:
             self._epoch = epoch
         return same
 
+    def _same(self, attributes: list[dict[str, Any]]) -> bool:
+        try:
+            return (
+                self._attributes == attributes
+                and [*map(list, self._children)] == self._keys_then
+                and [*map(type, self._modules)] == self._types_then
+                and [parameters[name] is None for parameters, name in self._parameters] == self._absent_then
+            )
+        except Exception:  # a replaced tensor or array has no truth value, a parameter is gone: it has changed
+            return False
+
     def differs_in_training_only(self) -> bool:
         """Whether what changed is training flags and nothing else, so that it may come back."""
-        held = [then["training"] for then in self._attributes_then]
-        for now, then in zip(self._attributes, self._attributes_then, strict=True):
-            then["training"] = now.get("training")
-        same = self._compare() and self.holds()
-        for then, training in zip(self._attributes_then, held, strict=True):
-            then["training"] = training
-        self._epoch = -1
-        return same
+        pairs = zip(self._attributes, self._attributes_then, strict=True)
+        rest = self._same([{**then, "training": now.get("training")} for now, then in pairs])
+        return rest and self._children == self._children_then and not any(self._empty) and all(self._full)

@@ -34,6 +34,7 @@ class Region:
     plain: list[tuple[dict[str, Any], str]] | None  # where parameters can be read directly
     channels: tuple[str, ...]
     programs: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
+    shapes: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
     latest: tuple[Any, Any] = (None, None)
 
 

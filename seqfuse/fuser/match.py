@@ -20,6 +20,7 @@ class Candidate:
     start: int
     stop: int
     cost: int
+    rank: int = 0  # place of its class in the rule set
 
     @property
     def name(self) -> str:
@@ -40,7 +41,7 @@ class Matcher:
     """Finds every candidate of a rule set on a stretch of operations."""
 
     def __init__(self, fusions: Sequence[type[FusedOperation]]) -> None:
-        self.fusions = tuple(f for f in fusions if not f.is_contract)
+        self.fusions = tuple(fusions)
         self._starts: dict[type, tuple[type[FusedOperation], ...]] = {}
         self._warned: set[tuple[str, str]] = set()
 
@@ -50,7 +51,7 @@ class Matcher:
         """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient."""
         found: list[Candidate] = []
         refused: list[Refusal] = []
-        kinds = [item.kind for item in items[start:stop]]
+        kinds = [item.derives or item.kind for item in items[start:stop]]
         for i, kind in enumerate(kinds):
             starts = self._starts.get(kind)
             if starts is None:
@@ -58,12 +59,18 @@ class Matcher:
             for cls in starts:
                 for lengths in _lengths(cls.slots, 0, kinds, i):
                     a, b = start + i, start + i + sum(lengths)
+                    inexact = next((item for item in items[a:b] if item.derives), None)
+                    if inexact is not None:
+                        base = inexact.derives.__name__ if inexact.derives else ""
+                        reason = f"{inexact.name} derives from {base}, and only exact types match"
+                        refused.append(Refusal(cls.__name__, a, reason))
+                        continue
                     bound = _bind(cls, lengths, items, a)
                     reason = self._refuses(bound, items, a, b, live_from, env, fusing)
                     if reason is None:
                         cost = self._cost(bound, env)
                         if isinstance(cost, int):
-                            found.append(Candidate(bound, a, b, cost))
+                            found.append(Candidate(bound, a, b, cost, self.fusions.index(cls)))
                             continue
                         reason = cost
                     refused.append(Refusal(cls.__name__, a, reason))
@@ -90,7 +97,7 @@ class Matcher:
         try:
             for holds, sentence in fusion.requires(env):
                 if not holds:
-                    return str(sentence)
+                    return str(sentence) or "its requires refused without a sentence"
         except Exception as error:
             return self._raised(name, "requires", error)
         return None
@@ -171,6 +178,7 @@ def _refuses_channels(fusion: FusedOperation, items: Sequence[Item], a: int, b: 
 class _Best:
     cost: int
     count: int
+    ranks: int
     before: tuple[int, int] | None
     step: Candidate | None
 
@@ -196,14 +204,16 @@ def cheapest(
         else:
             forward.setdefault(c.start, []).append(c)
     layers: list[dict[tuple[int, int], _Best]] = [{} for _ in range(2 * (stop - start) + 1)]
-    layers[0][start, start] = _Best(0, 0, None, None)
+    layers[0][start, start] = _Best(0, 0, 0, None, None)
 
     def relax(before: tuple[int, int], best: _Best, f: int, b: int, step: Candidate | None) -> None:
-        cost, count = (best.cost, best.count) if step is None else (best.cost + step.cost, best.count + 1)
+        cost, count, ranks = best.cost, best.count, best.ranks
+        if step is not None:
+            cost, count, ranks = cost + step.cost, count + 1, ranks + step.rank
         layer = layers[f + b - 2 * start]
         known = layer.get((f, b))
-        if known is None or (cost, count) < (known.cost, known.count):
-            layer[f, b] = _Best(cost, count, before, step)
+        if known is None or (cost, count, ranks) < (known.cost, known.count, known.ranks):
+            layer[f, b] = _Best(cost, count, ranks, before, step)
 
     for layer in layers[:-1]:
         for (f, b), best in layer.items():

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+from torch.nn.utils import parametrize
+
 from ..env import Env, Fusing
 from .items import Item
 from .match import Candidate, Matcher, Refusal, cheapest
@@ -115,7 +118,7 @@ class Wants:
             wanted = {"x"} if x else set[str]()
             wanted |= {name for name, channel in item.inputs if carries.get(channel)}
             for name, (owner, attribute) in item.slots.items():
-                if getattr(owner, attribute).requires_grad:
+                if _requires_grad(owner, attribute):
                     wanted.add(name)
             wanted = wanted if grad else set()
             needs[position] = frozenset(wanted)
@@ -124,6 +127,17 @@ class Wants:
                 live_from = position
             carries.update((channel, x) for _, channel in item.outputs)
         return cls(live_from, needs)
+
+
+def _requires_grad(owner: nn.Module, attribute: str) -> bool:
+    known = owner._parameters.get(attribute)
+    if known is not None:
+        return known.requires_grad
+    if parametrize.is_parametrized(owner, attribute):
+        # Reading the attribute would evaluate it, and some parametrizations step when they are.
+        originals = getattr(owner.parametrizations, attribute).parameters()
+        return any(p.requires_grad for p in originals)
+    return bool(getattr(owner, attribute).requires_grad)
 
 
 def plan_region(

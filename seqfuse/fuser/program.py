@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,8 +75,11 @@ class Binder:
             locate=self.locate,
         )
 
-    def _bind(self, fn: Callable[..., Any], signature: Signature, needs: frozenset[str]) -> Callable[..., Any]:
-        fixed: dict[str, Any] = {}
+    def _bind(
+        self, fn: Callable[..., Any], signature: Signature, needs: frozenset[str], given: Iterable[str]
+    ) -> Callable[..., Any]:
+        # What an absent optional slot would have given is passed as None.
+        fixed: dict[str, Any] = dict.fromkeys(set(signature.extras) - set(given))
         if signature.needs:
             fixed["needs"] = needs
         if signature.env:
@@ -119,7 +122,7 @@ class Binder:
         kind = _kind(operation)
         parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
         return Call(
-            fn=self._bind(operation.fwd, signature, self._needs(operation, a, b)),
+            fn=self._bind(operation.fwd, signature, self._needs(operation, a, b), [n for n, _ in (*inputs, *seeds)]),
             kind=kind,
             name=step.name,
             start=a,
@@ -161,11 +164,12 @@ class Binder:
             incoming += [(n, c) for n, c in wanted if n in signature.extras]
         parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
         kind = _kind(operation, backward=True)
+        named = [n for n, _ in incoming] + ([slot for slot, _, _ in records] if kind == "backward" else [])
         recover = None
         if kind == "joint" and hasattr(operation, "unfused"):
             recover = functools.partial(self._recover, operation, a)
         return Back(
-            fn=self._bind(operation.bwd, signature, self._needs(operation, a, b)),
+            fn=self._bind(operation.bwd, signature, self._needs(operation, a, b), named),
             kind=kind,
             name=step.name,
             start=a,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.utils import parametrize
 from .. import operation as operations
 from ..autograd import apply
 from ..env import Env, any_autocast, autocast_of, fusing_now
+from ..errors import PluginError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .inputs import check_devices, dtypes_of, locate, validate, validate_all
@@ -30,7 +30,7 @@ from .show import Memory, measure
 KEPT_LISTS, KEPT_PROGRAMS = 8, 512
 _signature_of = operator.attrgetter("requires_grad", "dtype", "__class__")
 _PLAIN = (Tensor, nn.Parameter)
-_nothing = contextlib.nullcontext()
+_one_at_a_time = threading.RLock()
 
 
 class Fuser:
@@ -42,7 +42,7 @@ class Fuser:
     """
 
     def __init__(self, root: FusableOperation, fusions: Sequence[type[FusedOperation]] = ()) -> None:
-        self.root, self.fusions = root, tuple(fusions)
+        self.root, self.fusions = root, _checked(fusions)
         self._reset()
 
     def _reset(self) -> None:
@@ -72,14 +72,22 @@ class Fuser:
         if channels or listing.inputs:
             check_channels(listing.items, listing.inputs, channels)
         seeds = draw(len(listing.random), x) if listing.random else None
-        with parametrize.cached() if listing.parametrized else _nothing:
-            for part in listing.parts:
-                if part.__class__ is Region:
-                    x = self._run_region(listing, part, x, channels, seeds)
-                else:
-                    x = run_alone(listing.items[part], x, channels)
+        if listing.parametrized:
+            # The cache is the process's, so that one thread would read tensors of another's graph.
+            with _one_at_a_time, parametrize.cached():
+                x = self._run_parts(listing, x, channels, seeds)
+        else:
+            x = self._run_parts(listing, x, channels, seeds)
         if listing.outputs:
             return (x, *[channels[name] for name in listing.outputs])
+        return x
+
+    def _run_parts(self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+        for part in listing.parts:
+            if part.__class__ is Region:
+                x = self._run_region(listing, part, x, channels, seeds)
+            else:
+                x = run_alone(listing.items[part], x, channels)
         return x
 
     def _run_region(
@@ -102,11 +110,9 @@ class Fuser:
             [*map(_signature_of, parameters)],
             [_signature_of(channels[c]) for c in region.channels] if region.channels else None,
         )
-        program = (
-            region.latest[1]
-            if region.latest[0] == key
-            else self._program(listing, region, key, x, channels, parameters)
-        )
+        latest, program = region.latest
+        if latest != key:
+            program = self._program(listing, region, key, x, channels, parameters)
         if program.by_reference:
             return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
         for segment, indices in program.segments:
@@ -127,12 +133,14 @@ class Fuser:
         exact_key = (shape, *state, tuple(parameter_state), tuple(channel_state or ()))
         bucket_key = (rows, *exact_key[1:])
         with self._lock:
-            program = region.programs.get(exact_key)
+            program = region.shapes.get(exact_key)
             if program is None:
                 validate(listing, region, shape)
-                program = region.programs.get(bucket_key) or self._bind(listing, region, x, channels, parameters)
-                kept = region.programs if len(region.programs) < KEPT_PROGRAMS else {}
-                region.programs = {**kept, exact_key: program, bucket_key: program}
+                program = region.programs.get(bucket_key)
+                if program is None:
+                    program = self._bind(listing, region, x, channels, parameters)
+                    region.programs = _with(region.programs, bucket_key, program)
+                region.shapes = _with(region.shapes, exact_key, program)
             region.latest = key, program
             return program
 
@@ -170,6 +178,9 @@ class Fuser:
                 self._listings = (listing, *(other for other in self._listings if other is not listing))
                 return listing
         with self._lock:
+            for listing in self._listings:
+                if listing.fingerprint.holds():
+                    return listing
             kept = [known for known in self._listings if known.fingerprint.differs_in_training_only()]
             listing = Listing(self.root)
             self._listings = (listing, *kept[: KEPT_LISTS - 1])
@@ -231,6 +242,24 @@ class Fuser:
         random = random_positions(items)
         inputs, outputs = public_channels(items)
         return by_reference(items, random, inputs, outputs, x, channels)
+
+
+def _checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
+    chosen = (fusions,) if isinstance(fusions, type) or not isinstance(fusions, Iterable) else tuple(fusions)
+    for fusion in chosen:
+        if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
+            raise PluginError(f"a rule set holds fusion classes, not {fusion!r}", code="SF301")
+        if fusion.is_contract:
+            what = "has slots but no fwd or bwd" if fusion.slots else "has no slots"
+            raise PluginError(
+                f"{fusion.__name__} {what}, so it cannot be used", code="SF301", operation=fusion.__name__
+            )
+    return chosen
+
+
+def _with(programs: dict[Any, Program], key: Any, program: Program) -> dict[Any, Program]:
+    """A copy with one more entry: readers hold no lock. A full one starts anew."""
+    return {**(programs if len(programs) < KEPT_PROGRAMS else {}), key: program}
 
 
 class _Alone(Fuser):

@@ -125,24 +125,25 @@ class Segment:
     ) -> tuple[Tensor, Any]:
         """Run a step that takes or makes more than the chain's tensor and a record, or is yet to be checked."""
         keywords: dict[str, Any] = {keyword: channels[channel] for keyword, channel in call.inputs}
+        if call.layout != "any":
+            keywords = {keyword: _fit(value, call.layout) for keyword, value in keywords.items()}
         given = dict(keywords) if call.check is not None else {}
         for keyword, index in call.seeds:
             keywords[keyword] = None if index is None or seeds is None else seeds[index]
         out = call.fn(x, **keywords)
-        if call.check is not None and call.check(call, x, out, given, seeds):
+        check = call.check
+        if check is not None and check(call, x, out, given, seeds):
             call.check = None
             call.simple = call.may_be_simple
         for channel in call.done:
             del channels[channel]
-        if call.kind == "inference":
-            return out, None
         if not call.outputs:
-            return out[0], out[-1]
+            return (out, None) if call.kind == "inference" else (out[0], out[-1])
         for name, channel in call.outputs:
             channels[channel] = out[1][name]
         if packed is not None:
             packed[_SHAPES - call.stop] = _zeros, (out[0].shape, out[0].dtype, out[0].device)
-        return out[0], out[2]
+        return out[0], out[-1]
 
     def _may_fall_back(self, step: Call | Back, error: Exception) -> None:
         """Warn and return if the unfused operations may run in place of a failed fusion; else raise."""
@@ -220,6 +221,8 @@ class Segment:
         if back.layout != "any":
             d = _fit(d, back.layout)
         extras: dict[str, Any] = {keyword: sides.get(channel) for keyword, channel in back.incoming}
+        if back.layout != "any":
+            extras = {keyword: None if g is None else _fit(g, back.layout) for keyword, g in extras.items()}
         if back.kind == "backward":
             dx, grads = back.fn(d, **_records(back, packed, tensors), **extras)
         else:
@@ -227,7 +230,8 @@ class Segment:
                 raise _ForwardFellBack
             unpack, tokens = packed[back.start if back.kind == "unfused" else ~back.start]
             dx, grads = back.fn(d, unpack(tokens, tensors), **extras)
-        if back.check is not None and back.check(back, d, dx, grads):
+        check = back.check
+        if check is not None and check(back, d, dx, grads):
             back.check = None
             back.simple = back.may_be_simple
         # All that can fail comes before the sums are touched: a fallback must not count a gradient twice.
@@ -291,6 +295,11 @@ def _records(back: Back, packed: Packed, tensors: tuple[Tensor, ...]) -> dict[st
     for slot, position, place in back.records:
         unpack, tokens = packed[position]
         record = unpack(tokens, tensors)
+        if back.layout != "any":
+            for name in record.__dict__.keys() & set(record.fields):
+                value = record.__dict__[name]
+                if isinstance(value, Tensor):
+                    record.__dict__[name] = _fit(value, back.layout)
         records[slot] = record if place is None else (*records.get(slot, ()), record)
     return records
 

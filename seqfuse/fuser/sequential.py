@@ -44,12 +44,13 @@ class Sequential(nn.Sequential, FusableOperation):
         else:
             for index, module in enumerate(operations):
                 self.add_module(str(index), module)  # type: ignore[arg-type]
-        self.fusions = tuple(self.default_fusions if fusions is None else fusions)
+        self.fusions = self.default_fusions if fusions is None else fusions
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if name == "fusions":
             self._fuser = Fuser(self, value)
+            value = self._fuser.fusions
+        super().__setattr__(name, value)
 
     def expand(self) -> tuple[nn.Module, ...]:
         return tuple(self)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -66,7 +68,7 @@ def render(plan: Plan) -> str:
     lines = [f"Plan for {plan.env}: {positions} operations, {_plural(len(plan.segments), 'segment')}"]
     lines[0] += f", {forward} fused forward, {backward} fused backward"
     lines = _wrap(lines[0], "  ")
-    wide = max([len("operation"), *(len(_label(n, p)) for n, p in zip(plan.names, plan.paths, strict=True))])
+    wide = max([len("operation"), *(_width(_label(n, p)) for n, p in zip(plan.names, plan.paths, strict=True))])
     wide = min(wide, 30)
     column = (WIDTH - wide - 8) // 2
     lines.append(f"{'at':>4}  {'operation':<{wide}}  {'forward':<{column - 2}}  backward".rstrip())
@@ -76,7 +78,7 @@ def render(plan: Plan) -> str:
         if i in starts:
             lines.append(f"{'':>4}  {'-' * wide}")
         a, b = _cut(ahead.get(i, "."), column - 2), _cut(back.get(i, "."), column - 2)
-        lines.append(f"{i:>4}  {_cut(_label(name, path), wide):<{wide}}  {a:<{column - 2}}  {b}".rstrip())
+        lines.append(f"{i:>4}  {_pad(_cut(_label(name, path), wide), wide)}  {_pad(a, column - 2)}  {b}".rstrip())
     for alone in plan.alone:
         lines += _wrap(f"alone: {alone.name} at {alone.at}: {alone.reason}", "    ")
     for reason, where in _grouped(plan):
@@ -92,7 +94,8 @@ def render(plan: Plan) -> str:
 
 
 def _label(name: str, path: str) -> str:
-    return f"{name} {path}".rstrip()
+    text = f"{name} {path}".rstrip()
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _marks(steps: Sequence[Step], plan: Plan) -> dict[int, str]:
@@ -123,12 +126,33 @@ def _plural(n: int, word: str) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(width - 2, 1)] + ".."
+    return _take(text, width) if _width(text) <= width else _take(text, width - 2) + ".."
+
+
+def _pad(text: str, width: int) -> str:
+    return text + " " * (width - _width(text))
+
+
+def _width(text: str) -> int:
+    return sum(map(_columns, text))
+
+
+def _columns(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _take(text: str, width: int) -> str:
+    taken = ""
+    for character in text:
+        if _width(taken) + _columns(character) > width:
+            break
+        taken += character
+    return taken
 
 
 def _wrap(text: str, indent: str) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=True) or [""]
 
 
