@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,9 +67,11 @@ class Bench(Fuser):
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Generator[None]:
     """A block in which torch's generators start from a seed, and after which they are as they were before it."""
-    generators: Any = torch.random
-    with generators.fork_rng([device] if device.type == "cuda" else []):
-        generators.manual_seed(seed)
+    on_cuda, generators = device.type == "cuda", cast(Any, torch.random)
+    with generators.fork_rng([device] if on_cuda else []):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback, for devices not yet started
+        if on_cuda:
+            cast(Any, torch.cuda).manual_seed(seed)
         yield
 
 

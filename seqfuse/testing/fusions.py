@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..fusion import FusedOperation
-from .cases import Specimen
+from .cases import Specimen, seeded
 from .judge import saying
 from .operations import DTYPES
 from .patterns import described, example_lists
@@ -78,6 +78,19 @@ def check_fusion(
             reason for which it was refused.
         PluginError: where the engine found that the class breaks its contract.
     """
+    with seeded(seed, x.device):
+        return _check(fusion, x, ops, seed, dtypes, env, channels)
+
+
+def _check(
+    fusion: type[FusedOperation],
+    x: Tensor,
+    ops: Sequence[nn.Module],
+    seed: int,
+    dtypes: Sequence[torch.dtype] | None,
+    env: Env | None,
+    channels: Mapping[str, Tensor],
+) -> Checked:
     name = fusion.__name__
     with saying(name):
         lists = [list(ops)] if ops else list(example_lists(fusion, x))

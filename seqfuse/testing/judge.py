@@ -87,17 +87,17 @@ def _by_chance(mismatch: FusedMismatch) -> set[str]:
 
 
 def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) -> None:
-    """A backward gives the gradients of `needs` and no others, unless it hands an incoming one on.
+    """A backward gives the gradients of `needs` and no others, unless one costs nothing.
 
-    Raises AssertionError naming the gradient.
+    It does where it is an incoming gradient, or a wanted one, handed on. Raises AssertionError naming the gradient.
     """
     dx, grads = back.out
-    incoming = [t for t in (*back.args[:1], *back.kwargs.values()) if isinstance(t, Tensor)]
-    for name in ("x", *names):
-        g: Tensor | None = dx if name == "x" else grads.get(name)
+    found: dict[str, Tensor | None] = {"x": dx, **{name: grads.get(name) for name in names}}
+    free = [t for t in (*back.args[:1], *back.kwargs.values()) if isinstance(t, Tensor)]
+    free += [g for name, g in found.items() if g is not None and name in needs]
+    for name, g in found.items():
         if g is None and name in needs:
             raise AssertionError(f"bwd gives no gradient of {name!r}, which is wanted")
-        if g is not None and g.numel() and name not in needs and not any(share_storage(g, t) for t in incoming):
-            raise AssertionError(
-                f"bwd gives a gradient of {name!r}, which is not wanted; ask `needs` and skip its work"
-            )
+        if g is not None and g.numel() and name not in needs and not any(share_storage(g, t) for t in free):
+            message = f"bwd gives a gradient of {name!r}, which is not wanted; ask `needs` and skip its work"
+            raise AssertionError(message)

@@ -150,10 +150,11 @@ class Observer:
         self, owner: Any, name: str, fn: Callable[..., Any], watched: dict[str, object], /, *args: Any, **kwargs: Any
     ) -> Any:
         given = dict(_tensors_given(name, args, kwargs))
-        for module in watched.values():
+        for what, module in watched.items():
             if isinstance(module, nn.Module):
-                given.update(module.named_parameters())
-                given.update(module.named_buffers())
+                given.update(
+                    {f"{key} of {what}": t for key, t in (*module.named_parameters(), *module.named_buffers())}
+                )
         state = GlobalState(watched)
         untouched = Untouched({f"{name}: {key}": t for key, t in given.items()})
         with untouched:
@@ -167,9 +168,9 @@ class Observer:
 
 def _named(owner: Any, modules: Iterable[nn.Module]) -> Iterator[tuple[str, object]]:
     yield ("the operation" if isinstance(owner, nn.Module) else "the fusion"), owner
-    for module in modules:
+    for i, module in enumerate(modules):
         if module is not owner:
-            yield type(module).__name__, module
+            yield f"{type(module).__name__}{f' ({i})' if i else ''}", module
 
 
 def _tensors_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,13 @@ def check_op(
         AssertionError: naming the operation, the case, the tensor and what failed.
         PluginError: where the engine found that the class breaks its contract.
     """
+    with seeded(seed, x.device):
+        _check(op, x, seed, dtypes, channels)
+
+
+def _check(
+    op: UnfusedOperation, x: Tensor, seed: int, dtypes: Sequence[torch.dtype], channels: Mapping[str, Tensor]
+) -> None:
     name = type(op).__name__
     with saying(name):
         specimen = Specimen([op], x, channels, seed)

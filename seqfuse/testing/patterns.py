@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -21,14 +20,15 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[list[Unfu
 
     A slot of an open type or a union takes each of the classes known to match; an optional one is also left empty; a
     variadic one takes two, one and three operations. Each operation is its class's `example(x)`, x threaded through
-    the shapes that `infer` gives. Forks and adds that do not pair within the list get names, and become public.
+    the shapes that `infer` gives. Channels that the fusion's signatures name (`fork_out`, `add_other`) are public
+    under these names, the others pair within the list.
 
     Raises AssertionError where the first list cannot be made; a variant that cannot is left out.
     """
     choices = [list(_choices(slot)) for slot in fusion.slots]
     base = [choice[0] for choice in choices]
     try:
-        yield _build(base, x)
+        yield _build(fusion, base, x)
     except Exception as error:
         message = f"{type(error).__name__} while making examples of its slots: {error}; give the operations yourself"
         raise AssertionError(message) from error
@@ -37,7 +37,7 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[list[Unfu
             varied = [*base[:i], other, *base[i + 1 :]]
             if any(varied):
                 try:
-                    made = _build(varied, x)
+                    made = _build(fusion, varied, x)
                 except Exception:
                     continue
                 yield made
@@ -70,32 +70,49 @@ def known_finals(wanted: type[UnfusedOperation]) -> list[type[UnfusedOperation]]
     return sorted(ours or found, key=lambda kind: kind.__name__)
 
 
-def _build(choice: Sequence[Choice], x: Tensor) -> list[UnfusedOperation]:
+def _build(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor) -> list[UnfusedOperation]:
     made: list[UnfusedOperation] = []
+    open_forks: list[str] = []
     shape = tuple(x.shape)
-    for kind in itertools.chain(*choice):
-        like = seeded_randn(shape, len(made), dtype=x.dtype).to(x.device)
-        made.append(kind.example(like))
-        shape = tuple(made[-1].infer(shape))
-    return _name_channels(made)
-
-
-def _name_channels(made: list[UnfusedOperation]) -> list[UnfusedOperation]:
-    """Name the channels that have no name and no partner in the list, as in `Add("other2")`."""
-    open_forks: list[int] = []
-    alone: list[tuple[int, str]] = []
-    for at, operation in enumerate(made):
-        for name in operation.forward_signature.extras:
-            if operation.channels[name] is None:
-                if open_forks:
-                    open_forks.pop()
-                else:
-                    alone.append((at, name))
-        open_forks += [at for name in operation.outputs if operation.channels[name] is None]
-    for at, name in (*alone, *((at, made[at].outputs[0]) for at in open_forks)):
-        kind: type = type(made[at])
-        made[at] = kind(f"{name}{at}")
+    for slot, kinds in zip(fusion.slots, choice, strict=True):
+        for i, kind in enumerate(kinds):
+            like = seeded_randn(shape, len(made), dtype=x.dtype).to(x.device)
+            place = f"{slot.name}_{i}" if slot.variadic else slot.name
+            made.append(_routed(fusion, place, _bare(kind.example(like)), open_forks))
+            shape = tuple(made[-1].infer(shape))
     return made
+
+
+def _routed(
+    fusion: type[FusedOperation], place: str, operation: UnfusedOperation, open_forks: list[str]
+) -> UnfusedOperation:
+    """An operation with channels, made anew: public where the fusion names them, else paired in the list."""
+    inputs, outputs = operation.forward_signature.extras, operation.outputs
+    if not inputs and not outputs:
+        return operation
+    named: str | None = None
+    for name in (f"{place}_{n}" for n in inputs):
+        if name in fusion.forward_signature.extras or not open_forks:
+            named = name
+        else:
+            open_forks.pop()
+    for name in (f"{place}_{n}" for n in outputs):
+        if name in fusion.outputs or f"d_{name}" in fusion.backward_signature.extras:
+            named = name
+        else:
+            open_forks.append(name)
+    kind: type = type(operation)
+    return kind(named)
+
+
+def _bare(operation: UnfusedOperation) -> UnfusedOperation:
+    """Without what it would expand to besides itself: `Linear` without its bias, since a slot takes the product."""
+    for member in operation.expand()[1:]:
+        if isinstance(member, UnfusedOperation):
+            for owner, name in member.parameter_slots().values():
+                if owner is operation:
+                    setattr(owner, name, None)
+    return operation
 
 
 def described(operations: Sequence[torch.nn.Module]) -> str:

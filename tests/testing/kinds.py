@@ -1,0 +1,155 @@
+"""A correct fusion of each kind, on ATen, for the tests of the kit to check and to spoil."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+
+
+class BiasNorm(sf.ForwardFusion):
+    """Records of a bias and a norm from one forward."""
+
+    bias: ops.Bias
+    norm: ops.LayerNorm
+
+    def fwd(self, x):
+        y, record = self.norm.fwd(x + self.bias.bias)
+        return y, {"bias": self.bias.Saved(), "norm": record}
+
+
+class AddNorm(sf.ForwardFusion):
+    """A channel in, a channel out."""
+
+    add: ops.Add
+    fork: ops.Fork
+    norm: ops.LayerNorm
+    outputs = ("fork_out",)
+
+    def fwd(self, x, *, add_other):
+        z = x + add_other
+        y, record = self.norm.fwd(z)
+        return y, {"fork_out": z}, {"add": self.add.Saved(), "fork": self.fork.Saved(), "norm": record}
+
+
+class Activations(sf.ForwardFusion):
+    """A variadic slot."""
+
+    acts: tuple[sf.Pointwise, ...]
+
+    def fwd(self, x):
+        records = []
+        for act in self.acts:
+            x, record = act.fwd(x)
+            records.append(record)
+        return x, {"acts": tuple(records)}
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+class GeLULinear(sf.ForwardFusion):
+    """The product's input is computed again in the backward pass."""
+
+    act: ops.GeLU
+    linear: ops.Linear
+
+    def requires(self, env):
+        yield self.act.approximate == "none", "the recomputation knows the exact GeLU only"
+
+    def fwd(self, x):
+        y, record = self.linear.fwd(gelu(x))
+        return y, {
+            "act": self.act.Saved(x=x),
+            "linear": self.linear.Saved(x=sf.Recompute(gelu, x), weight=record.weight),
+        }
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class LinearBias(sf.BackwardFusion):
+    """Gradients of a product and its bias from one pass over dy."""
+
+    linear: ops.Linear
+    bias: ops.Bias
+
+    def bwd(self, dy, *, linear, bias, needs):
+        dx = dy @ linear.weight if "x" in needs else None
+        dweight = rows(dy).t() @ rows(linear.x) if "linear.weight" in needs else None
+        dbias = rows(dy).sum(0) if "bias.bias" in needs else None
+        return dx, {"linear.weight": dweight, "bias.bias": dbias}
+
+
+class AddForkBias(sf.BackwardFusion):
+    """Gradients of channels, in and out."""
+
+    add: ops.Add
+    fork: ops.Fork
+    bias: ops.Bias
+
+    def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
+        d = dy if d_fork_out is None else dy + d_fork_out
+        dbias = rows(dy).sum(0) if "bias.bias" in needs else None
+        return d, {"add.other": d if "add.other" in needs else None, "bias.bias": dbias}
+
+
+class BiasAct(sf.JointFusion):
+    """Keeps z = x + b, or makes it again; falls back."""
+
+    bias: ops.Bias
+    act: sf.Pointwise
+
+    class Saved(sf.Saved):
+        z: Tensor
+
+    def fwd(self, x):
+        b = self.bias.bias
+        return self.act.reference(x + b), self.Saved(z=sf.Recompute(torch.add, x, b))
+
+    def bwd(self, dy, saved):
+        record = self.act.record(saved.z, self.act.reference(saved.z))
+        dz, _ = self.act.bwd(dy, record)
+        return dz, {"bias.bias": rows(dz).sum(0)}
+
+    def unfused(self, saved):
+        z = saved.z
+        return {"bias": self.bias.Saved(), "act": self.act.record(z, self.act.reference(z))}
+
+
+class BiasGeLU(sf.JointFusion):
+    """Cannot fall back in the backward pass."""
+
+    bias: ops.Bias
+    act: ops.GeLU
+
+    class Saved(sf.Saved):
+        z: Tensor
+
+    def fwd(self, x):
+        z = x + self.bias.bias
+        return self.act.reference(z), self.Saved(z=z)
+
+    def bwd(self, dy, saved):
+        dz, _ = self.act.bwd(dy, self.act.Saved(x=saved.z))
+        return dz, {"bias.bias": rows(dz).sum(0)}
+
+
+class NormLinear(sf.InferenceFusion):
+    """An optional slot."""
+
+    norm: ops.LayerNorm
+    linear: ops.Linear
+    bias: ops.Bias | None
+
+    def fwd(self, x):
+        y, _ = self.norm.fwd(x)
+        return F.linear(y, self.linear.weight, None if self.bias is None else self.bias.bias)
+
+
+KINDS = (BiasNorm, AddNorm, Activations, GeLULinear, LinearBias, AddForkBias, BiasAct, BiasGeLU, NormLinear)
