@@ -76,12 +76,12 @@ def _check(
     with saying(f"{name}, {small}"):
         full = _check_subsets(specimen, small)
         assert_bitwise_equal(_observed(specimen, small)[0].tree, full.tree)
+        _check_copies(op, specimen, small, full)
     with saying(f"{name}, in float64"):
         _check_gradients_numerically(specimen, small.shape)
         for item in specimen.items:
             if isinstance(item.operation, Pointwise) and item.operation.reads == "output":
                 _check_derivative(item.operation, x)
-    _check_copies(name, op, specimen, small, full)
     if any(isinstance(item.operation, UnfusedOperation) and item.operation.random for item in specimen.items):
         evaluated = Specimen([copy.deepcopy(op).eval()], x, channels, seed)
         _check_numbers(f"{name} in evaluation", evaluated, small)
@@ -201,9 +201,12 @@ def _check_derivative(operation: Pointwise, x: Tensor) -> None:
     )
 
 
-def _check_copies(name: str, op: UnfusedOperation, specimen: Specimen, case: Case, full: Outcome) -> None:
+def _check_copies(op: UnfusedOperation, specimen: Specimen, case: Case, full: Outcome) -> None:
     """Copies, pickles and checkpoints of the operation are the operation."""
     root: nn.Module = specimen.at(case.dtype)[0]
+    extra = root.state_dict().keys() ^ {name for name, _ in (*root.named_parameters(), *root.named_buffers())}
+    if extra:
+        raise AssertionError(f"keys of the state dict and names of parameters differ: {sorted(extra)}")
     wiped = copy.deepcopy(root)
     for p in wiped.parameters():
         p.data.fill_(torch.nan)
@@ -211,10 +214,7 @@ def _check_copies(name: str, op: UnfusedOperation, specimen: Specimen, case: Cas
     made = {"a deep copy": copy.deepcopy(root), "a state_dict round trip": wiped}
     if "<locals>" not in type(op).__qualname__:
         made["a pickle"] = pickle.loads(pickle.dumps(root))
-    extra = root.state_dict().keys() ^ {n for n, _ in (*root.named_parameters(), *root.named_buffers())}
-    if extra:
-        raise AssertionError(f"{name}: keys of the state dict and names of parameters differ: {sorted(extra)}")
     for what, other in made.items():
-        with saying(f"{name}, {what}"):
+        with saying(what):
             again = specimen.run(Bench(type(specimen.root)(other, fusions=())), case, specimen.seed)
             assert_bitwise_equal(again.tree, full.tree)
