@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -48,15 +48,19 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class SeqfuseBackward(torch.autograd.Function):
-    """Runs one segment; the node's name in graphs and profiles."""
+class Seqfuse(torch.autograd.Function):
+    """Runs one segment; graphs and profiles show it as `SeqfuseBackward`."""
 
     @staticmethod
     def forward(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, *tensors: Tensor) -> Any:
         if _local.ran is not None:
             _local.ran.append(segment.signature)
         channels = dict(zip(segment.inputs, tensors, strict=False)) if segment.inputs else {}
-        y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
+        if segment.autocast is None:
+            y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
+        else:
+            with _own_casts():
+                y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
         ctx.save_for_backward(*keep)
         ctx.segment = segment
         ctx.set_materialize_grads(False)
@@ -71,18 +75,33 @@ class SeqfuseBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         segment: Segment = ctx.segment
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                grads = SeqfuseBackward.backward(ctx, *douts)
-            return _Once.guard(grads)
         tensors = _saved_tensors(ctx, segment)
-        sides: dict[str, Tensor | None] = dict(zip(segment.outputs, douts[1:], strict=True)) if segment.outputs else {}
-        if segment.autocast is not None or _any_autocast():
-            with _autocast_as(segment):
-                dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors)
-        else:
+        if not torch.is_grad_enabled():
+            return _gradients(ctx, segment, douts, tensors)
+        with torch.no_grad():
+            grads = _gradients(ctx, segment, douts, tensors)
+        return _Once.guard(ctx, grads, (*douts, *tensors))
+
+
+@contextlib.contextmanager
+def _own_casts() -> Iterator[None]:
+    # Autocast keeps a parameter's cast for later uses; one made here, without a graph, would lose their gradients.
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+
+
+def _gradients(ctx: Any, segment: Segment, douts: Sequence[Any], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    sides: dict[str, Tensor | None] = dict(zip(segment.outputs, douts[1:], strict=True)) if segment.outputs else {}
+    if segment.autocast is not None or _any_autocast():
+        with _autocast_as(segment):
             dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors)
-        return (None, None, dx, *[sides.get(c) for c in segment.inputs], *sums)
+    else:
+        dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors)
+    return (None, None, dx, *[sides.get(c) for c in segment.inputs], *sums)
 
 
 def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
@@ -121,16 +140,19 @@ class _Once(torch.autograd.Function):
     """Passes first gradients through; differentiating them again is an error."""
 
     @staticmethod
-    def guard(grads: Sequence[Any]) -> tuple[Any, ...]:
-        """Wrap the tensors among `grads`, so that differentiating them says what is not supported."""
+    def guard(ctx: Any, grads: Sequence[Any], read: Sequence[Any]) -> tuple[Any, ...]:
+        """Put every path from `grads` to what they depend on (tensors `read`, leaves of the node) behind the error."""
         present = [g for g in grads if g is not None]
-        marker = torch.zeros((), requires_grad=True)
-        guarded = iter(_Once.apply(marker, *present)) if present else iter(())  # type: ignore[arg-type]
+        links = [t for t in read if t is not None and t.requires_grad]
+        links += [fn.variable for fn, _ in ctx.next_functions if hasattr(fn, "variable")]
+        if not present or not links:
+            return tuple(grads)
+        guarded: Any = iter(_Once.apply(len(present), *present, *links))  # pyright: ignore
         return tuple(None if g is None else next(guarded) for g in grads)
 
     @staticmethod
-    def forward(ctx: Any, marker: Tensor, *grads: Tensor) -> Any:
-        return tuple(g.view_as(g) for g in grads)
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> Any:
+        return tuple(t.view_as(t) for t in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
@@ -140,7 +162,7 @@ class _Once(torch.autograd.Function):
 
 
 # `Function.apply` first looks for functorch wrappers among its arguments; the fuser has already ruled them out.
-_apply: Callable[..., Any] = super(torch.autograd.Function, SeqfuseBackward).apply  # type: ignore[misc]
+_apply: Callable[..., Any] = super(torch.autograd.Function, Seqfuse).apply  # type: ignore[misc]
 
 
 def apply(
@@ -152,7 +174,7 @@ def apply(
 ) -> Tensor:
     """Run a segment behind one autograd node, or plainly where nothing in it wants a gradient."""
     if not segment.live:
-        with torch.no_grad():
+        with torch.no_grad(), _own_casts() if torch.is_grad_enabled() else contextlib.nullcontext():
             return segment.run(x, channels, seeds)
     if not segment.inputs and not segment.outputs:
         return _apply(segment, seeds, x, *parameters)

@@ -6,7 +6,6 @@
 | SF102 | InputError   | tensors on different devices                                        |
 | SF103 | InputError   | a channel is missing or surplus in a call                           |
 | SF201 | PlanError    | channels of the list do not fit together                            |
-| SF202 | PlanError    | an operation cannot stand where it stands                           |
 | SF301 | PluginError  | a class definition breaks its contract                              |
 | SF302 | PluginError  | a fusion saved a record that the operation's own `bwd` cannot read  |
 | SF303 | PluginError  | gradients or outputs of the wrong name, shape, dtype, device, alias |

@@ -167,8 +167,9 @@ class FusedOperation:
         yield from ()
 
     def saves(self, env: Env) -> Savings:
-        """What it saves against the operations it replaces; by default one launch per operation but one."""
-        return Savings(launches=len(self.operations()) - 1)
+        """What it saves against the operations it replaces; by default one launch per operation but one, each pass."""
+        passes = 2 if self.has_record and env.grad else 1
+        return Savings(launches=passes * (len(self.operations()) - 1))
 
 
 class ForwardFusion(FusedOperation, contract=True):

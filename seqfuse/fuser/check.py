@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
+from .fake import faking
 from .segment import Back, Call
 
 if TYPE_CHECKING:
@@ -87,16 +88,13 @@ def _expected(
     binder: Binder, step: Step, x: Tensor, inputs: Mapping[str, Tensor], seeds: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
     """What the operations themselves return, run on fake tensors; `None` if they cannot run so."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     fusion: FusedOperation = step.operation
     records: dict[str, Saved] = {}
     outputs: dict[str, Tensor] = {}
     try:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        y: Tensor = mode.from_tensor(x)
-        given = {name: mode.from_tensor(value) for name, value in inputs.items()}
-        with mode:
+        with faking() as mode:
+            y: Tensor = mode.from_tensor(x)
+            given = {name: mode.from_tensor(value) for name, value in inputs.items()}
             made: dict[str, Tensor] = {}
             for position, (place, operation) in zip(step.covers, fusion.named_operations(), strict=True):
                 item, prefix = binder.items[position], f"{place.replace('.', '_')}_"
@@ -137,8 +135,16 @@ def _compare(fusion: FusedOperation, step: Step, what: str, got: Any, own: Any) 
         raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
 
 
+class Like(NamedTuple):
+    """What a gradient must look like: its parameter, without holding on to it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
 def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Like):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
     return repr(value)
 
@@ -180,14 +186,14 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
 
     if not isinstance(grads, Mapping):
         raise wrong(f"bwd must return (dx, {{name: gradient}}), not (dx, {type(grads).__name__})")
-    known: dict[str, Tensor | None] = {}
+    known: dict[str, Like | None] = {}
     wanted: set[str] = set()
     inside = {c for position in step.covers for _, c in binder.items[position].outputs}
     for position, (place, _) in zip(
         step.covers, step.operation.named_operations() if fused else [("", None)], strict=True
     ):
         item, prefix = binder.items[position], f"{place}." if fused else ""
-        known |= {prefix + n: getattr(owner, attribute) for n, (owner, attribute) in item.slots.items()}
+        known |= {prefix + n: binder.parameters[id(owner), name] for n, (owner, name) in item.slots.items()}
         known |= {prefix + n: None for n, _ in item.inputs}
         needs = binder.wants.needs[position]
         wanted |= {prefix + n for n in item.slots if n in needs}
@@ -207,7 +213,7 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
         if g.shape != parameter.shape or g.device != parameter.device or not same_dtype:
             raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")
         if fused and g.numel():
-            for other, what in [(d, "the incoming gradient"), (parameter, "its parameter"), (dx, "the gradient of x")]:
+            for other, what in [(d, "the incoming gradient"), (dx, "the gradient of x")]:
                 if isinstance(other, Tensor) and g.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
                     raise wrong(f"gradient {name!r} shares its memory with {what}; return a tensor of its own")
     return True

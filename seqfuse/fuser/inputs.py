@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, SeqfuseError
+from .fake import faking
 from .items import Item
 from .listing import Listing, Region
 from .reference import walk_reference
@@ -60,20 +62,22 @@ def locate(listing: Listing, position: int, error: BaseException, tensor: Any) -
     return error
 
 
-def dtypes_of(listing: Listing, region: Region, x: Tensor, channels: Mapping[str, Tensor]) -> list[torch.dtype] | None:
-    """Dtype of the tensor entering each position, from a run of the references on fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+def dtypes_of(listing: Listing, region: Region, x: Tensor, channels: Mapping[str, Tensor]) -> list[torch.dtype | None]:
+    """Dtype of the tensor entering each position, from a run of the references on fake tensors; `None` from where
+    they cannot run so.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if not isinstance(x, FakeTensor) else x.fake_mode
-    found = [x.dtype] * region.start
+    found: list[torch.dtype | None] = [x.dtype] * region.start
+    fake = isinstance(x, FakeTensor)
     try:
-        with mode, torch.no_grad():
-            y = mode.from_tensor(x) if not isinstance(x, FakeTensor) else x
-            given = {name: mode.from_tensor(value) for name, value in channels.items()}
+        with contextlib.nullcontext() if fake else faking() as mode, torch.no_grad():
+            convert: Callable[[Tensor], Tensor] = (lambda t: t) if mode is None else mode.from_tensor
+            y, given = convert(x), {name: convert(value) for name, value in channels.items()}
+            seeds = torch.zeros(len(listing.random), dtype=torch.int64, device=x.device)
             for position in range(region.start, region.stop):
                 found.append(y.dtype)
-                seeds = torch.zeros(len(listing.random), dtype=torch.int64, device=x.device)
                 y = walk_reference(listing.items, range(position, position + 1), listing.random, y, given, seeds)
     except Exception:
-        return None
+        found += [None] * (region.stop - len(found))
     return found

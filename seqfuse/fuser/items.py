@@ -157,7 +157,7 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
             channels = {name: channel or name for name, channel in channels.items()}
         for name in inputs:
             channel = channels[name]
-            if channel in ("x", "env"):
+            if channel in ("self", "x", "env"):
                 raise wrong(position, f"a channel cannot be called {channel!r}: calls use that name")
             if channel is None:
                 if not anonymous:
@@ -180,14 +180,11 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
             made[channel] = position
             readers.setdefault(channel, set())
             item.outputs += ((name, channel),)
+        for inside in nested:
+            if inside.stop == position + 1:
+                _make_private(items, inside, made, read, readers)
     if anonymous:
         raise wrong(anonymous[-1][1], "its unnamed output is never read; close it with an unnamed Add or name it")
-    for inside in nested:
-        for channel in (c for p in inside for _, c in items[p].outputs):
-            within = readers[channel] & set(inside)
-            if within and within != readers[channel]:
-                outside = min(readers[channel] - within)
-                raise wrong(outside, f"channel {channel!r} is made and read inside a container, and so private to it")
     open_until = [0] * (len(items) + 2)
     for channel, position in made.items():
         open_until[position + 1] += 1
@@ -196,6 +193,21 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
     for item, change in zip(items, open_until, strict=False):
         level += change
         item.crossing = level
+
+
+def _make_private(
+    items: list[Item], inside: range, made: dict[str, int], read: dict[str, int], readers: dict[str, set[int]]
+) -> None:
+    """Where a container closes: a channel made and read in it is its own, and others may use the name."""
+    for channel in [c for c, position in made.items() if position in inside and readers[c]]:
+        private = f"{channel}@{inside.start}"
+        readers[private] = readers.pop(channel)
+        made[private] = made.pop(channel)
+        read[private] = read.pop(channel)
+        for position in inside:
+            item = items[position]
+            item.inputs = tuple((n, private if c == channel else c) for n, c in item.inputs)
+            item.outputs = tuple((n, private if c == channel else c) for n, c in item.outputs)
 
 
 def public_channels(items: list[Item]) -> tuple[tuple[str, ...], tuple[str, ...]]:

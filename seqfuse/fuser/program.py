@@ -13,7 +13,7 @@ from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
 from ..operation import Signature, UnfusedOperation
 from ..saved import packing
-from .check import check_backward, check_forward
+from .check import Like, check_backward, check_forward
 from .items import Item
 from .plan import Plan, Step, Wants
 from .segment import Back, Call, Segment
@@ -30,12 +30,14 @@ class Binder:
         wants: Wants,
         env: Env,
         random: Mapping[int, int],
-        dtypes: Sequence[torch.dtype] | None,
+        dtypes: Sequence[torch.dtype | None] | None,
         on_error: str,
+        parameters: Mapping[tuple[int, str], Like],
         locate: Callable[[int, BaseException, Any], BaseException],
     ) -> None:
         self.items, self.wants, self.env, self.random = items, wants, env, random
         self.dtypes, self.can_fall_back, self.locate = dtypes, on_error == "fallback", locate
+        self.parameters = parameters
 
     def segments(self, plan: Plan) -> list[Segment]:
         """The segments of a plan, ready to run."""

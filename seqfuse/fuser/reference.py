@@ -55,6 +55,10 @@ def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mappi
             at = next(i for i, item in enumerate(items) if any(c == name for _, c in item.inputs))
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
             raise InputError(message, code="SF103", operation=items[at].name, position=at)
+        if not isinstance(channels[name], Tensor):
+            at, item = next((i, item) for i, item in enumerate(items) if any(c == name for _, c in item.inputs))
+            message = f"channel {name!r} must be a tensor, not {type(channels[name]).__name__}"
+            raise InputError(message, code="SF103", operation=item.name, position=at)
     for name in channels:
         if name not in inputs:
             readers = [(i, item) for i, item in enumerate(items) for _, c in item.inputs if c in inputs]

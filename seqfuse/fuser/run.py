@@ -18,6 +18,7 @@ from ..env import Env, any_autocast, autocast_of, fusing_now
 from ..errors import PluginError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
+from .check import Like
 from .inputs import check_devices, dtypes_of, locate, validate, validate_all
 from .items import Item, flatten, public_channels
 from .listing import Listing, Program, Region
@@ -157,13 +158,17 @@ class Fuser:
         wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
         plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher)
         dtypes = None
-        if env.autocast is not None or any(p.dtype is not x.dtype for p in parameters):
+        if env.autocast is not None or any(
+            t.dtype is not x.dtype for t in (*parameters, *(channels[c] for c in region.channels))
+        ):
             dtypes = dtypes_of(listing, region, x, channels)
 
         def place(position: int, error: BaseException, tensor: Any) -> BaseException:
             return locate(listing, position, error, tensor)
 
-        binder = Binder(listing.items, wants, env, listing.random, dtypes, fusing.on_error, place)
+        named = zip(region.slots, parameters, strict=True)
+        likes = {(id(owner), name): Like(p.shape, p.dtype, p.device) for (owner, name), p in named}
+        binder = Binder(listing.items, wants, env, listing.random, dtypes, fusing.on_error, likes, place)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
         chosen = [[index[id(owner), name] for owner, name in s.parameters] for s in bound]

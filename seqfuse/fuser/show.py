@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..env import fusing
+from .fake import faking
 
 if TYPE_CHECKING:
     from .plan import Plan, Step
@@ -33,24 +34,23 @@ class Memory:
 
 def measure(run: Callable[[Tensor, dict[str, Tensor]], None], x: Tensor, channels: dict[str, Tensor]) -> Memory | None:
     """Run the planned part of a list on fake tensors, fused and unfused; `None` if it cannot run so."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils.flop_counter import FlopCounterMode
 
     def once() -> tuple[int, int]:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        kept: dict[int, int] = {}
+        kept: dict[int, torch.UntypedStorage] = {}  # held, so that no later one takes the place of one that went
 
         def pack(t: Tensor) -> Tensor:
             if isinstance(t, FakeTensor) and not isinstance(t, nn.Parameter):  # parameters stay real here
                 storage = t.untyped_storage()
-                kept[storage._cdata] = storage.nbytes()
+                kept[storage._cdata] = storage
             return t
 
-        with mode, FlopCounterMode(display=False) as counter:
+        with faking() as mode, FlopCounterMode(display=False) as counter:
             given = {name: mode.from_tensor(value) for name, value in channels.items()}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 run(mode.from_tensor(x), given)
-        return sum(kept.values()), counter.get_total_flops()
+        return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
 
     try:
         saved, flops = once()

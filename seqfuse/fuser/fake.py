@@ -1,0 +1,24 @@
+"""Running operations on fake tensors, beside a real call and without a trace in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def faking() -> Iterator[Any]:
+    """A `FakeTensorMode` that takes real parameters too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # Autocast keeps casts of parameters for later: fake ones must not be among them.
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        torch.set_autocast_cache_enabled(kept)
