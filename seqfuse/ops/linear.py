@@ -37,7 +37,7 @@ class Linear(sf.UnfusedOperation):
         weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter itself
 
     bias: nn.Parameter | None
-    _member: tuple[Bias, ...] = ()
+    _member: tuple[Bias, ...]  # a tuple, so that it is not registered as a submodule
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class Linear(sf.UnfusedOperation):
         self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
         owned = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", owned)
+        self._member = (Bias.of(self, out_features),)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -65,7 +66,7 @@ class Linear(sf.UnfusedOperation):
         # A parametrized bias is no longer registered; reading it would evaluate it.
         if self._parameters.get("bias", self) is None:
             return (self,)
-        if not (self._member and self._member[0].belongs_to(self)):
+        if not self._member[0].belongs_to(self):  # a shallow replica
             self._member = (Bias.of(self, self.out_features),)
         return (self, *self._member)
 
