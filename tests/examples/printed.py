@@ -1,0 +1,104 @@
+"""What README.md and docs/ show and nobody types: printed output, and figures of committed benchmarks.
+
+A `text` block right behind a `python` block is what that block prints. Figures stand between two comments, the first of
+which names the file they are drawn from. To rewrite both, run  .venv/bin/python tests/examples/printed.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MARK = "\x00"
+FIGURES = re.compile(r"(?<=<!-- figures: benchmarks/results/host.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+RESULTS = ROOT / "benchmarks" / "results" / "host.json"
+
+
+def run(page: Path) -> list[str]:
+    """What each python block of a page prints; the blocks are one module, whose lines are those of the page."""
+    markdown = page.read_text()
+    code = [""] * (markdown.count("\n") + 1)
+    for block in BLOCK.finditer(markdown):
+        if block[1] == "python":
+            first = markdown.count("\n", 0, block.start(2))
+            lines = block[2].splitlines()
+            code[first : first + len(lines)] = lines
+            code[first + len(lines)] = f"print({MARK!r})"
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        path = Path(folder) / f"{page.stem}.py"
+        path.write_text("\n".join(code))
+        name = f"printed_{page.stem}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        out = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out):
+                spec.loader.exec_module(module)
+        finally:
+            del sys.modules[name]
+    return out.getvalue().replace(folder + os.sep, "").split(f"{MARK}\n")[:-1]
+
+
+def figures() -> str | None:
+    """Tables of host cost and planning time; `None` before they were measured."""
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if not {"host", "planning"} <= found.keys():
+        return None
+    about, kinds = found["about"], ("forward", "forward+backward", "no grad")
+    ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
+    lines = [
+        f"{about['device']}, torch {about['torch']}, Python {about['python']}, commit {about['commit'][:7]}.",
+        "",
+        "Instructions of one call on tensors of 4 x 16, where nothing but the host counts, against those of the same",
+        "`torch.nn.Sequential`, which are 1:",
+        "",
+        f"| operations | {' | '.join(kinds)} |",
+        f"| ---: {'| ---: ' * len(kinds)}|",
+    ]
+    lines += [
+        f"| {count} | {' | '.join(f'{ratios[count, kind]:.2f}' for kind in kinds)} |"
+        for count in dict.fromkeys(count for count, _ in ratios)
+    ]
+    lines += ["", "Time to read and plan a list, and to find its plan again:", ""]
+    lines += ["| operations | plan | look-up |", "| ---: | ---: | ---: |"]
+    for row in found["planning"]:
+        plan, look_up = row["plan_seconds"] * 1e3, row["lookup_microseconds"]
+        lines.append(f"| {row['operations']:,} | {plan:.1f} ms | {look_up:,.0f} µs |")
+    return "\n".join(lines) + "\n"
+
+
+def regenerated(page: Path) -> str:
+    """The page with everything generated as it is now."""
+    outputs, markdown = iter(run(page)), page.read_text()
+    parts: list[str] = []
+    printed: str | None = None
+    end = kept = 0
+    for block in BLOCK.finditer(markdown):
+        if block[1] == "text" and printed is not None and not markdown[end : block.start()].strip():
+            parts += [markdown[kept : block.start(2)], printed.rstrip("\n") + "\n"]
+            kept = block.end(2)
+        printed = next(outputs) if block[1] == "python" else None
+        end = block.end()
+    drawn = figures()
+    markdown = "".join([*parts, markdown[kept:]])
+    return markdown if drawn is None else FIGURES.sub(lambda _: drawn, markdown)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        new = regenerated(page)
+        if new != page.read_text():
+            page.write_text(new)
+            print(f"rewrote {page.relative_to(ROOT)}")

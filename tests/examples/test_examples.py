@@ -1,0 +1,107 @@
+"""Every example runs as a user runs it, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+DEMO = re.compile(
+    r"demo: loss (?P<before>[\d.]+) -> (?P<after>[\d.]+) in (?P<steps>\d+) steps, "
+    r"max \|fused - unfused\| loss gap (?P<gap>[\d.e-]+), "
+    r"saved for backward (?P<kept>[\d.]+) MB \(unfused (?P<kept_unfused>[\d.]+) MB\), "
+    r"fused operations (?P<forward>\d+) forward (?P<backward>\d+) backward"
+)
+
+
+def run(*command: str, folder: Path) -> list[str]:
+    """The lines that `python <command>` prints, run outside the repository."""
+    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout.splitlines()
+
+
+def demo(lines: list[str]) -> dict[str, float]:
+    assert sum(line.startswith("demo: ") for line in lines) == 1
+    found = DEMO.fullmatch(lines[-1])
+    assert found is not None, lines[-1]
+    return {name: float(value) for name, value in found.groupdict().items()}
+
+
+def number(lines: list[str], start: str) -> float:
+    (line,) = (line for line in lines if line.startswith(start))
+    return float(line.removeprefix(start).split()[0])
+
+
+def test_first_sequential(tmp_path: Path) -> None:
+    lines = run(str(EXAMPLES / "01_first_sequential.py"), folder=tmp_path)
+    assert "gradients arrived for ['0.weight', '0.bias', '1.weight', '1.bias', '3.weight', '3.bias']" in lines[0]
+    assert number(lines, "with the same weights it differs from torch.nn.Sequential by at most ") < 1e-6
+    assert number(lines, "fused and unfused differ by at most ") < 1e-6
+    assert any(line.startswith("Plan for cpu float32") for line in lines)
+
+
+def test_read_a_plan(tmp_path: Path) -> None:
+    text = "\n".join(run(str(EXAMPLES / "02_read_a_plan.py"), folder=tmp_path))
+    assert "Plan for cpu float32" in text
+    assert "Plan for cuda:sm_90 bfloat16" in text
+    assert "alone: Mix at 2: not an operation of this library" in text
+    assert "GeLU at 8 runs alone: it has hooks" in text
+    assert "backward: (), saved: 0 bytes" in text
+    assert "48 operations in segments [(0, 8), " in text
+
+
+def test_write_an_operation(tmp_path: Path) -> None:
+    lines = run(str(EXAMPLES / "03_write_an_operation.py"), folder=tmp_path)
+    text = "\n".join(lines)
+    assert "Cube and Gain are what their references say" in text
+    assert re.search(r"^GainBias: \d+ cases on \[Gain, Bias\]$", text, re.MULTILINE)
+    assert "[ GainBias" in text
+    assert "Careless, float32" in text
+    assert number(lines, "step 100: loss ") < 0.1 * number(lines, "step   0: loss ")
+
+
+@pytest.mark.slow
+def test_language_model_learns_more_than_counts(tmp_path: Path) -> None:
+    options = ["--steps", "80", "--dim", "64", "--layers", "1", "--seed", "1"]
+    lines = run(str(EXAMPLES / "train_lm.py"), *options, folder=tmp_path)
+    found = demo(lines)
+    entropy = number(lines, "unigram entropy ")
+    assert found["steps"] == 80
+    assert found["before"] > 5
+    assert found["after"] < 0.95 * entropy
+    assert found["after"] == pytest.approx(number(lines, "validation loss "))
+    assert found["gap"] < 1e-2
+    assert 0 < found["kept"] <= found["kept_unfused"]
+
+
+def test_language_model_trains_on_a_file_and_without_rich(tmp_path: Path) -> None:
+    # Text with structure: a model that sees one byte back is sure of most of the next.
+    data = tmp_path / "text.txt"
+    data.write_text("".join(f"{n} and {n + 1} make {2 * n + 1};\n" for n in range(2000)))
+    start = f"runpy.run_path({str(EXAMPLES / 'train_lm.py')!r}, run_name='__main__')"
+    options = ["--data", str(data), "--steps", "30", "--dim", "32", "--layers", "1"]
+    lines = run("-c", f"import runpy, sys; sys.modules['rich'] = None; {start}", *options, folder=tmp_path)
+    found = demo(lines)
+    assert any(line.startswith("   30/30 loss ") for line in lines)
+    assert found["after"] < found["before"]
+    assert found["gap"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [("--dim 33", "a positive multiple of 32"), ("--steps 0", "must be positive"), ("--data nowhere", "there is no")],
+)
+def test_language_model_refuses_options_that_cannot_work(
+    options: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *options.split()])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / "train_lm.py"), run_name="__main__")
+    assert sentence in capsys.readouterr().err

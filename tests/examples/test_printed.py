@@ -1,0 +1,49 @@
+"""What README.md and docs/ show is what is printed and measured now."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.examples import printed
+
+
+@pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
+def test_shown_output_is_what_is_printed(page: Path) -> None:
+    assert printed.regenerated(page) == page.read_text(), "run: .venv/bin/python tests/examples/printed.py"
+
+
+def test_only_a_text_block_right_behind_a_python_block_is_output(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nn = 1\nprint(n)\n```\n\n```text\nstale\n```\n\n```text\nkept\n```\n\n"
+        "```python\nprint(n + 1)\n```\nwords\n\n```text\nkept too\n```\n\n"
+        "```python\nprint(__file__)\n```\n```text\n```\n"
+    )
+    shown = printed.regenerated(page)
+    assert "stale" not in shown
+    assert "```text\n1\n```" in shown
+    assert "kept\n" in shown
+    assert "kept too\n" in shown
+    assert "```text\npage.py\n```" in shown
+
+
+def test_figures_are_drawn_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "host.json"
+    monkeypatch.setattr(printed, "RESULTS", results)
+    page = tmp_path / "page.md"
+    marks = "<!-- figures: benchmarks/results/host.json -->\n{}<!-- end of figures -->\n"
+    page.write_text(marks.format("none yet\n"))
+    assert printed.regenerated(page) == page.read_text()
+    results.write_text(
+        '{"about": {"device": "cpu", "torch": "2", "python": "3", "commit": "0123456789"},'
+        '"host": [{"operations": 6, "what": "forward", "ratio": 1.016},'
+        '{"operations": 6, "what": "forward+backward", "ratio": 0.9},'
+        '{"operations": 6, "what": "no grad", "ratio": 1}],'
+        '"planning": [{"operations": 1000, "plan_seconds": 0.0205, "lookup_microseconds": 31.4}]}'
+    )
+    shown = printed.regenerated(page)
+    assert "| 6 | 1.02 | 0.90 | 1.00 |" in shown
+    assert "| 1,000 | 20.5 ms | 31 µs |" in shown
+    assert "none yet" not in shown
