@@ -5,6 +5,7 @@ hypothesis.
 """
 
 from .fusions import Checked, check_fusion
+from .lists import ListSpec
 from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
 from .observe import GlobalState, Observer, Pass
 from .operations import check_op
@@ -23,6 +24,7 @@ __all__ = [
     "FusedMismatch",
     "GlobalState",
     "Guarded",
+    "ListSpec",
     "Observer",
     "Pass",
     "Report",

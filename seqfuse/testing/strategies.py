@@ -1,10 +1,13 @@
-"""Hypothesis strategies for tensors; the one module of the kit that needs hypothesis."""
+"""Hypothesis strategies for tensors and for lists of operations; the one module of the kit that needs hypothesis."""
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .lists import CONTAINERS, HOOKS, ListSpec, Node, Routing
 from .tensors import EDGES, LAYOUTS, REGIMES, Shape, TensorSpec
 
 try:
@@ -83,3 +86,105 @@ def tensors(
 ) -> st.SearchStrategy[Tensor]:
     """Tensors built from `specs`."""
     return specs(shape=shape, dtype=dtype, layout=layout, regime=regime).map(TensorSpec.build)
+
+
+WIDTHS = (8, 6, 9, 4)
+_POINTWISE = ("GeLU", "ReLU", "SiLU", "QuickGeLU", "SquaredReLU", "Sigmoid", "Tanh", "Identity")
+_GATED = ("SwiGLU", "GEGLU", "ReGLU", "GLU")
+_PLAIN = ("nn.Softplus", "nn.Hardtanh")
+
+
+@st.composite
+def lists(
+    draw: st.DrawFn,
+    *,
+    steps: int = 7,
+    depth: int = 2,
+    barriers: bool = True,
+    channels: bool = True,
+    dropout: bool = True,
+    frozen: bool = True,
+    hooks: bool = True,
+) -> ListSpec:
+    """Random `Sequential`s, as specifications that print in one line.
+
+    Args:
+        steps: most steps, of one to three operations each, at the outermost level.
+        depth: most containers inside one another.
+        barriers: whether plain `torch.nn` modules stand in it.
+        channels: whether there are named forks and adds, also across containers and barriers, with public ends.
+        dropout: whether there is dropout.
+        frozen: whether some parameters want no gradient.
+        hooks: whether some members have hooks, containers among them.
+    """
+    routing = Routing()
+    containers = itertools.count(1)
+    rarely = st.sampled_from((False, False, False, True))
+
+    def node(kind: str, *arguments: Any, inside: tuple[Node, ...] = ()) -> Node:
+        hook = draw(st.sampled_from(("",) * 17 + HOOKS)) if hooks else ""
+        still = frozen and kind in ("Linear", "LayerNorm", "RMSNorm", "Bias") and draw(rarely)
+        return Node(kind, arguments, inside, hook, still)
+
+    def act() -> Node:
+        return node(draw(st.sampled_from(_POINTWISE)))
+
+    def fork(width: int, here: tuple[int, ...]) -> Node:
+        return node("Fork", routing.fork(width, here))
+
+    def add(width: int, here: tuple[int, ...]) -> Node:
+        known = routing.readable(width, here)
+        name = draw(st.sampled_from(known)) if known and not draw(rarely) else routing.take(width)
+        routing.read(name, here)
+        return node("Add", name)
+
+    def step(width: int, here: tuple[int, ...]) -> tuple[list[Node], int]:
+        kinds = [
+            "act",
+            "Linear",
+            "product and act",
+            "norm and product",
+            "bias and acts",
+            "LayerNorm",
+            "RMSNorm",
+            "Scale",
+        ]
+        kinds += ["gated"] * (width % 2 == 0) + ["Dropout"] * dropout + ["barrier"] * barriers
+        kinds += ["Fork", "Add", "add, fork and norm"] * channels + ["Residual", "Sequential"] * (len(here) < depth)
+        kind = draw(st.sampled_from(kinds))
+        if kind in ("Linear", "product and act", "norm and product"):
+            after = draw(st.sampled_from(WIDTHS))
+            found = [node("LayerNorm", width)] if kind == "norm and product" else []
+            found.append(node("Linear", width, after, draw(st.booleans())))
+            return ([*found, act()] if kind == "product and act" else found), after
+        if kind in CONTAINERS:
+            inside, after = several(width, (*here, next(containers)))
+            if kind == "Residual" and after != width:
+                inside, after = [*inside, node("Linear", after, width)], width
+            return [node(kind, inside=tuple(inside))], after
+        if kind == "gated":
+            return [node(draw(st.sampled_from(_GATED)))], width // 2
+        made = {
+            "act": lambda: [act()],
+            "bias and acts": lambda: [node("Bias", width), act(), act()],
+            "LayerNorm": lambda: [node(kind, width)],
+            "RMSNorm": lambda: [node(kind, width)],
+            "Scale": lambda: [node(kind, draw(st.sampled_from((-0.75, 1.0, 0.5))))],
+            "Dropout": lambda: [node(kind, draw(st.sampled_from((0.3, 0.0, 0.5))))],
+            "barrier": lambda: [node(draw(st.sampled_from(_PLAIN)))],
+            "Fork": lambda: [fork(width, here)],
+            "Add": lambda: [add(width, here)],
+            "add, fork and norm": lambda: [add(width, here), fork(width, here), node("LayerNorm", width)],
+        }
+        return made[kind](), width
+
+    def several(width: int, here: tuple[int, ...]) -> tuple[list[Node], int]:
+        found: list[Node] = []
+        for _ in range(draw(st.integers(1, 2) if here else st.integers(2, steps))):
+            more, width = step(width, here)
+            found += more
+        return found, width
+
+    width = draw(st.sampled_from(WIDTHS))
+    inside, _ = several(width, ())
+    return ListSpec(width, tuple(inside), routing.inputs, routing.outputs, draw(st.booleans()))
