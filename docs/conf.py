@@ -17,6 +17,7 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 
 autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False  # an override without a docstring says nothing new
 autodoc_typehints = "none"
 autodoc_default_options = {"no-value": True}
 
@@ -26,7 +27,8 @@ html_title = f"seqfuse {release}"
 
 def _verbatim(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     # Docstrings hold formulas and shapes such as [*, H], which are not reStructuredText: show them as they are written.
-    lines[:] = ["::", "", *("   " + line for line in lines), ""]
+    if any(line.strip() for line in lines):
+        lines[:] = ["::", "", *("   " + line for line in lines), ""]
 
 
 def _skip_alias(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
