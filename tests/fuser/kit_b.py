@@ -1,0 +1,164 @@
+"""Fusions of one small pair in all four kinds, and ways to run a model and look at everything it gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fuser import plan as planning
+from seqfuse.fuser import run as running
+from seqfuse.ops._aten import tanh_backward
+from seqfuse.testing import seeded_randn
+
+
+def shifted(x: Tensor, bias: Tensor) -> Tensor:
+    """x + bias, with what `Bias` does under autocast."""
+    return x + (bias.to(x.dtype) if torch.is_autocast_enabled(x.device.type) else bias)
+
+
+class BiasTanhForward(sf.ForwardFusion):
+    """Fused forward, unfused backward."""
+
+    bias: ops.Bias
+    act: ops.Tanh
+
+    def fwd(self, x: Tensor) -> Any:
+        y = torch.tanh(shifted(x, self.bias.bias))
+        return y, {"bias": ops.Bias.Saved(), "act": ops.Tanh.Saved(y=y)}
+
+
+class BiasTanhBackward(sf.BackwardFusion):
+    """Unfused forward, fused backward."""
+
+    bias: ops.Bias
+    act: ops.Tanh
+
+    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
+        dx = tanh_backward(dy, act.y)
+        return dx, {"bias.bias": dx.reshape(-1, dx.shape[-1]).sum(0)}
+
+
+class BiasTanhJoint(sf.JointFusion):
+    """Both passes; keeps x and not y, so that a record of the one kind is useless to the other."""
+
+    bias: ops.Bias
+    act: ops.Tanh
+
+    class Saved(sf.Saved):
+        x: Tensor
+        shift: Tensor
+
+    def fwd(self, x: Tensor) -> Any:
+        shift = self.bias.bias
+        return torch.tanh(shifted(x, shift)), self.Saved(x=x, shift=shift)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        dx = tanh_backward(dy, torch.tanh(shifted(saved.x, saved.shift)))
+        return dx, {"bias.bias": dx.reshape(-1, dx.shape[-1]).sum(0)}
+
+
+class BiasTanhInference(sf.InferenceFusion):
+    """Forward where nothing needs a gradient."""
+
+    bias: ops.Bias
+    act: ops.Tanh
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return torch.tanh(shifted(x, self.bias.bias))
+
+
+KINDS = (BiasTanhForward, BiasTanhBackward, BiasTanhJoint, BiasTanhInference)
+
+
+def randomize(model: nn.Module, seed: int = 7) -> nn.Module:
+    """Give every parameter signed numbers of its own; biases and gains too, which start as zeros and ones."""
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(seeded_randn(tuple(p.shape), seed + i, dtype=torch.float64).mul(0.4))
+    return model
+
+
+def passes(model: Any, x: Tensor, dy: Tensor | None = None) -> dict[str, Tensor | None]:
+    """Output, gradient of the input and of every parameter, from one forward and one backward."""
+    model.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    dy = seeded_randn(tuple(y.shape), 99, dtype=torch.float64).to(y.dtype) if dy is None else dy
+    y.backward(dy)
+    found: dict[str, Tensor | None] = {"out": y.detach(), "d_x": x.grad}
+    found.update((f"d_{name}", p.grad) for name, p in model.named_parameters())
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same(got: dict[str, Tensor | None], want: dict[str, Tensor | None], tolerance: float = 1e-12) -> None:
+    """Same names, dtypes and numbers; not vacuous: nothing that is wanted is zero everywhere."""
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        found = got[name]
+        if expected is None:
+            assert found is None, f"{name} should be None"
+            continue
+        assert found is not None, f"{name} is None"
+        assert found.dtype == expected.dtype, f"{name}: {found.dtype} instead of {expected.dtype}"
+        assert expected.numel() == 0 or expected.abs().max() > 0, f"{name} is zero, which proves nothing"
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def mlp(*, dropout: float = 0.0, dtype: torch.dtype = torch.float64, fusions: Any = ()) -> sf.Sequential:
+    """LayerNorm, Linear, Tanh, Dropout, Linear of odd sizes."""
+    model = sf.Sequential(
+        ops.LayerNorm(5), ops.Linear(5, 7), ops.Tanh(), ops.Dropout(dropout), ops.Linear(7, 3), fusions=fusions
+    )
+    randomize(model)
+    return model.to(dtype)
+
+
+def plain_mlp(model: sf.Sequential) -> nn.Sequential:
+    """A `nn.Sequential` of `torch.nn` modules with the parameters of an `mlp` without dropout."""
+    dtype = next(model.parameters()).dtype
+    twin = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7), nn.Tanh(), nn.Identity(), nn.Linear(7, 3)).to(dtype)
+    twin.load_state_dict(model.state_dict(), strict=True)
+    return twin
+
+
+def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Signed, asymmetric numbers."""
+    return seeded_randn(shape, seed, dtype=dtype)
+
+
+class Planned:
+    """How many regions were planned, and how many lists were read, inside the block."""
+
+    def __init__(self) -> None:
+        self.plans: list[Any] = []
+        self.lists = 0
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+
+@contextlib.contextmanager
+def counting_plans() -> Iterator[Planned]:
+    """Count the planning that calls of any model do."""
+    seen, plan_region, listing = Planned(), planning.plan_region, running.Listing
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        seen.plans.append(args)
+        return plan_region(*args, **kwargs)
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        seen.lists += 1
+        return listing(*args, **kwargs)
+
+    running.plan_region, running.Listing = counted, read  # type: ignore[assignment,misc]
+    try:
+        yield seen
+    finally:
+        running.plan_region, running.Listing = plan_region, listing  # type: ignore[misc]

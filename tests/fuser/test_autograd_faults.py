@@ -1,0 +1,493 @@
+"""What autograd users do to a graph: write into saved tensors, freeze, hook, look, use half of the outputs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.errors import StateError
+from seqfuse.testing import Untouched, assert_distinct_storages
+
+from .kit_b import KINDS, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, plain_mlp, randomize
+
+COVERS = pytest.mark.parametrize("fusions", [(), *((k,) for k in KINDS)], ids=lambda f: f[0].__name__ if f else "none")
+
+
+@COVERS
+def test_every_gradient_is_that_of_the_torch_twin(fusions: Any):
+    model = mlp(fusions=fusions)
+    for shape in [(3, 5), (2, 3, 5), (5,), (1, 5)]:
+        assert_same(passes(model, draw(*shape)), passes(plain_mlp(model), draw(*shape)))
+
+
+# Writes between forward and backward ----------------------------------------------------------------------------------
+
+
+@COVERS
+@pytest.mark.parametrize("written", ["input", "weight", "output"])
+def test_a_saved_tensor_written_before_backward_is_an_error(fusions: Any, written: str):
+    model = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), fusions=fusions).double()
+    model.append(ops.Linear(7, 3).double())
+    model.append(ops.Tanh())
+    x = draw(3, 5).requires_grad_()
+    y = model(x)
+    with torch.no_grad():
+        if written == "input":
+            x.add_(1)
+        elif written == "weight":
+            model[2].weight.mul_(2)
+        else:
+            y.mul_(2)
+    if written == "output" and BiasTanhJoint in fusions:
+        y.sum().backward()  # this fusion keeps its input, so that its output may be written
+        return
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_an_intermediate_reached_through_a_public_channel_is_guarded_too():
+    model = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), ops.Fork("middle"), ops.Linear(7, 3)).double()
+    y, middle = model(draw(3, 5).requires_grad_())
+    with torch.no_grad():
+        middle.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_what_no_gradient_reads_may_be_written_between_the_passes():
+    model = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), ops.Linear(7, 3)).double()
+    x = draw(3, 5)
+    want = passes(model, x)
+    x = x.requires_grad_()
+    model[0].weight.requires_grad_(False)
+    y = model(x)
+    with torch.no_grad():
+        x.mul_(2)  # only the gradient of the frozen weight reads it
+        model[0].bias.mul_(2)  # nothing reads a bias
+    y.backward(draw(3, 3, seed=99))
+    assert model[0].weight.grad is None
+    torch.testing.assert_close(x.grad, want["d_x"])
+    torch.testing.assert_close(model[2].weight.grad, want["d_2.weight"])
+
+
+@COVERS
+def test_inputs_parameters_and_incoming_gradients_are_never_written(fusions: Any):
+    model = mlp(fusions=fusions, dropout=0.5)
+    x, dy = draw(3, 5).requires_grad_(), draw(3, 3, seed=2)
+    with Untouched({"x": x, "dy": dy, **dict(model.named_parameters())}):
+        y = model(x)
+        grads = torch.autograd.grad(y, [x, *model.parameters()], dy)
+    with Untouched({"y": y}):
+        model(x).backward(dy)
+    assert_distinct_storages(list(grads), [x, dy, y, *model.parameters()])
+
+
+@pytest.mark.parametrize("op", [ops.Identity, lambda: ops.Dropout(0.0), ops.Tanh], ids=["Identity", "Dropout", "Tanh"])
+def test_gradients_given_to_a_user_are_tensors_of_their_own(op: Any):
+    model = sf.Sequential(op(), ops.Add("side"))
+    x, side, dy = draw(3, 5).requires_grad_(), draw(3, 5, seed=2).requires_grad_(), draw(3, 5, seed=3)
+    kept = dy.clone()
+    y = model(x, side=side)
+    y.backward(dy)
+    assert_distinct_storages({"x.grad": x.grad, "side.grad": side.grad}, {"dy": dy, "y": y, "x": x})
+    with torch.no_grad():
+        x.grad.zero_()
+    assert torch.equal(side.grad, kept)
+    assert torch.equal(dy, kept)
+
+
+def test_an_output_that_is_the_input_may_be_written_as_in_torch():
+    for make in (lambda: sf.Sequential(ops.Identity()), lambda: nn.Sequential(nn.Identity())):
+        x = draw(3, 5).requires_grad_()
+        y = make()(x * 2)
+        z = y.sin()
+        y.backward(draw(3, 5, seed=2), retain_graph=True)
+        first = x.grad.clone()
+        torch.testing.assert_close(first, 2 * draw(3, 5, seed=2))
+        assert z.requires_grad
+
+
+# Saved-tensor hooks ---------------------------------------------------------------------------------------------------
+
+
+class Reachable:
+    """Tensors that can be reached from an object through attributes, containers and closures."""
+
+    def __init__(self, root: Any) -> None:
+        self.found: list[Tensor] = []
+        self._seen: set[int] = set()
+        self._walk(root, 0)
+
+    def _walk(self, thing: Any, depth: int) -> None:
+        if id(thing) in self._seen or depth > 6:
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            self.found.append(thing)
+        elif isinstance(thing, dict):
+            for value in thing.values():
+                self._walk(value, depth + 1)
+        elif isinstance(thing, (list, tuple, set)):
+            for value in thing:
+                self._walk(value, depth + 1)
+
+
+@COVERS
+def test_saved_tensor_hooks_see_every_saved_tensor(fusions: Any):
+    model = sf.Sequential(
+        ops.LayerNorm(5), ops.Linear(5, 7), ops.Tanh(), ops.Dropout(0.5), ops.Residual(ops.SiLU()), fusions=fusions
+    )
+    randomize(model.double())
+    x, dy = draw(3, 5).requires_grad_(), draw(3, 7, seed=2)
+    leaves = [x, *model.parameters()]
+    torch.manual_seed(1)
+    want = torch.autograd.grad(model(x), leaves, dy)
+    packed: list[Tensor] = []
+    unpacked: list[int] = []
+
+    def pack(t: Tensor) -> tuple[int, Tensor]:
+        packed.append(t)
+        return len(packed) - 1, t.clone()
+
+    def unpack(token: tuple[int, Tensor]) -> Tensor:
+        unpacked.append(token[0])
+        return token[1]
+
+    torch.manual_seed(1)
+    with graph.saved_tensors_hooks(pack, unpack):
+        y = model(x)
+    held = Reachable(vars(y.grad_fn)).found
+    assert held == [], "the node itself holds no tensor"
+    count = len(packed)
+    assert count >= 5
+    found = torch.autograd.grad(y, leaves, dy)
+    assert sorted(unpacked) == list(range(count))
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_tensor_that_several_operations_keep_is_saved_once():
+    model = sf.Sequential(ops.Linear(5, 5), ops.Tanh(), ops.Linear(5, 5), ops.Tanh(), ops.Linear(5, 5)).double()
+    packed: list[Tensor] = []
+    with graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        model(draw(3, 5).requires_grad_())
+    # x, three weights, and each tanh once, though the product after it keeps it too
+    assert len(packed) == 6
+    assert len({t.untyped_storage().data_ptr() for t in packed}) == 6
+
+
+def test_what_the_hooks_change_is_what_the_backward_reads():
+    model = sf.Sequential(ops.Tanh()).double()
+    x = draw(3, 5).requires_grad_()
+    with graph.saved_tensors_hooks(lambda t: t, lambda t: torch.zeros_like(t)):
+        y = model(x)
+    y.backward(draw(3, 5, seed=2))
+    assert torch.equal(x.grad, draw(3, 5, seed=2))  # 1 - 0 ** 2
+
+
+@COVERS
+def test_save_on_cpu_and_disabled_hooks_work(fusions: Any):
+    model, x, dy = mlp(fusions=fusions), draw(3, 5), draw(3, 3, seed=99)
+    want = passes(model, x)
+    leaf = x.clone().requires_grad_()
+    with graph.save_on_cpu():
+        y = model(leaf)
+    y.backward(dy)
+    found = {"out": y.detach(), "d_x": leaf.grad, **{f"d_{n}": p.grad for n, p in model.named_parameters()}}
+    assert_same(found, want, 0.0)
+    with graph.disable_saved_tensors_hooks("no hooks here"):
+        assert_same(passes(model, x), want, 0.0)
+
+
+# Which outputs are used, which gradients are wanted -------------------------------------------------------------------
+
+
+@COVERS
+def test_an_output_that_is_not_used_sends_no_gradient(fusions: Any):
+    model = sf.Sequential(
+        ops.Linear(5, 5), ops.Tanh(), ops.Fork("early"), ops.Linear(5, 5), ops.Tanh(), ops.Fork("late"), ops.Tanh(),
+        fusions=fusions,
+    )  # fmt: skip
+    randomize(model.double())
+    x = draw(3, 5).requires_grad_()
+    leaves = [x, *model.parameters()]
+    weights = [draw(3, 5, seed=s) for s in (11, 12, 13)]
+
+    def reference() -> list[Tensor]:
+        early = torch.tanh(nn.functional.linear(x, model[0].weight, model[0].bias))
+        late = torch.tanh(nn.functional.linear(early, model[3].weight, model[3].bias))
+        return [torch.tanh(late), early, late]
+
+    for used in [s for n in (1, 2, 3) for s in itertools.combinations(range(3), n)]:
+        want = torch.autograd.grad(sum((reference()[i] * weights[i]).sum() for i in used), leaves, allow_unused=True)
+        outs = model(x)
+        found = torch.autograd.grad(sum((outs[i] * weights[i]).sum() for i in used), leaves, allow_unused=True)
+        for a, b in zip(found, want, strict=True):
+            assert (a is None) == (b is None), used
+            if b is not None:
+                assert b.abs().max() > 0
+                torch.testing.assert_close(a, b)
+
+
+def test_an_input_the_output_does_not_depend_on_gets_none():
+    model, x, other = mlp(), draw(3, 5).requires_grad_(), draw(3, 5).requires_grad_()
+    dx, none = torch.autograd.grad(model(x).sum(), [x, other], allow_unused=True)
+    assert dx.abs().max() > 0
+    assert none is None
+
+
+def test_gradients_of_some_leaves_are_those_of_all():
+    model, x = mlp(), draw(3, 5).requires_grad_()
+    leaves = [x, *model.parameters()]
+    want = torch.autograd.grad(model(x), leaves, draw(3, 3))
+    for leaf, expected in zip(leaves, want, strict=True):
+        assert torch.equal(torch.autograd.grad(model(x), leaf, draw(3, 3))[0], expected)
+
+
+FROZEN = ["0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias", "x"]
+
+
+@COVERS
+def test_every_subset_of_frozen_tensors_leaves_the_other_gradients_as_they_are(fusions: Any):
+    model, x, dy = mlp(fusions=fusions), draw(3, 5), draw(3, 3, seed=99)
+    named = dict(model.named_parameters())
+    want = passes(model, x)
+    for mask in itertools.product((False, True), repeat=len(FROZEN)):
+        wanted = dict(zip(FROZEN, mask, strict=True))
+        leaf = x.clone().requires_grad_(wanted.pop("x"))
+        for name, on in wanted.items():
+            named[name].requires_grad_(on)
+            named[name].grad = None
+        y = model(leaf)
+        assert torch.equal(y.detach(), want["out"])
+        assert y.requires_grad == any(mask)
+        if not any(mask):
+            continue
+        y.backward(dy)
+        for name, p in [("x", leaf), *named.items()]:
+            if p.requires_grad:
+                assert torch.equal(p.grad, want[f"d_{name}"]), (name, mask)
+            else:
+                assert p.grad is None, (name, mask)
+
+
+def test_a_parameter_thawed_between_steps_is_trained_from_then_on():
+    model = mlp(fusions=(BiasTanhForward,))
+    twin = plain_mlp(model)
+    runs = []
+    for net in (model, twin):
+        optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+        for step in range(6):
+            net[1].weight.requires_grad_(step % 2 == 0)
+            net[4].bias.requires_grad_(step >= 3)
+            optimizer.zero_grad()
+            loss = net(draw(4, 5, seed=step)).square().mean()
+            loss.backward()
+            assert (net[1].weight.grad is None) == (step % 2 == 1)
+            optimizer.step()
+            losses.append(loss.item())
+        runs.append((losses, [p.detach().clone() for p in net.parameters()]))
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-10)
+    for a, b in zip(runs[0][1], runs[1][1], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_accumulate_over_micro_batches():
+    model = mlp(fusions=(BiasTanhJoint,))
+    batches = [draw(3, 5, seed=s) for s in range(3)]
+    for x in batches:
+        model(x).square().sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    sum(model(x).square().sum() for x in batches).backward()
+    for a, p in zip(found, model.parameters(), strict=True):
+        assert a.abs().max() > 0
+        torch.testing.assert_close(a, p.grad)
+
+
+# Dropped fields -------------------------------------------------------------------------------------------------------
+
+
+class Careless(sf.UnfusedOperation):
+    """y = x weight^T, whose backward reads what it declared for the other gradient only."""
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")
+        weight: Tensor = sf.field(for_="x")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(draw(4, 5))
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
+
+    def fwd(self, x: Tensor) -> Any:
+        return self.reference(x), self.Saved(x=x, weight=self.weight)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy @ saved.weight, {"weight": dy.t() @ saved.x}
+
+
+@pytest.mark.parametrize("dropped", ["weight", "x"])
+def test_reading_a_dropped_field_says_which_and_why(dropped: str):
+    model = sf.Sequential(ops.Scale(2.0), Careless()).double()
+    x = draw(3, 5)
+    assert len(passes(model, x)) == 3
+    if dropped == "x":
+        model[1].weight.requires_grad_(False)
+        y, reader = model(x.requires_grad_()), "weight"
+    else:
+        y, reader = model(x), "x"
+    with pytest.raises(StateError, match=f"field '{dropped}' was dropped: only {reader} reads it") as caught:
+        y.sum().backward()
+    error = caught.value
+    assert (error.code, error.operation, error.position) == ("SF502", "Careless", 1)
+    assert error.hint is not None
+    assert "needs" in error.hint
+
+
+def test_a_dropped_field_is_not_kept():
+    model, packed = sf.Sequential(ops.Linear(5, 7, bias=False)).double(), []
+    x = draw(3, 5)
+    with graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        model(x)
+        assert [t is x for t in packed] == [True]
+        packed.clear()
+        model[0].weight.requires_grad_(False)
+        model(x.requires_grad_())
+    assert [t.shape for t in packed] == [(7, 5)]
+
+
+# Looking at the graph -------------------------------------------------------------------------------------------------
+
+
+@COVERS
+def test_anomaly_mode_changes_no_number(fusions: Any):
+    model, x = mlp(fusions=fusions), draw(3, 5)
+    want = passes(model, x)
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same(passes(model, x), want, 0.0)
+
+
+class Poisoned(sf.Pointwise):
+    """y = x; its derivative is not a number."""
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy * float("nan"), {}
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in Seqfuse")
+def test_anomaly_mode_names_the_node_that_made_a_nan():
+    model, x = sf.Sequential(ops.Tanh(), Poisoned()), draw(3, 5).requires_grad_()
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        y = model(x)
+        with pytest.raises(RuntimeError, match=r"'Seqfuse.*' returned nan values in its"):
+            y.sum().backward()
+
+
+class Broken(sf.Pointwise):
+    """y = x; its backward raises."""
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        raise ValueError("no backward today")
+
+
+def test_an_error_in_a_backward_says_where_and_leaves_the_model_usable():
+    model, x = sf.Sequential(ops.Linear(5, 5), Broken(), ops.Tanh()).double(), draw(3, 5)
+    with pytest.raises(ValueError, match="no backward today") as caught:
+        model(x).sum().backward()
+    assert caught.value.__notes__ == ["in operation Broken at position 2"]
+    assert all(p.grad is None for p in model.parameters())
+    model[1] = ops.Identity()
+    assert passes(model, x)["d_0.weight"].abs().max() > 0
+
+
+def test_the_node_has_a_readable_name_in_graphs_and_profiles():
+    model, x = mlp(), draw(3, 5).requires_grad_()
+    y = model(x)
+    assert y.grad_fn.name() == "SeqfuseBackward"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(x).sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert any("Seqfuse" in name for name in names)
+
+
+def test_the_graph_can_be_walked():
+    model, x = mlp(), draw(3, 5).requires_grad_()
+    node = model(x).grad_fn
+    leaves = [fn.variable for fn, _ in node.next_functions if hasattr(fn, "variable")]
+    assert {id(t) for t in leaves} == {id(t) for t in (x, *model.parameters())}
+
+
+def test_tensor_hooks_inside_and_around_the_node_fire_once():
+    model, x = mlp(), draw(3, 5).requires_grad_()
+    counts = dict.fromkeys(["y", "x", "weight", "pre", "post"], 0)
+
+    def count(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            counts[name] += 1
+
+        return hook
+
+    y = model(x)
+    y.register_hook(count("y"))
+    x.register_hook(count("x"))
+    model[1].weight.register_hook(count("weight"))
+    y.grad_fn.register_prehook(count("pre"))
+    y.grad_fn.register_hook(count("post"))
+    y.sum().backward()
+    assert counts == dict.fromkeys(counts, 1)
+
+
+def test_a_tensor_hook_may_change_the_gradient_of_the_output():
+    model, x = mlp(), draw(3, 5)
+    want = passes(model, x)
+    leaf = x.clone().requires_grad_()
+    y = model(leaf)
+    y.register_hook(lambda d: -3 * d)
+    y.backward(draw(3, 3, seed=99))
+    torch.testing.assert_close(leaf.grad, -3 * want["d_x"])
+
+
+def test_inference_mode_saves_nothing_and_its_output_is_an_inference_tensor():
+    model, x = mlp(fusions=KINDS), draw(3, 5)
+    want = model(x).detach()
+    packed: list[Tensor] = []
+    with torch.inference_mode(), graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        y = model(x)
+    assert y.is_inference()
+    assert packed == []
+    torch.testing.assert_close(y.clone(), want)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        sf.Sequential(ops.Linear(3, 2).double())(y)
+
+
+def test_a_gradient_of_another_layout_is_taken():
+    model, x = sf.Sequential(ops.Linear(5, 6), ops.Tanh(), fusions=(BiasTanhJoint,)).double(), draw(4, 5)
+    leaves = [leaf := x.requires_grad_(), *model.parameters()]
+    for dy in [
+        torch.ones((), dtype=torch.float64).expand(4, 6),
+        draw(6, 4).t(),
+        draw(4, 12)[:, ::2],
+        draw(1, 6).expand(4, 6),
+        draw(25)[1:].view(4, 6),
+    ]:
+        found = torch.autograd.grad(model(leaf), leaves, dy)
+        want = torch.autograd.grad(model(leaf), leaves, dy.contiguous().clone())
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b)
+            assert b.abs().max() > 0

@@ -1,0 +1,553 @@
+"""Plans are made once per environment, and again as soon as the list is another."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import seqfuse as sf
+from seqfuse import env as environment
+from seqfuse import ops
+
+from .kit_b import BiasTanhForward, BiasTanhInference, BiasTanhJoint, assert_same, counting_plans, draw, mlp, randomize
+
+States = list[tuple[Any, ...]]
+
+
+@contextlib.contextmanager
+def in_state(model: nn.Module, training: bool, grad: bool, autocast: torch.dtype | None) -> Any:
+    model.train(training)
+    with torch.set_grad_enabled(grad), torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        yield
+
+
+def test_every_state_is_planned_once_however_often_they_alternate():
+    model = mlp(dropout=0.3, dtype=torch.float32, fusions=(BiasTanhForward, BiasTanhInference))
+    x = draw(3, 5, dtype=torch.float32)
+    states = list(itertools.product((True, False), (True, False), (None, torch.bfloat16, torch.float16)))
+
+    def round_of_calls(order: States) -> None:
+        for training, grad, autocast in order:
+            with in_state(model, training, grad, autocast):
+                model(x)
+
+    with counting_plans() as first:
+        round_of_calls(states)
+    assert len(first) == len(states)
+    with counting_plans() as later:
+        round_of_calls(states[::-1])
+        round_of_calls(states[::3] + states[1::3] + states[2::3])
+    assert len(later) == 0
+    assert later.lists == 0
+
+
+def test_input_dtypes_and_gradients_wanted_of_the_input_are_states_too():
+    model = sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(BiasTanhForward,))
+    inputs = [draw(3, 5, dtype=t).requires_grad_(r) for t in (torch.float32, torch.float64) for r in (True, False)]
+    with counting_plans() as first:
+        for x in inputs:
+            model(x)
+    assert len(first) == len(inputs)
+    with counting_plans() as later:
+        for x in inputs + inputs[::-1]:
+            assert model(x).dtype == torch.promote_types(x.dtype, torch.float32)
+    assert len(later) == 0
+
+
+def test_batch_sizes_share_a_plan_per_power_of_two():
+    model = mlp()
+    with counting_plans() as first:
+        for rows in range(1, 41):
+            assert model(draw(rows, 5)).shape == (rows, 3)
+    assert sorted(p[4].rows for p in first.plans) == [1, 2, 4, 8, 16, 32, 64]
+    with counting_plans() as later:
+        for shape in [(7, 5), (40, 5), (2, 3, 5), (5,), (1, 1, 4, 5), (33, 5)]:
+            assert model(draw(*shape)).shape == (*shape[:-1], 3)
+    assert len(later) == 0
+
+
+def test_many_lengths_in_one_bucket_do_not_push_out_the_plans_of_others():
+    model = sf.Sequential(ops.Bias(1), ops.Tanh())
+    other = draw(3, 1)
+    model(other)
+    with counting_plans() as planned, torch.no_grad():
+        for rows in range(1025, 1700):
+            model(torch.ones(1, dtype=torch.float64).expand(rows, 1))
+    assert len(planned) == 1
+    with counting_plans() as planned:
+        model(other)
+    assert len(planned) == 0
+
+
+def test_fusing_regions_are_states_too():
+    model = mlp(fusions=(BiasTanhForward,))
+    x = draw(3, 5)
+
+    def calls() -> None:
+        model(x)
+        with sf.fusing(False):
+            model(x)
+        with sf.fusing(exclude=["BiasTanhForward"]):
+            model(x)
+        with sf.fusing(only=[BiasTanhForward]):
+            model(x)
+
+    with counting_plans() as first:
+        calls()
+    assert len(first) == 4
+    with counting_plans() as later:
+        calls()
+        calls()
+    assert len(later) == 0
+
+
+def test_determinism_is_a_state_that_a_requirement_may_ask():
+    class Sloppy(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.Tanh
+
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield not env.deterministic, "is not deterministic"
+
+        def fwd(self, x: Tensor) -> Any:
+            y = torch.tanh(x + self.bias.bias)
+            return y, {"bias": ops.Bias.Saved(), "act": ops.Tanh.Saved(y=y)}
+
+    model, x = sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(Sloppy,)), draw(3, 5)
+    model(x)
+    assert model.plan(x).count("Sloppy") == 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        with counting_plans() as planned:
+            model(x)
+        assert len(planned) == 1
+        assert [r.reason for r in model.plan(x).refused] == ["is not deterministic"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with counting_plans() as planned:
+        model(x)
+    assert len(planned) == 0
+
+
+def test_a_channel_is_part_of_the_state():
+    model = sf.Sequential(ops.Tanh(), ops.Add("side"))
+    x = draw(3, 5)
+    sides = [draw(3, 5, seed=2), draw(3, 5, seed=2).requires_grad_(), draw(3, 5, seed=2, dtype=torch.float32)]
+    with counting_plans() as first:
+        for side in sides:
+            assert model(x, side=side).requires_grad == side.requires_grad
+    assert len(first) == 3
+    with counting_plans() as later:
+        for side in sides[::-1]:
+            model(x, side=side)
+    assert len(later) == 0
+
+
+# Mutations ------------------------------------------------------------------------------------------------------------
+
+
+class Doubled(nn.Module):
+    def forward(self, t: Tensor) -> Tensor:
+        return 2 * t
+
+
+def _set_none(module: nn.Module, name: str) -> None:
+    setattr(module, name, None)
+
+
+def _reorder(model: nn.Module) -> None:
+    # A plain dictionary: taken out and put back, it goes to the end.
+    model._modules["8"] = model._modules.pop("2")
+
+
+def _move_first_last(model: nn.Module) -> None:
+    # The same modules under the same keys in another order.
+    scale = model[4]
+    delattr(model, "4")
+    setattr(model, "4", scale)
+
+
+def _unhooked(model: nn.Module) -> None:
+    for module in model:
+        module._forward_hooks.clear()
+
+
+MUTATIONS: dict[str, Callable[[Any], Any]] = {
+    "append": lambda m: m.append(ops.Scale(-0.5)),
+    "insert": lambda m: m.insert(1, ops.Tanh()),
+    "extend": lambda m: m.extend([ops.Scale(2.0), ops.Tanh()]),
+    "iadd": lambda m: m.__iadd__(sf.Sequential(ops.Scale(2.0))),
+    "pop": lambda m: m.pop(-1),
+    "del": lambda m: m.__delitem__(4),
+    "del slice": lambda m: m.__delitem__(slice(2, 4)),
+    "setitem": lambda m: m.__setitem__(2, ops.Sigmoid()),
+    "setattr": lambda m: setattr(m, "2", ops.Sigmoid()),
+    "add_module": lambda m: m.add_module("9", ops.Scale(-0.5)),
+    "register_module": lambda m: m.register_module("9", ops.Scale(-0.5)),
+    "_modules": lambda m: m._modules.update({"2": ops.Sigmoid()}),
+    "reorder": _reorder,
+    "same keys reordered": _move_first_last,
+    "append to a nested container": lambda m: m[5].append(ops.Scale(3.0)),
+    "pop from a residual": lambda m: m[6].pop(-1),
+    "append to a container in a container": lambda m: m[5][0].append(ops.Scale(3.0)),
+    "insert a barrier": lambda m: m.insert(3, Doubled()),
+    "p": lambda m: setattr(m[3], "p", 0.8),
+    "p = 0": lambda m: setattr(m[3], "p", 0.0),
+    "mode": lambda m: setattr(m[3], "mode", "downscale_in_infer"),
+    "eps": lambda m: setattr(m[0], "eps", 0.5),
+    "factor": lambda m: setattr(m[6][0], "factor", 3.0),
+    "zero_centered": lambda m: setattr(m[0], "zero_centered", True),
+    "eval of all": lambda m: m.eval(),
+    "eval of one": lambda m: m[3].eval(),
+    "hook": lambda m: m[2].register_forward_hook(lambda *a: -a[-1]),
+    "pre-hook": lambda m: m[2].register_forward_pre_hook(lambda module, args: (-args[0],)),
+    "hook on a nested container": lambda m: m[5].register_forward_hook(lambda *a: -a[-1]),
+    "hook on a residual": lambda m: m[6].register_forward_hook(lambda *a: -a[-1]),
+    "hook taken off": _unhooked,
+    "forward of an instance": lambda m: setattr(m[2], "forward", lambda t: t.sin()),
+    "forward of a nested container": lambda m: setattr(m[5], "forward", lambda t: t.sin()),
+    "weight frozen": lambda m: m[1].weight.requires_grad_(False),
+    "bias frozen": lambda m: m[1].bias.requires_grad_(False),
+    "all frozen": lambda m: m.requires_grad_(False),
+    "bias = None": lambda m: _set_none(m[1], "bias"),
+    "norm bias = None": lambda m: _set_none(m[0], "bias"),
+    "norm weight = None": lambda m: _set_none(m[0], "weight"),
+    "a bias where there was none": lambda m: setattr(m[7], "bias", nn.Parameter(draw(7, seed=5))),
+    "weight replaced": lambda m: setattr(m[1], "weight", nn.Parameter(draw(7, 5, seed=5))),
+    "weight.data replaced": lambda m: setattr(m[1].weight, "data", draw(7, 5, seed=5)),
+    "weight parametrized": lambda m: parametrize.register_parametrization(m[1], "weight", Doubled()),
+    "bias parametrized": lambda m: parametrize.register_parametrization(m[1], "bias", Doubled()),
+    "norm weight parametrized": lambda m: parametrize.register_parametrization(m[0], "weight", Doubled()),
+}
+
+
+def changing_model() -> sf.Sequential:
+    model = sf.Sequential(
+        ops.LayerNorm(5),
+        ops.Linear(5, 7),
+        ops.Tanh(),
+        ops.Dropout(0.4),
+        ops.GeLU(),
+        sf.Sequential(sf.Sequential(ops.Bias(7)), ops.Tanh()),
+        ops.Residual(ops.Scale(0.5), ops.SiLU()),
+        ops.Linear(7, 7, bias=False),
+        fusions=(BiasTanhForward,),
+    )
+    randomize(model)
+    model = model.double()
+    model[0].register_forward_hook(lambda module, args, out: out * 1.5)
+    return model
+
+
+def seen(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+    """What a call gives, with the parameters as they are in the model at that time."""
+    torch.manual_seed(3)
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad(set_to_none=True)
+    y = model(x)
+    y.backward(draw(*y.shape, seed=9))
+    return {"out": y.detach(), "d_x": x.grad, **{f"d_{n}": p.grad for n, p in model.named_parameters()}}
+
+
+def differ(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> bool:
+    def unequal(s: Tensor | None, t: Tensor | None) -> bool:
+        return (s is None) != (t is None) or (s is not None and t is not None and not torch.equal(s, t))
+
+    return a.keys() != b.keys() or any(unequal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_after_the_first_call_is_seen(name: str):
+    model, x = changing_model(), draw(4, 5)
+    before = seen(model, x)
+    with counting_plans() as planned:
+        seen(model, x)
+    assert (len(planned), planned.lists) == (0, 0)
+    MUTATIONS[name](model)
+    fresh = copy.deepcopy(model)  # it has read nothing yet
+    after = seen(model, x)
+    assert differ(before, after), "this mutation changes nothing, so the test proves nothing"
+    assert_same(after, seen(fresh, x), 0.0)
+    assert str(model.plan(x)) == str(fresh.plan(x))
+
+
+@pytest.mark.parametrize("name", ["weight parametrized", "bias parametrized", "norm weight parametrized"])
+def test_a_parametrization_taken_off_is_seen(name: str):
+    model, x = changing_model(), draw(4, 5)
+    MUTATIONS[name](model)
+    before = seen(model, x)
+    owner = next(m for m in model if parametrize.is_parametrized(m))
+    parametrize.remove_parametrizations(owner, "bias" if "bias" in name else "weight")
+    after = seen(model, x)
+    assert differ(before, after)
+    assert_same(after, seen(copy.deepcopy(model), x), 0.0)
+
+
+def test_one_of_two_parametrizations_taken_off_is_seen():
+    model, x = changing_model(), draw(4, 5)
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(model[1], name, Doubled())
+    before = seen(model, x)
+    parametrize.remove_parametrizations(model[1], "bias", leave_parametrized=False)
+    after = seen(model, x)
+    assert differ(before, after)
+    assert_same(after, seen(copy.deepcopy(model), x), 0.0)
+
+
+def test_a_mutation_that_is_taken_back_gives_the_first_numbers_again():
+    model, x = changing_model(), draw(4, 5)
+    before = seen(model, x)
+    model.append(ops.Scale(-2.0))
+    assert differ(before, seen(model, x))
+    model.pop(-1)
+    assert not differ(before, seen(model, x))
+    handle = model[2].register_forward_hook(lambda *a: -a[-1])
+    assert differ(before, seen(model, x))
+    handle.remove()
+    assert not differ(before, seen(model, x))
+
+
+def test_training_flags_that_differ_per_operation_are_states_too():
+    model = sf.Sequential(ops.Dropout(0.5), ops.Tanh(), ops.Dropout(0.5))
+    x = draw(40, 9)
+
+    def kept() -> list[bool]:
+        torch.manual_seed(0)
+        return [bool((model(x) == 0).any())]
+
+    flags = list(itertools.product((True, False), (True, False)))
+
+    def calls() -> list[bool]:
+        found: list[bool] = []
+        for first, last in flags:
+            model[0].train(first)
+            model[2].train(last)
+            found += kept()
+        return found
+
+    assert calls() == [True, True, True, False]
+    with counting_plans() as planned:
+        assert calls() == [True, True, True, False]
+    assert (len(planned), planned.lists) == (0, 0)
+
+
+def test_a_new_rule_set_plans_again():
+    model, x = sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=()), draw(3, 5)
+    model(x)
+    assert model.plan(x).fused == (0, 0)
+    model.fusions = (BiasTanhJoint,)
+    with counting_plans() as planned:
+        model(x)
+    assert len(planned) == 1
+    assert model.plan(x).count("BiasTanhJoint") == 1
+
+
+def test_a_global_hook_runs_everything_alone_while_it_is_there():
+    model, x = sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(BiasTanhForward,)), draw(3, 5)
+    y = model(x)
+    called: list[type] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: called.append(type(module)))
+    try:
+        assert torch.equal(model(x), y)
+        assert called == [ops.Bias, ops.Tanh, sf.Sequential]
+        assert [a.reason for a in model.plan(x).alone] == ["global module hooks are registered"] * 2
+    finally:
+        handle.remove()
+    called.clear()
+    model(x)
+    assert called == []
+    assert model.plan(x).fused == (1, 0)
+
+
+class Table(sf.UnfusedOperation):
+    """y = x * table, a constant that is no parameter."""
+
+    class Saved(sf.Saved):
+        table: Tensor
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * torch.as_tensor(self.table)
+
+    def fwd(self, x: Tensor) -> Any:
+        return self.reference(x), self.Saved(table=torch.as_tensor(self.table))
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy * saved.table, {}
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, tuple], ids=["tensor", "array", "tuple"])
+def test_a_constant_of_several_numbers_may_be_replaced(kind: Callable[[Any], Any]):
+    model, x = sf.Sequential(Table(kind([1.0, -2.0, 3.0])), ops.Tanh()), draw(4, 3)
+    model(x)
+    model[0].table = kind([-1.0, 0.5, 2.0])
+    assert torch.equal(model(x), torch.tanh(x * torch.tensor([-1.0, 0.5, 2.0], dtype=torch.float64)))
+
+
+def test_configuration_of_a_module_inside_an_operation_is_seen():
+    class ExactGated(sf.InferenceFusion):
+        unit: sf.Gated
+        scale: ops.Scale
+
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield self.unit.activation.approximate == "none", "knows erf only"
+
+        def fwd(self, x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return torch.nn.functional.gelu(gate) * up * self.scale.factor
+
+    model = sf.Sequential(ops.GEGLU(), ops.Scale(1.0), fusions=(ExactGated,))
+    x = draw(3, 8)
+    with torch.no_grad():
+        assert model.plan(x).count("ExactGated") == 1
+        exact = model(x)
+        model[0].activation.approximate = "tanh"
+        with sf.fusing(False):
+            want = model(x)
+        got = model(x)
+    assert not torch.equal(want, exact)
+    assert torch.equal(got, want)
+
+
+def test_a_slice_inside_a_fused_run_plans_again():
+    model = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), ops.Bias(7), ops.Tanh(), fusions=(BiasTanhJoint,))
+    randomize(model.double())
+    x = draw(3, 5)
+    assert model.plan(x).count("BiasTanhJoint") == 2
+    y = model(x)
+    head, tail = model[:3], model[3:]
+    assert (type(head), head.fusions) == (sf.Sequential, (BiasTanhJoint,))
+    assert head.plan(x).count("BiasTanhJoint") == 1
+    assert tail.plan(head(x)).count("BiasTanhJoint") == 0
+    assert torch.equal(tail(head(x)), y)
+    torch.autograd.backward(tail(head(x)), draw(3, 7))
+    cut = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch.autograd.backward(model(x), draw(3, 7))
+    assert len(cut) == 3
+    for a, p in zip(cut, model.parameters(), strict=True):
+        assert torch.equal(a, p.grad)
+
+
+def test_plans_of_one_input_are_equal_and_hash_equal():
+    model, x = mlp(fusions=(BiasTanhJoint,)), draw(3, 5)
+    a, b = model.plan(x), model.plan(x)
+    assert a == b
+    assert hash(a) == hash(b)
+    with sf.fusing(False):
+        assert model.plan(x) != a
+    with pytest.raises(AttributeError):
+        a.env = b.env  # type: ignore[misc]
+
+
+def test_asking_for_a_plan_changes_nothing_for_the_next_call():
+    model, x = mlp(dropout=0.5, fusions=(BiasTanhJoint,)), draw(3, 5)
+    torch.manual_seed(5)
+    y = model(x)
+    with counting_plans() as planned:
+        torch.manual_seed(5)
+        str(model.plan(x))
+        str(model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)))
+        torch.manual_seed(5)
+        again = model(x)
+    assert torch.equal(y, again)
+    assert all(p[4].rows != 4 or p[4].device == "cpu" for p in planned.plans)
+    with counting_plans() as planned:
+        model(x)
+    assert len(planned) == 0
+
+
+# Env ------------------------------------------------------------------------------------------------------------------
+
+
+def test_env_describes_the_call():
+    x = draw(2, 3, 5, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        env = sf.Env.like(x)
+    assert (env.device, env.arch, env.dtype, env.autocast) == ("cpu", "cpu", torch.bfloat16, torch.float16)
+    assert (env.grad, env.deterministic, env.rows, env.triton) == (False, False, 8, env.triton)
+    assert sf.Env.like(x).autocast is None
+    assert sf.Env.like(x).grad
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((), 1), ((5,), 1), ((1, 5), 1), ((3, 5), 4), ((4, 5), 4), ((0, 5), 0)])
+def test_env_rounds_rows_up_to_a_power_of_two_and_keeps_none_apart(shape: tuple[int, ...], rows: int):
+    assert sf.Env.like(torch.empty(shape)).rows == rows
+
+
+def test_env_of_a_machine_that_is_not_here():
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
+    assert (env.device, env.arch, env.triton, env.dtype) == ("cuda", "sm_90", True, torch.bfloat16)
+    assert env == sf.Env.of(torch.device("cuda").type + ":sm_90", dtype=torch.bfloat16)
+    assert hash(env) == hash(sf.Env.of("cuda:sm_90", dtype=torch.bfloat16))
+    assert sf.Env.of("cuda:gfx942").arch == "gfx942"
+
+
+def test_an_input_of_no_rows_runs_unfused_and_gives_zero_gradients():
+    model = mlp(fusions=(BiasTanhJoint,))
+    x = torch.empty(0, 5, dtype=torch.float64, requires_grad=True)
+    assert {r.reason for r in model.plan(x).refused} == {"the input has no rows"}
+    y = model(x)
+    assert y.shape == (0, 3)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 5)
+    for p in model.parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
+
+
+@pytest.mark.parametrize(
+    ("variables", "want", "says"),
+    [
+        ({}, (True, "fallback"), None),
+        ({"SEQFUSE_FUSING": "0"}, (False, "fallback"), None),
+        ({"SEQFUSE_ON_ERROR": "raise"}, (True, "raise"), None),
+        ({"SEQFUSE_FSUING": "0"}, (True, "fallback"), "unknown environment variable SEQFUSE_FSUING.*SEQFUSE_FUSING"),
+        ({"SEQFUSE_FUSING": "off"}, (True, "fallback"), "SEQFUSE_FUSING='off' is none of 0, 1"),
+        ({"SEQFUSE_ON_ERROR": "os.system"}, (True, "fallback"), "is none of fallback, raise"),
+    ],
+    ids=["none", "off", "raise", "typo", "bad switch", "bad policy"],
+)
+def test_environment_variables_are_data(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], want: tuple[bool, str], says: str | None
+):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        settings = environment.settings.__wrapped__()
+    assert (settings.fusing, settings.on_error) == want
+    assert len(caught) == (says is not None)
+    if says is not None:
+        assert pytest.importorskip("re").search(says, str(caught[0].message))
+
+
+def test_fusing_regions_nest_and_end_with_an_error():
+    model, x = sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(BiasTanhForward,)), draw(3, 5)
+
+    def fused() -> int:
+        return model.plan(x).count("BiasTanhForward")
+
+    assert fused() == 1
+    with sf.fusing(False):
+        assert fused() == 0
+        with sf.fusing(True):
+            assert fused() == 1
+        assert fused() == 0
+    with contextlib.suppress(ZeroDivisionError), sf.fusing(exclude=["BiasTanhForward"]):
+        assert fused() == 0
+        raise ZeroDivisionError
+    assert fused() == 1
