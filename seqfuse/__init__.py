@@ -3,7 +3,7 @@
 from . import errors, fusions, ops, plugins, testing
 from .env import Env, Savings, fusing
 from .errors import FallbackWarning, InputError, KernelError, PlanError, PluginError, SeqfuseError, StateError
-from .fuser import Fuser, Plan, Sequential
+from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
 from .saved import Recompute, Saved, field
@@ -43,5 +43,6 @@ __all__ = [
     "fusions",
     "ops",
     "plugins",
+    "remap_keys",
     "testing",
 ]

@@ -4,6 +4,6 @@ from .items import flatten
 from .match import Refusal
 from .plan import Alone, Plan, Step
 from .run import Fuser
-from .sequential import Sequential
+from .sequential import Sequential, remap_keys
 
-__all__ = ["Alone", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten"]
+__all__ = ["Alone", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten", "remap_keys"]

@@ -46,19 +46,19 @@ def check_devices(listing: Listing, item: Item, x: Tensor) -> None:
             raise InputError(message, code="SF102", operation=item.name, position=listing.items.index(item))
 
 
-def locate(listing: Listing, position: int, error: BaseException, tensor: Any) -> BaseException:
-    """The error of a failed operation, saying where it happened."""
-    item = listing.items[position]
+def clearer(listing: Listing, positions: range, error: BaseException, tensor: Any) -> BaseException:
+    """The error of a failed step, or one that says better what was wrong with its input, with its place."""
+    item = listing.items[positions.start]
     if isinstance(error, SeqfuseError):
         if error.operation is None or error.position is None:
-            error.operation, error.position = item.name, position
+            error.operation, error.position = item.name, positions.start
         return error
     if isinstance(error, RuntimeError) and isinstance(tensor, Tensor):
         try:
-            check_devices(listing, item, tensor)
+            for position in positions:
+                check_devices(listing, listing.items[position], tensor)
         except InputError as clear:
             return clear
-    error.add_note(f"in operation {item.name} at position {position}")
     return error
 
 

@@ -49,13 +49,13 @@ def plain_type(module: nn.Module) -> type:
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
-def _alone(module: nn.Module, kind: type) -> str | None:
+def _alone(module: nn.Module, kind: type, hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
         return "not an operation of this library"
-    if any(_GLOBAL_HOOKS):
+    if any(_GLOBAL_HOOKS) and not hidden:  # a member that is no submodule is not among the user's modules
         return "global module hooks are registered"
     if any(getattr(module, name) for name in _HOOKS):
-        return "it has hooks"
+        return "it has hooks" + ("; fused inside by its own rule set" if isinstance(module, nn.Sequential) else "")
     if "forward" in vars(module):
         return "it has a forward of its own instance"
     if any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values()):
@@ -75,11 +75,11 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
     looked_at: list[nn.Module] = [] if seen is None else seen
     nested: list[range] = []
 
-    def visit(module: nn.Module, path: str, top: bool) -> None:
+    def visit(module: nn.Module, path: str, top: bool, hidden: bool = False) -> None:
         kind = plain_type(module)
         if isinstance(module, FusableOperation):
             looked_at.append(module)
-        alone = None if top else _alone(module, kind)
+        alone = None if top else _alone(module, kind, hidden)
         if alone is not None:
             items.append(Item(module, path, kind.__name__, alone=alone))
             return
@@ -100,7 +100,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             else:
                 named = keys.get(id(member))
                 key = named.pop(0) if named else type(member).__name__.lower()
-                visit(member, f"{path}.{key}".lstrip("."), False)
+                visit(member, f"{path}.{key}".lstrip("."), False, id(member) not in keys)
         if not top and len(members) > 1:
             nested.append(range(start, len(items)))
 
@@ -233,6 +233,8 @@ class Fingerprint:
         self._children = [m._modules for m in self._modules if m._modules or isinstance(m, nn.Sequential)]
         self._children_then = [dict(children) for children in self._children]
         self._keys_then = [list(children) for children in self._children]
+        self._tensors = [v for now in self._attributes for v in now.values() if isinstance(v, Tensor)]
+        self._tensors_then = [t.requires_grad for t in self._tensors]
         hooked = [getattr(m, name) for m in self._modules if m is not root for name in _HOOKS]
         self._empty = [h for h in (*hooked, *_GLOBAL_HOOKS) if not h]
         self._full = [h for h in (*hooked, *_GLOBAL_HOOKS) if h]
@@ -246,6 +248,7 @@ class Fingerprint:
             and self._children == self._children_then
             and not any(self._empty)
             and all(self._full)
+            and (not self._tensors or [t.requires_grad for t in self._tensors] == self._tensors_then)
         )
 
     def _compare(self) -> bool:

@@ -33,10 +33,10 @@ class Binder:
         dtypes: Sequence[torch.dtype | None] | None,
         on_error: str,
         parameters: Mapping[tuple[int, str], Like],
-        locate: Callable[[int, BaseException, Any], BaseException],
+        clearer: Callable[[range, BaseException, Any], BaseException],
     ) -> None:
         self.items, self.wants, self.env, self.random = items, wants, env, random
-        self.dtypes, self.can_fall_back, self.locate = dtypes, on_error == "fallback", locate
+        self.dtypes, self.can_fall_back, self.clearer = dtypes, on_error == "fallback", clearer
         self.parameters = parameters
 
     def segments(self, plan: Plan) -> list[Segment]:
@@ -74,7 +74,7 @@ class Binder:
             signature=(piece, *((s.name, s.covers) for s in (*ahead, *back))),
             can_fall_back=self.can_fall_back,
             live=self.wants.live_from < piece.stop,
-            locate=self.locate,
+            clearer=self.clearer,
         )
 
     def _bind(

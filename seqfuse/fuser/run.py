@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import threading
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from ..errors import PluginError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .check import Like
-from .inputs import check_devices, dtypes_of, locate, validate, validate_all
+from .inputs import check_devices, clearer, dtypes_of, validate, validate_all
 from .items import Item, flatten, public_channels
 from .listing import Listing, Program, Region
 from .match import Matcher
@@ -32,6 +33,7 @@ KEPT_LISTS, KEPT_PROGRAMS = 8, 512
 _signature_of = operator.attrgetter("requires_grad", "dtype", "__class__")
 _PLAIN = (Tensor, nn.Parameter)
 _one_at_a_time = threading.RLock()
+_planning = threading.RLock()
 
 
 class Fuser:
@@ -49,7 +51,6 @@ class Fuser:
     def _reset(self) -> None:
         self._listings: tuple[Listing, ...] = ()
         self._matcher = Matcher(self.fusions)
-        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"root": self.root, "fusions": self.fusions}
@@ -133,7 +134,7 @@ class Fuser:
         rows = Env.like(x).rows
         exact_key = (shape, *state, tuple(parameter_state), tuple(channel_state or ()))
         bucket_key = (rows, *exact_key[1:])
-        with self._lock:
+        with _planning:
             program = region.shapes.get(exact_key)
             if program is None:
                 validate(listing, region, shape)
@@ -149,7 +150,9 @@ class Fuser:
         self, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
     ) -> Program:
         env, fusing = Env.like(x), fusing_now()
-        exact = all(t.__class__ in _PLAIN for t in (*parameters, *(channels[c] for c in region.channels)))
+        exact = all(p.__class__ in _PLAIN for p in parameters)
+        if x.__class__ in _PLAIN:  # else fake tensors measure what plain ones would do
+            exact = exact and all(channels[c].__class__ in _PLAIN for c in region.channels)
         if any(isinstance(v, Tensor) and v.requires_grad for v in vars(self.root).values()):
             exact = False  # a tensor with a graph of its own stands for a parameter
         for item in listing.items[region.start : region.stop]:
@@ -163,12 +166,18 @@ class Fuser:
         ):
             dtypes = dtypes_of(listing, region, x, channels)
 
-        def place(position: int, error: BaseException, tensor: Any) -> BaseException:
-            return locate(listing, position, error, tensor)
-
         named = zip(region.slots, parameters, strict=True)
         likes = {(id(owner), name): Like(p.shape, p.dtype, p.device) for (owner, name), p in named}
-        binder = Binder(listing.items, wants, env, listing.random, dtypes, fusing.on_error, likes, place)
+        binder = Binder(
+            listing.items,
+            wants,
+            env,
+            listing.random,
+            dtypes,
+            fusing.on_error,
+            likes,
+            functools.partial(clearer, listing),
+        )
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
         chosen = [[index[id(owner), name] for owner, name in s.parameters] for s in bound]
@@ -182,7 +191,7 @@ class Fuser:
             if listing.fingerprint.holds():
                 self._listings = (listing, *(other for other in self._listings if other is not listing))
                 return listing
-        with self._lock:
+        with _planning:
             for listing in self._listings:
                 if listing.fingerprint.holds():
                     return listing
@@ -219,8 +228,8 @@ class Fuser:
                 wanted = wanted or (env.grad and any(p.requires_grad for p in item.operation.parameters()))
                 known.update((channel, wanted) for _, channel in item.outputs)
         plan = merge(plans, alone, env, listing.items)
-        if x is None or env != Env.like(x):
-            return plan
+        if x is None or env != Env.like(x) or listing.parametrized:
+            return plan  # a parametrization is the user's code, which printing must not run
 
         def memory(_: Plan) -> Memory | None:
             return measure(lambda y, given: self._run_regions(listing, y, given), x, channels)

@@ -78,7 +78,7 @@ class Segment:
     signature: tuple[Any, ...]
     can_fall_back: bool
     live: bool
-    locate: Callable[[int, BaseException, Any], BaseException]
+    clearer: Callable[[range, BaseException, Any], BaseException]
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
 
     def run(self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
@@ -112,9 +112,7 @@ class Segment:
                         packed[position] = unpack, pack(record, memo, tensors)
                 x = y
         except Exception as error:
-            if call.unfused is None:
-                raise self.locate(call.start, error, x) from error.__cause__
-            self._may_fall_back(call, error)
+            self._may_fall_back(call, error, x)
             x = self._run(call.unfused(), x, channels, seeds, keep)
             rest = calls[calls.index(call) + 1 :]
             return self._run(rest, x, channels, seeds, keep) if rest else x
@@ -145,11 +143,19 @@ class Segment:
             packed[_SHAPES - call.stop] = _zeros, (out[0].shape, out[0].dtype, out[0].device)
         return out[0], out[-1]
 
-    def _may_fall_back(self, step: Call | Back, error: Exception) -> None:
+    def _may_fall_back(self, step: Call | Back, error: Exception, tensor: Any) -> None:
         """Warn and return if the unfused operations may run in place of a failed fusion; else raise."""
+        clear = self.clearer(range(step.start, step.stop), error, tensor)
+        if clear is not error:
+            raise clear from error
+        if step.unfused is None:
+            error.add_note(f"in operation {step.name} at position {step.start}")
+            raise error
         if isinstance(error, SeqfuseError) and not isinstance(error, InputError):
             error.operation, error.position = error.operation or step.name, step.start
             raise error
+        if isinstance(error, InputError):
+            return  # the operations themselves will say it, with the place
         where: dict[str, Any] = {"operation": step.name, "position": step.start}
         if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
             raise PluginError(f"fwd built a wrong record: {error}", code="SF302", **where) from error
@@ -195,11 +201,11 @@ class Segment:
                     d = self._special_back(back, d, sides, packed, tensors, sums)
         except Exception as error:
             if back.unfused is None:
-                raise self.locate(back.start, error, d) from error.__cause__
+                self._may_fall_back(back, error, d)
             if back.kind == "joint" and not isinstance(error, _ForwardFellBack):
                 packed = {**packed, **self._recovered(back, error, packed, tensors)}
             if not isinstance(error, _ForwardFellBack):
-                self._may_fall_back(back, error)
+                self._may_fall_back(back, error, d)
             d = self._run_back(back.unfused(), d, sides, packed, tensors, sums)
             rest = backs[backs.index(back) + 1 :]
             return self._run_back(rest, d, sides, packed, tensors, sums) if rest else d
@@ -249,7 +255,7 @@ class Segment:
     def _recovered(self, back: Back, error: Exception, packed: Packed, tensors: tuple[Tensor, ...]) -> Packed:
         """A joint fusion's record as the records of the operations it replaced."""
         if isinstance(error, SeqfuseError):
-            self._may_fall_back(back, error)
+            self._may_fall_back(back, error, None)
         if back.recover is None:
             message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
             hint = "define unfused(saved) -> {slot: Saved} to let it fall back"

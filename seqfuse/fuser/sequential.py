@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
 from ..env import Env
+from ..errors import InputError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation
 from .plan import Plan
 from .run import Fuser
 
 Fusions = Sequence[type[FusedOperation]]
+
+
+def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Rename the keys of a state dictionary, such as those of a hand-written residual block, to load it strictly.
+
+    Args:
+        state: a state dictionary; its tensors are passed on as they are.
+        names: old to new dotted prefixes, `{"norm1": "0.0", "layers.*.mlp.up": "*.1.1"}`. `*` stands for one component,
+            carried over. Of several that match a key the longest is taken; a key that none matches stays.
+
+    Raises:
+        InputError: if a name matches no key, or two keys become one.
+    """
+    new: dict[str, Tensor] = {}
+    used: set[str] = set()
+    ranked = sorted(names, key=lambda old: old.count("."), reverse=True)
+    for key, value in state.items():
+        renamed = key
+        for old in ranked:
+            match = re.match(re.escape(old).replace(r"\*", r"([^.]+)") + r"(?=\.|$)", key)
+            if match is not None:
+                carried = iter(match.groups())
+                renamed = re.sub(r"\*", lambda _, c=carried: next(c), names[old]) + key[match.end() :]
+                used.add(old)
+                break
+        if renamed in new:
+            raise InputError(f"two keys become {renamed!r}, the second of them {key!r}", code="SF104")
+        new[renamed] = value
+    for old in names:
+        if old not in used:
+            close = difflib.get_close_matches(old, {key.rpartition(".")[0] for key in state}, 1)
+            hint = f"did you mean {close[0]!r}?" if close else None
+            raise InputError(f"{old!r} matches no key", code="SF104", hint=hint)
+    return new
 
 
 class Sequential(nn.Sequential, FusableOperation):

@@ -82,6 +82,8 @@ class LayerNorm(Norm):
         if bias is not None and bias.dtype is not (fit if gain is None else gain).dtype:
             bias = bias.to((fit if gain is None else gain).dtype)
         y, mean, rstd = torch.native_layer_norm(fit, sizes, gain, bias, self.eps)
+        if mean.dtype is not stats_dtype(x):  # fake tensors take it from x
+            mean, rstd = mean.to(stats_dtype(x)), rstd.to(stats_dtype(x))
         rows = x.shape[: -len(sizes)]
         return rounded(y, x), self.Saved(x=x, mean=mean.view(rows), rstd=rstd.view(rows), weight=weight)
 
