@@ -1,5 +1,40 @@
-"""The fusions: one file each, one substitution each."""
+"""The fusions: one file each, one substitution each. `default` is what a `Sequential` uses unless told otherwise.
+
+None of these needs Triton. Each is here because ATen offers the substitution and it is not slower than what it
+replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it, paired and interleaved:
+
+* `LinearBias`: a product that starts from the bias, in place of a product and a pass over its output.
+* `LinearBiasAct`, `LinearBiasAdd`: the activation or the residual sum in place of the product, which saves a tensor.
+* `ScaleAdd`: one pass in place of two.
+* `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
+* `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
+
+Not here, because ATen has nothing for them: add and norm in one pass, and any backward that makes a bias gradient or
+an activation's gradient inside a product.
+"""
 
 from ..fusion import FusedOperation
+from .linearbias import LinearBias, LinearBiasBackward
+from .linearbiasact import LinearBiasAct
+from .linearbiasact_onednn import LinearBiasActOneDNN
+from .linearbiasadd import LinearBiasAdd
+from .scaleadd import ScaleAdd
 
-default: tuple[type[FusedOperation], ...] = ()
+default: tuple[type[FusedOperation], ...] = (
+    LinearBiasActOneDNN,
+    LinearBiasAct,
+    LinearBiasAdd,
+    LinearBias,
+    ScaleAdd,
+    LinearBiasBackward,
+)
+
+__all__ = [
+    "LinearBias",
+    "LinearBiasAct",
+    "LinearBiasActOneDNN",
+    "LinearBiasAdd",
+    "LinearBiasBackward",
+    "ScaleAdd",
+    "default",
+]

@@ -54,7 +54,7 @@ class Bias(sf.UnfusedOperation):
 
     def __getattr__(self, name: str) -> Any:
         if name == "bias" and self._owner:
-            return getattr(self._owner[0], name)
+            return parameter(self._owner[0], name)
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,0 +1,67 @@
+"""Linear and Bias, forward and backward."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import BackwardFusion, ForwardFusion, Requirements
+from ..operation import Grads
+from ..ops import Bias, Linear
+from ..ops._read import parameter
+from ._linear import one_dtype, output_bytes
+
+
+class LinearBias(ForwardFusion):
+    """y = x weight^T + bias in one product that starts from the bias, on any device.
+
+    x: [*, in_features], y: [*, out_features]. Saves what `Linear` and `Bias` save.
+    """
+
+    linear: Linear
+    bias: Bias
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
+        weight = parameter(self.linear, "weight")
+        assert weight is not None
+        y = F.linear(x, weight, self.bias.bias)
+        return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.Saved()}
+
+
+class LinearBiasBackward(BackwardFusion):
+    """All gradients of a product and its bias in one step over the rows of dy.
+
+    dx = dy weight;  dweight = dy^T x;  dbias = sum of dy over all rows. ATen has no kernel that makes two of them; what
+    is saved is a step of the engine and, beyond two dimensions, a second look for the rows.
+    """
+
+    linear: Linear
+    bias: Bias
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=1 if env.device == "cpu" else 0)
+
+    def bwd(
+        self, dy: Tensor, *, linear: Linear.Saved, bias: Bias.Saved, needs: frozenset[str]
+    ) -> tuple[Tensor | None, Grads]:
+        rows = dy if dy.ndim == 2 else dy.flatten(0, -2) if dy.ndim > 2 else dy.unsqueeze(0)
+        dx: Tensor | None = None
+        grads: dict[str, Tensor | None] = {}
+        if "x" in needs:
+            dx = rows.mm(linear.weight)
+            dx = dx if rows is dy else dx.view(*dy.shape[:-1], dx.shape[1])
+        if "linear.weight" in needs:
+            x = linear.x if rows is dy else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
+            grads["linear.weight"] = rows.t().mm(x)
+        if "bias.bias" in needs:
+            grads["bias.bias"] = rows.sum(0)
+        return dx, grads

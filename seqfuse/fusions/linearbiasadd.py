@@ -1,0 +1,48 @@
+"""Linear, an optional Bias, and the Add that closes a residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import ForwardFusion, Requirements
+from ..ops import Add, Bias, Linear
+from ..ops._read import parameter
+from ._linear import one_dtype, output_bytes
+
+
+class LinearBiasAdd(ForwardFusion):
+    """y = (x weight^T + bias) + other, the sum in place of the product, which nobody else sees; on any device.
+
+    The numbers are those of `LinearBias` followed by `Add`, bit for bit. Where `other` has another dtype, as a float32
+    residual has under autocast, the sum is made beside the product, in the dtype torch promotes to.
+
+    x: [*, in_features], other, y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias | None
+    add: Add
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+
+    def saves(self, env: Env) -> Savings:
+        tensors = 1 if self.bias is None else 3
+        return Savings(launches=0 if self.bias is None else 1, bytes=tensors * output_bytes(self.linear, env))
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        weight, bias = parameter(self.linear, "weight"), self.bias
+        assert weight is not None
+        y = F.linear(x, weight, None if bias is None else bias.bias)
+        if y.shape == add_other.shape and y.dtype is add_other.dtype:
+            y.add_(add_other)
+        else:
+            y, _ = self.add.fwd(y, other=add_other)
+        saved = {"linear": Linear.Saved(x=x, weight=weight), "add": Add.Saved()}
+        return y, saved if bias is None else {**saved, "bias": Bias.Saved()}

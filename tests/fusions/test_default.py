@@ -1,0 +1,51 @@
+"""The default rule set as a value."""
+
+import copy
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.testing import assert_fused_close, seeded_randn
+
+
+def test_holds_every_fusion_of_the_room():
+    named = {getattr(fusions, name) for name in fusions.__all__ if name != "default"}
+    assert set(fusions.default) == named
+    assert len(fusions.default) == len(named)
+
+
+def test_names_are_distinct():
+    names = [fusion.__name__ for fusion in fusions.default]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("fusion", fusions.default, ids=lambda fusion: fusion.__name__)
+def test_every_fusion_says_why_it_is_there(fusion: type[sf.FusedOperation]):
+    assert fusion.__name__ in fusions.__doc__
+    assert fusion.__doc__
+
+
+def test_nothing_is_fused_when_fusing_is_off():
+    model = sf.Sequential(ops.Residual(ops.LayerNorm(6), ops.Linear(6, 8), ops.ReLU(), ops.Linear(8, 6)))
+    with sf.fusing(False):
+        plan = model.plan(seeded_randn((4, 6), 0))
+    assert not any(plan.count(fusion.__name__) for fusion in fusions.default)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_block_trains_to_the_same_gradients(dtype: torch.dtype):
+    model = sf.Sequential(
+        ops.Residual(ops.LayerNorm(6), ops.Linear(6, 8), ops.Tanh(), ops.Linear(8, 6), ops.Scale(0.5)),
+        ops.Residual(ops.RMSNorm(6), ops.Linear(6, 6)),
+    ).to(dtype)
+    x = seeded_randn((14, 6), 0, dtype=dtype)
+    results = []
+    for enabled, module in ((True, model), (False, model), (False, copy.deepcopy(model).double())):
+        leaf = x.to(module[0][1].weight.dtype, copy=True).requires_grad_()
+        with sf.fusing(enabled):
+            y = module(leaf)
+        dy = seeded_randn((14, 6), 1, dtype=torch.bfloat16).to(y.dtype)
+        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *module.parameters()], dy)])
+    assert_fused_close(*results)

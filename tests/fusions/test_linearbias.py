@@ -1,0 +1,84 @@
+"""Linear and Bias, forward and backward."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.testing import check_fusion, seeded_randn
+
+BOTH = (fusions.LinearBias, fusions.LinearBiasBackward)
+
+
+@pytest.mark.parametrize("fusion", BOTH)
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 7)], ids=str)
+def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], shape: tuple[int, ...]):
+    assert check_fusion(fusion, seeded_randn(shape, 0)).cases > 50
+
+
+@pytest.mark.parametrize("fusion", BOTH)
+def test_takes_a_bias_of_its_own_as_well(fusion: type[sf.FusedOperation]):
+    check_fusion(fusion, seeded_randn((5, 6), 0), ops.Linear(6, 4, bias=False), ops.Bias(4))
+
+
+def test_both_passes_of_every_linear_are_fused():
+    model = sf.Sequential(ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 3))
+    plan = model.plan(seeded_randn((4, 6), 0))
+    assert plan.count("LinearBias") == 2
+    assert plan.count("LinearBiasBackward") == 2
+
+
+def test_refuses_dtypes_that_a_product_does_not_promote():
+    model = sf.Sequential(ops.Linear(6, 8, bias=False), ops.Bias(8, dtype=torch.float64))
+    x = seeded_randn((4, 6), 0)
+    plan = model.plan(x)
+    assert plan.count("LinearBias") == 0
+    assert any(r.reason == "weight and bias must have one dtype" for r in plan.refused)
+    assert model(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_gives_the_bits_of_torch(dtype: torch.dtype):
+    model = sf.Sequential(ops.Linear(6, 8))
+    twin = torch.nn.Linear(6, 8)
+    twin.load_state_dict(model[0].state_dict())
+    x = seeded_randn((4, 6), 0, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.plan(x).count("LinearBias") == 1
+        y, expected = model(x), twin(x)
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, expected)
+
+
+class Products(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "sum")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("needs", "kernels"), [
+    ({"x"}, 1), ({"linear.weight"}, 1), ({"bias.bias"}, 1), ({"x", "linear.weight", "bias.bias"}, 3),
+], ids=str)  # fmt: skip
+def test_computes_the_wanted_gradients_alone(needs: set[str], kernels: int):
+    linear = ops.Linear(6, 8)
+    fusion = fusions.LinearBiasBackward(linear=linear, bias=linear.expand()[1])
+    records = {"linear": ops.Linear.Saved(x=torch.ones(4, 6), weight=linear.weight), "bias": ops.Bias.Saved()}
+    with torch.no_grad(), Products() as products:
+        fusion.bwd(torch.ones(4, 8), **records, needs=frozenset(needs))
+    assert products.count == kernels
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0)], ids=str)
+def test_no_rows_give_zero_gradients(rows: tuple[int, ...]):
+    linear = ops.Linear(6, 8)
+    fusion = fusions.LinearBiasBackward(linear=linear, bias=linear.expand()[1])
+    y, records = fusions.LinearBias(linear=linear, bias=linear.expand()[1]).fwd(torch.zeros(*rows, 6))
+    needs = frozenset({"x", "linear.weight", "bias.bias"})
+    with torch.no_grad():
+        dx, grads = fusion.bwd(torch.zeros_like(y), **records, needs=needs)
+    assert dx.shape == (*rows, 6)
+    assert torch.equal(grads["linear.weight"], torch.zeros(8, 6))
+    assert torch.equal(grads["bias.bias"], torch.zeros(8))

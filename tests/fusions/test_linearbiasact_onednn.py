@@ -1,0 +1,73 @@
+"""Linear, Bias and an activation as one oneDNN primitive."""
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.fusions import linearbiasact_onednn
+from seqfuse.testing import check_fusion, seeded_randn
+
+SUPPORTED = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+ACTS = (ops.GeLU("tanh"), ops.SiLU(), ops.Sigmoid(), ops.Tanh())
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("act", ACTS, ids=str)
+def test_takes_the_place_of_what_it_replaces(act: sf.Pointwise, bias: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linearbiasact_onednn, "_WORTHWHILE", 0)
+    for shape in ((5, 6), (2, 3, 64), (33, 150)):
+        linear = ops.Linear(shape[-1], 9, bias=bias)
+        checked = check_fusion(
+            fusions.LinearBiasActOneDNN, seeded_randn(shape, 0), linear, act, dtypes=(torch.bfloat16,)
+        )
+        assert checked.cases > 20
+
+
+def refusals(linear: ops.Linear, act: sf.Pointwise, env: sf.Env) -> list[str]:
+    bias = linear.expand()[1] if linear.bias is not None else None
+    fusion = fusions.LinearBiasActOneDNN(linear=linear, bias=bias, act=act)
+    return [sentence for holds, sentence in fusion.requires(env) if not holds]
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
+def test_is_used_where_nothing_needs_a_gradient():
+    model = sf.Sequential(ops.Linear(256, 512), ops.GeLU("tanh")).bfloat16()
+    x = seeded_randn((64, 256), 0, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert model.plan(x).count("LinearBiasActOneDNN") == 1
+    assert model.plan(x).count("LinearBiasActOneDNN") == 0
+    assert not refusals(model[0], model[1], sf.Env.of("cpu", dtype=torch.bfloat16, rows=64))
+
+
+@pytest.mark.parametrize(("env", "sentence"), [
+    (sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=64), "oneDNN runs on the CPU"),
+    (sf.Env.of("cpu", dtype=torch.bfloat16, autocast=torch.bfloat16, rows=64), "under autocast"),
+    (sf.Env.of("cpu", dtype=torch.bfloat16, rows=1), "too small"),
+    (sf.Env.of("cpu", dtype=torch.bfloat16), "too small"),
+    (sf.Env.of("cpu", dtype=torch.float32, rows=64), "input, weight and bias must have one dtype"),
+], ids=str)  # fmt: skip
+def test_says_where_it_cannot_be_used(env: sf.Env, sentence: str):
+    assert any(sentence in refusal for refusal in refusals(ops.Linear(256, 512, dtype=torch.bfloat16), ops.SiLU(), env))
+
+
+def test_leaves_the_exact_gelu_to_torch():
+    found = refusals(
+        ops.Linear(256, 512, dtype=torch.bfloat16), ops.GeLU(), sf.Env.of("cpu", dtype=torch.bfloat16, rows=64)
+    )
+    assert "the tail of the exact GeLU depends on the rounding of the product" in found
+
+
+def test_leaves_float32_to_torch():
+    found = refusals(ops.Linear(256, 512), ops.SiLU(), sf.Env.of("cpu", rows=64))
+    assert found[0] == "only bfloat16 is coarser than oneDNN's activations"
+
+
+@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
+def test_relu_is_left_to_torch_because_onednn_swallows_nan():
+    x = torch.full((2, 64), float("nan"), dtype=torch.bfloat16)
+    weight = torch.ones(64, 64, dtype=torch.bfloat16)
+    assert not torch.ops.mkldnn._linear_pointwise(x, weight, None, "relu", [], "").isnan().any()
+    kinds = {kind for slot in fusions.LinearBiasActOneDNN.slots for kind in slot.types}
+    assert ops.ReLU not in kinds
