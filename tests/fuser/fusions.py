@@ -1,0 +1,670 @@
+"""Fusions of every kind written with ATen calls, the lists they fuse, and ways to see everything a run gives."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.ops._aten import gelu_backward
+from seqfuse.testing import assert_fused_close, seeded_randn
+
+Grads = dict[str, Tensor | None]
+
+
+def rows(t: Tensor) -> Tensor:
+    """Sum over all but the last dimension, in memory of its own."""
+    return t.sum(tuple(range(t.ndim - 1))) if t.ndim > 1 else t.clone()
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+# Bias, ReLU: what most structural tests use.
+
+
+class BiasReLU(sf.ForwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def fwd(self, x: Tensor) -> Any:
+        y = torch.relu(x + self.bias.bias)
+        return y, {"bias": ops.Bias.Saved(), "act": ops.ReLU.Saved(y=y)}
+
+
+class BiasReLUBack(sf.BackwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
+        dx = torch.where(act.y > 0, dy, 0)
+        return dx, {"bias.bias": rows(dx)}
+
+
+PAIR = (BiasReLU, BiasReLUBack)
+
+
+# Bias, GeLU: all four kinds.
+
+
+class BiasGeLUForward(sf.ForwardFusion):
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def fwd(self, x: Tensor) -> Any:
+        z = x + self.bias.bias
+        y = F.gelu(z, approximate=self.act.approximate)
+        return y, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(x=z)}
+
+
+class BiasGeLURecomputing(sf.ForwardFusion):
+    """Keeps x and the bias; the value between the two is made again."""
+
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def fwd(self, x: Tensor) -> Any:
+        bias = self.bias.bias
+        y = F.gelu(x + bias, approximate=self.act.approximate)
+        return y, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(x=sf.Recompute(add, x, bias))}
+
+
+class BiasGeLUBackward(sf.BackwardFusion):
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
+        dx = gelu_backward(dy, act.x, approximate=self.act.approximate)
+        return dx, {"bias.bias": rows(dx)}
+
+
+class BiasGeLUJoint(sf.JointFusion):
+    bias: ops.Bias
+    act: ops.GeLU
+
+    class Saved(sf.Saved):
+        x: Tensor
+        shift: Tensor
+
+    def fwd(self, x: Tensor) -> Any:
+        y = F.gelu(x + self.bias.bias, approximate=self.act.approximate)
+        return y, self.Saved(x=x, shift=self.bias.bias)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        dx = gelu_backward(dy, saved.x + saved.shift, approximate=self.act.approximate)
+        return dx, {"bias.bias": rows(dx)}
+
+
+class BiasGeLUInference(sf.InferenceFusion):
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return F.gelu(x + self.bias.bias, approximate=self.act.approximate)
+
+
+# Linear, Bias, GeLU: fusions that skip what is not wanted.
+
+
+class LinearBiasGeLUForward(sf.ForwardFusion):
+    linear: ops.Linear
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def fwd(self, x: Tensor) -> Any:
+        weight = self.linear.weight
+        z = F.linear(x, weight, self.bias.bias)
+        return F.gelu(z, approximate=self.act.approximate), {
+            "linear": ops.Linear.Saved(x=x, weight=weight),
+            "bias": ops.Bias.Saved(),
+            "act": ops.GeLU.Saved(x=z),
+        }
+
+
+def _linear_backward(dz: Tensor, saved: Any, needs: frozenset[str]) -> Any:
+    dx = dz @ saved.weight if "x" in needs else None
+    grads: Grads = {"linear.weight": None, "bias.bias": None}
+    if "linear.weight" in needs:
+        grads["linear.weight"] = dz.reshape(-1, dz.shape[-1]).t() @ saved.x.reshape(-1, saved.x.shape[-1])
+    if "bias.bias" in needs:
+        grads["bias.bias"] = rows(dz)
+    return dx, grads
+
+
+class LinearBiasGeLUBackward(sf.BackwardFusion):
+    linear: ops.Linear
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def bwd(self, dy: Tensor, *, linear: Any, bias: sf.Saved, act: Any, needs: frozenset[str]) -> Any:
+        return _linear_backward(gelu_backward(dy, act.x, approximate=self.act.approximate), linear, needs)
+
+
+class LinearBiasGeLUJoint(sf.JointFusion):
+    linear: ops.Linear
+    bias: ops.Bias
+    act: ops.GeLU
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="linear.weight")
+        weight: Tensor = sf.field(for_="x")
+        z: Tensor
+
+    def fwd(self, x: Tensor) -> Any:
+        z = F.linear(x, self.linear.weight, self.bias.bias)
+        y = F.gelu(z, approximate=self.act.approximate)
+        return y, self.Saved(x=x, weight=self.linear.weight, z=z)
+
+    def bwd(self, dy: Tensor, saved: Any, *, needs: frozenset[str]) -> Any:
+        return _linear_backward(gelu_backward(dy, saved.z, approximate=self.act.approximate), saved, needs)
+
+
+class LinearBiasGeLUInference(sf.InferenceFusion):
+    linear: ops.Linear
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, self.linear.weight, self.bias.bias), approximate=self.act.approximate)
+
+
+# Any Pointwise in a row: abstract types, a variadic slot, an optional one.
+
+
+class ChainForward(sf.ForwardFusion):
+    bias: ops.Bias | None
+    acts: tuple[sf.Pointwise, ...]
+
+    def fwd(self, x: Tensor) -> Any:
+        saved: dict[str, Any] = {}
+        if self.bias is not None:
+            x, saved["bias"] = self.bias.fwd(x)
+        made: list[sf.Saved] = []
+        for act in self.acts:
+            x, record = act.fwd(x)
+            made.append(record)
+        return x, {**saved, "acts": tuple(made)}
+
+
+class ChainBackward(sf.BackwardFusion):
+    bias: ops.Bias | None
+    acts: tuple[sf.Pointwise, ...]
+
+    def bwd(self, dy: Tensor, *, acts: tuple[Any, ...], bias: sf.Saved | None = None) -> Any:
+        for act, record in reversed(list(zip(self.acts, acts, strict=True))):
+            dy, _ = act.bwd(dy, record)
+        return dy, {} if self.bias is None else {"bias.bias": rows(dy)}
+
+
+class ChainJoint(sf.JointFusion):
+    """Keeps the input alone and runs the chain again."""
+
+    bias: ops.Bias | None
+    acts: tuple[sf.Pointwise, ...]
+
+    class Saved(sf.Saved):
+        x: Tensor
+        shift: Tensor | None
+        names: tuple[str, ...]
+
+    def fwd(self, x: Tensor) -> Any:
+        shift = None if self.bias is None else self.bias.bias
+        y, _ = self._forward(x, shift)
+        return y, self.Saved(x=x, shift=shift, names=tuple(type(a).__name__ for a in self.acts))
+
+    def _forward(self, x: Tensor, shift: Tensor | None) -> tuple[Tensor, list[Any]]:
+        x, made = x if shift is None else x + shift, []
+        for act in self.acts:
+            x, record = act.fwd(x)
+            made.append(record)
+        return x, made
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        _, made = self._forward(saved.x, saved.shift)
+        for act, record in reversed(list(zip(self.acts, made, strict=True))):
+            dy, _ = act.bwd(dy, record)
+        return dy, {} if self.bias is None else {"bias.bias": rows(dy)}
+
+
+class BiasActForward(sf.ForwardFusion):
+    """A union."""
+
+    bias: ops.Bias
+    act: ops.ReLU | ops.Tanh
+
+    def fwd(self, x: Tensor) -> Any:
+        y = torch.relu(x + self.bias.bias) if isinstance(self.act, ops.ReLU) else torch.tanh(x + self.bias.bias)
+        return y, {"bias": ops.Bias.Saved(), "act": self.act.Saved(y=y)}
+
+
+class BiasActBackward(sf.BackwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU | ops.Tanh
+
+    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
+        dx = torch.where(act.y > 0, dy, 0) if isinstance(self.act, ops.ReLU) else dy * (1 - act.y.square())
+        return dx, {"bias.bias": rows(dx)}
+
+
+# The border between two residual blocks: the sum is the new stream and goes on.
+
+
+class AddForkForward(sf.ForwardFusion):
+    add: ops.Add
+    fork: ops.Fork
+    outputs = ("fork_out",)
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+        y = x + add_other
+        return y, {"fork_out": y}, {"add": ops.Add.Saved(), "fork": ops.Fork.Saved()}
+
+
+class AddForkBackward(sf.BackwardFusion):
+    add: ops.Add
+    fork: ops.Fork
+
+    def bwd(self, dy: Tensor, *, add: sf.Saved, fork: sf.Saved, d_fork_out: Tensor) -> Any:
+        d = dy + d_fork_out
+        return d, {"add.other": d}
+
+
+class AddForkJoint(sf.JointFusion):
+    add: ops.Add
+    fork: ops.Fork
+    outputs = ("fork_out",)
+
+    class Saved(sf.Saved):
+        pass
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+        y = x + add_other
+        return y, {"fork_out": y}, self.Saved()
+
+    def bwd(self, dy: Tensor, saved: sf.Saved, *, d_fork_out: Tensor) -> Any:
+        d = dy + d_fork_out
+        return d, {"add.other": d}
+
+
+class AddReLUForward(sf.ForwardFusion):
+    add: ops.Add
+    act: ops.ReLU
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+        y = torch.relu(x + add_other)
+        return y, {"add": ops.Add.Saved(), "act": ops.ReLU.Saved(y=y)}
+
+
+class AddReLUBackward(sf.BackwardFusion):
+    add: ops.Add
+    act: ops.ReLU
+
+    def bwd(self, dy: Tensor, *, add: sf.Saved, act: Any) -> Any:
+        d = torch.where(act.y > 0, dy, 0)
+        return d, {"add.other": d}
+
+
+class AddReLUInference(sf.InferenceFusion):
+    add: ops.Add
+    act: ops.ReLU
+
+    def fwd(self, x: Tensor, *, add_other: Tensor) -> Tensor:
+        return torch.relu(x + add_other)
+
+
+# A whole residual branch: the fusion holds the channel's producer and its consumer.
+
+
+class ForkGeLUAddForward(sf.ForwardFusion):
+    fork: ops.Fork
+    act: ops.GeLU
+    add: ops.Add
+
+    def fwd(self, x: Tensor) -> Any:
+        y = x + F.gelu(x, approximate=self.act.approximate)
+        return y, {"fork": ops.Fork.Saved(), "act": ops.GeLU.Saved(x=x), "add": ops.Add.Saved()}
+
+
+class ForkGeLUAddBackward(sf.BackwardFusion):
+    fork: ops.Fork
+    act: ops.GeLU
+    add: ops.Add
+
+    def bwd(self, dy: Tensor, *, fork: sf.Saved, act: Any, add: sf.Saved) -> Any:
+        return dy + gelu_backward(dy, act.x, approximate=self.act.approximate), {}
+
+
+class ForkGeLUAddJoint(sf.JointFusion):
+    fork: ops.Fork
+    act: ops.GeLU
+    add: ops.Add
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    def fwd(self, x: Tensor) -> Any:
+        return x + F.gelu(x, approximate=self.act.approximate), self.Saved(x=x)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy + gelu_backward(dy, saved.x, approximate=self.act.approximate), {}
+
+
+class ForkGeLUAddOutForward(sf.ForwardFusion):
+    """The same, for a channel that is read again further on."""
+
+    fork: ops.Fork
+    act: ops.GeLU
+    add: ops.Add
+    outputs = ("fork_out",)
+
+    def fwd(self, x: Tensor) -> Any:
+        y = x + F.gelu(x, approximate=self.act.approximate)
+        return y, {"fork_out": x}, {"fork": ops.Fork.Saved(), "act": ops.GeLU.Saved(x=x), "add": ops.Add.Saved()}
+
+
+class ForkGeLUAddOutBackward(sf.BackwardFusion):
+    fork: ops.Fork
+    act: ops.GeLU
+    add: ops.Add
+
+    def bwd(self, dy: Tensor, *, fork: sf.Saved, act: Any, add: sf.Saved, d_fork_out: Tensor) -> Any:
+        return dy + d_fork_out + gelu_backward(dy, act.x, approximate=self.act.approximate), {}
+
+
+# Random operations: the seed of each slot by name.
+
+
+class DropoutAddForward(sf.ForwardFusion):
+    bias: ops.Bias
+    dropout: ops.Dropout
+    add: ops.Add
+
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None, add_other: Tensor) -> Any:
+        y, record = self.dropout.fwd(x + self.bias.bias, seed=dropout_seed)
+        return y + add_other, {"bias": ops.Bias.Saved(), "dropout": record, "add": ops.Add.Saved()}
+
+
+class DropoutAddBackward(sf.BackwardFusion):
+    bias: ops.Bias
+    dropout: ops.Dropout
+    add: ops.Add
+
+    def bwd(self, dy: Tensor, *, bias: sf.Saved, dropout: Any, add: sf.Saved) -> Any:
+        dx, _ = self.dropout.bwd(dy, dropout)
+        return dx, {"bias.bias": rows(dx), "add.other": dy}
+
+
+class DropoutAddJoint(sf.JointFusion):
+    bias: ops.Bias
+    dropout: ops.Dropout
+    add: ops.Add
+
+    class Saved(sf.Saved):
+        seed: Tensor | None
+        p: float
+
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None, add_other: Tensor) -> Any:
+        y, record = self.dropout.fwd(x + self.bias.bias, seed=dropout_seed)
+        return y + add_other, self.Saved(seed=record.seed, p=record.p)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        dx, _ = self.dropout.bwd(dy, ops.Dropout.Saved(seed=saved.seed, p=saved.p))
+        return dx, {"bias.bias": rows(dx), "add.other": dy}
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / 2**0.5))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+Plain = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A list, its mathematics written out, and the fusions that can replace it in each way."""
+
+    name: str
+    make: Callable[[], Sequence[nn.Module]]
+    plain: Plain  # (parameters by key, x, **channels)
+    forward: tuple[type[sf.FusedOperation], ...] = ()
+    backward: tuple[type[sf.FusedOperation], ...] = ()
+    joint: tuple[type[sf.FusedOperation], ...] = ()
+    inference: tuple[type[sf.FusedOperation], ...] = ()
+    channels: tuple[str, ...] = ()
+
+    @property
+    def fusions(self) -> tuple[type[sf.FusedOperation], ...]:
+        return (*self.forward, *self.backward, *self.joint, *self.inference)
+
+
+WIDTH = 5
+CASES = (
+    Case(
+        "bias_gelu",
+        lambda: [ops.Bias(5), ops.GeLU()],
+        lambda p, x: gelu(x + p["0.bias"]),
+        (BiasGeLUForward,),
+        (BiasGeLUBackward,),
+        (BiasGeLUJoint,),
+        (BiasGeLUInference,),
+    ),
+    Case(
+        "recomputed",
+        lambda: [ops.Bias(5), ops.GeLU("tanh")],
+        lambda p, x: gelu_tanh(x + p["0.bias"]),
+        (BiasGeLURecomputing,),
+        (BiasGeLUBackward,),
+    ),
+    Case(
+        "linear_gelu",
+        lambda: [ops.Linear(5, 3), ops.GeLU("tanh"), ops.Linear(3, 5)],
+        lambda p, x: (
+            gelu_tanh(x @ p["0.weight"].mT + p["0.bias"]) @ p["2.weight"].mT + p["2.bias"]
+        ),
+        (LinearBiasGeLUForward,),
+        (LinearBiasGeLUBackward,),
+        (LinearBiasGeLUJoint,),
+        (LinearBiasGeLUInference,),
+    ),
+    Case(
+        "chain",
+        lambda: [ops.Tanh(), ops.GeLU(), ops.ReLU(), ops.Sigmoid()],
+        lambda p, x: torch.sigmoid(torch.relu(gelu(torch.tanh(x)))),
+        (ChainForward,),
+        (ChainBackward,),
+        (ChainJoint,),
+    ),
+    Case(
+        "bias_chain",
+        lambda: [ops.Bias(5), ops.Tanh(), ops.GeLU()],
+        lambda p, x: gelu(torch.tanh(x + p["0.bias"])),
+        (ChainForward,),
+        (ChainBackward,),
+        (ChainJoint,),
+    ),
+    Case(
+        "union",
+        lambda: [ops.Bias(5), ops.Tanh(), ops.Bias(5), ops.ReLU()],
+        lambda p, x: torch.relu(torch.tanh(x + p["0.bias"]) + p["2.bias"]),
+        (BiasActForward,),
+        (BiasActBackward,),
+    ),
+    Case(
+        "border",
+        lambda: [ops.Scale(-1.5), ops.Add("a"), ops.Fork("b"), ops.Tanh(), ops.Add("b")],
+        lambda p, x, a: (a - 1.5 * x) + torch.tanh(a - 1.5 * x),
+        (AddForkForward,),
+        (AddForkBackward,),
+        (AddForkJoint,),
+        channels=("a",),
+    ),
+    Case(
+        "extra_input",
+        lambda: [ops.Scale(-1.5), ops.Add("a"), ops.ReLU(), ops.Add("a")],
+        lambda p, x, a: torch.relu(a - 1.5 * x) + a,
+        (AddReLUForward,),
+        (AddReLUBackward,),
+        inference=(AddReLUInference,),
+        channels=("a",),
+    ),
+    Case(
+        "whole_branch",
+        lambda: [ops.Linear(5, 5), ops.Residual(ops.GeLU())],
+        lambda p, x: x @ p["0.weight"].mT + p["0.bias"] + gelu(x @ p["0.weight"].mT + p["0.bias"]),
+        (ForkGeLUAddForward,),
+        (ForkGeLUAddBackward,),
+        (ForkGeLUAddJoint,),
+    ),
+    Case(
+        "fan_out",
+        lambda: [ops.Fork("r"), ops.GeLU(), ops.Add("r"), ops.Tanh(), ops.Add("r")],
+        lambda p, x: torch.tanh(x + gelu(x)) + x,
+        (ForkGeLUAddOutForward,),
+        (ForkGeLUAddOutBackward,),
+    ),
+    Case(
+        "public_output",
+        lambda: [ops.Bias(5), ops.Fork("r"), ops.GeLU(), ops.Add("r"), ops.Fork("s"), ops.Tanh()],
+        lambda p, x: (lambda z: (torch.tanh(z + gelu(z)), z + gelu(z)))(x + p["0.bias"]),
+        (ForkGeLUAddForward,),
+        (ForkGeLUAddBackward,),
+        (ForkGeLUAddJoint,),
+    ),
+)  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+# The only random one; its mask is drawn by the reference from the same seed.
+DROPOUT = Case(
+    "dropout",
+    lambda: [ops.Bias(5), ops.Dropout(0.3), ops.Add("a")],
+    lambda p, x, a: None,
+    (DropoutAddForward,),
+    (DropoutAddBackward,),
+    (DropoutAddJoint,),
+    channels=("a",),
+)
+
+
+def randomized(model: nn.Module, seed: int = 11) -> Any:
+    """Signed, asymmetric numbers in every parameter."""
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(seeded_randn(tuple(p.shape), seed + i, dtype=p.dtype))
+    return model
+
+
+def values(out: Any) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+def outcome(
+    fn: Callable[..., Any], wanted: Mapping[str, Tensor], *args: Any, seed: int = 77, **kwargs: Any
+) -> dict[str, Tensor | None]:
+    """Outputs of a call, and the gradient of each of `wanted` for random incoming gradients."""
+    outs = values(fn(*args, **kwargs))
+    dys = [seeded_randn(tuple(y.shape), seed + i, dtype=torch.float64).to(y.dtype) for i, y in enumerate(outs)]
+    pairs = [(y, dy) for y, dy in zip(outs, dys, strict=True) if y.requires_grad]
+    keys = [key for key, t in wanted.items() if t.requires_grad]
+    found: Sequence[Tensor | None] = ()
+    if pairs and keys:
+        ys, ds = zip(*pairs, strict=True)
+        found = torch.autograd.grad(ys, [wanted[k] for k in keys], ds, allow_unused=True)
+    results: dict[str, Tensor | None] = {f"y{i}": y.detach().clone() for i, y in enumerate(outs)}
+    results |= {f"d_{k}": None if g is None else g.detach().clone() for k, g in zip(keys, found, strict=False)}
+    return results
+
+
+def run(model: nn.Module, x: Tensor, /, **channels: Tensor) -> dict[str, Tensor | None]:
+    """Outputs and every gradient of a model's call."""
+    return outcome(model, {"x": x, **channels, **dict(model.named_parameters())}, x, **channels)
+
+
+def run_plain(plain: Plain, model: nn.Module, x: Tensor, /, **channels: Tensor) -> dict[str, Tensor | None]:
+    """The same from the mathematics written out, in float64."""
+
+    def wide(t: Tensor) -> Tensor:
+        return t.detach().double().requires_grad_(t.requires_grad)
+
+    p = {k: wide(v) for k, v in model.named_parameters()}
+    given = {k: wide(v) for k, v in channels.items()}
+    inside = wide(x)
+    return outcome(lambda: plain(p, inside, **given), {"x": inside, **given, **p})
+
+
+def assert_same(got: Mapping[str, Any], expected: Mapping[str, Any], truth: Mapping[str, Any]) -> None:
+    """The numeric rule on outputs and all gradients; nothing may be missing in any of the three."""
+    assert got.keys() == expected.keys() == truth.keys()
+    assert any(k.startswith("d_") for k in got), "no gradient was compared"
+    assert_fused_close(dict(got), dict(expected), dict(truth))
+
+
+def assert_exact(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Bit for bit, the same names, None where None."""
+    assert got.keys() == expected.keys()
+    for key, a in got.items():
+        b = expected[key]
+        assert (a is None) == (b is None), key
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b)), key
+
+
+def assert_like_torch(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    """Outputs and all gradients of a twin with the same keys, to within rounding, and the same keys of gradients."""
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+            its.requires_grad_(mine.requires_grad)
+    twin = x.detach().clone().requires_grad_(x.requires_grad)
+    got, expected = run(model, x), run(plain, twin)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def tensor(*shape: int, seed: int = 3, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    return seeded_randn(shape, seed, dtype=dtype).requires_grad_(grad)
+
+
+def fused_names(plan: sf.Plan) -> tuple[list[str], list[str]]:
+    """Names of the fused steps of the two covers."""
+    return [s.name for s in plan.forward if s.fused], [s.name for s in plan.backward if s.fused]
+
+
+class Calls(TorchDispatchMode):
+    """Counts ATen calls by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, *names: str) -> int:
+        return sum(name in names for name in self.names)
+
+
+@contextlib.contextmanager
+def kept_bytes(model: nn.Module) -> Iterator[Callable[[], int]]:
+    """Bytes that autograd keeps within the block, each storage once, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in own:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield lambda: sum(kept.values())

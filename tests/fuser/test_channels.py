@@ -1,0 +1,552 @@
+"""Channels: side tensors that leave the chain and return, inside a list, across containers, and to the caller."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import (
+    BY_NAME,
+    PAIR,
+    AddForkForward,
+    AddReLUForward,
+    BiasReLU,
+    ForkGeLUAddBackward,
+    ForkGeLUAddForward,
+    assert_exact,
+    assert_same,
+    fused_names,
+    gelu,
+    randomized,
+    run,
+    run_plain,
+    tensor,
+)
+
+Make = Callable[[], sf.Sequential]
+
+
+def ignored(*_: Any) -> None:
+    """A hook that does nothing but be there."""
+
+
+def lin(p: dict[str, Tensor], key: str, x: Tensor) -> Tensor:
+    return x @ p[f"{key}.weight"].mT + p[f"{key}.bias"]
+
+
+def check(model: sf.Sequential, plain: Callable[..., Any], x: Tensor, **channels: Tensor) -> None:
+    """Fused, unfused and the mathematics written out agree in every output and gradient, and so without gradients."""
+    randomized(model)
+    with sf.fusing(False):
+        expected = run(model, x, **channels)
+    truth = run_plain(plain, model, x, **channels)
+    assert_same(run(model, x, **channels), expected, truth)
+    with torch.no_grad():
+        out = model(x, **channels)
+    for i, y in enumerate(out if isinstance(out, tuple) else (out,)):
+        torch.testing.assert_close(y, expected[f"y{i}"])
+
+
+def test_a_residual_adds_its_input_and_sums_the_gradients() -> None:
+    model = sf.Sequential(ops.Residual(ops.Linear(5, 5), ops.Tanh()), fusions=())
+    check(model, lambda p, x: x + torch.tanh(lin(p, "0.0", x)), tensor(7, 5))
+
+
+def test_nested_residuals_pair_like_parentheses() -> None:
+    model = sf.Sequential(ops.Residual(ops.Linear(5, 5), ops.Residual(ops.Tanh()), ops.Scale(-0.5)), fusions=())
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = lin(p, "0.0", x)
+        return x - 0.5 * (h + torch.tanh(h))
+
+    check(model, plain, tensor(7, 5))
+
+
+def test_unnamed_forks_and_adds_pair_like_parentheses() -> None:
+    model = sf.Sequential(ops.Fork(), ops.Scale(2), ops.Fork(), ops.Tanh(), ops.Add(), ops.Scale(-0.7), ops.Add())
+    check(model, lambda p, x: x - 0.7 * (2 * x + torch.tanh(2 * x)), tensor(7, 5))
+
+
+def test_named_channels_may_cross() -> None:
+    model = sf.Sequential(
+        ops.Fork("a"), ops.Scale(2), ops.Fork("b"), ops.Tanh(), ops.Add("a"), ops.Sigmoid(), ops.Add("b")
+    )
+    check(model, lambda p, x: torch.sigmoid(torch.tanh(2 * x) + x) + 2 * x, tensor(7, 5))
+
+
+@pytest.mark.parametrize("readers", [2, 5])
+def test_fan_out_sums_the_gradients_of_all_readers(readers: int) -> None:
+    model = sf.Sequential(ops.Fork("r"), *(op for _ in range(readers) for op in (ops.Tanh(), ops.Add("r"))))
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = x
+        for _ in range(readers):
+            y = torch.tanh(y) + x
+        return y
+
+    check(model, plain, tensor(7, 5))
+
+
+def test_fan_out_reaches_over_several_segments() -> None:
+    model = sf.Sequential(ops.Linear(5, 5), ops.Fork("r"), *(op for _ in range(12) for op in (ops.Bias(5), ops.Tanh())))
+    model.extend([ops.Add("r"), *(op for _ in range(12) for op in (ops.Bias(5), ops.Tanh())), ops.Add("r")])
+    assert len(model.plan(tensor(7, 5)).segments) > 3
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        r = y = lin(p, "0", x)
+        for at in (*range(2, 26, 2), 0, *range(27, 51, 2)):
+            y = torch.tanh(y + p[f"{at}.bias"]) if at else y + r
+        return y + r
+
+    check(model, plain, tensor(7, 5))
+
+
+def test_a_public_extra_input_is_passed_by_keyword_and_gets_its_gradient() -> None:
+    model = sf.Sequential(ops.Linear(5, 3), ops.Add("residual"), ops.Tanh(), fusions=())
+    check(model, lambda p, x, residual: torch.tanh(lin(p, "0", x) + residual), tensor(7, 5), residual=tensor(7, 3))
+
+
+def test_a_public_extra_input_may_be_read_twice_and_have_any_layout() -> None:
+    model = sf.Sequential(ops.Scale(0.5), ops.Add("r"), ops.ReLU(), ops.Add("r"), fusions=(AddReLUForward,))
+    r = tensor(5, 7, grad=False).t().requires_grad_()
+    check(model, lambda p, x, r: torch.relu(x / 2 + r) + r, tensor(7, 5), r=r)
+    row = tensor(1, 5, grad=False).expand(7, 5).requires_grad_()
+    check(model, lambda p, x, r: torch.relu(x / 2 + r) + r, tensor(7, 5), r=row)
+
+
+def test_public_outputs_come_after_y_in_list_order() -> None:
+    model = sf.Sequential(ops.Fork("late"), ops.Linear(5, 3), ops.Fork("early"), ops.Tanh(), fusions=())
+    check(model, lambda p, x: (torch.tanh(lin(p, "1", x)), x, lin(p, "1", x)), tensor(7, 5))
+
+
+def test_an_extra_input_can_be_handed_to_the_next_list() -> None:
+    first = randomized(sf.Sequential(ops.Fork("stream"), ops.Linear(5, 5)))
+    second = randomized(sf.Sequential(ops.Add("stream"), ops.Fork("stream2"), ops.Tanh()), 40)
+    x = tensor(7, 5)
+    y, stream = first(x)
+    z, after = second(y, stream=stream)
+    h = x + first[1](x)
+    torch.testing.assert_close(z, torch.tanh(h))
+    torch.testing.assert_close(after, h)
+
+
+@pytest.mark.parametrize("wanted", ["y", "r"])
+def test_what_a_loss_does_not_use_gets_no_gradient(wanted: str) -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Fork("r"), ops.Linear(5, 3), ops.Tanh()))
+    x = tensor(7, 5)
+    y, r = model(x)
+    (y if wanted == "y" else r).square().sum().backward()
+    assert (model[2].weight.grad is None) == (wanted == "r")
+    assert (model[2].bias.grad is None) == (wanted == "r")
+    h = x.detach().double() @ model[0].weight.detach().double().mT + model[0].bias.detach().double()
+    if wanted == "r":
+        torch.testing.assert_close(model[0].bias.grad, (2 * h).sum(0).float())
+
+
+def test_an_unused_public_output_does_not_disturb_the_rest() -> None:
+    case = BY_NAME["public_output"]
+    model = randomized(sf.Sequential(*case.make(), fusions=case.fusions))
+    x = tensor(7, 5)
+    for i in (0, 1):
+        x.grad = model[0].bias.grad = None
+        model(x)[i].square().sum().backward()
+        wide = x.detach().double().requires_grad_()
+        bias = model[0].bias.detach().double().requires_grad_()
+        case.plain({"0.bias": bias}, wide)[i].square().sum().backward()
+        torch.testing.assert_close(x.grad, wide.grad.float())
+        torch.testing.assert_close(model[0].bias.grad, bias.grad.float())
+
+
+def test_an_unused_extra_input_gets_no_gradient_where_nothing_is_wanted_of_it() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Add("r")))
+    r = tensor(7, 5, grad=False)
+    model(tensor(7, 5), r=r).sum().backward()
+    assert r.grad is None
+
+
+# Barriers and containers.
+
+
+class Half(nn.Module):
+    """No operation of the library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 + x.square()
+
+
+def test_channels_pass_a_barrier() -> None:
+    model = sf.Sequential(ops.Fork("r"), ops.Linear(5, 5), Half(), ops.Tanh(), ops.Add("r"), fusions=())
+    assert [a.at for a in model.plan(tensor(7, 5)).alone] == [3]
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = lin(p, "1", x)
+        return torch.tanh(h / 2 + h * h) + x
+
+    check(model, plain, tensor(7, 5))
+
+
+def test_a_residual_may_hold_a_barrier() -> None:
+    model = sf.Sequential(ops.Residual(Half(), ops.Residual(Half())), fusions=())
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x / 2 + x * x
+        return x + h + h / 2 + h * h
+
+    check(model, plain, tensor(7, 5))
+
+
+def nested_reader() -> sf.Sequential:
+    return sf.Sequential(ops.Fork("r"), ops.Scale(2), sf.Sequential(ops.Tanh(), ops.Add("r")), ops.Scale(-1.5))
+
+
+def nested_maker() -> sf.Sequential:
+    return sf.Sequential(sf.Sequential(ops.Scale(2), ops.Fork("r"), ops.Tanh()), ops.Add("r"), ops.Scale(-1.5))
+
+
+def both_nested() -> sf.Sequential:
+    return sf.Sequential(
+        sf.Sequential(ops.Scale(2), sf.Sequential(ops.Fork("r"), ops.Tanh())),
+        sf.Sequential(ops.Add("r"), ops.Scale(-1.5)),
+    )
+
+
+NESTED: dict[str, tuple[Make, Callable[[Tensor], Tensor]]] = {
+    "reader": (nested_reader, lambda x: -1.5 * (torch.tanh(2 * x) + x)),
+    "maker": (nested_maker, lambda x: -1.5 * (torch.tanh(2 * x) + 2 * x)),
+    "both": (both_nested, lambda x: -1.5 * (torch.tanh(2 * x) + 2 * x)),
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED.keys())
+@pytest.mark.parametrize("hooked", [False, True], ids=["inlined", "hooked"])
+def test_channels_cross_the_borders_of_nested_containers(
+    make: tuple[Make, Callable[[Tensor], Tensor]], hooked: bool
+) -> None:
+    model, plain = make[0](), make[1]
+    if hooked:
+        for module in model:
+            if isinstance(module, sf.Sequential):
+                module.register_forward_hook(ignored)
+    x = tensor(7, 5)
+    assert bool(model.plan(x).alone) == hooked
+    check(model, lambda p, x: plain(x), x)
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED.keys())
+def test_hooks_on_everything_leave_channels_as_they_were(make: tuple[Make, Callable[[Tensor], Tensor]]) -> None:
+    model, plain = make[0](), make[1]
+    x = tensor(7, 5)
+    before = run(model, x)
+    handles = [m.register_forward_hook(ignored) for m in model.modules() if m is not model]
+    assert len(model.plan(x).alone) == len(model)
+    assert_exact(run(model, x), before)
+    for handle in handles:
+        handle.remove()
+    assert model.plan(x).alone == ()
+    check(model, lambda p, x: plain(x), x)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_unnamed_forks_and_adds_may_have_hooks(at: int) -> None:
+    model = sf.Sequential(ops.Fork(), ops.Linear(5, 5), ops.Add(), fusions=())
+    seen: list[tuple[str, ...]] = []
+    model[at].register_forward_hook(lambda m, args, kwargs, out: seen.append(tuple(kwargs)), with_kwargs=True)
+    check(model, lambda p, x: x + lin(p, "1", x), tensor(7, 5))
+    assert len(seen) == 3
+    assert bool(seen[0]) == (at == 2)
+
+
+def test_a_channel_made_and_read_inside_a_container_is_private_to_it() -> None:
+    block = sf.Sequential(ops.Fork("r"), ops.Tanh(), ops.Add("r"))
+    model = sf.Sequential(block, ops.Add("r"))
+    x, r = tensor(7, 5), tensor(7, 5, seed=9)
+    check(model, lambda p, x, r: torch.tanh(x) + x + r, x, r=r)
+    with pytest.raises(sf.InputError, match="'r'"):
+        model(x)
+    block.register_forward_hook(ignored)
+    check(model, lambda p, x, r: torch.tanh(x) + x + r, x, r=r)
+    with pytest.raises(sf.InputError, match="'r'"):
+        model(x)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["inlined", "hooked"])
+def test_blocks_with_a_private_channel_of_one_name_can_be_stacked(hooked: bool) -> None:
+    def block() -> sf.Sequential:
+        made = sf.Sequential(ops.Fork("skip"), ops.Linear(5, 5), ops.Tanh(), ops.Add("skip"))
+        if hooked:
+            made.register_forward_hook(ignored)
+        return made
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        for i in range(3):
+            x = x + torch.tanh(lin(p, f"{i}.1", x))
+        return x
+
+    check(sf.Sequential(*(block() for _ in range(3))), plain, tensor(7, 5))
+
+
+def test_one_block_with_a_private_channel_may_stand_twice() -> None:
+    block = ops.Residual(ops.Linear(5, 5), ops.Tanh())
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        x = x + torch.tanh(lin(p, "0.0", x))
+        return x + torch.tanh(lin(p, "0.0", x))
+
+    check(sf.Sequential(block, block), plain, tensor(7, 5))
+
+
+def test_a_nested_list_with_public_outputs_works_by_itself_and_inside() -> None:
+    inner = sf.Sequential(ops.Scale(2), ops.Fork("r"), ops.Tanh())
+    x = tensor(7, 5)
+    y, r = inner(x)
+    torch.testing.assert_close(r, 2 * x)
+    torch.testing.assert_close(y, torch.tanh(2 * x))
+    outer = sf.Sequential(inner, ops.Scale(3))
+    z, r = outer(x)
+    torch.testing.assert_close((z, r), (3 * y, 2 * x))
+
+
+def test_channels_changed_deep_inside_a_hooked_container_are_seen() -> None:
+    inner = sf.Sequential(sf.Sequential(ops.Tanh()))
+    inner.register_forward_hook(ignored)
+    model = sf.Sequential(ops.Fork("r"), inner)
+    x = tensor(7, 5)
+    assert len(model(x)) == 2
+    inner[0].append(ops.Add("r"))
+    check(model, lambda p, x: torch.tanh(x) + x, x)
+    inner[0][1].name = "other"
+    torch.testing.assert_close(model(x, other=x.detach() * 3)[0], torch.tanh(x) + 3 * x)
+
+
+def test_a_fork_and_an_add_work_by_themselves() -> None:
+    x, r = tensor(7, 5), tensor(7, 5, seed=9)
+    torch.testing.assert_close(ops.Add("r")(x, r=r), x + r)
+    torch.testing.assert_close(ops.Add()(x, other=r), x + r)
+    y, out = ops.Fork("r")(x)
+    torch.testing.assert_close((y, out), (x, x))
+
+
+# Fusions over channels.
+
+
+def test_a_fusion_that_holds_producer_and_consumer_owns_the_routing() -> None:
+    model = sf.Sequential(ops.Residual(ops.GeLU()), ops.Scale(2), fusions=(ForkGeLUAddForward, ForkGeLUAddBackward))
+    x = tensor(7, 5)
+    plan = model.plan(x)
+    assert [s.covers for s in plan.forward] == [range(3), range(3, 4)]
+    assert fused_names(plan) == (["ForkGeLUAddForward"], ["ForkGeLUAddBackward"])
+    check(model, lambda p, x: 2 * (x + gelu(x)), x)
+
+
+def test_it_is_refused_where_the_channel_is_read_elsewhere_too() -> None:
+    model = sf.Sequential(
+        ops.Fork("r"),
+        ops.GeLU(),
+        ops.Add("r"),
+        ops.Scale(2),
+        ops.Add("r"),
+        fusions=(ForkGeLUAddForward, ForkGeLUAddBackward),
+    )
+    x = tensor(7, 5)
+    plan = model.plan(x)
+    assert fused_names(plan) == ([], [])
+    assert [(r.fusion, r.at) for r in plan.refused] == [("ForkGeLUAddForward", 0), ("ForkGeLUAddBackward", 0)]
+    assert "fork_out" in plan.refused[0].reason
+    assert "d_fork_out" in plan.refused[1].reason
+    check(model, lambda p, x: 2 * (x + gelu(x)) + x, x)
+
+
+def test_it_is_refused_where_the_add_closes_another_fork() -> None:
+    model = sf.Sequential(
+        ops.Fork("s"), ops.Scale(2), ops.Fork("r"), ops.GeLU(), ops.Add("s"), ops.Add("r"),
+        fusions=(ForkGeLUAddForward, ForkGeLUAddBackward),
+    )  # fmt: skip
+    x = tensor(7, 5)
+    plan = model.plan(x)
+    assert fused_names(plan) == ([], [])
+    assert {r.fusion for r in plan.refused} == {"ForkGeLUAddForward", "ForkGeLUAddBackward"}
+    assert all("fork_out" in r.reason or "add_other" in r.reason for r in plan.refused)
+    check(model, lambda p, x: gelu(2 * x) + x + 2 * x, x)
+
+
+def test_a_fusion_without_the_extra_input_in_its_signature_is_refused() -> None:
+    class Deaf(sf.ForwardFusion):
+        add: ops.Add
+        act: ops.ReLU
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+    model = sf.Sequential(ops.Add("r"), ops.ReLU(), fusions=(Deaf,))
+    plan = model.plan(tensor(7, 5), r=tensor(7, 5))
+    assert fused_names(plan) == ([], [])
+    assert plan.refused[0].reason == "the extra input add_other is not in the signature of its fwd"
+
+
+def test_a_fusion_with_an_output_makes_a_channel_for_readers_further_on() -> None:
+    model = sf.Sequential(
+        ops.Residual(ops.Linear(5, 5), ops.Tanh()),
+        ops.Residual(ops.Bias(5), ops.ReLU()),
+        fusions=(AddForkForward, *PAIR),
+    )
+    x = tensor(7, 5)
+    assert fused_names(model.plan(x))[0] == ["AddForkForward", "BiasReLU"]
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x + torch.tanh(lin(p, "0.0", x))
+        return h + torch.relu(h + p["1.0.bias"])
+
+    check(model, plain, x)
+
+
+def test_an_inference_fusion_may_make_a_channel() -> None:
+    class Border(sf.InferenceFusion):
+        add: ops.Add
+        fork: ops.Fork
+        outputs = ("fork_out",)
+
+        def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+            y = x + add_other
+            return y, {"fork_out": y}
+
+    model = sf.Sequential(ops.Add("a"), ops.Fork("b"), ops.Tanh(), ops.Add("b"), fusions=(Border,))
+    x, a = tensor(7, 5, grad=False), tensor(7, 5, seed=9, grad=False)
+    with sf.fusing(on_error="raise"):
+        assert fused_names(model.plan(x, a=a))[0] == ["Border"]
+        torch.testing.assert_close(model(x, a=a), torch.tanh(x + a) + x + a)
+
+
+def test_variadic_slots_name_channels_by_number() -> None:
+    class Sum(sf.ForwardFusion):
+        adds: tuple[ops.Add, ...]
+
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield len(self.adds) == 2, "two of them"
+
+        def fwd(self, x: Tensor, *, adds_0_other: Tensor, adds_1_other: Tensor) -> Any:
+            return x + adds_0_other + adds_1_other, {"adds": (ops.Add.Saved(), ops.Add.Saved())}
+
+    class SumBack(sf.BackwardFusion):
+        adds: tuple[ops.Add, ...]
+
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield len(self.adds) == 2, "two of them"
+
+        def bwd(self, dy: Tensor, *, adds: Any) -> Any:
+            return dy, {"adds.0.other": dy, "adds.1.other": dy}
+
+    model = sf.Sequential(ops.Scale(2), ops.Add("a"), ops.Add("b"), ops.Tanh(), fusions=(Sum, SumBack))
+    x, a, b = (tensor(7, 5, seed=s) for s in (1, 2, 3))
+    with sf.fusing(on_error="raise"):
+        assert fused_names(model.plan(x, a=a, b=b)) == (["Sum"], ["SumBack"])
+        check(model, lambda p, x, a, b: torch.tanh(2 * x + a + b), x, a=a, b=b)
+
+
+# Mistakes.
+
+
+def refused(
+    model: sf.Sequential, error: type[sf.SeqfuseError], operation: str, position: int, /, **channels: Tensor
+) -> str:
+    with pytest.raises(error) as caught:
+        model(tensor(7, 5), **channels)
+    assert (caught.value.operation, caught.value.position) == (operation, position)
+    text = str(caught.value)
+    assert operation in text
+    assert str(position) in text
+    with pytest.raises(error):
+        model.plan(tensor(7, 5), **channels)
+    return text
+
+
+def test_a_missing_channel_names_who_reads_it() -> None:
+    model = sf.Sequential(ops.Linear(5, 5), ops.Tanh(), ops.Add("residual"))
+    assert "'residual'" in refused(model, sf.InputError, "Add", 3)
+
+
+def test_a_surplus_channel_names_what_is_read_and_where() -> None:
+    model = sf.Sequential(ops.Linear(5, 5), ops.Tanh(), ops.Add("residual"))
+    x = tensor(7, 5)
+    text = refused(model, sf.InputError, "Add", 3, residual=x, residaul=x)
+    assert "'residaul'" in text
+    assert "'residual'" in text
+
+
+def test_a_channel_passed_to_a_list_that_reads_none_is_an_error() -> None:
+    with pytest.raises(sf.InputError, match="'mask'"):
+        sf.Sequential(ops.Tanh())(tensor(7, 5), mask=tensor(7, 5))
+    with pytest.raises(sf.InputError, match="'r'"):
+        sf.Sequential(ops.Fork("r"), ops.Add("r"))(tensor(7, 5), r=tensor(7, 5))
+
+
+def test_a_channel_made_twice_names_both_places() -> None:
+    model = sf.Sequential(ops.Fork("r"), ops.Tanh(), ops.Fork("r"), ops.Add("r"))
+    text = refused(model, sf.PlanError, "Fork", 2)
+    assert "'r'" in text
+    assert "position 0" in text
+
+
+def test_one_named_fork_standing_twice_makes_its_channel_twice() -> None:
+    fork = ops.Fork("r")
+    refused(sf.Sequential(fork, ops.Tanh(), fork, ops.Add("r")), sf.PlanError, "Fork", 2)
+
+
+def test_a_channel_read_before_it_is_made_names_both_places() -> None:
+    text = refused(sf.Sequential(ops.Tanh(), ops.Add("r"), ops.Fork("r")), sf.PlanError, "Fork", 2)
+    assert "position 1" in text
+
+
+def test_an_unnamed_add_without_a_fork_and_a_fork_without_an_add_are_errors() -> None:
+    assert "unnamed" in refused(sf.Sequential(ops.Tanh(), ops.Add()), sf.PlanError, "Add", 1)
+    assert "unnamed" in refused(sf.Sequential(ops.Tanh(), ops.Fork(), ops.Tanh()), sf.PlanError, "Fork", 1)
+
+
+@pytest.mark.parametrize("name", ["x", "env", "self"])
+def test_a_public_channel_that_no_call_could_pass_is_an_error(name: str) -> None:
+    with pytest.raises(sf.PlanError, match=f"'{name}'"):
+        sf.Sequential(ops.Tanh(), ops.Add(name)).plan()
+
+
+def test_mistakes_inside_containers_say_where() -> None:
+    model = sf.Sequential(OrderedDict(stem=ops.Tanh(), body=sf.Sequential(ops.Tanh(), ops.Add("r"))))
+    refused(model, sf.InputError, "Add", 2)
+    model[1][1].name = None
+    refused(model, sf.PlanError, "Add", 2)
+
+
+def test_shapes_that_do_not_add_up_are_an_error_and_are_not_broadcast() -> None:
+    model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))
+    for shape in ((7, 5), (3,), (1, 3), (7, 1), (2, 7, 3)):
+        with pytest.raises(sf.InputError, match=r"Add") as caught:
+            model(tensor(7, 5), r=tensor(*shape))
+        assert (caught.value.operation, caught.value.position) == ("Add", 2)
+
+
+def test_a_channel_on_another_device_is_an_error_that_names_both() -> None:
+    model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))
+    with pytest.raises(Exception, match="meta"):
+        model(tensor(7, 5), r=torch.empty(7, 3, device="meta"))
+
+
+def test_a_channel_that_is_no_tensor_is_an_error() -> None:
+    model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))
+    with pytest.raises((sf.InputError, TypeError), match=r"'r'|Add|NoneType"):
+        model(tensor(7, 5), r=None)  # type: ignore[arg-type]
+
+
+def test_after_a_mistake_the_model_works() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.ReLU(), ops.Add("r"), fusions=PAIR))
+    x, r = tensor(7, 5), tensor(7, 5, seed=9)
+    expected = run(model, x, r=r)
+    with pytest.raises(sf.InputError):
+        model(x)
+    with pytest.raises(sf.InputError):
+        model(x, r=r, s=r)
+    assert_exact(run(model, x, r=r), expected)
+    assert fused_names(model.plan(x, r=r))[0] == [BiasReLU.__name__]
