@@ -1,0 +1,318 @@
+"""Autocast and mixed dtypes: dtypes, values and gradient dtypes are those of the torch twin."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+
+from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, draw, randomize
+
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's RMSNorm
+HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+FUSIONS = pytest.mark.parametrize(
+    "fusions", [(), (BiasTanhForward,), (BiasTanhBackward,), (BiasTanhJoint,)],
+    ids=lambda f: f[0].__name__ if f else "none",
+)  # fmt: skip
+
+
+class PlainResidual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def pair(dtype: torch.dtype = torch.float32, fusions: Any = ()) -> tuple[sf.Sequential, nn.Sequential]:
+    """A model with both norms, a residual and a gate-free chain, and its twin of `torch.nn`."""
+    model = sf.Sequential(
+        ops.LayerNorm(12), ops.Linear(12, 17), ops.Tanh(),
+        ops.Residual(ops.RMSNorm(17, eps=1e-5), ops.Linear(17, 9), ops.GeLU(), ops.Linear(9, 17)),
+        ops.Linear(17, 5, bias=False), ops.Sigmoid(),
+        fusions=fusions,
+    )  # fmt: skip
+    randomize(model)
+    plain = nn.Sequential(
+        nn.LayerNorm(12), nn.Linear(12, 17), nn.Tanh(),
+        PlainResidual(nn.RMSNorm(17, eps=1e-5), nn.Linear(17, 9), nn.GELU(), nn.Linear(9, 17)),
+        nn.Linear(17, 5, bias=False), nn.Sigmoid(),
+    )  # fmt: skip
+    model, plain = model.to(dtype), plain.to(dtype)
+    plain.load_state_dict(model.state_dict(), strict=True)
+    return model, plain
+
+
+Region = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def run(model: nn.Module, x: Tensor, region: Region, outside: Region = contextlib.nullcontext) -> dict[str, Any]:
+    """Forward in `region`, backward in `outside`."""
+    model.zero_grad(set_to_none=True)
+    leaf = x.detach().clone().requires_grad_()
+    with region():
+        y = model(leaf)
+    dy = draw(*y.shape, seed=99).to(y.dtype)
+    with outside():
+        y.backward(dy)
+    return {"out": y.detach(), "d_x": leaf.grad, **{f"d_{n}": p.grad for n, p in model.named_parameters()}}
+
+
+def judge(found: dict[str, Any], plain: dict[str, Any], exact: dict[str, Any], eps: float = 0.0) -> None:
+    """Dtypes as the twin's; errors against float64 no more than three times those of the twin, or a few `eps`."""
+    for name, want in plain.items():
+        got, truth = found[name], exact[name]
+        assert got.dtype == want.dtype, f"{name}: {got.dtype}, in torch {want.dtype}"
+        assert got.shape == want.shape
+        assert truth.abs().max() > 0
+        scale = truth.square().mean().sqrt()
+        mine = ((got.double() - truth).square().mean().sqrt() / scale).item()
+        its = ((want.double() - truth).square().mean().sqrt() / scale).item()
+        floor = max(eps, torch.finfo(want.dtype).eps, torch.finfo(torch.float32).eps)
+        assert mine <= 3 * its + 2 * floor, f"{name}: relative error {mine:.2e}, in torch {its:.2e}"
+
+
+def truth(plain: nn.Module, x: Tensor) -> dict[str, Any]:
+    return run(copy.deepcopy(plain).double(), x.double(), contextlib.nullcontext)
+
+
+def autocast(half: torch.dtype, enabled: bool = True) -> Region:
+    return lambda: torch.autocast("cpu", half, enabled=enabled)
+
+
+@HALVES
+@FUSIONS
+def test_under_autocast_dtypes_values_and_gradients_are_those_of_torch(half: torch.dtype, fusions: Any):
+    model, plain = pair(fusions=fusions)
+    x = draw(33, 12, dtype=torch.float32)
+    found, want = run(model, x, autocast(half)), run(plain, x, autocast(half))
+    assert want["out"].dtype == half
+    judge(found, want, truth(plain, x))
+    with torch.autocast("cpu", half), sf.fusing(False):
+        assert model(x).dtype == half
+
+
+@HALVES
+@pytest.mark.parametrize("half_inside", [True, False], ids=["same", "other half"])
+def test_backward_inside_an_autocast_region_gives_what_it_gives_outside(half: torch.dtype, half_inside: bool):
+    other = half if half_inside else {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}[half]
+    model, plain = pair(fusions=(BiasTanhJoint,))
+    x = draw(33, 12, dtype=torch.float32)
+    outside = run(model, x, autocast(half))
+    inside = run(model, x, autocast(half), autocast(other))
+    for name, want in outside.items():
+        assert torch.equal(inside[name], want), name
+    judge(inside, run(plain, x, autocast(half)), truth(plain, x))
+
+
+@HALVES
+def test_a_forward_outside_and_a_backward_inside_stays_in_full_precision(half: torch.dtype):
+    model, _ = pair(fusions=(BiasTanhForward,))
+    x = draw(33, 12, dtype=torch.float32)
+    want = run(model, x, contextlib.nullcontext)
+    found = run(model, x, contextlib.nullcontext, autocast(half))
+    for name in want:
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], want[name]), name
+
+
+@HALVES
+@FUSIONS
+def test_regions_nest_both_ways(half: torch.dtype, fusions: Any):
+    model, plain = pair(fusions=fusions)
+    x = draw(33, 12, dtype=torch.float32)
+
+    @contextlib.contextmanager
+    def off_in_on() -> Any:
+        with torch.autocast("cpu", half), torch.autocast("cpu", enabled=False):
+            yield
+
+    @contextlib.contextmanager
+    def on_in_off() -> Any:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cpu", half):
+            yield
+
+    off = run(model, x, off_in_on)
+    none = run(model, x, contextlib.nullcontext)
+    assert off["out"].dtype == torch.float32
+    for name in none:
+        assert torch.equal(off[name], none[name]), name
+    judge(run(model, x, on_in_off), run(plain, x, on_in_off), truth(plain, x))
+
+
+def test_a_module_that_leaves_autocast_inside_a_list_is_a_barrier_that_does():
+    class Full(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = sf.Sequential(ops.Linear(17, 17), ops.Tanh(), fusions=(BiasTanhJoint,))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.inner(x.float())
+
+    model = sf.Sequential(ops.Linear(12, 17), ops.Tanh(), Full(), ops.Linear(17, 5), fusions=(BiasTanhJoint,))
+    dtypes: list[torch.dtype] = []
+    for op in (model[0], model[2].inner[0], model[3]):
+        op.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    found = run(model, draw(33, 12, dtype=torch.float32), autocast(torch.bfloat16))
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert all(g.dtype == torch.float32 for name, g in found.items() if name != "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@FUSIONS
+def test_every_dtype_gives_what_torch_gives(dtype: torch.dtype, fusions: Any):
+    model, plain = pair(dtype, fusions)
+    x = draw(33, 12, dtype=dtype)
+    found, want = run(model, x, contextlib.nullcontext), run(plain, x, contextlib.nullcontext)
+    assert {t.dtype for t in found.values()} == {dtype}
+    judge(found, want, truth(plain, x))
+
+
+@HALVES
+def test_half_activations_with_full_parameters_under_autocast(half: torch.dtype):
+    model, plain = pair(fusions=(BiasTanhJoint,))
+    x = draw(33, 12, dtype=half)
+    found, want = run(model, x, autocast(half)), run(plain, x, autocast(half))
+    assert found["d_x"].dtype == half
+    judge(found, want, truth(plain, x))
+
+
+@HALVES
+def test_half_parameters_with_full_activations_under_autocast(half: torch.dtype):
+    model, plain = pair(half, fusions=(BiasTanhJoint,))
+    model, plain = model[1:3], plain[1:3]  # torch's norms do not take this mixture on a CPU
+    x = draw(33, 12, dtype=torch.float32)
+    found, want = run(model, x, autocast(half)), run(plain, x, autocast(half))
+    assert found["d_1.weight"].dtype == half
+    judge(found, want, truth(plain, x))
+
+
+MIXED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "LayerNorm": (lambda: ops.LayerNorm(12), lambda: nn.LayerNorm(12)),
+    "RMSNorm": (lambda: ops.RMSNorm(12, eps=1e-5), lambda: nn.RMSNorm(12, eps=1e-5)),
+    "Linear": (lambda: ops.Linear(12, 7), lambda: nn.Linear(12, 7)),
+    "Linear without bias": (lambda: ops.Linear(12, 7, bias=False), lambda: nn.Linear(12, 7, bias=False)),
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("activation", DTYPES, ids=str)
+@pytest.mark.parametrize("parameter", DTYPES, ids=str)
+def test_mixed_dtypes_promote_or_fail_as_in_torch(name: str, activation: torch.dtype, parameter: torch.dtype):
+    make, make_plain = MIXED[name]
+    model, plain = sf.Sequential(make(), ops.Tanh(), fusions=()), nn.Sequential(make_plain(), nn.Tanh())
+    randomize(model)
+    model.to(parameter)
+    plain.to(parameter).load_state_dict(model.state_dict())
+    x = draw(33, 12, dtype=activation)
+    eps = 0.0
+    try:
+        want = run(plain, x, contextlib.nullcontext)
+    except RuntimeError:
+        if "Linear" in name:
+            with pytest.raises(RuntimeError, match="dtype") as caught:
+                run(model, x, contextlib.nullcontext)
+            assert caught.value.__notes__ == ["in operation Linear at position 0"]
+            return
+        # torch's norms take fewer mixtures than ours, which promise the dtype of x
+        found = run(model, x, contextlib.nullcontext)
+        assert found["out"].dtype == activation
+        want = {key: t.to(found[key].dtype) for key, t in truth(plain, x).items()}
+        eps = max(torch.finfo(activation).eps, torch.finfo(parameter).eps)
+    else:
+        found = run(model, x, contextlib.nullcontext)
+    judge(found, want, truth(plain, x), eps)
+
+
+def test_a_bias_promotes_like_an_addition():
+    for activation in DTYPES:
+        for parameter in DTYPES:
+            model = sf.Sequential(ops.Bias(12), ops.Tanh(), fusions=(BiasTanhJoint,))
+            randomize(model)
+            model.to(parameter)
+            x = draw(33, 12, dtype=activation)
+            found = run(model, x, contextlib.nullcontext)
+            leaf, bias = x.clone().requires_grad_(), model[0].bias.detach().clone().requires_grad_()
+            y = torch.tanh(leaf + bias)
+            y.backward(draw(33, 12, seed=99).to(y.dtype))
+            for name, got, want in [("out", found["out"], y), ("x", found["d_x"], leaf.grad)]:
+                assert got.dtype == want.dtype, (name, activation, parameter)
+                tolerance = 4 * torch.finfo(want.dtype).eps
+                torch.testing.assert_close(got, want.detach(), rtol=tolerance, atol=tolerance)
+            assert found["d_0.bias"].dtype == parameter
+            worst = max(torch.finfo(activation).eps, torch.finfo(parameter).eps)
+            torch.testing.assert_close(found["d_0.bias"], bias.grad, rtol=16 * worst, atol=16 * worst)
+
+
+def test_the_gradient_scaler_of_torch_works():
+    model, plain = pair(fusions=(BiasTanhForward,))
+    runs = []
+    for net in (model, plain):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        losses = []
+        for step in range(5):
+            with torch.autocast("cpu", torch.float16):
+                loss = net(draw(16, 12, seed=step, dtype=torch.float32)).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        runs.append(losses)
+    assert runs[1][-1] < runs[1][0]
+    assert runs[0] == pytest.approx(runs[1], rel=5e-3)
+
+
+def test_autocast_of_another_device_changes_nothing():
+    model, _ = pair()
+    x = draw(33, 12, dtype=torch.float32)
+    want = run(model, x, contextlib.nullcontext)
+    with_cuda = run(model, x, lambda: _cuda_autocast())
+    for name in want:
+        assert torch.equal(with_cuda[name], want[name]), name
+
+
+@contextlib.contextmanager
+def _cuda_autocast() -> Any:
+    # The region itself refuses to start without the device.
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+@HALVES
+def test_a_tied_weight_under_autocast_sums_its_gradients_in_its_own_dtype(half: torch.dtype):
+    first, last = ops.Linear(12, 12), ops.Linear(12, 12, bias=False)
+    last.weight = first.weight
+    model = sf.Sequential(first, ops.Tanh(), last)
+    randomize(model)
+    plain = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12, bias=False))
+    plain[2].weight = plain[0].weight
+    plain.load_state_dict(model.state_dict(), strict=True)
+    x = draw(33, 12, dtype=torch.float32)
+    judge(run(model, x, autocast(half)), run(plain, x, autocast(half)), truth(plain, x))
+
+
+def test_channels_of_other_dtypes_keep_their_dtype_and_that_of_their_gradient():
+    model = sf.Sequential(ops.Linear(5, 5), ops.Add("side"), ops.Tanh(), ops.Add("late")).float()
+    x, side = draw(3, 5, dtype=torch.float32).requires_grad_(), draw(3, 5, seed=2).requires_grad_()
+    late = draw(3, 5, seed=3, dtype=torch.bfloat16).requires_grad_()
+    y = model(x, side=side, late=late)
+    assert y.dtype == torch.float64
+    y.backward(draw(3, 5, seed=4))
+    want = torch.tanh(nn.functional.linear(x, model[0].weight, model[0].bias) + side) + late
+    dx, dside, dlate = torch.autograd.grad(want, [x, side, late], draw(3, 5, seed=4))
+    for leaf, g in [(x, dx), (side, dside), (late, dlate)]:
+        assert leaf.grad.dtype == leaf.dtype
+        torch.testing.assert_close(leaf.grad, g)

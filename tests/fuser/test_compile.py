@@ -1,0 +1,303 @@
+"""torch.compile without a graph break, cold and warm, forward and backward, with a batch that changes; torch.export."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+
+from .kit_b import BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Compiler:
+    """A backend that runs what AOT autograd made, and counts."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Any] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+
+def every_operation(dropout: float = 0.0) -> sf.Sequential:
+    model = sf.Sequential(
+        ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Residual(ops.RMSNorm(8), ops.Linear(8, 8), ops.SiLU()),
+        ops.Bias(8), ops.Tanh(), ops.Dropout(dropout), sf.Sequential(ops.SwiGLU(), ops.Scale(-0.7)),
+        ops.Reshape(2, 2), ops.Reshape(4, dims=2), ops.Sigmoid(), ops.QuickGeLU(), ops.ReLU(), ops.GEGLU("tanh"),
+        fusions=(BiasTanhForward,),
+    )  # fmt: skip
+    randomize(model)
+    return model.double()
+
+
+def with_channels() -> nn.Module:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = sf.Sequential(ops.Linear(6, 6), ops.Fork("mid"), ops.Tanh(), ops.Add("side"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, mid = self.model(x, side=x.sin())
+            return y * mid
+
+    model = Wrapper()
+    randomize(model)
+    return model.double()
+
+
+def with_a_barrier() -> nn.Module:
+    model = sf.Sequential(ops.Linear(6, 6), nn.Softplus(), ops.Residual(ops.Tanh(), nn.ELU()), ops.Linear(6, 3))
+    randomize(model)
+    return model.double()
+
+
+def with_tied_weights() -> nn.Module:
+    model = sf.Sequential(ops.Linear(6, 6), ops.Tanh(), ops.Linear(6, 6))
+    model[2].weight = model[0].weight
+    randomize(model)
+    return model.double()
+
+
+def deep() -> nn.Module:
+    model = sf.Sequential(*(ops.Residual(ops.LayerNorm(6), ops.Linear(6, 6), ops.Tanh()) for _ in range(3)))
+    randomize(model)
+    return model.double()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "every operation": every_operation,
+    "channels": with_channels,
+    "a barrier": with_a_barrier,
+    "tied weights": with_tied_weights,
+    "deep": deep,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "warm"),
+    [
+        *(pytest.param(make, False, id=f"{name}, cold") for name, make in MODELS.items()),
+        pytest.param(every_operation, True, id="every operation, warm"),
+        pytest.param(with_channels, True, id="channels, warm"),
+    ],
+)
+def test_a_compiled_model_gives_the_numbers_and_gradients_of_the_eager_one(make: Callable[[], nn.Module], warm: bool):
+    model, x, compiler = make(), draw(5, 6), Compiler()
+    want = passes(model if warm else copy.deepcopy(model), x)
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    found = passes(compiled, x)
+    assert len(compiler.graphs) == 1
+    assert_same(dict(zip(want, found.values(), strict=True)), want, 1e-10)
+    again = passes(model, x)
+    assert_same(again, want, 1e-12)  # and the eager path still works
+
+
+def test_a_marked_batch_dimension_compiles_once():
+    model, compiler = mlp(fusions=(BiasTanhJoint,)), Compiler()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    for rows in (3, 7, 16, 33):
+        x = draw(rows, 5)
+        torch._dynamo.mark_dynamic(x, 0)
+        y = compiled(x)
+        torch.testing.assert_close(y, model(x))
+        model.zero_grad()
+        y.backward(draw(rows, 3, seed=2))
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        model(x).backward(draw(rows, 3, seed=2))
+        for a, p in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(a, p.grad)
+    assert len(compiler.graphs) == 1
+
+
+def test_a_batch_that_changes_unannounced_compiles_twice_at_most():
+    model, compiler = mlp(), Compiler()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    for rows in (3, 7, 16, 33, 2):
+        torch.testing.assert_close(compiled(draw(rows, 5)), model(draw(rows, 5)))
+    assert len(compiler.graphs) <= 2
+
+
+def test_dropout_under_compile_is_random_reproducible_and_the_same_in_backward():
+    model, x = sf.Sequential(ops.Linear(5, 9), ops.Dropout(0.5)).double(), draw(40, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.manual_seed(1)
+    y = compiled(x.requires_grad_())
+    y.backward(torch.ones_like(y))
+    dropped = y == 0
+    assert 0.3 < dropped.double().mean() < 0.7
+    torch.testing.assert_close(model[0].bias.grad, 2.0 * (~dropped).double().sum(0))
+    z = compiled(x)
+    assert not torch.equal(z == 0, dropped)
+    torch.manual_seed(1)
+    assert torch.equal(compiled(x), y)
+    torch.manual_seed(1)
+    assert torch.equal(model(x) == 0, dropped), "eager drops the same elements"
+    model.eval()
+    torch.testing.assert_close(compiled(x), model(x))
+    assert not (compiled(x) == 0).any()
+
+
+def test_train_and_eval_grad_and_no_grad_compile_apart_and_are_right():
+    model, x = sf.Sequential(ops.Linear(5, 7), ops.Dropout(0.5), ops.Tanh()).double(), draw(4, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for training in (True, False, True):
+        model.train(training)
+        for region in (contextlib.nullcontext, torch.no_grad):
+            with region():
+                torch.manual_seed(2)
+                found = compiled(x)
+                torch.manual_seed(2)
+                want = model(x)
+            torch.testing.assert_close(found, want)
+            assert found.requires_grad == want.requires_grad
+            assert bool((found == 0).any()) == training
+
+
+def test_a_mutation_after_compiling_is_seen():
+    model, x = mlp(), draw(4, 5)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    before = compiled(x)
+    model.append(ops.Scale(-2.0))
+    torch.testing.assert_close(compiled(x), -2.0 * before)
+    model[0].eps = 0.5
+    torch.testing.assert_close(compiled(x), model(x))
+    model[1].weight = nn.Parameter(draw(7, 5, seed=4))
+    torch.testing.assert_close(compiled(x), model(x))
+    model.requires_grad_(False)
+    assert not compiled(x).requires_grad
+
+
+def test_autocast_around_a_compiled_model():
+    half = torch.bfloat16
+    model, x = mlp(dtype=torch.float32), draw(9, 5, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", half):
+        found, want = compiled(x), model(x)
+    assert found.dtype == want.dtype == half
+    torch.testing.assert_close(found, want, rtol=4 * torch.finfo(half).eps, atol=4 * torch.finfo(half).eps)
+    found.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+def test_fusing_regions_and_other_users_of_the_list_compile():
+    model, x = mlp(fusions=(BiasTanhJoint,)), draw(4, 5)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(t: Tensor) -> Tensor:
+        return model[1:3](model[0](t)).sum(-1)
+
+    torch.testing.assert_close(function(x), model[1:3](model[0](x)).sum(-1))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with sf.fusing(False):
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_wrong_shape_is_an_error_under_compile_too():
+    compiled = torch.compile(mlp(), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"(?i)shape|dimension"):
+        compiled(draw(4, 6))
+
+
+def test_a_hook_on_an_operation_fires_under_compile():
+    model, x = mlp(), draw(4, 5)
+    model[2].register_forward_hook(lambda module, args, out: -out)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    want = passes(model, x)
+    assert_same(dict(zip(want, passes(compiled, x).values(), strict=True)), want, 1e-10)
+
+
+def test_a_model_compiles_in_place_and_inside_another():
+    model, x = mlp(), draw(4, 5)
+    want = passes(model, x)
+    outer = nn.Sequential(model, nn.Tanh())
+    torch.testing.assert_close(
+        torch.compile(outer, fullgraph=True, backend="aot_eager")(x), torch.tanh(want["out"]), check_dtype=True
+    )
+    model.compile(fullgraph=True, backend="aot_eager")
+    assert_same(passes(model, x), want, 1e-10)
+
+
+def test_inductor_forward_and_backward():
+    model, x = mlp(dropout=0.5), draw(5, 5)
+    torch.manual_seed(3)
+    want = passes(model, x)
+    compiled = torch.compile(model, fullgraph=True)
+    torch.manual_seed(3)
+    with torch._inductor.config.patch(fallback_random=True, compile_threads=1):
+        found = passes(compiled, x)
+    assert_same(dict(zip(want, found.values(), strict=True)), want, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("make", "warm", "strict"),
+    [
+        pytest.param(every_operation, False, False, id="every operation, cold"),
+        pytest.param(every_operation, False, True, id="every operation, cold, strict"),
+        pytest.param(with_channels, True, False, id="channels, warm"),
+        pytest.param(with_channels, True, True, id="channels, warm, strict"),
+        pytest.param(with_a_barrier, True, False, id="a barrier, warm"),
+        pytest.param(with_a_barrier, False, False, id="a barrier, cold"),
+    ],
+)
+def test_export_gives_the_same_outputs_for_any_batch(make: Callable[[], nn.Module], warm: bool, strict: bool):
+    model, x = make().eval(), draw(5, 6)
+    if warm:
+        model(x)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=strict)
+    for rows in (5, 2, 17):
+        torch.testing.assert_close(program.module()(draw(rows, 6)), model(draw(rows, 6)))
+    assert set(program.state_dict) == set(model.state_dict())
+
+
+def test_export_of_a_model_in_training_holds_its_gradients():
+    model, x = mlp().train(), draw(4, 5)
+    program = torch.export.export(model, (x,)).module()
+    want, found = passes(model, x), passes(program, x)
+    assert_same(dict(zip(want, found.values(), strict=True)), want, 1e-10)
+
+
+def test_exported_dropout_draws_its_seed_at_run_time():
+    model, x = sf.Sequential(ops.Dropout(0.5)).train(), draw(8, 9)
+    program = torch.export.export(model, (x,)).module()
+    masks = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        masks.append(program(x) == 0)
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_make_fx_traces_the_backward_of_an_eager_model():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, x = mlp(fusions=(BiasTanhJoint,)), draw(4, 5)
+    model(x)
+
+    def gradient(t: Tensor) -> Tensor:
+        return torch.autograd.grad(model(t).square().sum(), t)[0]
+
+    want = gradient(x.clone().requires_grad_())
+    traced = make_fx(gradient)(x.clone().requires_grad_())
+    other = draw(4, 5, seed=8)
+    torch.testing.assert_close(traced(x), want)
+    torch.testing.assert_close(traced(other), gradient(other.clone().requires_grad_()))
