@@ -1,0 +1,295 @@
+"""Dropout as a user sees it: how much, how scaled, the same in both passes and whatever the cover, reproducible."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.testing import laid_out
+
+from .kit_b import assert_same, draw, passes, randomize
+
+
+class ScaleDropout(sf.ForwardFusion):
+    """A forward that hands the seed to the operation it replaces."""
+
+    scale: ops.Scale
+    drop: ops.Dropout
+
+    def fwd(self, x: Tensor, *, drop_seed: Tensor | None) -> Any:
+        y, record = self.drop.fwd(x * self.scale.factor, seed=drop_seed)
+        return y, {"scale": ops.Scale.Saved(factor=self.scale.factor), "drop": record}
+
+
+class ScaleDropoutBackward(sf.BackwardFusion):
+    """A backward that makes the mask again."""
+
+    scale: ops.Scale
+    drop: ops.Dropout
+
+    def bwd(self, dy: Tensor, *, scale: Any, drop: Any) -> Any:
+        return self.drop.bwd(dy, drop)[0] * scale.factor, {}
+
+
+class ScaleDropoutJoint(sf.JointFusion):
+    """Both passes; `seed` unprefixed is that of the only random slot."""
+
+    scale: ops.Scale
+    drop: ops.Dropout
+
+    class Saved(sf.Saved):
+        seed: Tensor | None
+        p: float
+
+    def fwd(self, x: Tensor, *, seed: Tensor | None) -> Any:
+        y, record = self.drop.fwd(x * self.scale.factor, seed=seed)
+        return y, self.Saved(seed=record.seed, p=record.p)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return self.drop.bwd(dy, ops.Dropout.Saved(seed=saved.seed, p=saved.p))[0] * self.scale.factor, {}
+
+
+class ScaleDropoutInference(sf.InferenceFusion):
+    """Forward alone."""
+
+    scale: ops.Scale
+    drop: ops.Dropout
+
+    def fwd(self, x: Tensor, *, drop_seed: Tensor | None) -> Tensor:
+        return self.drop.fwd(x * self.scale.factor, seed=drop_seed)[0]
+
+
+COVERS = {
+    "unfused": (),
+    "forward": (ScaleDropout,),
+    "backward": (ScaleDropoutBackward,),
+    "both": (ScaleDropout, ScaleDropoutBackward),
+    "joint": (ScaleDropoutJoint,),
+    "inference": (ScaleDropoutInference,),
+}
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
+def test_the_kept_fraction_and_the_scale_are_those_asked_for(p: float, mode: Any):
+    model = sf.Sequential(ops.Dropout(p, mode))
+    x = draw(257, 129).abs() + 0.5
+    y = model(x)
+    kept = y != 0
+    n = x.numel()
+    fraction = kept.double().mean().item()
+    assert abs(fraction - (1 - p)) <= 4 * math.sqrt(p * (1 - p) / n)
+    scale = 1.0 if mode == "downscale_in_infer" or p == 1 else 1 / (1 - p)
+    torch.testing.assert_close(y[kept], x[kept] * scale)
+    if mode == "upscale_in_train" and p < 1:
+        spread = x.square().mean().sqrt().item() * math.sqrt(p / (1 - p) / n)
+        assert abs((y.mean() - x.mean()).item()) <= 4 * spread + 1e-12
+    model.eval()
+    factor = 1 - p if mode == "downscale_in_infer" else 1.0
+    torch.testing.assert_close(model(x), x * factor)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_elements_rows_columns_and_calls_are_independent(p: float):
+    x = torch.ones(211, 131, dtype=torch.float64)
+    model = sf.Sequential(ops.Dropout(p), ops.Scale(1.0), ops.Dropout(p), fusions=())
+    a = (model[:1](x) == 0).double()
+    b = (model[:1](x) == 0).double()
+    both = model(x)
+    n = x.numel()
+    bound = 4.5 / math.sqrt(n)
+
+    def correlation(s: Tensor, t: Tensor) -> float:
+        return ((s - p) * (t - p)).mean().item() / (p * (1 - p))
+
+    assert abs(correlation(a, b)) < bound
+    for step in (1, 2, 3, 4, 131):
+        flat = a.flatten()
+        assert abs(correlation(flat[:-step], flat[step:])) < bound
+    assert a.mean(0).sub(p).abs().max() < 5 * math.sqrt(p * (1 - p) / 211)
+    assert a.mean(1).sub(p).abs().max() < 5 * math.sqrt(p * (1 - p) / 131)
+    survived = (both != 0).double().mean().item()
+    q = (1 - p) ** 2
+    assert abs(survived - q) < 4 * math.sqrt(q * (1 - q) / n), "two dropouts of one list use different seeds"
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
+def test_the_backward_uses_the_mask_and_the_scale_of_the_forward(p: float, mode: Any):
+    model = sf.Sequential(ops.Dropout(p, mode))
+    x = draw(33, 17).requires_grad_()
+    dy = draw(33, 17, seed=2)
+    y = model(x)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad * x, y * dy)  # both are mask * scale * x * dy
+    assert torch.equal(x.grad == 0, y == 0)
+
+
+@pytest.mark.parametrize("cover", COVERS)
+def test_every_cover_drops_the_same_elements(cover: str):
+    ops_ = [ops.Linear(5, 7), ops.Scale(-0.5), ops.Dropout(0.5), ops.Linear(7, 9), ops.Scale(3.0), ops.Dropout(0.3)]
+    plain = sf.Sequential(*ops_, fusions=())
+    randomize(plain.double())
+    model = sf.Sequential(*ops_, fusions=COVERS[cover])
+    x = draw(13, 5)
+    names = {step.name for step in (*model.plan(x).forward, *model.plan(x).backward) if step.fused}
+    assert names == set() if cover == "inference" else names == {f.__name__ for f in COVERS[cover]}
+    torch.manual_seed(4)
+    want = passes(plain, x)
+    torch.manual_seed(4)
+    assert_same(passes(model, x), want)
+    for region in (sf.fusing(False), sf.fusing(True)):
+        torch.manual_seed(4)
+        with region:
+            assert_same(passes(model, x), want)
+    with torch.no_grad():
+        torch.manual_seed(4)
+        torch.testing.assert_close(model(x), want["out"])
+        if cover == "inference":
+            assert model.plan(x).count("ScaleDropoutInference") == 2
+
+
+def test_the_reference_drops_the_same_elements():
+    model, x = sf.Sequential(ops.Linear(5, 9), ops.Dropout(0.5)).double(), draw(13, 5)
+    torch.manual_seed(4)
+    want = model(x)
+    torch.manual_seed(4)
+    found, _ = torch.func.vjp(model, x)
+    torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("layout", ["strided", "transposed", "misaligned", "expanded"])
+def test_the_layout_of_the_input_does_not_move_the_mask(layout: str):
+    model, x = sf.Sequential(ops.Dropout(0.5)), torch.ones(13, 9, dtype=torch.float64)
+    torch.manual_seed(4)
+    want = model(x)
+    torch.manual_seed(4)
+    assert torch.equal(model(laid_out(x, layout)), want)
+    torch.manual_seed(4)
+    assert torch.equal(model(x.view(1, 13, 9, 1)).flatten(), want.flatten())
+
+
+def test_the_dtype_of_the_input_does_not_move_the_mask():
+    model = sf.Sequential(ops.Dropout(0.5))
+    masks = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        torch.manual_seed(4)
+        masks.append(model(torch.ones(13, 9, dtype=dtype)) == 0)
+    assert all(torch.equal(m, masks[0]) for m in masks)
+
+
+def test_a_seed_given_to_torch_reproduces_and_a_call_moves_the_generator_on():
+    model, x = sf.Sequential(ops.Dropout(0.5), ops.Tanh(), ops.Dropout(0.5)), draw(40, 9)
+    torch.manual_seed(8)
+    first, second = model(x), model(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(8)
+    assert torch.equal(model(x), first)
+    assert torch.equal(model(x), second)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        assert torch.equal(model(x), first)
+
+
+def test_one_seed_vector_per_call_whatever_the_number_of_dropouts(monkeypatch: pytest.MonkeyPatch):
+    from seqfuse.fuser import run as running
+
+    drawn: list[int] = []
+    draw_seeds = running.draw
+
+    def counted(count: int, x: Tensor) -> Tensor:
+        drawn.append(count)
+        return draw_seeds(count, x)
+
+    monkeypatch.setattr(running, "draw", counted)
+    model = sf.Sequential(
+        ops.Dropout(0.5), ops.Linear(5, 5), ops.Residual(ops.Dropout(0.1), ops.Tanh()), ops.Dropout(0.0), nn.Softplus(),
+        sf.Sequential(ops.Dropout(1.0)),
+    )  # fmt: skip
+    x = draw(4, 5, dtype=torch.float32)
+    model(x)
+    assert drawn == [3]
+    model[0].eval()
+    model(x)
+    assert drawn == [3, 2]
+    state = torch.get_rng_state()
+    model.eval()
+    model(x)
+    assert drawn == [3, 2]
+    assert torch.equal(torch.get_rng_state(), state), "evaluation leaves the generator alone"
+
+
+@pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
+def test_evaluation_passes_gradients_through(mode: Any):
+    model = sf.Sequential(ops.Dropout(0.75, mode)).eval()
+    x, dy = draw(4, 5).requires_grad_(), draw(4, 5, seed=2)
+    y = model(x)
+    y.backward(dy)
+    factor = 1.0 if mode == "upscale_in_train" else 0.25
+    torch.testing.assert_close(y, x * factor)
+    torch.testing.assert_close(x.grad, dy * factor)
+
+
+def test_a_flag_or_a_probability_changed_between_the_passes_does_not_change_the_backward():
+    model = sf.Sequential(ops.Dropout(0.5))
+    x = draw(33, 17).requires_grad_()
+    y = model(x)
+    model.eval()
+    model[0].p = 0.1
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(x.grad * x, y)
+
+
+def test_dropped_infinities_are_zero_in_both_passes():
+    model = sf.Sequential(ops.Dropout(0.5))
+    x = torch.full((20, 20), torch.inf).requires_grad_()
+    y = model(x)
+    dy = torch.full_like(y, torch.nan)
+    y.backward(dy)
+    dropped = y == 0
+    assert 0.3 < dropped.double().mean() < 0.7
+    assert torch.isinf(y[~dropped]).all()
+    assert (x.grad[dropped] == 0).all()
+    assert x.grad[~dropped].isnan().all()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
+def test_the_mask_is_replayed_under_checkpointing(reentrant: bool, p: float):
+    model = sf.Sequential(ops.Scale(1.0), ops.Dropout(p), fusions=(ScaleDropoutJoint,))
+    x, dy = draw(33, 17).requires_grad_(), draw(33, 17, seed=2)
+    y = checkpoint(model, x, use_reentrant=reentrant)
+    torch.rand(3)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad * x, y * dy)
+    assert torch.equal(x.grad == 0, y == 0)
+
+
+def test_no_mask_is_kept():
+    model, kept = sf.Sequential(ops.Dropout(0.5)), []
+    x = draw(33, 17).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
+    assert [(t.shape, t.dtype) for t in kept] == [((), torch.int64)]
+
+
+def test_one_dropout_used_twice_in_a_list_drops_differently_each_time():
+    drop = ops.Dropout(0.5)
+    model, x = sf.Sequential(drop, ops.Scale(1.0), drop), torch.ones(101, 53)
+    kept = (model(x) != 0).double().mean().item()
+    assert abs(kept - 0.25) < 4 * math.sqrt(0.25 * 0.75 / x.numel())
+
+
+def test_a_dropout_alone_and_one_in_a_list_of_one_are_the_same():
+    drop, x = ops.Dropout(0.5), draw(13, 9)
+    torch.manual_seed(4)
+    want = drop(x)
+    torch.manual_seed(4)
+    assert torch.equal(sf.Sequential(drop)(x), want)

@@ -1,0 +1,293 @@
+"""`Recompute` in place of a saved tensor: bit for bit, lazily, its tensors saved once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.errors import PluginError, StateError
+from seqfuse.saved import packing
+
+from .kit_b import assert_same, draw, passes, randomize
+
+calls: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_calls() -> None:
+    calls.clear()
+
+
+def shifted(x: Tensor, bias: Tensor) -> Tensor:
+    calls.append("shifted")
+    return x + bias
+
+
+def tanh_of_shifted(x: Tensor, bias: Tensor) -> Tensor:
+    calls.append("tanh")
+    return torch.tanh(x + bias)
+
+
+class Thrifty(sf.ForwardFusion):
+    """Keeps x and the bias, and makes what SiLU reads from them when it is read."""
+
+    bias: ops.Bias
+    act: ops.SiLU
+
+    def fwd(self, x: Tensor) -> Any:
+        z = x + self.bias.bias
+        late = sf.Recompute(shifted, x, self.bias.bias)
+        return torch.nn.functional.silu(z), {"bias": ops.Bias.Saved(), "act": ops.SiLU.Saved(x=late)}
+
+
+class ThriftyTanh(sf.ForwardFusion):
+    """Keeps what the product before it keeps anyway."""
+
+    bias: ops.Bias
+    act: ops.Tanh
+
+    def fwd(self, x: Tensor) -> Any:
+        late = sf.Recompute(tanh_of_shifted, x, self.bias.bias)
+        return torch.tanh(x + self.bias.bias), {"bias": ops.Bias.Saved(), "act": ops.Tanh.Saved(y=late)}
+
+
+def pair(cls: type[sf.ForwardFusion], act: nn.Module) -> tuple[sf.Sequential, sf.Sequential]:
+    plain = sf.Sequential(ops.Linear(5, 7), act, ops.Linear(7, 3), fusions=())
+    randomize(plain.double())
+    return plain, sf.Sequential(*plain, fusions=(cls,))
+
+
+CASES = pytest.mark.parametrize(
+    ("cls", "act"), [(Thrifty, ops.SiLU), (ThriftyTanh, ops.Tanh)], ids=["of the input", "of the output"]
+)
+
+
+@CASES
+def test_gradients_are_bit_for_bit_those_of_the_stored_value(cls: Any, act: Any):
+    plain, thrifty = pair(cls, act())
+    for shape in [(4, 5), (2, 3, 5), (5,)]:
+        x = draw(*shape)
+        assert thrifty.plan(x).count(cls.__name__) == 1
+        assert_same(passes(thrifty, x), passes(plain, x), 0.0)
+
+
+@CASES
+def test_it_is_evaluated_in_the_backward_and_once(cls: Any, act: Any):
+    _, thrifty = pair(cls, act())
+    passes(thrifty, draw(4, 5))  # the first call is checked, which evaluates it
+    calls.clear()
+    y = thrifty(draw(4, 5))
+    assert calls == []
+    y.sum().backward(retain_graph=True)
+    assert len(calls) == 1
+    y.sum().backward()
+    assert len(calls) == 2, "once per backward; nothing is kept in between"
+
+
+def test_it_is_not_evaluated_where_nobody_reads_it():
+    _, thrifty = pair(Thrifty, ops.SiLU())
+    thrifty.requires_grad_(False)[2].requires_grad_(True)
+    x = draw(4, 5)
+    assert thrifty.plan(x).count("Thrifty") == 1
+    thrifty(x)
+    calls.clear()
+    thrifty(x).sum().backward()
+    assert calls == []
+    assert thrifty[2].weight.grad is not None
+
+
+def test_its_tensors_are_saved_once_each_and_the_value_is_not():
+    plain, thrifty = pair(Thrifty, ops.SiLU())
+    x = draw(4, 5).requires_grad_()
+    thrifty(x)
+
+    def saved(model: nn.Module) -> list[Tensor]:
+        kept: list[Tensor] = []
+        with graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            model(x)
+        return kept
+
+    kept = saved(thrifty)
+    assert len({id(t) for t in kept}) == len(kept)
+    assert sum(t is thrifty[0].bias for t in kept) == 1
+    z = nn.functional.linear(x, plain[0].weight, plain[0].bias)
+    assert any(t.shape == z.shape and torch.equal(t, z) for t in saved(plain))
+    assert not any(t.shape == z.shape and torch.equal(t, z) for t in kept)
+
+
+def test_tensors_shared_by_several_stand_ins_are_saved_once():
+    class Twice(sf.ForwardFusion):
+        first: ops.SiLU
+        second: ops.Scale
+        third: ops.SiLU
+
+        def fwd(self, x: Tensor) -> Any:
+            y = nn.functional.silu(x) * self.second.factor
+            records = {
+                "first": ops.SiLU.Saved(x=sf.Recompute(torch.clone, x)),
+                "second": ops.Scale.Saved(factor=self.second.factor),
+                "third": ops.SiLU.Saved(x=sf.Recompute(scaled_silu, x, torch.tensor(self.second.factor))),
+            }
+            return nn.functional.silu(y), records
+
+    plain = sf.Sequential(ops.SiLU(), ops.Scale(-0.5), ops.SiLU(), fusions=())
+    model, x = sf.Sequential(*plain, fusions=(Twice,)), draw(4, 5)
+    assert_same(passes(model, x), passes(plain, x), 0.0)
+    kept: list[Tensor] = []
+    leaf = x.clone().requires_grad_()
+    with graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(leaf)
+    assert [t is leaf for t in kept] == [True, False]
+
+
+def scaled_silu(x: Tensor, factor: Tensor) -> Tensor:
+    return nn.functional.silu(x) * factor.item()
+
+
+@CASES
+def test_it_works_with_offloading_checkpoints_and_anomaly_mode(cls: Any, act: Any):
+    plain, thrifty = pair(cls, act())
+    x, dy = draw(4, 5), draw(4, 3, seed=99)
+    want = passes(plain, x)
+
+    def offloaded(t: Tensor) -> Tensor:
+        with graph.save_on_cpu():
+            return thrifty(t)
+
+    def checkpointed(t: Tensor) -> Tensor:
+        return checkpoint(thrifty, t, use_reentrant=False)
+
+    for run in (offloaded, checkpointed):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        y.backward(dy)
+        found = {"out": y.detach(), "d_x": leaf.grad, **{f"d_{n}": p.grad for n, p in plain.named_parameters()}}
+        assert_same(found, want, 0.0)
+        plain.zero_grad()
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same(passes(thrifty, x), want, 0.0)
+
+
+def test_a_parameter_written_before_the_backward_is_an_error_and_no_wrong_value():
+    _, thrifty = pair(Thrifty, ops.SiLU())
+    y = thrifty(draw(4, 5).requires_grad_())
+    with torch.no_grad():
+        thrifty[0].bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_stand_in_that_gives_another_shape_is_an_error_that_names_the_field():
+    class Wrong(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.SiLU
+
+        def fwd(self, x: Tensor) -> Any:
+            z = x + self.bias.bias
+            late = sf.Recompute(torch.sum, x)
+            return nn.functional.silu(z), {"bias": ops.Bias.Saved(), "act": ops.SiLU.Saved(x=late)}
+
+    _, model = pair(Wrong, ops.SiLU())
+    with pytest.raises(PluginError, match=r"field 'x' of slot 'act' should be float64\[4, 7\]") as caught:
+        model(draw(4, 5).requires_grad_())
+    assert (caught.value.code, caught.value.operation) == ("SF302", "Wrong")
+
+
+# Records by themselves ------------------------------------------------------------------------------------------------
+
+
+class Record(sf.Saved):
+    x: Tensor
+    weight: Tensor | None = sf.field(for_="x")
+    parts: tuple[Tensor, ...] = sf.field(for_=("x", "weight"))
+    eps: float = sf.field(default=0.5)
+
+
+def round_trip(record: sf.Saved, needs: frozenset[str]) -> tuple[Any, list[Tensor]]:
+    tensors: list[Tensor] = []
+    pack, unpack = packing(type(record), type(record).kept(needs))
+    tokens = pack(record, {}, tensors)
+    return unpack(tokens, tuple(tensors)), tensors
+
+
+def test_records_are_frozen_and_keyword_only():
+    x = draw(3)
+    record = Record(x=x, weight=None, parts=())
+    assert record.eps == 0.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.x = x  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional"):
+        Record(x, None, ())  # type: ignore[misc]
+    with pytest.raises(TypeError, match="missing"):
+        Record(x=x, weight=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected"):
+        Record(x=x, weight=None, parts=(), other=1)  # type: ignore[call-arg]
+
+
+def test_a_record_survives_packing_with_every_field():
+    x, w = draw(3), nn.Parameter(draw(3, seed=2))
+    back, tensors = round_trip(Record(x=x, weight=w, parts=(x, w, x), eps=0.25), frozenset({"x"}))
+    assert [t is s for t, s in zip(tensors, (x, w), strict=True)] == [True, True]
+    assert back.x is x
+    assert back.weight is w
+    assert [t is s for t, s in zip(back.parts, (x, w, x), strict=True)] == [True] * 3
+    assert back.eps == 0.25
+
+
+def test_dropped_fields_are_not_packed_and_reading_them_says_who_would_have():
+    back, tensors = round_trip(Record(x=draw(3), weight=draw(3), parts=(draw(2),)), frozenset({"bias"}))
+    assert len(tensors) == 1
+    for name, readers in [("weight", "x"), ("parts", "weight, x")]:
+        with pytest.raises(StateError, match=f"field '{name}' was dropped: only {readers} reads it") as caught:
+            getattr(back, name)
+        assert caught.value.code == "SF502"
+    with pytest.raises(AttributeError, match="no field 'nonsense'"):
+        _ = back.nonsense
+
+
+def test_nothing_at_all_is_kept_where_no_gradient_is_wanted():
+    assert Record.kept(frozenset()) == ()
+    assert Record.kept(frozenset({"bias"})) == ("x", "eps")
+
+
+def test_a_stand_in_is_saved_by_its_tensors_and_evaluated_when_read():
+    x, bias = draw(3, 4), draw(4, seed=2)
+    record = Record(x=sf.Recompute(shifted, x, bias), weight=None, parts=(x,))
+    back, tensors = round_trip(record, frozenset({"x"}))
+    assert len(tensors) == 2
+    assert calls == []
+    first = back.x
+    assert torch.equal(first, x + bias)
+    assert back.x is first
+    assert calls == ["shifted"]
+
+
+def test_a_stand_in_records_no_graph():
+    x, bias = draw(3, 4), nn.Parameter(draw(4, seed=2))
+    back, _ = round_trip(Record(x=sf.Recompute(shifted, x, bias), weight=None, parts=()), frozenset({"x"}))
+    assert not back.x.requires_grad
+
+
+@pytest.mark.parametrize("name", ["class", "_hidden", "def"])
+def test_a_bad_field_name_is_an_error_where_the_record_is_defined(name: str):
+    with pytest.raises(PluginError, match="must be a public identifier"):
+        type("Bad", (sf.Saved,), {"__annotations__": {name: Tensor}, "__module__": __name__})
+
+
+def test_a_record_may_be_extended():
+    class Longer(Record):
+        more: Tensor
+        LIMIT: ClassVar[int] = 3
+
+    assert Longer.fields == ("x", "weight", "parts", "eps", "more")
+    back, tensors = round_trip(Longer(x=draw(1), weight=None, parts=(), more=draw(2)), frozenset({"x"}))
+    assert len(tensors) == 2
+    assert back.more.shape == (2,)
