@@ -276,11 +276,11 @@ def few_rows(shapes: Sequence[Shape]) -> Shape:
 
 
 def cases(shapes: Sequence[Shape], dtype: torch.dtype) -> Iterator[Case]:
-    """Regimes, values as given, zeros, one NaN, one Inf, shapes and layouts; `shapes` with the main one first."""
+    """Regimes, values as given, edges, shapes and layouts; `shapes` with the main one first."""
     main, few = shapes[0], few_rows(shapes)
     yield from (Case(main, dtype, regime) for regime in REGIMES)
     yield from (Case(shape, dtype, "given") for shape in shapes)
-    yield from (Case(few, dtype, regime) for regime in ("zeros", "one_nan", "one_inf"))
+    yield from (Case(few, dtype, regime) for regime in ("zeros", "one_nan", "one_inf", "extremes"))
     # Rows that repeat round alike: too few are left for the rule to take each for a draw of its own.
     at = {layout: few if layout in ("expanded", "scalar") else main for layout in LAYOUTS[1:]}
     # One number for x is a variance of nothing but rounding, which no two orders of summation agree on.

@@ -47,8 +47,9 @@ def check_fusion(
     forward, a joint one with itself, and every forward where nothing wants a gradient. Output, extra outputs, and the
     gradients of x, of extra inputs and of each parameter all count.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; more, odd and no rows, 1-D; strided,
-      transposed, misaligned and expanded x and gradients; every subset of frozen parameters and inputs.
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of the largest numbers, that none is lost; more,
+      odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients; every subset of frozen
+      parameters and inputs.
     * records of a forward fusion, field by field: the class, the very parameter, plain data, and by the rule shapes,
       dtypes and values. A `Recompute` is module-level and gives the same bits twice. So for `unfused(saved)`.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters, records and incoming

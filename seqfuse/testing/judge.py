@@ -12,7 +12,7 @@ from ..errors import PluginError
 from .cases import Outcome
 from .numerics import FusedMismatch, assert_fused_close
 from .observe import Pass
-from .structure import Tree, assert_distinct_storages, share_storage
+from .structure import Tree, assert_distinct_storages, index_of, named_tensors, share_storage
 
 
 def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
@@ -47,6 +47,23 @@ def saying(what: str) -> Generator[None]:
         raise AssertionError(f"{what}: {error}") from error
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree) -> None:
+    """No element is lost to Inf or NaN that the operations and float64 keep finite; the other way round is allowed.
+
+    Raises AssertionError naming tensor and index.
+    """
+    f, u, r = (dict(named_tensors(tree)) for tree in (fused, unfused, reference))
+    for name, mine in f.items():
+        own, exact = u.get(name), r.get(name)
+        if mine is not None and own is not None and exact is not None:
+            lost = own.isfinite() & exact.isfinite() & ~mine.isfinite()
+            if bool(lost.any()):
+                at = index_of(int(lost.flatten().int().argmax().item()), tuple(lost.shape))
+                raise AssertionError(
+                    f"{name}: {mine[at].item()} at {at}, where the operations give {own[at].item():.4g}"
+                )
 
 
 def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None:

@@ -15,7 +15,7 @@ from ..fuser.plan import Wants
 from ..operation import Pointwise, UnfusedOperation
 from ..saved import Saved, packing
 from .cases import Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
-from .judge import assert_only_wanted, assert_own_memory, judge, saying
+from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
 from .numerics import assert_fused_close
 from .observe import Observer, Pass
 from .structure import Tree, assert_bitwise_equal
@@ -33,8 +33,9 @@ def check_op(
     `assert_fused_close`: output, every extra output, and the gradient of x, of every extra input and every parameter.
     Members of an `expand()` are checked with it.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; more, odd and no rows, 1-D; strided,
-      transposed, misaligned and expanded x and gradients. Shapes that `infer` or the reference refuses are left out.
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of the largest numbers, that none is lost; more,
+      odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients. Shapes that `infer` or the
+      reference refuses are left out.
     * every subset of wanted gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters and incoming gradients are
@@ -92,7 +93,8 @@ def _check_declarations(specimen: Specimen) -> None:
         operation = item.operation
         if item.alone is not None or not isinstance(operation, UnfusedOperation):
             raise AssertionError(f"{item.name} cannot be fused or checked: {item.alone}")
-        known = {"x", *item.slots, *(name for name, _ in item.inputs)}
+        absent: dict[str, Any] = vars(operation)["_parameters"]
+        known = {"x", *item.slots, *absent, *(name for name, _ in item.inputs)}
         for field, names in operation.Saved._for.items():  # pyright: ignore[reportPrivateUsage]
             if names - known:
                 unknown = ", ".join(map(repr, sorted(names - known)))
@@ -120,7 +122,10 @@ def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
         return fused.tree, unfused.tree, wide.tree
 
     with saying(f"{name}, {case}"):
-        judge(measure, specimen.seed)
+        if case.regime == "extremes":
+            assert_stays_finite(*measure(specimen.seed))
+        else:
+            judge(measure, specimen.seed)
 
 
 def _check_subsets(specimen: Specimen, case: Case) -> Outcome:

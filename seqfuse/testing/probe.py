@@ -17,7 +17,7 @@ from ..fuser.plan import Plan, Step
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
 from ..saved import Saved
 from .cases import Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
-from .judge import assert_only_wanted, assert_own_memory, judge, saying
+from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
 from .observe import Observer, Pass
 from .records import compared
 from .structure import Tree, assert_bitwise_equal
@@ -92,7 +92,10 @@ class Probe:
         chosen = list(dict.fromkeys(chosen))
         for case in chosen:
             with saying(f"{where}: {self.combination}, {case}"):
-                judge(functools.partial(self._measure, case), self.seed)
+                if case.regime == "extremes":
+                    assert_stays_finite(*self._measure(case, self.seed))
+                else:
+                    judge(functools.partial(self._measure, case), self.seed)
         with saying(f"{where}: {self.combination}, {few}"):
             if issubclass(self.fusion, InferenceFusion):
                 few = dataclasses.replace(few, grad=False)

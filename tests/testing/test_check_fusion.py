@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-import torch.nn.functional as F
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
 from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.testing.patterns import described, example_lists, known_finals
 
-from .kinds import (
-    KINDS,
-    Activations,
-    AddForkBias,
-    AddNorm,
-    BiasAct,
-    BiasGeLU,
-    BiasNorm,
-    GeLULinear,
-    LinearBias,
-    NormLinear,
-    rows,
-)
+from .kinds import KINDS, Activations, AddNorm, BiasAct, BiasGeLU, BiasNorm, GeLULinear, LinearBias, NormLinear
+from .spoiled import SPOILED
+from .spoiled.forward_fusions import ReturnsAView
 
 X = seeded_randn((4, 6), 0)
-MUTANTS: list[tuple[type[sf.FusedOperation], str]] = []
-
-
-def caught(message: str):
-    """Register a spoiled fusion, with what the kit has to say about it."""
-
-    def register(fusion):
-        MUTANTS.append((fusion, message))
-        return fusion
-
-    return register
+MUTANTS = [(cls, message) for cls, message in SPOILED if issubclass(cls, sf.FusedOperation)]
 
 
 @pytest.mark.parametrize("fusion", KINDS, ids=lambda fusion: fusion.__name__)
@@ -46,419 +24,7 @@ def test_passes_a_correct_fusion(fusion: type[sf.FusedOperation]):
     checked = check_fusion(fusion, X)
     assert not checked.skipped
     assert checked.cases >= 50
-
-
-# Forward fusions: what they save.
-
-
-@caught(r"missing 1 required keyword-only argument: 'weight'")
-class ForgetsAField(BiasNorm):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        norm = saved["norm"]
-        return y, {**saved, "norm": self.norm.Saved(x=norm.x, mean=norm.mean, rstd=norm.rstd)}
-
-
-@caught("slot 'bias' needs a Bias.Saved, it saved nothing")
-class ForgetsARecord(BiasNorm):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        return y, {"norm": saved["norm"]}
-
-
-@caught("slot 'bias' needs a Bias.Saved, it saved a LayerNorm.Saved")
-class SwapsRecords(BiasNorm):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        return y, {"bias": saved["norm"], "norm": saved["bias"]}
-
-
-class EditsTheRecord(BiasNorm):
-    def edit(self, x, mean, rstd, weight):
-        raise NotImplementedError
-
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        norm = saved["norm"]
-        x, mean, rstd, weight = self.edit(norm.x, norm.mean, norm.rstd, norm.weight)
-        return y, {**saved, "norm": self.norm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)}
-
-
-@caught("field 'mean' of slot 'norm': max")
-class SwapsMeanAndRstd(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, rstd, mean, weight
-
-
-@caught(r"field 'rstd' of slot 'norm' should be float32\[\d+\] on cpu, not bfloat16")
-class CastsAField(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, mean, rstd.bfloat16(), weight
-
-
-@caught(r"field 'mean' of slot 'norm' should be float32\[\d+\] on cpu, not float32\[\d+, 1\]")
-class ShapesAFieldWrongly(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, mean[..., None], rstd, weight
-
-
-@caught("field 'weight' of slot 'norm' must be the parameter itself")
-class CopiesTheParameter(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x, mean, rstd, weight.clone()
-
-
-@caught("field 'x' of slot 'norm': (max|rms|tile|element|bias)")
-class SavesTheInputInLowPrecision(EditsTheRecord):
-    def edit(self, x, mean, rstd, weight):
-        return x.to(torch.bfloat16).to(x.dtype), mean, rstd, weight
-
-
-@caught("d_x: (max|rms|tile|element|bias)")
-class SavesWhatItThenOverwrites(GeLULinear):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        kept = x.clone()
-        saved["act"] = self.act.Saved(x=kept)
-        kept.mul_(1.01)
-        return y, saved
-
-
-@caught("field 'x': the function of a Recompute must be a module-level one")
-class RecomputesByAClosure(GeLULinear):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        weight = self.linear.weight
-        return y, {**saved, "linear": self.linear.Saved(x=sf.Recompute(lambda: F.gelu(x)), weight=weight)}
-
-
-ticks = itertools.count()
-
-
-def unsteady_gelu(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x) + (next(ticks) % 2) * 1e-6
-
-
-@caught("(a second backward through the same graph differs|its Recompute gives other bits)")
-class RecomputesOtherBits(GeLULinear):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        weight = self.linear.weight
-        return y, {**saved, "linear": self.linear.Saved(x=sf.Recompute(unsteady_gelu, x), weight=weight)}
-
-
-# Forward fusions: what they compute.
-
-
-class EditsTheOutput(BiasNorm):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        return self.edit(y, x), saved
-
-
-@caught("y: (max|rms|tile|element|bias)")
-class RoundsTwice(EditsTheOutput):
-    def edit(self, y, x):
-        return y.to(torch.float16).to(y.dtype)
-
-
-@caught("y: structure: NaN or Inf differs")
-class SwallowsNaN(EditsTheOutput):
-    def edit(self, y, x):
-        return y.nan_to_num()
-
-
-@caught("y: (max|tile|element)")
-class LosesTheLastOfOddRows(EditsTheOutput):
-    def edit(self, y, x):
-        return torch.cat((y[:-1], 0 * y[-1:])) if y.ndim == 2 and len(y) % 2 else y
-
-
-@caught("bits differ")
-class ChangesItsMind(EditsTheOutput):
-    def edit(self, y, x):
-        return torch.where(y > y.mean(), y, y * (1 + torch.finfo(y.dtype).eps * (next(ticks) % 2)))
-
-
-@caught("y: structure|y: (max|rms|tile|element|bias)")
-class IgnoresStrides(BiasNorm):
-    layout = "any"
-
-    def fwd(self, x):
-        wide = torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
-        return super().fwd(wide if x.stride() != wide.stride() and 0 not in x.stride() else x)
-
-
-@caught("fork_out: (max|rms|tile|element|bias)")
-class EmitsTheWrongTensor(AddNorm):
-    def fwd(self, x, *, add_other):
-        y, _, saved = super().fwd(x, add_other=add_other)
-        return y, {"fork_out": x + 0}, saved
-
-
-@caught("(d_x|y): (max|rms|tile|element|bias)")
-class RunsVariadicSlotsBackward(Activations):
-    def fwd(self, x):
-        records = []
-        for act in reversed(self.acts):
-            x, record = act.fwd(x)
-            records.insert(0, record)
-        return x, {"acts": tuple(records)}
-
-
-# Forward fusions: what they leave behind.
-
-
-class DoesSomethingElse(BiasNorm):
-    def fwd(self, x):
-        self.act(x)
-        return super().fwd(x)
-
-
-@caught(r"fwd: x was modified, first at")
-class MutatesItsInput(DoesSomethingElse):
-    def act(self, x):
-        x.data.add_(1e-3)
-
-
-@caught(r"fwd: bias of Bias was modified, first at")
-class MutatesAParameter(DoesSomethingElse):
-    def act(self, x):
-        self.bias.bias.data.mul_(1.5)
-
-
-@caught("fwd changed the default dtype from torch.float32 to torch.float64")
-class ChangesTheDefaultDtype(DoesSomethingElse):
-    def act(self, x):
-        torch.set_default_dtype(torch.float64)
-
-
-@caught("fwd changed the precision of float32 products")
-class AllowsTF32(DoesSomethingElse):
-    def act(self, x):
-        torch.set_float32_matmul_precision("high")
-
-
-@caught("fwd changed grad mode from False to True")
-class TurnsGradientsOn(DoesSomethingElse):
-    def act(self, x):
-        torch.set_grad_enabled(True)
-
-
-@caught("fwd drew from torch's CPU generator")
-class DrawsRandomNumbers(DoesSomethingElse):
-    def act(self, x):
-        torch.rand(1)
-
-
-@caught("fwd changed eps of LayerNorm")
-class ConfiguresAnOperation(DoesSomethingElse):
-    def act(self, x):
-        self.norm.eps = self.norm.eps * 1.0000001
-
-
-@caught("fwd changed last of the fusion")
-class HasState(DoesSomethingElse):
-    def act(self, x):
-        self.last = x
-
-
-@caught("fwd changed _forward_hooks.* of Bias")
-class LeavesAHook(DoesSomethingElse):
-    def act(self, x):
-        self.bias.register_forward_hook(lambda *_: None)
-
-
-@caught("ZeroDivisionError")
-class Fails(DoesSomethingElse):
-    def act(self, x):
-        return 1 // 0
-
-
-class Untouching(sf.ForwardFusion):
-    scale: ops.Scale
-
-    def fwd(self, x):
-        return x * self.scale.factor, {"scale": self.scale.Saved(factor=self.scale.factor)}
-
-
-@caught("y shares its storage with x; the operation makes one of its own")
-class ReturnsAView(Untouching):
-    def fwd(self, x):
-        y, saved = super().fwd(x)
-        return (x.view_as(x) if self.scale.factor == 1 else y), saved
-
-
-@caught("field 'factor' of slot 'scale' should be -0.75, not -0.5")
-class SavesOtherPlainData(Untouching):
-    def fwd(self, x):
-        return super().fwd(x)[0], {"scale": self.scale.Saved(factor=-0.5)}
-
-
-# Backward fusions.
-
-
-@caught("gradient 'bias.weight'; known are 'linear.weight', 'bias.bias'")
-class NamesAGradientWrongly(LinearBias):
-    def bwd(self, dy, *, linear, bias, needs):
-        dx, grads = super().bwd(dy, linear=linear, bias=bias, needs=needs)
-        return dx, {"linear.weight": grads["linear.weight"], "bias.weight": grads["bias.bias"]}
-
-
-class EditsGradients(LinearBias):
-    def bwd(self, dy, *, linear, bias, needs):
-        dx, grads = super().bwd(dy, linear=linear, bias=bias, needs=needs)
-        return self.edit(dx, dict(grads), dy, linear, needs)
-
-
-@caught(r"gradient 'bias.bias' should be float32\[9\] on cpu, not float32\[1, 9\]")
-class ShapesAGradientWrongly(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return dx, {**grads, "bias.bias": rows(dy).sum(0, keepdim=True)}
-
-
-@caught("gradient 'bias.bias' should be bfloat16")
-class LeavesAGradientInFloat32(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "bias.bias" in needs:
-            grads["bias.bias"] = rows(dy).float().sum(0)
-        return dx, grads
-
-
-@caught("returned no gradient 'linear.weight', which is wanted")
-class ForgetsAGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return dx, {"bias.bias": grads["bias.bias"]}
-
-
-@caught("returned no gradient of x, which is wanted")
-class ForgetsDx(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        return None, grads
-
-
-@caught("(shares its storage with dy|shares its memory with the incoming gradient)")
-class ReturnsDyAsAGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if dy.ndim == 1 and "bias.bias" in needs:
-            grads["bias.bias"] = dy
-        return dx, grads
-
-
-@caught("bias.bias.grad: (max|rms|tile|element|bias)")
-class DoublesTheBiasGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "bias.bias" in needs:
-            grads["bias.bias"] = 2 * grads["bias.bias"]
-        return dx, grads
-
-
-@caught("linear.weight.grad: (max|rms|tile|element|bias)")
-class DropsTheLastRowOfTheWeightGradient(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "linear.weight" in needs:
-            grads["linear.weight"] = rows(dy)[:-1].t() @ rows(linear.x)[:-1]
-        return dx, grads
-
-
-@caught("linear.weight.grad: (max|rms|tile|element|bias)")
-class AccumulatesInLowPrecision(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "linear.weight" in needs:
-            grads["linear.weight"] = (rows(dy).bfloat16().t() @ rows(linear.x).bfloat16()).to(dy.dtype)
-        return dx, grads
-
-
-@caught("bwd gives a gradient of 'linear.weight', which is not wanted")
-class IgnoresNeeds(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "x" in needs and "bias.bias" not in needs and "linear.weight" not in needs:
-            grads["linear.weight"] = torch.zeros_like(linear.weight)
-        return dx, grads
-
-
-@caught("field 'x' was dropped: only weight reads it")
-class ReadsADroppedField(LinearBias):
-    def bwd(self, dy, *, linear, bias, needs):
-        linear.x.sum()
-        return super().bwd(dy, linear=linear, bias=bias, needs=needs)
-
-
-@caught(r"bwd: dy was modified")
-class MutatesDy(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        dy.data.mul_(2)
-        return dx, grads
-
-
-@caught(r"bwd: linear.x was modified")
-class MutatesARecord(EditsGradients):
-    def edit(self, dx, grads, dy, linear, needs):
-        if "linear.weight" in needs:
-            linear.x.data.zero_()
-        return dx, grads
-
-
-@caught("d_x: (max|rms|tile|element|bias)")
-class DropsTheGradientOfTheResidual(AddForkBias):
-    def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
-        return super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=None, needs=needs)
-
-
-@caught("no gradient 'add.other', which is wanted")
-class DropsTheGradientOfAnExtraInput(AddForkBias):
-    def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
-        d, grads = super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=d_fork_out, needs=needs)
-        return d, {"bias.bias": grads["bias.bias"]}
-
-
-# Joint fusions and inference.
-
-
-@caught("d_x: (max|rms|tile|element|bias)")
-class ForgetsTheBiasInTheDerivative(BiasAct):
-    def fwd(self, x):
-        return super().fwd(x)[0], self.Saved(z=x)
-
-
-@caught("d_x: (max|rms|tile|element|bias)")
-class MissesATermOfDx(BiasGeLU):
-    def bwd(self, dy, saved):
-        cdf = 0.5 * (1 + torch.erf(saved.z / 2**0.5))
-        return dy * cdf, {"bias.bias": rows(dy * cdf).sum(0)}
-
-
-@caught("(y|d_x): (max|rms|tile|element|bias)")
-class TakesTanhForErf(BiasGeLU):
-    def fwd(self, x):
-        z = x + self.bias.bias
-        return F.gelu(z, approximate="tanh"), self.Saved(z=z)
-
-
-@caught("field 'x' of slot 'act'")
-class UnfusesToTheWrongRecord(BiasAct):
-    def unfused(self, saved):
-        return {"bias": self.bias.Saved(), "act": self.act.record(2 * saved.z, self.act.reference(2 * saved.z))}
-
-
-@caught("y: (max|rms|tile|element|bias)")
-class MissesEps(NormLinear):
-    def fwd(self, x):
-        norm = self.norm
-        y = F.layer_norm(x.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), 0.0).to(x.dtype)
-        return F.linear(y, self.linear.weight, None if self.bias is None else self.bias.bias)
-
-
-@caught("must return y")
-class ReturnsAPair(NormLinear):
-    def fwd(self, x):
-        return super().fwd(x), None
-
-
-@caught("y: (max|rms|tile|element|bias)")
-class ForgetsTheBiasWhereItIsOptional(NormLinear):
-    def fwd(self, x):
-        return F.linear(self.norm.fwd(x)[0], self.linear.weight)
+    assert str(checked).startswith(f"{fusion.__name__}: {checked.cases} cases on [")
 
 
 @pytest.mark.parametrize(("fusion", "message"), MUTANTS, ids=[fusion.__name__ for fusion, _ in MUTANTS])
@@ -473,4 +39,144 @@ def test_catches(fusion: type[sf.FusedOperation], message: str):
 
 
 def test_there_is_a_mutant_for_every_way_to_break_the_contract():
-    assert len(MUTANTS) >= 45
+    assert len(MUTANTS) >= 50
+
+
+def test_names_the_combination_and_the_case():
+    class Spoiled(BiasGeLU):
+        def bwd(self, dy, saved):
+            dx, grads = super().bwd(dy, saved)
+            return 2 * dx, grads
+
+    where = r"Spoiled on \[Bias, GeLU\]: fused forward x fused backward, float32, x \(33, 6\), normal: .*\n  d_x: max"
+    with pytest.raises(AssertionError, match=where):
+        check_fusion(Spoiled, X)
+
+
+def test_given_operations_stay_as_they_are():
+    linear, bias = ops.Linear(6, 5, bias=False), ops.Bias(5)
+    before = linear.weight.clone()
+    checked = check_fusion(LinearBias, X, linear, bias)
+    assert checked.lists == ("[Linear, Bias]",)
+    assert torch.equal(linear.weight, before)
+    assert not bias.bias.any()
+    assert linear.weight.grad is None
+    assert "fwd" not in vars(linear)
+
+
+def test_an_operation_may_be_given_with_what_it_expands_to():
+    assert check_fusion(LinearBias, X, ops.Linear(6, 5), dtypes=(torch.float16,)).lists == ("[Linear]",)
+
+
+def test_channels_may_be_given():
+    other = seeded_randn((4, 6), 3)
+    check_fusion(AddNorm, X, ops.Add("r"), ops.Fork("s"), ops.LayerNorm(6), r=other)
+
+
+def test_says_why_a_fusion_is_refused():
+    reason = r"GeLULinear is never used; \[GeLU, Linear\] in .*it is not used: the recomputation knows the exact GeLU"
+    with pytest.raises(AssertionError, match=reason):
+        check_fusion(GeLULinear, X, ops.GeLU("tanh"), ops.Linear(6, 4, bias=False))
+
+
+def test_says_that_a_pattern_does_not_match():
+    with pytest.raises(AssertionError, match=r"its pattern \(linear, bias\) matches nowhere in Linear, GeLU"):
+        check_fusion(LinearBias, X, ops.Linear(6, 4, bias=False), ops.GeLU())
+    with pytest.raises(AssertionError, match="its pattern matches 2 times; give the operations of one match"):
+        check_fusion(LinearBias, X, ops.Linear(6, 4), ops.Linear(4, 3))
+
+
+class Float32Only(BiasAct):
+    def requires(self, env):
+        yield env.dtype is torch.float32, "float32 only"
+
+
+def test_a_dtype_that_was_asked_for_may_not_be_refused():
+    skipped = check_fusion(Float32Only, X, ops.Bias(6), ops.Tanh()).skipped
+    assert skipped == ("[Bias, Tanh] in torch.bfloat16: it is not used: float32 only (at position 0)",)
+    with pytest.raises(AssertionError, match=r"Float32Only on \[Bias, Tanh\]: it is not used: float32 only"):
+        check_fusion(Float32Only, X, ops.Bias(6), ops.Tanh(), dtypes=(torch.float32, torch.bfloat16))
+
+
+def test_a_fusion_that_costs_more_than_it_saves_is_checked_all_the_same():
+    class Dear(BiasNorm):
+        def saves(self, env):
+            return sf.Savings(launches=-100)
+
+    assert not sf.Sequential(ops.Bias(6), ops.LayerNorm(6), fusions=(Dear,)).plan(X).count("Dear")
+    assert check_fusion(Dear, X).cases
+
+
+def test_what_saves_gives_is_checked():
+    class Free(BiasNorm):
+        def saves(self, env):
+            return 3
+
+    class Broken(BiasNorm):
+        def saves(self, env):
+            raise ZeroDivisionError
+
+    for fusion in (Free, Broken):
+        with pytest.warns(UserWarning, match="saves raised"), pytest.raises(AssertionError, match="saves raised"):
+            check_fusion(fusion, X)
+
+
+def test_a_fusion_for_another_machine_has_to_be_planned_there():
+    class OnGpu(BiasAct):
+        def requires(self, env):
+            yield env.device == "cuda", "needs a GPU"
+
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
+    checked = check_fusion(OnGpu, X, ops.Bias(6), ops.ReLU(), env=env)
+    assert not checked.cases
+    assert len(checked.skipped) == 2
+    with pytest.raises(AssertionError, match=r"OnGpu on .*needs a GPU"):
+        check_fusion(OnGpu, X, ops.Bias(6), ops.ReLU(), env=sf.Env.of("cpu"))
+
+
+# The lists that are made where no operations are given.
+
+
+def lists_for(fusion: type[sf.FusedOperation]) -> list[str]:
+    return [described(made) for made in example_lists(fusion, X)]
+
+
+def test_an_optional_slot_is_filled_and_empty():
+    assert lists_for(NormLinear) == ["[LayerNorm, Linear, Bias]", "[LayerNorm, Linear]"]
+
+
+def test_an_open_slot_takes_every_operation_of_the_library():
+    assert lists_for(BiasAct) == [
+        f"[Bias, {act}]" for act in ("GeLU", "QuickGeLU", "ReLU", "SiLU", "Sigmoid", "SquaredReLU", "Tanh")
+    ]
+    assert known_finals(sf.Gated) == [ops.GEGLU, ops.GLU, ops.ReGLU, ops.SwiGLU]
+
+
+def test_a_variadic_slot_takes_one_two_and_three():
+    assert {len(made) for made in example_lists(Activations, X)} == {1, 2, 3}
+
+
+def test_channels_are_public_where_signatures_name_them_and_paired_where_not():
+    class Block(sf.InferenceFusion):
+        fork: ops.Fork
+        linear: ops.Linear
+        bias: ops.Bias
+        add: ops.Add
+
+        def fwd(self, x):
+            return x
+
+    add, fork, _ = next(example_lists(AddNorm, X))
+    assert (add.name, fork.name) == ("add_other", "fork_out")
+    fork, *_, add = next(example_lists(Block, X))
+    assert (add.name, fork.name) == (None, None)
+
+
+def test_examples_that_cannot_be_made_ask_for_the_operations():
+    class NeedsAnArgument(sf.ForwardFusion):
+        gated: sf.Gated
+
+        def fwd(self, x): ...
+
+    with pytest.raises(AssertionError, match=r"NeedsAnArgument: .*ValueError.*give the operations yourself"):
+        check_fusion(NeedsAnArgument, seeded_randn((4, 5), 0))

@@ -1,0 +1,6 @@
+"""Operations and fusions that break the contract, one way each; importing them fills the register."""
+
+from . import backward_fusions, forward_fusions, operations, side_effects
+from .register import SPOILED
+
+__all__ = ["SPOILED", "backward_fusions", "forward_fusions", "operations", "side_effects"]

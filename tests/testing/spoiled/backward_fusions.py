@@ -1,0 +1,174 @@
+"""Spoiled backward, joint and inference fusions: each breaks one rule, and says what the kit has to say about it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..kinds import AddForkBias, BiasAct, BiasGeLU, LinearBias, NormLinear, rows
+from .register import caught
+
+# Backward fusions.
+
+
+@caught("gradient 'bias.weight'; known are 'linear.weight', 'bias.bias'")
+class NamesAGradientWrongly(LinearBias):
+    def bwd(self, dy, *, linear, bias, needs):
+        dx, grads = super().bwd(dy, linear=linear, bias=bias, needs=needs)
+        return dx, {"linear.weight": grads["linear.weight"], "bias.weight": grads["bias.bias"]}
+
+
+class EditsGradients(LinearBias):
+    def bwd(self, dy, *, linear, bias, needs):
+        dx, grads = super().bwd(dy, linear=linear, bias=bias, needs=needs)
+        return self.edit(dx, dict(grads), dy, linear, needs)
+
+
+@caught(r"gradient 'bias.bias' should be float32\[9\] on cpu, not float32\[1, 9\]")
+class ShapesAGradientWrongly(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        return dx, {**grads, "bias.bias": rows(dy).sum(0, keepdim=True)}
+
+
+@caught("gradient 'bias.bias' should be bfloat16")
+class LeavesAGradientInFloat32(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if "bias.bias" in needs:
+            grads["bias.bias"] = rows(dy).float().sum(0)
+        return dx, grads
+
+
+@caught("returned no gradient 'linear.weight', which is wanted")
+class ForgetsAGradient(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        return dx, {"bias.bias": grads["bias.bias"]}
+
+
+@caught("returned no gradient of x, which is wanted")
+class ForgetsDx(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        return None, grads
+
+
+@caught("(shares its storage with dy|shares its memory with the incoming gradient)")
+class ReturnsDyAsAGradient(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if dy.ndim == 1 and "bias.bias" in needs:
+            grads["bias.bias"] = dy
+        return dx, grads
+
+
+@caught("bias.bias.grad: (max|rms|tile|element|bias)")
+class DoublesTheBiasGradient(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if "bias.bias" in needs:
+            grads["bias.bias"] = 2 * grads["bias.bias"]
+        return dx, grads
+
+
+@caught("linear.weight.grad: (max|rms|tile|element|bias)")
+class DropsTheLastRowOfTheWeightGradient(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if "linear.weight" in needs:
+            grads["linear.weight"] = rows(dy)[:-1].t() @ rows(linear.x)[:-1]
+        return dx, grads
+
+
+@caught("linear.weight.grad: (max|rms|tile|element|bias)")
+class AccumulatesInLowPrecision(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if "linear.weight" in needs:
+            grads["linear.weight"] = (rows(dy).bfloat16().t() @ rows(linear.x).bfloat16()).to(dy.dtype)
+        return dx, grads
+
+
+@caught("bwd gives a gradient of 'linear.weight', which is not wanted")
+class IgnoresNeeds(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if "x" in needs and "bias.bias" not in needs and "linear.weight" not in needs:
+            grads["linear.weight"] = torch.zeros_like(linear.weight)
+        return dx, grads
+
+
+@caught("field 'x' was dropped: only weight reads it")
+class ReadsADroppedField(LinearBias):
+    def bwd(self, dy, *, linear, bias, needs):
+        linear.x.sum()
+        return super().bwd(dy, linear=linear, bias=bias, needs=needs)
+
+
+@caught(r"bwd: dy was modified")
+class MutatesDy(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        dy.data.mul_(2)
+        return dx, grads
+
+
+@caught(r"bwd: linear.x was modified")
+class MutatesARecord(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if "linear.weight" in needs:
+            linear.x.data.zero_()
+        return dx, grads
+
+
+@caught("d_x: (max|rms|tile|element|bias)")
+class DropsTheGradientOfTheResidual(AddForkBias):
+    def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
+        return super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=None, needs=needs)
+
+
+@caught("no gradient 'add.other', which is wanted")
+class DropsTheGradientOfAnExtraInput(AddForkBias):
+    def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
+        d, grads = super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=d_fork_out, needs=needs)
+        return d, {"bias.bias": grads["bias.bias"]}
+
+
+# Joint fusions and inference.
+
+
+@caught("d_x: (max|rms|tile|element|bias)")
+class ForgetsTheBiasInTheDerivative(BiasAct):
+    def fwd(self, x):
+        return super().fwd(x)[0], self.Saved(z=x)
+
+
+@caught("d_x: (max|rms|tile|element|bias)")
+class MissesATermOfDx(BiasGeLU):
+    def bwd(self, dy, saved):
+        cdf = 0.5 * (1 + torch.erf(saved.z / 2**0.5))
+        return dy * cdf, {"bias.bias": rows(dy * cdf).sum(0)}
+
+
+@caught("(y|d_x): (max|rms|tile|element|bias)")
+class TakesTanhForErf(BiasGeLU):
+    def fwd(self, x):
+        z = x + self.bias.bias
+        return F.gelu(z, approximate="tanh"), self.Saved(z=z)
+
+
+@caught("field 'x' of slot 'act'")
+class UnfusesToTheWrongRecord(BiasAct):
+    def unfused(self, saved):
+        return {"bias": self.bias.Saved(), "act": self.act.record(2 * saved.z, self.act.reference(2 * saved.z))}
+
+
+@caught("y: (max|rms|tile|element|bias)")
+class MissesEps(NormLinear):
+    def fwd(self, x):
+        norm = self.norm
+        y = F.layer_norm(x.float(), norm.normalized_shape, norm.weight.float(), norm.bias.float(), 0.0).to(x.dtype)
+        return F.linear(y, self.linear.weight, None if self.bias is None else self.bias.bias)
+
+
+@caught("must return y")
+class ReturnsAPair(NormLinear):
+    def fwd(self, x):
+        return super().fwd(x), None
+
+
+@caught("y: (max|rms|tile|element|bias)")
+class ForgetsTheBiasWhereItIsOptional(NormLinear):
+    def fwd(self, x):
+        return F.linear(self.norm.fwd(x)[0], self.linear.weight)

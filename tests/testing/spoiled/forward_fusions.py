@@ -1,0 +1,260 @@
+"""Spoiled forward fusions: each breaks one rule, and says what the kit has to say about it."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+import seqfuse as sf
+from seqfuse import ops
+
+from ..kinds import Activations, AddNorm, BiasNorm, GeLULinear
+from .register import caught
+
+# Forward fusions: what they save.
+
+
+@caught(r"missing 1 required keyword-only argument: 'weight'")
+class ForgetsAField(BiasNorm):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        norm = saved["norm"]
+        return y, {**saved, "norm": self.norm.Saved(x=norm.x, mean=norm.mean, rstd=norm.rstd)}
+
+
+@caught("slot 'bias' needs a Bias.Saved, it saved nothing")
+class ForgetsARecord(BiasNorm):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return y, {"norm": saved["norm"]}
+
+
+@caught("slot 'bias' needs a Bias.Saved, it saved a LayerNorm.Saved")
+class SwapsRecords(BiasNorm):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return y, {"bias": saved["norm"], "norm": saved["bias"]}
+
+
+class EditsTheRecord(BiasNorm):
+    def edit(self, x, mean, rstd, weight):
+        raise NotImplementedError
+
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        norm = saved["norm"]
+        x, mean, rstd, weight = self.edit(norm.x, norm.mean, norm.rstd, norm.weight)
+        return y, {**saved, "norm": self.norm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)}
+
+
+@caught("field 'mean' of slot 'norm': max")
+class SwapsMeanAndRstd(EditsTheRecord):
+    def edit(self, x, mean, rstd, weight):
+        return x, rstd, mean, weight
+
+
+@caught(r"field 'rstd' of slot 'norm' should be float32\[\d+\] on cpu, not bfloat16")
+class CastsAField(EditsTheRecord):
+    def edit(self, x, mean, rstd, weight):
+        return x, mean, rstd.bfloat16(), weight
+
+
+@caught(r"field 'mean' of slot 'norm' should be float32\[\d+\] on cpu, not float32\[\d+, 1\]")
+class ShapesAFieldWrongly(EditsTheRecord):
+    def edit(self, x, mean, rstd, weight):
+        return x, mean[..., None], rstd, weight
+
+
+@caught("field 'weight' of slot 'norm' must be the parameter itself")
+class CopiesTheParameter(EditsTheRecord):
+    def edit(self, x, mean, rstd, weight):
+        return x, mean, rstd, weight.clone()
+
+
+@caught("field 'x' of slot 'norm': (max|rms|tile|element|bias)")
+class SavesTheInputInLowPrecision(EditsTheRecord):
+    def edit(self, x, mean, rstd, weight):
+        return x.to(torch.bfloat16).to(x.dtype), mean, rstd, weight
+
+
+@caught("d_x: (max|rms|tile|element|bias)")
+class SavesWhatItThenOverwrites(GeLULinear):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        kept = x.clone()
+        saved["act"] = self.act.Saved(x=kept)
+        kept.mul_(1.01)
+        return y, saved
+
+
+@caught("field 'x': the function of a Recompute must be a module-level one")
+class RecomputesByAClosure(GeLULinear):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        weight = self.linear.weight
+        return y, {**saved, "linear": self.linear.Saved(x=sf.Recompute(lambda: F.gelu(x)), weight=weight)}
+
+
+ticks = itertools.count()
+
+
+def unsteady_gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x) + (next(ticks) % 2) * 1e-6
+
+
+@caught("(a second backward through the same graph differs|its Recompute gives other bits)")
+class RecomputesOtherBits(GeLULinear):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        weight = self.linear.weight
+        return y, {**saved, "linear": self.linear.Saved(x=sf.Recompute(unsteady_gelu, x), weight=weight)}
+
+
+# Forward fusions: what they compute.
+
+
+class EditsTheOutput(BiasNorm):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return self.edit(y, x), saved
+
+
+@caught("y: (max|rms|tile|element|bias)")
+class RoundsTwice(EditsTheOutput):
+    def edit(self, y, x):
+        return y.to(torch.float16).to(y.dtype)
+
+
+@caught("y: structure: NaN or Inf differs")
+class SwallowsNaN(EditsTheOutput):
+    def edit(self, y, x):
+        return y.nan_to_num()
+
+
+@caught("y: (max|tile|element)")
+class LosesTheLastOfOddRows(EditsTheOutput):
+    def edit(self, y, x):
+        return torch.cat((y[:-1], 0 * y[-1:])) if y.ndim == 2 and len(y) % 2 else y
+
+
+@caught("bits differ")
+class ChangesItsMind(EditsTheOutput):
+    def edit(self, y, x):
+        return torch.where(y > y.mean(), y, y * (1 + torch.finfo(y.dtype).eps * (next(ticks) % 2)))
+
+
+@caught("y: structure|y: (max|rms|tile|element|bias)")
+class IgnoresStrides(BiasNorm):
+    layout = "any"
+
+    def fwd(self, x):
+        wide = torch.as_strided(x, x.shape, torch.empty(x.shape).stride(), x.storage_offset())
+        return super().fwd(wide if x.stride() != wide.stride() and 0 not in x.stride() else x)
+
+
+@caught("fork_out: (max|rms|tile|element|bias)")
+class EmitsTheWrongTensor(AddNorm):
+    def fwd(self, x, *, add_other):
+        y, _, saved = super().fwd(x, add_other=add_other)
+        return y, {"fork_out": x + 0}, saved
+
+
+@caught("(d_x|y): (max|rms|tile|element|bias)")
+class RunsVariadicSlotsBackward(Activations):
+    def fwd(self, x):
+        records = []
+        for act in reversed(self.acts):
+            x, record = act.fwd(x)
+            records.insert(0, record)
+        return x, {"acts": tuple(records)}
+
+
+# Forward fusions: what they leave behind.
+
+
+class DoesSomethingElse(BiasNorm):
+    def fwd(self, x):
+        self.act(x)
+        return super().fwd(x)
+
+
+@caught(r"fwd: x was modified, first at")
+class MutatesItsInput(DoesSomethingElse):
+    def act(self, x):
+        x.data.add_(1e-3)
+
+
+@caught(r"fwd: bias of Bias was modified, first at")
+class MutatesAParameter(DoesSomethingElse):
+    def act(self, x):
+        self.bias.bias.data.mul_(1.5)
+
+
+@caught("fwd changed the default dtype from torch.float32 to torch.float64")
+class ChangesTheDefaultDtype(DoesSomethingElse):
+    def act(self, x):
+        torch.set_default_dtype(torch.float64)
+
+
+@caught("fwd changed the precision of float32 products")
+class AllowsTF32(DoesSomethingElse):
+    def act(self, x):
+        torch.set_float32_matmul_precision("high")
+
+
+@caught("fwd changed grad mode from False to True")
+class TurnsGradientsOn(DoesSomethingElse):
+    def act(self, x):
+        torch.set_grad_enabled(True)
+
+
+@caught("fwd drew from torch's CPU generator")
+class DrawsRandomNumbers(DoesSomethingElse):
+    def act(self, x):
+        torch.rand(1)
+
+
+@caught("fwd changed eps of LayerNorm")
+class ConfiguresAnOperation(DoesSomethingElse):
+    def act(self, x):
+        self.norm.eps = self.norm.eps * 1.0000001
+
+
+@caught("fwd changed last of the fusion")
+class HasState(DoesSomethingElse):
+    def act(self, x):
+        self.last = x
+
+
+@caught("fwd changed _forward_hooks.* of Bias")
+class LeavesAHook(DoesSomethingElse):
+    def act(self, x):
+        self.bias.register_forward_hook(lambda *_: None)
+
+
+@caught("ZeroDivisionError")
+class Fails(DoesSomethingElse):
+    def act(self, x):
+        return 1 // 0
+
+
+class Untouching(sf.ForwardFusion):
+    scale: ops.Scale
+
+    def fwd(self, x):
+        return x * self.scale.factor, {"scale": self.scale.Saved(factor=self.scale.factor)}
+
+
+@caught("y shares its storage with x; the operation makes one of its own")
+class ReturnsAView(Untouching):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return (x.view_as(x) if self.scale.factor == 1 else y), saved
+
+
+@caught("field 'factor' of slot 'scale' should be -0.75, not -0.5")
+class SavesOtherPlainData(Untouching):
+    def fwd(self, x):
+        return super().fwd(x)[0], {"scale": self.scale.Saved(factor=-0.5)}

@@ -1,0 +1,196 @@
+"""Spoiled operations: each breaks one rule, and says what the kit has to say about it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqfuse as sf
+
+from .register import caught
+
+
+class Affine(sf.UnfusedOperation, open=True):
+    """y = x weight + bias, with everything that a mutant can spoil."""
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")  # [*, H]
+        weight: Tensor = sf.field(for_="x")  # [H]
+
+    def __init__(self, size: int = 6) -> None:
+        super().__init__()
+        self.size = size
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def reference(self, x):
+        return x * self.weight + self.bias
+
+    def fwd(self, x):
+        return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x, weight=self.weight)
+
+    def bwd(self, dy, saved, *, needs):
+        rows = (-1, self.size)
+        dx = dy * saved.weight if "x" in needs else None
+        dweight = (dy * saved.x).reshape(rows).sum(0) if "weight" in needs else None
+        dbias = dy.reshape(rows).sum(0).clone() if "bias" in needs else None
+        return dx, {"weight": dweight, "bias": dbias}
+
+
+# What it computes.
+
+
+@caught("weight.grad: (max|rms|tile|element|bias)")
+class ForgetsTheInput(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return dx, {**grads, "weight": dy.reshape(-1, self.size).sum(0).clone() if "weight" in needs else None}
+
+
+@caught("bias.grad: (max|rms|tile|element|bias)")
+class DoublesAGradient(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return dx, {**grads, "bias": 2 * grads["bias"] if "bias" in needs else None}
+
+
+@caught("y: (max|rms|tile|element|bias)")
+class MultipliesByOne(Affine):
+    """Hidden by fresh parameters, all ones and zeros."""
+
+    reference = Affine.reference
+
+    def fwd(self, x):
+        return x + 0, self.Saved(x=x, weight=self.weight)
+
+
+@caught("structure: NaN or Inf differs")
+class SwallowsInfinity(Affine):
+    reference = Affine.reference
+
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return y.clamp(-1e30, 1e30), saved
+
+
+@caught("d_x: (max|rms|tile|element|bias)")
+class ReadsStridedGradientsAsIfContiguous(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        if 0 not in dy.stride() and dy.storage_offset() == 0:
+            dy = torch.as_strided(dy, dy.shape, torch.empty(dy.shape).stride()).nan_to_num()
+        return super().bwd(dy, saved, needs=needs)
+
+
+@caught(r"x \(6,\), given: (IndexError|RuntimeError)")
+class NeedsTwoDimensions(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        assert dy.sum(1) is not None
+        return super().bwd(dy, saved, needs=needs)
+
+
+@caught("Jacobian|d_x: ")
+class DerivesSomethingElseThanItsReference(sf.Pointwise):
+    def reference(self, x):
+        return F.relu(x) + 1e-3 * x.detach()
+
+    def bwd(self, dy, saved):
+        return dy * (saved.x > 0), {}
+
+
+@caught(r"infer\(33, 6\) says \(33, 6\), the output has \(33, 3\)")
+class DoesNotInferItsShape(sf.Pointwise):
+    def reference(self, x):
+        return x[..., ::2] * 2
+
+
+@caught("derivative_reference")
+class StatesAnotherDerivative(sf.Pointwise):
+    reads = "output"
+
+    def reference(self, x):
+        return torch.tanh(x)
+
+    def derivative_reference(self, y):
+        return 1 - y
+
+    def bwd(self, dy, saved):
+        return dy * (1 - saved.y * saved.y), {}
+
+
+# Which gradients it computes, from what.
+
+
+@caught("gives a gradient of 'bias', which is not wanted")
+class IgnoresNeeds(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return dx, {**grads, "bias": dy.reshape(-1, self.size).sum(0)}
+
+
+@caught("bits differ|gradients wanted")
+class ComputesDifferentlyWithFewerNeeds(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return (dx if dx is None or "bias" in needs else dx * (1 + 2 * torch.finfo(dx.dtype).eps)), grads
+
+
+@caught("field 'x' was dropped: only weight reads it")
+class ReadsADroppedField(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        saved.x.sum()
+        return super().bwd(dy, saved, needs=needs)
+
+
+@caught("field 'x' is declared for 'wieght'; gradients of DeclaresAnUnknownReader are")
+class DeclaresAnUnknownReader(Affine):
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="wieght")
+        weight: Tensor = sf.field(for_="x")
+
+    reference = Affine.reference
+
+
+@caught("SavesWhatNobodyReads saves 'bias' and its bwd never reads it")
+class SavesWhatNobodyReads(Affine):
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")
+        weight: Tensor = sf.field(for_="x")
+        bias: Tensor
+
+    reference = Affine.reference
+
+    def fwd(self, x):
+        y = torch.addcmul(self.bias, x, self.weight)
+        return y, self.Saved(x=x, weight=self.weight, bias=self.bias)
+
+
+@caught("returned no gradient 'bias', which is wanted")
+class ForgetsAGradient(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return dx, {"weight": grads["weight"]}
+
+
+@caught("bwd gives dx as torch.float64")
+class WidensDx(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return None if dx is None else dx.double(), grads

@@ -1,0 +1,150 @@
+"""Spoiled operations that do more than their passes are for, or that copies of do less."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from .operations import Affine
+from .register import caught
+
+# What it leaves behind.
+
+
+class DoesSomethingElse(Affine, open=True):
+    def fwd(self, x):
+        self.act(x)
+        return super().fwd(x)
+
+
+@caught("fwd: x was modified")
+class MutatesItsInput(DoesSomethingElse):
+    reference = Affine.reference
+
+    def act(self, x):
+        x.data.mul_(1.01)
+
+
+@caught("fwd: weight of the operation was modified")
+class MutatesAParameter(DoesSomethingElse):
+    reference = Affine.reference
+
+    def act(self, x):
+        self.weight.data.mul_(1.01)
+
+
+@caught("fwd changed last of the operation")
+class RemembersItsInput(DoesSomethingElse):
+    reference = Affine.reference
+
+    def act(self, x):
+        self.last = x
+
+
+@caught("fwd changed the default dtype")
+class ChangesTheDefaultDtype(DoesSomethingElse):
+    reference = Affine.reference
+
+    def act(self, x):
+        torch.set_default_dtype(torch.float64)
+
+
+@caught("fwd drew from torch's CPU generator")
+class DrawsRandomNumbers(DoesSomethingElse):
+    reference = Affine.reference
+
+    def act(self, x):
+        torch.rand(1)
+
+
+@caught("bwd: dy was modified")
+class MutatesDy(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        found = super().bwd(dy, saved, needs=needs)
+        dy.data.mul_(2)
+        return found
+
+
+@caught("bwd: saved.x was modified")
+class MutatesItsRecord(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        found = super().bwd(dy, saved, needs=needs)
+        if "weight" in needs:
+            saved.x.data.zero_()
+        return found
+
+
+@caught("bias.grad shares its storage with weight.grad")
+class ReturnsOneTensorTwice(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        if {"weight", "bias"} <= needs:
+            both = torch.stack((grads["weight"], grads["bias"]))
+            grads = {"weight": both[0], "bias": both[1]}
+        return dx, grads
+
+
+ticks = itertools.count()
+
+
+@caught("bits differ|a second backward")
+class ChangesItsMind(Affine):
+    reference = Affine.reference
+
+    def bwd(self, dy, saved, *, needs):
+        dx, grads = super().bwd(dy, saved, needs=needs)
+        return (dx if dx is None or next(ticks) % 2 else dx * (1 + torch.finfo(dx.dtype).eps)), grads
+
+
+# Copies of it.
+
+
+@caught("a state_dict round trip")
+class LoadsHalfOfItsState(Affine):
+    reference = Affine.reference
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        super()._load_from_state_dict(
+            {f"{prefix}weight": state_dict[f"{prefix}weight"]}, prefix, *rest[:-3], [], [], []
+        )
+
+
+@caught("a deep copy")
+class CopiesHalfOfItself(Affine):
+    reference = Affine.reference
+
+    def __deepcopy__(self, memo):
+        made = type(self)().to(self.weight.dtype)
+        made.load_state_dict(self.state_dict())
+        made.copies = getattr(self, "copies", 0) + 1
+        return made
+
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return (y if getattr(self, "copies", 0) < 3 else y * (1 + torch.finfo(y.dtype).eps)), saved
+
+
+@caught("keys of the state dict and names of parameters differ")
+class SavesExtraState(Affine):
+    reference = Affine.reference
+
+    def get_extra_state(self):
+        return {"size": self.size}
+
+    def set_extra_state(self, state):
+        self.size = state["size"]
+
+
+@caught("cannot be fused or checked: its class overrides forward")
+class OverridesForward(Affine):
+    reference = Affine.reference
+
+    def forward(self, x):
+        return x
