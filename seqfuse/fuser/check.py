@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
@@ -48,6 +48,9 @@ def check_forward(
         if name in extra_own:
             _compare(fusion, step, f"its output {name!r}", extra.get(name), extra_own[name])
     if not isinstance(fusion, InferenceFusion | JointFusion):
+        unknown = sorted(set(saved) - {slot.name for slot in fusion.slots})
+        if unknown:
+            raise _wrong(fusion, step, f"it saved a record for {unknown[0]!r}, which is no slot of it")
         found = dict(records_of(fusion, saved))
         for place, own in records.items():
             record = found.pop(place, None)
@@ -57,7 +60,9 @@ def check_forward(
             for field in own.fields:
                 _compare(fusion, step, f"field {field!r} of slot {place!r}", _raw(record, field), _raw(own, field))
         if found:
-            raise _wrong(fusion, step, f"it saved records for unknown slots: {', '.join(map(repr, found))}")
+            raise _wrong(
+                fusion, step, f"it saved more records than there are operations: {', '.join(map(repr, found))}"
+            )
     if len(_passed) < 4096:
         _passed.add(key)
     return True
@@ -169,7 +174,7 @@ def _config(operation: UnfusedOperation) -> Any:
     return type(operation), plain, tuple((n, p.shape, p.dtype) for n, p in shapes)
 
 
-def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, grads: Any) -> bool:
+def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, out: Any) -> bool:
     """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again.
 
     Raises:
@@ -184,9 +189,12 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
     def wrong(message: str) -> PluginError:
         return PluginError(message, code="SF303", operation=step.name, position=step.covers.start)
 
-    if not isinstance(grads, Mapping):
-        raise wrong(f"bwd must return (dx, {{name: gradient}}), not (dx, {type(grads).__name__})")
+    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
+        got = f"({', '.join(type(o).__name__ for o in out)})" if isinstance(out, tuple) else type(out).__name__
+        raise wrong(f"bwd must return (dx, {{name: gradient}}), not {got}")
+    dx, grads = out
     known: dict[str, Like | None] = {}
+    owners: dict[str, tuple[nn.Module, str]] = {}
     wanted: set[str] = set()
     inside = {c for position in step.covers for _, c in binder.items[position].outputs}
     for position, (place, _) in zip(
@@ -194,6 +202,7 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
     ):
         item, prefix = binder.items[position], f"{place}." if fused else ""
         known |= {prefix + n: binder.parameters[id(owner), name] for n, (owner, name) in item.slots.items()}
+        owners |= {prefix + n: slot for n, slot in item.slots.items()}
         known |= {prefix + n: None for n, _ in item.inputs}
         needs = binder.wants.needs[position]
         wanted |= {prefix + n for n in item.slots if n in needs}
@@ -203,6 +212,12 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
         raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
     if not isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:
         raise wrong("bwd returned no gradient of x, which is wanted")
+    if isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:
+        own = binder.entering[step.covers.start]
+        same = binder.dtypes is not None or not binder.keeps_dtype or dx.dtype == own.dtype
+        if dx.shape[-1:] != own.shape[-1:] or dx.device != own.device or not same:
+            raise wrong(f"the gradient of x should be like {_describe(own)}, not {_describe(dx)}")
+    seen: list[tuple[Any, str]] = []
     for name in sorted(wanted):
         g, parameter = grads.get(name), known[name]
         if not isinstance(g, Tensor):
@@ -213,7 +228,11 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, dx: Any, g
         if g.shape != parameter.shape or g.device != parameter.device or not same_dtype:
             raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")
         if fused and g.numel():
-            for other, what in [(d, "the incoming gradient"), (dx, "the gradient of x")]:
+            owner, attribute = owners[name]
+            others = [(d, "the incoming gradient"), (dx, "the gradient of x"), *seen]
+            others.append((owner._parameters.get(attribute), "its parameter"))
+            for other, what in others:
                 if isinstance(other, Tensor) and g.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
                     raise wrong(f"gradient {name!r} shares its memory with {what}; return a tensor of its own")
+            seen.append((g, f"gradient {name!r}"))
     return True

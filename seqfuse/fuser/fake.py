@@ -13,12 +13,14 @@ import torch
 def faking() -> Iterator[Any]:
     """A `FakeTensorMode` that takes real parameters too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
 
     # Autocast keeps casts of parameters for later: fake ones must not be among them.
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        # Nor may a mode of the caller's see them: selective checkpointing keeps what it sees.
+        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             yield mode
     finally:
         torch.set_autocast_cache_enabled(kept)

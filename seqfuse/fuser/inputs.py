@@ -16,19 +16,20 @@ from .listing import Listing, Region
 from .reference import walk_reference
 
 
-def validate(listing: Listing, region: Region, shape: Sequence[int]) -> Sequence[int]:
-    """Check that a region takes an input of this shape; the shape it gives."""
+def validate(listing: Listing, region: Region, shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Check that a region takes an input of this shape; the shapes that enter each position, and the one it gives."""
+    shapes = [tuple(shape)]
     for position in range(region.start, region.stop):
         operation: Any = listing.items[position].operation
         try:
-            shape = operation.infer(tuple(shape))
+            shapes.append(operation.infer(shapes[-1]))
         except ValueError as error:
             if isinstance(error, SeqfuseError):
                 raise
             name, at = listing.items[position].name, position
             hint = f"in {listing.items[position].path!r}" if listing.items[position].path else None
             raise InputError(str(error), code="SF101", operation=name, position=at, hint=hint) from None
-    return shape
+    return shapes
 
 
 def validate_all(listing: Listing, shape: Sequence[int]) -> None:
@@ -44,6 +45,16 @@ def check_devices(listing: Listing, item: Item, x: Tensor) -> None:
         if parameter.device != x.device:
             message = f"expects its input on {parameter.device}, where its {name} is, got {x.device}"
             raise InputError(message, code="SF102", operation=item.name, position=listing.items.index(item))
+
+
+def check_channel_devices(listing: Listing, region: Region, x: Tensor, channels: Mapping[str, Tensor]) -> None:
+    """Check that the channels a region reads are where its input is."""
+    for position in range(region.start, region.stop):
+        for name, channel in listing.items[position].inputs:
+            given = channels.get(channel)
+            if given is not None and given.device != x.device:
+                message = f"expects its {name} on {x.device}, where its input is, got {given.device}"
+                raise InputError(message, code="SF102", operation=listing.items[position].name, position=position)
 
 
 def clearer(listing: Listing, positions: range, error: BaseException, tensor: Any) -> BaseException:

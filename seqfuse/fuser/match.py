@@ -97,7 +97,7 @@ class Matcher:
         try:
             for holds, sentence in fusion.requires(env):
                 if not holds:
-                    return str(sentence) or "its requires refused without a sentence"
+                    return sentence if sentence and isinstance(sentence, str) else "it gives no reason"
         except Exception as error:
             return self._raised(name, "requires", error)
         return None

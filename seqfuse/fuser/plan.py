@@ -148,13 +148,15 @@ def plan_region(
     found, refused = matcher.find(items, start, stop, live, env, fusing)
     forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     used = {id(c) for c in (*forward, *backward)}
-    winners: dict[int, set[str]] = {}
-    for c in (*forward, *backward):
-        for position in range(c.start, c.stop):
-            winners.setdefault(position, set()).add(c.name)
+    winners: tuple[dict[int, set[str]], ...] = ({}, {})
+    for names, chosen in zip(winners, (forward, backward), strict=True):
+        for c in chosen:
+            for position in range(c.start, c.stop):
+                names.setdefault(position, set()).add(c.name)
     for c in found:
         if id(c) not in used:
-            over = set[str]().union(*(winners.get(p, ()) for p in range(c.start, c.stop))) - {c.name}
+            rivals = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
+            over = set[str]().union(*(w.get(p, ()) for w in rivals for p in range(c.start, c.stop))) - {c.name}
             reason = f"a cheaper cover was found: {', '.join(sorted(over))}" if over else _not_worth(c)
             refused.append(Refusal(c.name, c.start, reason))
     refused.sort(key=lambda r: r.at)

@@ -33,11 +33,14 @@ class Binder:
         dtypes: Sequence[torch.dtype | None] | None,
         on_error: str,
         parameters: Mapping[tuple[int, str], Like],
+        entering: Mapping[int, Like],
         clearer: Callable[[range, BaseException, Any], BaseException],
     ) -> None:
         self.items, self.wants, self.env, self.random = items, wants, env, random
         self.dtypes, self.can_fall_back, self.clearer = dtypes, on_error == "fallback", clearer
-        self.parameters = parameters
+        self.parameters, self.entering = parameters, entering
+        # Our operations hand on the dtype they get; what others do is not known.
+        self.keeps_dtype = all(type(items[p].operation).__module__.startswith("seqfuse.") for p in entering)
 
     def segments(self, plan: Plan) -> list[Segment]:
         """The segments of a plan, ready to run."""
@@ -71,7 +74,7 @@ class Binder:
             consumed=tuple(c for c in inputs if max(readers[c]) < piece.stop),
             device=self.env.device,
             autocast=self.env.autocast,
-            signature=(piece, *((s.name, s.covers) for s in (*ahead, *back))),
+            signature=(piece, *((s.name, s.covers) for s in (*plan.forward, *plan.backward))),
             can_fall_back=self.can_fall_back,
             live=self.wants.live_from < piece.stop,
             clearer=self.clearer,

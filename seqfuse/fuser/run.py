@@ -20,7 +20,7 @@ from ..errors import PluginError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .check import Like
-from .inputs import check_devices, clearer, dtypes_of, validate, validate_all
+from .inputs import check_channel_devices, check_devices, clearer, dtypes_of, validate, validate_all
 from .items import Item, flatten, public_channels
 from .listing import Listing, Program, Region
 from .match import Matcher
@@ -157,6 +157,7 @@ class Fuser:
             exact = False  # a tensor with a graph of its own stands for a parameter
         for item in listing.items[region.start : region.stop]:
             check_devices(listing, item, x)
+        check_channel_devices(listing, region, x, channels)
         given = {c: channels[c].requires_grad for c in region.channels}
         wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
         plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher)
@@ -168,6 +169,8 @@ class Fuser:
 
         named = zip(region.slots, parameters, strict=True)
         likes = {(id(owner), name): Like(p.shape, p.dtype, p.device) for (owner, name), p in named}
+        shapes = validate(listing, region, x.shape)
+        entering = {region.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes[:-1])}
         binder = Binder(
             listing.items,
             wants,
@@ -176,6 +179,7 @@ class Fuser:
             dtypes,
             fusing.on_error,
             likes,
+            entering,
             functools.partial(clearer, listing),
         )
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}

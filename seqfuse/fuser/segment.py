@@ -230,16 +230,17 @@ class Segment:
         if back.layout != "any":
             extras = {keyword: None if g is None else _fit(g, back.layout) for keyword, g in extras.items()}
         if back.kind == "backward":
-            dx, grads = back.fn(d, **_records(back, packed, tensors), **extras)
+            out = back.fn(d, **_records(back, packed, tensors), **extras)
         else:
             if back.kind == "joint" and ~back.start not in packed:
                 raise _ForwardFellBack
             unpack, tokens = packed[back.start if back.kind == "unfused" else ~back.start]
-            dx, grads = back.fn(d, unpack(tokens, tensors), **extras)
+            out = back.fn(d, unpack(tokens, tensors), **extras)
         check = back.check
-        if check is not None and check(back, d, dx, grads):
+        if check is not None and check(back, d, out):
             back.check = None
             back.simple = back.may_be_simple
+        dx, grads = out
         # All that can fail comes before the sums are touched: a fallback must not count a gradient twice.
         own = [(i, _sum(sums[i], g)) for key, i in back.grads if (g := grads.get(key)) is not None]
         side = [(c, _sum(sides.get(c), g)) for key, c in back.channel_grads if (g := grads.get(key)) is not None]

@@ -33,7 +33,7 @@ class LinearBias(ForwardFusion):
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
         weight = parameter(self.linear, "weight")
         assert weight is not None
-        y = F.linear(x, weight, self.bias.bias)
+        y = F.linear(x, weight, self.bias.read())
         return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.Saved()}
 
 

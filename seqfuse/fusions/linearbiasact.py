@@ -47,7 +47,7 @@ class LinearBiasAct(ForwardFusion):
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         weight, bias = parameter(self.linear, "weight"), self.bias
         assert weight is not None
-        y = F.linear(x, weight, None if bias is None else bias.bias)
+        y = F.linear(x, weight, None if bias is None else bias.read())
         y = _IN_PLACE[type(self.act)](y)
         record = self.act.Saved(y=y)  # pyright: ignore[reportCallIssue]
         saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight), "act": record}

@@ -55,5 +55,5 @@ class LinearBiasActOneDNN(InferenceFusion):
     def fwd(self, x: Tensor) -> Tensor:
         act, bias = self.act, self.bias
         algorithm = act.approximate if isinstance(act, GeLU) else ""
-        weight, start = parameter(self.linear, "weight"), None if bias is None else bias.bias
+        weight, start = parameter(self.linear, "weight"), None if bias is None else bias.read()
         return _mkldnn._linear_pointwise(x, weight, start, _POST_OPS[type(act)], [], algorithm)

@@ -39,7 +39,7 @@ class LinearBiasAdd(ForwardFusion):
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
         weight, bias = parameter(self.linear, "weight"), self.bias
         assert weight is not None
-        y = F.linear(x, weight, None if bias is None else bias.bias)
+        y = F.linear(x, weight, None if bias is None else bias.read())
         if y.shape == add_other.shape and y.dtype is add_other.dtype:
             y.add_(add_other)
         else:

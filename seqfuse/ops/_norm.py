@@ -63,6 +63,12 @@ def stats_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
+def rows_summed(dy: Tensor, trailing: int) -> Tensor:
+    """The sum over all but the last `trailing` dimensions, in a tensor of its own."""
+    rows = tuple(range(dy.ndim - trailing))
+    return dy.sum(rows) if rows else dy.clone()
+
+
 def rounded(y: Tensor, x: Tensor) -> Tensor:
     """The result in the dtype of the input, except under autocast on an accelerator, where norms give float32."""
     if y.dtype is x.dtype or (x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)):

@@ -47,14 +47,15 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 
     An element is kept iff its word is at least floor(p 2^32).
     """
+    if seed.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
+        return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
     groups = (size + 3) // 4
     threshold = math.floor(p * 2**32)
     keys = round_keys(seed)
     drop = torch.empty((groups, 2, 2), dtype=torch.bool, device=seed.device)
-    whole = seed.device.type != "cpu" or torch.compiler.is_compiling()
-    for first in (0,) if whole else range(0, groups, _BLOCK):
-        stop = groups if whole else min(first + _BLOCK, groups)
+    for first in range(0, groups, _BLOCK):
+        stop = min(first + _BLOCK, groups)
         counter = torch.arange(first, stop, device=seed.device)
         even, odd = counter.new_zeros((2, counter.shape[0])), counter.new_zeros((2, counter.shape[0]))
         torch.bitwise_and(counter, _LOW, out=even[0])
@@ -63,3 +64,22 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
         drop[first:stop, :, 0].copy_(even.lt(threshold).t())
         drop[first:stop, :, 1].copy_(odd.lt(threshold).t())
     return drop.view(-1)[:size].view(shape)
+
+
+def _traceable_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """The same mask by operators that write to no buffer of their own: for compilers and transforms."""
+    counter = torch.arange((math.prod(shape) + 3) // 4, device=seed.device)
+    low, high = seed & _LOW, (seed >> 32) & _LOW
+    zero = torch.zeros_like(counter)
+    words = (counter & _LOW, counter >> 32, zero, zero)
+    for i in range(_ROUNDS):
+        first, second = words[0] * _M0, words[2] * _M1
+        key0, key1 = (low + i * _W0) & _LOW, (high + i * _W1) & _LOW
+        words = (
+            ((second >> 32) & _LOW) ^ words[1] ^ key0,
+            second & _LOW,
+            ((first >> 32) & _LOW) ^ words[3] ^ key1,
+            first & _LOW,
+        )
+    drop = torch.stack([word < math.floor(p * 2**32) for word in words], -1)
+    return drop.reshape(-1)[: math.prod(shape)].view(shape)

@@ -70,9 +70,14 @@ class Bias(sf.UnfusedOperation):
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         return {"bias": (self._owner[0], "bias")} if self._owner else super().parameter_slots()
 
-    def _addend(self, x: Tensor) -> Tensor:
+    def read(self) -> Tensor:
+        """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
         bias = parameter(self._owner[0] if self._owner else self, "bias")
         assert bias is not None
+        return bias
+
+    def _addend(self, x: Tensor) -> Tensor:
+        bias = self.read()
         if bias.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
             return bias.to(x.dtype)
         return bias

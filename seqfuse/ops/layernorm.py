@@ -43,9 +43,9 @@ class LayerNorm(Norm):
     """
 
     class Saved(sf.Saved):
-        x: Tensor  # [*, H]
-        mean: Tensor  # [*] float32
-        rstd: Tensor  # [*] float32
+        x: Tensor = sf.field(for_=("x", "weight"))  # [*, H]
+        mean: Tensor = sf.field(for_=("x", "weight"))  # [*] float32
+        rstd: Tensor = sf.field(for_=("x", "weight"))  # [*] float32
         weight: Tensor | None = sf.field(for_="x")  # [H], the parameter itself
 
     def __init__(
@@ -88,6 +88,8 @@ class LayerNorm(Norm):
         return rounded(y, x), self.Saved(x=x, mean=mean.view(rows), rstd=rstd.view(rows), weight=weight)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        if needs <= {"bias"}:
+            return None, {"bias": self._dbias(dy)} if needs else {}
         x, stats = saved.x, saved.mean.dtype
         wanted = ["x" in needs, "weight" in needs, "bias" in needs]
         gain = self.gain(saved.weight if wanted[0] else None, stats)
@@ -106,7 +108,17 @@ class LayerNorm(Norm):
             grads["weight"] = dweight if exact else self.as_parameter(dweight, "weight")
         if wanted[2]:
             grads["bias"] = dbias if exact else self.as_parameter(dbias, "bias")
-        return dx, grads
+        return (rounded(dx, saved.x) if wanted[0] else None), grads
+
+    def _dbias(self, dy: Tensor) -> Tensor:
+        """The gradient of the bias alone, summed as the whole backward sums it; the kernel reads dy only."""
+        stats = stats_dtype(dy)
+        fit = dy if dy.device.type != "cpu" else dy.to(stats)
+        unread = fit.new_zeros(dy.shape[: -len(self.normalized_shape)], dtype=stats)
+        gain = fit.new_ones(self.normalized_shape)
+        wanted = [False, False, True]
+        dbias = layer_norm_backward(fit, fit, self.normalized_shape, unread, unread, gain, gain, wanted)[2]
+        return self.as_parameter(dbias, "bias")
 
     def _fit(self, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The input and the gain in dtypes for which ATen computes in, and gives, statistics of `stats_dtype`."""

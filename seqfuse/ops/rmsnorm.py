@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ._aten import fused_rms_norm, fused_rms_norm_backward
-from ._norm import Norm, rounded, stats_dtype
+from ._norm import Norm, rounded, rows_summed, stats_dtype
 from ._read import parameter
 
 
@@ -91,12 +91,11 @@ class RMSNorm(Norm):
         dx: Tensor | None = None
         grads: dict[str, Tensor | None] = {}
         if "weight" in needs:
-            rows = tuple(range(x.ndim - len(dims)))
-            grads["weight"] = self.as_parameter(product.sum(rows) if rows else product.clone(), "weight")
+            grads["weight"] = self.as_parameter(rows_summed(product, len(dims)), "weight")
         if "x" in needs:
             if gain is not None:
                 dy, product = dy * gain, product.mul_(gain)
-            dx = torch.addcmul(dy, xhat, product.mean(dims, keepdim=True), value=-1).mul_(rstd)
+            dx = rounded(torch.addcmul(dy, xhat, product.mean(dims, keepdim=True), value=-1).mul_(rstd), x)
         return dx, grads
 
     @classmethod
