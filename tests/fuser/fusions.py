@@ -46,7 +46,7 @@ class BiasReLUBack(sf.BackwardFusion):
     act: ops.ReLU
 
     def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
-        dx = torch.where(act.y > 0, dy, 0)
+        dx = torch.where(act.y <= 0, 0, dy)
         return dx, {"bias.bias": rows(dx)}
 
 
@@ -251,7 +251,7 @@ class BiasActBackward(sf.BackwardFusion):
     act: ops.ReLU | ops.Tanh
 
     def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
-        dx = torch.where(act.y > 0, dy, 0) if isinstance(self.act, ops.ReLU) else dy * (1 - act.y.square())
+        dx = torch.where(act.y <= 0, 0, dy) if isinstance(self.act, ops.ReLU) else dy * (1 - act.y.square())
         return dx, {"bias.bias": rows(dx)}
 
 
@@ -308,7 +308,7 @@ class AddReLUBackward(sf.BackwardFusion):
     act: ops.ReLU
 
     def bwd(self, dy: Tensor, *, add: sf.Saved, act: Any) -> Any:
-        d = torch.where(act.y > 0, dy, 0)
+        d = torch.where(act.y <= 0, 0, dy)
         return d, {"add.other": d}
 
 

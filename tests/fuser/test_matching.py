@@ -1,0 +1,602 @@
+"""What matches: exact types, in order, in the region; what does not says why; `sf.fusing` chooses among the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import (
+    CASES,
+    PAIR,
+    AddReLUForward,
+    BiasActForward,
+    BiasGeLUBackward,
+    BiasGeLUForward,
+    BiasGeLUJoint,
+    BiasReLU,
+    BiasReLUBack,
+    Case,
+    ChainBackward,
+    ChainForward,
+    LinearBiasGeLUForward,
+    assert_exact,
+    fused_names,
+    outcome,
+    randomized,
+    run,
+    tensor,
+)
+
+
+def covers(model: sf.Sequential, name: str, x: Tensor | None = None) -> list[range]:
+    return [s.covers for s in model.plan(tensor(7, 5) if x is None else x).forward if s.name == name]
+
+
+# Types.
+
+
+def test_a_final_slot_takes_exactly_its_class() -> None:
+    assert covers(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR), "BiasReLU") == [range(2)]
+    for act in (ops.Tanh(), ops.SquaredReLU(), ops.GeLU(), ops.Identity()):
+        assert covers(sf.Sequential(ops.Bias(5), act, fusions=PAIR), "BiasReLU") == []
+
+
+class Louder(ops.ReLU):
+    """A subclass of the user that changes one pass."""
+
+    def reference(self, x: Tensor) -> Tensor:
+        return 3 * torch.relu(x)
+
+    def fwd(self, x: Tensor) -> Any:
+        y = torch.relu(x)
+        return 3 * y, ops.ReLU.Saved(y=3 * y)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return 3 * torch.where(saved.y > 0, dy, 0), {}
+
+
+class Own(ops.ReLU):
+    """A subclass of the user with a forward of its own."""
+
+    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+        return 5 * super().forward(x)
+
+
+@pytest.mark.parametrize(("cls", "factor"), [(Louder, 3.0), (Own, 5.0)], ids=["passes", "forward"])
+def test_a_subclass_of_the_user_is_left_alone_and_its_overrides_are_called(cls: type, factor: float) -> None:
+    model = randomized(sf.Sequential(ops.Bias(5), cls(), ops.Bias(5), ops.ReLU(), fusions=(*PAIR, ChainForward)))
+    x = tensor(7, 5)
+    got = outcome(model, {"x": x, "a": model[0].bias, "b": model[2].bias}, x)
+    z, a, b = (t.detach().double().requires_grad_() for t in (x, model[0].bias, model[2].bias))
+    truth = outcome(lambda: torch.relu(factor * torch.relu(z + a) + b), {"x": z, "a": a, "b": b})
+    for key, value in truth.items():
+        torch.testing.assert_close(got[key].double(), value, rtol=1e-5, atol=1e-5)
+    plan = model.plan(x)
+    assert all(1 not in s.covers for s in (*plan.forward, *plan.backward) if s.fused)
+    assert any(s.covers == range(2, 4) for s in plan.forward if s.fused)
+
+
+def test_the_plan_says_why_a_subclass_was_left_alone() -> None:
+    plan = sf.Sequential(ops.Bias(5), Louder(), fusions=PAIR).plan(tensor(7, 5))
+    said = [r.reason for r in plan.refused] + [a.reason for a in plan.alone]
+    assert any("Louder" in reason and "ReLU" in reason for reason in said)
+    plan = sf.Sequential(ops.Bias(5), Own(), fusions=PAIR).plan(tensor(7, 5))
+    assert [(a.at, a.reason) for a in plan.alone] == [(1, "its class overrides forward")]
+
+
+def test_a_subclass_that_changes_nothing_is_left_alone_too() -> None:
+    class Renamed(ops.Bias):
+        pass
+
+    model = randomized(sf.Sequential(Renamed(5), ops.ReLU(), fusions=PAIR))
+    assert covers(model, "BiasReLU") == []
+    x = tensor(7, 5)
+    torch.testing.assert_close(model(x), torch.relu(x + model[0].bias))
+
+
+def test_an_open_class_takes_every_final_subclass_and_no_subclass_of_those() -> None:
+    class Mine(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            return torch.sin(x)
+
+    class Changed(Mine):
+        pass
+
+    rules = (ChainForward, ChainBackward)
+    assert covers(sf.Sequential(ops.Tanh(), Mine(), ops.SiLU(), fusions=rules), "ChainForward") == [range(3)]
+    assert covers(sf.Sequential(ops.Tanh(), ops.SiLU(), Changed(), fusions=rules), "ChainForward") == [range(2)]
+    model = sf.Sequential(ops.Tanh(), Mine(), fusions=rules)
+    x = tensor(7, 5)
+    got = outcome(model, {"x": x}, x)
+    z = x.detach().clone().requires_grad_()
+    expected = outcome(lambda: torch.sin(torch.tanh(z)), {"x": z})
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value)
+
+
+def test_an_open_class_between_is_open_too() -> None:
+    class Family(sf.Pointwise, open=True):
+        pass
+
+    class Member(Family):
+        def reference(self, x: Tensor) -> Tensor:
+            return x * x
+
+    class Outsider(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            return x * x
+
+    class OfTheFamily(sf.ForwardFusion):
+        bias: ops.Bias
+        act: Family
+
+        def fwd(self, x: Tensor) -> Any:
+            z = x + self.bias.bias
+            return z * z, {"bias": ops.Bias.Saved(), "act": self.act.Saved(x=z)}
+
+    rules = (OfTheFamily,)
+    assert covers(sf.Sequential(ops.Bias(5), Member(), fusions=rules), "OfTheFamily") == [range(2)]
+    assert covers(sf.Sequential(ops.Bias(5), Outsider(), fusions=rules), "OfTheFamily") == []
+
+
+def test_a_union_takes_each_of_its_members() -> None:
+    for act, taken in ((ops.ReLU(), True), (ops.Tanh(), True), (ops.SiLU(), False)):
+        assert bool(covers(sf.Sequential(ops.Bias(5), act, fusions=(BiasActForward,)), "BiasActForward")) == taken
+
+
+def test_an_optional_slot_may_be_empty_and_the_longer_match_wins() -> None:
+    rules = (ChainForward,)
+    assert covers(sf.Sequential(ops.Tanh(), ops.SiLU(), fusions=rules), "ChainForward") == [range(2)]
+    assert covers(sf.Sequential(ops.Bias(5), ops.Tanh(), ops.SiLU(), fusions=rules), "ChainForward") == [range(3)]
+    assert covers(sf.Sequential(ops.Scale(2), ops.SiLU(), ops.Tanh(), fusions=rules), "ChainForward") == [range(1, 3)]
+
+
+def test_a_variadic_slot_takes_up_to_eight_and_then_begins_again() -> None:
+    model = sf.Sequential(*(ops.Tanh() for _ in range(19)), fusions=(ChainForward,))
+    pieces = covers(model, "ChainForward")
+    assert all(len(piece) <= 8 for piece in pieces)
+    assert sum(map(len, pieces)) >= 18
+    assert len(pieces) == 3
+    x = tensor(7, 5)
+    y = x
+    for _ in range(19):
+        y = torch.tanh(y)
+    torch.testing.assert_close(model(x), y)
+
+
+def test_what_is_absent_is_none_to_the_fusion() -> None:
+    seen: list[Any] = []
+
+    class Tolerant(sf.BackwardFusion):
+        bias: ops.Bias | None
+        act: ops.ReLU
+        last: ops.Add | None
+
+        def bwd(self, dy: Tensor, *, bias: Any, act: Any, last: Any) -> Any:
+            seen.append((self.bias, bias, self.last, last))
+            dx = torch.where(act.y > 0, dy, 0)
+            return dx, {} if self.last is None else {"last.other": dy}
+
+    class Forward(sf.ForwardFusion):
+        act: ops.ReLU
+        last: ops.Add | None
+        end: ops.Scale
+
+        def fwd(self, x: Tensor, *, last_other: Tensor | None) -> Any:
+            seen.append(last_other)
+            y = torch.relu(x)
+            return y * self.end.factor, {"act": ops.ReLU.Saved(y=y), "end": ops.Scale.Saved(factor=self.end.factor)}
+
+    with sf.fusing(on_error="raise"):
+        model = sf.Sequential(ops.ReLU(), ops.Scale(2), fusions=(Tolerant, Forward))
+        x = tensor(7, 5)
+        # One operation saves nothing by default, so give the backward a reason.
+        Tolerant.saves = lambda self, env: sf.Savings(launches=1)  # type: ignore[method-assign]
+        y = model(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(dx, 2.0 * (x > 0))
+    assert seen == [None, (None, None, None, None)]
+
+
+def test_patterns_do_not_cross_barriers_but_cross_containers() -> None:
+    rules = PAIR
+    assert covers(sf.Sequential(ops.Bias(5), nn.Identity(), ops.ReLU(), fusions=rules), "BiasReLU") == []
+    nested = sf.Sequential(sf.Sequential(ops.Bias(5)), sf.Sequential(sf.Sequential(ops.ReLU())), fusions=rules)
+    assert covers(nested, "BiasReLU") == [range(2)]
+    residual = sf.Sequential(ops.Bias(5), ops.Residual(ops.ReLU()), fusions=rules)
+    assert covers(residual, "BiasReLU") == []
+
+
+def test_a_linear_with_a_bias_and_a_linear_before_a_bias_are_one_pattern() -> None:
+    rules = (LinearBiasGeLUForward,)
+    for made in ([ops.Linear(5, 4), ops.GeLU()], [ops.Linear(5, 4, bias=False), ops.Bias(4), ops.GeLU()]):
+        model = randomized(sf.Sequential(*made, fusions=rules))
+        assert covers(model, "LinearBiasGeLUForward") == [range(3)]
+        x = tensor(7, 5)
+        got = run(model, x)
+        with sf.fusing(False):
+            expected = run(model, x)
+        for key, value in expected.items():
+            torch.testing.assert_close(got[key], value)
+    assert covers(sf.Sequential(ops.Linear(5, 4, bias=False), ops.GeLU(), fusions=rules), "LinearBiasGeLUForward") == []
+
+
+def test_the_approximation_is_part_of_what_gelu_is() -> None:
+    class ExactOnly(BiasGeLUForward):
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield self.act.approximate == "none", "made for the exact GeLU"
+
+    x = tensor(7, 5, dtype=torch.float64)
+    for approximate in ("none", "tanh"):
+        model = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(approximate), fusions=(ExactOnly,)).double())
+        plan = model.plan(x)
+        assert plan.count("ExactOnly") == (approximate == "none")
+        torch.testing.assert_close(
+            model(x), torch.nn.functional.gelu(x + model[0].bias, approximate=approximate), rtol=1e-12, atol=1e-12
+        )
+    assert [(r.at, r.reason) for r in plan.refused] == [(0, "made for the exact GeLU")]
+
+
+def test_configuration_changed_after_the_first_call_is_asked_for_again() -> None:
+    class ExactOnly(BiasGeLUForward):
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield self.act.approximate == "none", "made for the exact GeLU"
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(ExactOnly,)).double())
+    x = tensor(7, 5, dtype=torch.float64)
+    for approximate in ("none", "tanh", "none"):
+        model[1].approximate = approximate
+        y = torch.nn.functional.gelu(x + model[0].bias, approximate=approximate)
+        torch.testing.assert_close(model(x), y, rtol=1e-12, atol=1e-12)
+        assert model.plan(x).count("ExactOnly") == (approximate == "none")
+
+
+# Refusals.
+
+
+def with_requires(requires: Callable[..., Any], base: type = BiasReLU) -> type:
+    return type("Picky", (base,), {"requires": requires, "__annotations__": {}})
+
+
+def reasons(cls: type, x: Tensor | None = None) -> list[tuple[str, int, str]]:
+    model = sf.Sequential(ops.Scale(2), ops.Bias(5), ops.ReLU(), fusions=(cls,))
+    plan = model.plan(tensor(7, 5) if x is None else x)
+    assert not any(s.fused for s in plan.forward)
+    return [(r.fusion, r.at, r.reason) for r in plan.refused]
+
+
+def test_the_first_requirement_that_does_not_hold_is_the_reason() -> None:
+    def requires(self: Any, env: sf.Env) -> Any:
+        yield True, "not this"
+        yield self.bias.size > 5, "the bias is too short"
+        raise AssertionError("asked on after a refusal")
+
+    assert reasons(with_requires(requires)) == [("Picky", 1, "the bias is too short")]
+
+
+@pytest.mark.parametrize("sentence", ["", None])
+def test_a_refusal_always_has_a_reason(sentence: Any) -> None:
+    def requires(self: Any, env: sf.Env) -> Any:
+        yield False, sentence
+
+    ((_, _, reason),) = reasons(with_requires(requires))
+    assert len(reason) > 10
+
+
+def raises_at_once(self: Any, env: sf.Env) -> Any:
+    raise LookupError("no table for this chip")
+
+
+def raises_later(self: Any, env: sf.Env) -> Any:
+    yield True, "fine"
+    raise LookupError("no table for this chip")
+
+
+def yields_nonsense(self: Any, env: sf.Env) -> Any:
+    yield 3
+
+
+def takes_no_env(self: Any) -> Any:
+    yield True, "fine"
+
+
+@pytest.mark.parametrize("requires", [raises_at_once, raises_later, yields_nonsense, takes_no_env])
+def test_a_requirement_that_raises_refuses_with_that_and_warns_once(requires: Callable[..., Any]) -> None:
+    cls = with_requires(requires)
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(cls,)))
+    x = tensor(7, 5)
+    with pytest.warns(UserWarning, match=r"Picky.*requires raised (LookupError|TypeError)"):
+        y = model(x)
+    torch.testing.assert_close(y, torch.relu(x + model[0].bias))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+        model(tensor(9, 5))
+        plan = model.plan(x)
+    (refusal,) = plan.refused
+    assert refusal.reason.startswith("requires raised ")
+    if requires in (raises_at_once, raises_later):
+        assert "no table for this chip" in refusal.reason
+
+
+@pytest.mark.parametrize("bad", ["raise", "none", "text", "nan"])
+def test_savings_that_cannot_be_used_refuse_with_that_and_warn_once(bad: str) -> None:
+    def saves(self: Any, env: sf.Env) -> Any:
+        if bad == "raise":
+            raise LookupError("no measurement")
+        return {"none": None, "text": "much", "nan": sf.Savings(launches=float("nan"))}[bad]
+
+    cls = type("Vague", (BiasReLU,), {"saves": saves, "__annotations__": {}})
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(cls,)))
+    x = tensor(7, 5)
+    with pytest.warns(UserWarning, match=r"Vague.*saves raised"):
+        torch.testing.assert_close(model(x), torch.relu(x + model[0].bias))
+    (refusal,) = model.plan(x).refused
+    assert refusal.reason.startswith("saves raised ")
+
+
+def test_one_bad_fusion_does_not_disturb_the_others() -> None:
+    bad = with_requires(raises_at_once)
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(bad, *PAIR))
+    with pytest.warns(UserWarning, match="Picky"):
+        plan = model.plan(tensor(7, 5))
+    assert fused_names(plan) == (["BiasReLU"], ["BiasReLUBack"])
+    assert [r.fusion for r in plan.refused] == ["Picky"]
+
+
+def test_what_lost_to_a_cheaper_cover_says_to_which() -> None:
+    class Wide(sf.ForwardFusion):
+        scale: ops.Scale
+        bias: ops.Bias
+        act: ops.ReLU
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+    plan = sf.Sequential(ops.Scale(2), ops.Bias(5), ops.ReLU(), fusions=(BiasReLU, Wide)).plan(tensor(7, 5))
+    assert fused_names(plan)[0] == ["Wide"]
+    assert [(r.fusion, r.at, r.reason) for r in plan.refused] == [
+        ("BiasReLU", 1, "a cheaper cover was found: Wide"),
+    ]
+
+
+def test_what_saves_nothing_says_so() -> None:
+    class Pointless(BiasReLU):
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings()
+
+    assert reasons(Pointless) == [("Pointless", 1, "it saves nothing here")]
+
+
+def test_reasons_of_gradient_modes() -> None:
+    class Infer(sf.InferenceFusion):
+        bias: ops.Bias
+        act: ops.ReLU
+
+        def fwd(self, x: Tensor) -> Tensor:
+            return torch.relu(x + self.bias.bias)
+
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Infer, BiasReLUBack))
+    x = tensor(7, 5, grad=False)
+    assert {r.fusion: r.reason for r in model.plan(x).refused} == {
+        "Infer": "a gradient is wanted here, and this fusion saves nothing for it"
+    }
+    model.requires_grad_(False)
+    assert {r.fusion: r.reason for r in model.plan(x).refused} == {"BiasReLUBack": "no gradient is wanted here"}
+    with torch.no_grad():
+        plan = model.requires_grad_(True).plan(x)
+    assert {r.fusion: r.reason for r in plan.refused} == {"BiasReLUBack": "no gradient is wanted here"}
+
+
+def test_no_rows_refuse_every_fusion_and_give_empty_results() -> None:
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR))
+    for shape in ((0, 5), (3, 0, 5)):
+        x = tensor(*shape)
+        plan = model.plan(x)
+        assert not any(s.fused for s in (*plan.forward, *plan.backward))
+        assert {r.reason for r in plan.refused} == {"the input has no rows"}
+        got = run(model, x)
+        assert got["y0"].shape == got["d_x"].shape == shape
+        assert torch.equal(got["d_0.bias"], torch.zeros(5))
+    assert fused_names(model.plan(tensor(1, 5)))[0] == ["BiasReLU"]
+
+
+def test_every_match_that_is_not_used_is_among_the_refused() -> None:
+    everything = tuple(dict.fromkeys(f for c in CASES for f in c.fusions))
+    for case in CASES:
+        model = sf.Sequential(*case.make(), fusions=everything)
+        x, channels = tensor(7, 5), {c: tensor(7, 5) for c in case.channels}
+        plan = model.plan(x, **channels)
+        used = {(s.name, s.covers.start) for s in (*plan.forward, *plan.backward) if s.fused}
+        said = {(r.fusion, r.at) for r in plan.refused}
+        for cls in everything:
+            with sf.fusing(only=[cls]):
+                alone = model.plan(x, **channels)
+            for s in (*alone.forward, *alone.backward):
+                if s.fused:
+                    assert (s.name, s.covers.start) in used | said, (case.name, s)
+        assert all(r.reason for r in plan.refused)
+
+
+# Choosing.
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_without_fusing_the_bits_are_those_of_the_operations_called_one_by_one(case: Case) -> None:
+    model = randomized(sf.Sequential(*case.make(), fusions=case.fusions))
+    plain = sf.Sequential(*model, fusions=())
+    x, channels = tensor(7, 5), {c: tensor(7, 5, seed=8) for c in case.channels}
+    with sf.fusing(False):
+        plan = model.plan(x, **channels)
+        assert not any(s.fused for s in (*plan.forward, *plan.backward))
+        assert {r.reason for r in plan.refused} == {"fusing is off"}
+        got = run(model, x, **channels)
+    assert_exact(got, run(plain, x, **channels))
+    if not any(isinstance(op, ops.Fork | ops.Add | ops.Residual) for op in model):
+
+        def one_by_one(x: Tensor) -> Tensor:
+            for operation in model:
+                x = operation(x)
+            return x
+
+        assert_exact(got, outcome(one_by_one, {"x": x, **dict(model.named_parameters())}, x))
+
+
+def names_now(model: sf.Sequential) -> list[str]:
+    plan = model.plan(tensor(7, 5))
+    return sorted({s.name for s in (*plan.forward, *plan.backward) if s.fused})
+
+
+def choice() -> sf.Sequential:
+    return sf.Sequential(
+        ops.Bias(5), ops.ReLU(), ops.Bias(5), ops.GeLU(), fusions=(*PAIR, BiasGeLUForward, BiasGeLUBackward)
+    )
+
+
+ALL = ["BiasGeLUBackward", "BiasGeLUForward", "BiasReLU", "BiasReLUBack"]
+
+
+def test_only_and_exclude_take_classes_and_names_and_say_so() -> None:
+    model = choice()
+    assert names_now(model) == ALL
+    for only in ([BiasReLU], ["BiasReLU"], "BiasReLU", BiasReLU, {BiasReLU}):
+        with sf.fusing(only=only):
+            assert names_now(model) == ["BiasReLU"]
+            refused = {r.fusion: r.reason for r in model.plan(tensor(7, 5)).refused}
+            assert refused["BiasGeLUForward"] == "not named by sf.fusing(only=...)"
+    for exclude in ([BiasReLU], ["BiasReLU"], "BiasReLU", BiasReLU):
+        with sf.fusing(exclude=exclude):
+            assert names_now(model) == [n for n in ALL if n != "BiasReLU"]
+            refused = {r.fusion: r.reason for r in model.plan(tensor(7, 5)).refused}
+            assert refused["BiasReLU"] == "excluded by sf.fusing(exclude=...)"
+    with sf.fusing(only=[BiasReLU, BiasReLUBack], exclude=[BiasReLU]):
+        assert names_now(model) == ["BiasReLUBack"]
+    with sf.fusing(only=[]):
+        assert names_now(model) == []
+    assert names_now(model) == ALL
+
+
+def test_regions_nest() -> None:
+    model = choice()
+    with sf.fusing(exclude=[BiasReLU]):
+        with sf.fusing(exclude=[BiasReLUBack]):
+            assert names_now(model) == ["BiasGeLUBackward", "BiasGeLUForward"]
+        with sf.fusing(on_error="raise"):
+            assert names_now(model) == [n for n in ALL if n != "BiasReLU"]
+        with sf.fusing(False):
+            assert names_now(model) == []
+            with sf.fusing(on_error="raise"):
+                assert names_now(model) == []
+            with sf.fusing(True):
+                assert names_now(model) == [n for n in ALL if n != "BiasReLU"]
+            assert names_now(model) == []
+        assert names_now(model) == [n for n in ALL if n != "BiasReLU"]
+    with sf.fusing(only=[BiasReLU, BiasGeLUForward]), sf.fusing(only=[BiasReLU, BiasReLUBack]):
+        assert names_now(model) == ["BiasReLU"]
+    assert names_now(model) == ALL
+
+
+def test_a_region_ends_with_an_exception_too() -> None:
+    model = choice()
+    for error in (ValueError, KeyboardInterrupt, GeneratorExit):
+        with pytest.raises(error), sf.fusing(False):
+            raise error
+        assert names_now(model) == ALL
+    with pytest.raises(sf.InputError), sf.fusing(False):
+        model(tensor(7, 4))
+    assert names_now(model) == ALL
+
+
+def test_a_region_can_be_a_decorator() -> None:
+    model = choice()
+
+    @sf.fusing(False)
+    def inside() -> list[str]:
+        return names_now(model)
+
+    assert inside() == []
+    assert inside() == []
+    assert names_now(model) == ALL
+
+
+def test_a_call_follows_the_region_it_is_made_in() -> None:
+    ran: list[int] = []
+
+    class Seen(BiasReLU):
+        def fwd(self, x: Tensor) -> Any:
+            ran.append(1)
+            return super().fwd(x)
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Seen,)))
+    x = tensor(7, 5)
+    for enabled, expected in ((True, 1), (False, 1), (True, 2), (False, 2)):
+        with sf.fusing(enabled):
+            model(x)
+        assert len(ran) == expected
+
+
+def test_the_backward_runs_the_cover_its_forward_was_made_under() -> None:
+    ran: list[int] = []
+
+    class Seen(BiasReLUBack):
+        def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+            ran.append(1)
+            return super().bwd(dy, bias=bias, act=act)
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Seen,)))
+    x = tensor(7, 5)
+    y = model(x)
+    with sf.fusing(False):
+        z = model(x)
+        y.sum().backward()
+    assert ran == [1]
+    z.sum().backward()
+    assert ran == [1]
+
+
+def test_a_nested_list_follows_the_region_too() -> None:
+    inner = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR)
+    outer = sf.Sequential(ops.Tanh(), inner, fusions=PAIR)
+    with sf.fusing(False):
+        assert names_now(outer) == names_now(inner) == []
+
+
+def test_defining_a_fusion_changes_nothing_anywhere() -> None:
+    model = sf.Sequential(ops.Bias(5), ops.SquaredReLU(), fusions=PAIR)
+    x = tensor(7, 5)
+    before, default = model.plan(x), sf.fusions.default
+
+    class BiasSquaredReLU(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.SquaredReLU
+
+        def fwd(self, x: Tensor) -> Any:
+            raise AssertionError("nobody asked for it")
+
+    assert sf.fusions.default is default
+    assert model.plan(x) == before
+    assert sf.Sequential(ops.Bias(5), ops.SquaredReLU()).plan(x).count("BiasSquaredReLU") == 0
+    model(x)
+
+
+def test_a_fusion_without_state_is_made_anew_for_every_place() -> None:
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Bias(5), ops.ReLU(), fusions=PAIR)
+    first, second = (s.operation for s in model.plan(tensor(7, 5)).forward)
+    assert first.bias is model[0]
+    assert second.bias is model[2]
+    assert not isinstance(first, nn.Module)
+    assert first != second
+    assert first == type(first)(bias=model[0], act=model[1])
+
+
+def test_extra_inputs_are_part_of_the_match() -> None:
+    model = sf.Sequential(ops.Fork("r"), ops.Tanh(), ops.Add("r"), ops.ReLU(), fusions=(AddReLUForward,))
+    assert covers(model, "AddReLUForward") == [range(2, 4)]
+    with_joint = sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(BiasGeLUJoint,))
+    assert covers(with_joint, "BiasGeLUJoint") == [range(2)]

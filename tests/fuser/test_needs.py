@@ -1,0 +1,411 @@
+"""Gradients that are wanted are the only ones computed, and only the tensors they read are kept: counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.testing import Untouched
+from tests.fuser.fusions import (
+    BY_NAME,
+    PAIR,
+    Calls,
+    LinearBiasGeLUBackward,
+    LinearBiasGeLUForward,
+    LinearBiasGeLUJoint,
+    assert_exact,
+    assert_like_torch,
+    fused_names,
+    kept_bytes,
+    outcome,
+    randomized,
+    run,
+    tensor,
+)
+
+GEMM = ("mm", "addmm", "bmm", "matmul", "linear")
+ROWS = 7
+FLOAT = 4
+
+
+def masks(names: Sequence[str]) -> list[frozenset[str]]:
+    """Every subset of what can be wanted."""
+    return [frozenset(some) for size in range(len(names) + 1) for some in itertools.combinations(names, size)]
+
+
+def named(mask: frozenset[str]) -> str:
+    return "+".join(sorted(mask)) or "nothing"
+
+
+def want(model: nn.Module, x: Tensor, mask: frozenset[str]) -> None:
+    x.requires_grad_("x" in mask)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in mask)
+
+
+def counted(model: nn.Module, x: Tensor) -> tuple[dict[str, Tensor | None], Calls, int]:
+    """A run's results, the ATen calls of its backward, and the bytes kept for it."""
+    with kept_bytes(model) as kept:
+        y = model(x)
+    wanted = {"x": x, **dict(model.named_parameters())}
+    keys = [k for k, t in wanted.items() if t.requires_grad]
+    results: dict[str, Tensor | None] = {"y": y.detach()}
+    with Calls() as calls:
+        if y.requires_grad:
+            dy = tensor(*y.shape, seed=9, grad=False)
+            results |= dict(zip(keys, torch.autograd.grad(y, [wanted[k] for k in keys], dy), strict=True))
+    return results, calls, kept()
+
+
+LAYERS = ("x", "0.weight", "0.bias", "2.weight", "2.bias")
+
+
+def two_layers() -> tuple[sf.Sequential, nn.Sequential]:
+    mine = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 3), fusions=()))
+    its = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    its.load_state_dict(mine.state_dict())
+    return mine, its
+
+
+@pytest.mark.parametrize("fusions", [(), PAIR], ids=["unfused", "fused"])
+@pytest.mark.parametrize("mask", masks(LAYERS), ids=named)
+def test_two_layers_run_the_wanted_products_and_keep_the_wanted_tensors(mask: frozenset[str], fusions: Any) -> None:
+    mine, its = two_layers()
+    mine.fusions = fusions
+    x, z = tensor(ROWS, 5), tensor(ROWS, 5)
+    want(mine, x, mask), want(its, z, mask)
+    got, calls, kept = counted(mine, x)
+    expected, _, _ = counted(its, z)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value)
+
+    before_second = mask & {"x", "0.weight", "0.bias"}
+    products = ("x" in mask) + ("0.weight" in mask) + ("2.weight" in mask) + bool(before_second)
+    assert calls.count(*GEMM) == products
+    if not fusions:
+        sums = ("0.bias" in mask) + ("2.bias" in mask)
+        assert calls.count("sum") == sums
+        assert calls.count("threshold_backward") == bool(before_second)
+    # The first product's input is x; the second's is the output of ReLU, which also tells its sign.
+    assert kept == FLOAT * ROWS * (5 * ("0.weight" in mask) + 4 * ("2.weight" in mask or bool(before_second)))
+
+
+FUSED_LAYER = ("x", "0.weight", "0.bias")
+COVERS: dict[str, tuple[type, ...]] = {
+    "unfused": (),
+    "forward": (LinearBiasGeLUForward,),
+    "backward": (LinearBiasGeLUBackward,),
+    "both": (LinearBiasGeLUForward, LinearBiasGeLUBackward),
+    "joint": (LinearBiasGeLUJoint,),
+}
+
+
+@pytest.mark.parametrize("rules", COVERS.values(), ids=COVERS.keys())
+@pytest.mark.parametrize("mask", masks(FUSED_LAYER), ids=named)
+def test_a_fused_layer_computes_and_keeps_no_more_than_the_unfused_one(
+    mask: frozenset[str], rules: tuple[type, ...]
+) -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), fusions=rules))
+    its = nn.Sequential(nn.Linear(5, 4), nn.GELU())
+    x = tensor(ROWS, 5)
+    want(model, x, mask)
+    with sf.fusing(on_error="raise"):
+        got, calls, kept = counted(model, x)
+        names = fused_names(model.plan(x))
+    assert bool(names[0]) == any(issubclass(r, sf.ForwardFusion | sf.JointFusion) for r in rules)
+    assert calls.count(*GEMM) == ("x" in mask) + ("0.weight" in mask)
+    assert kept == FLOAT * ROWS * (5 * ("0.weight" in mask) + 4 * bool(mask))
+    its.load_state_dict(model.state_dict())
+    z = tensor(ROWS, 5)
+    want(its, z, mask)
+    expected, _, _ = counted(its, z)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value)
+
+
+NORMS: dict[str, tuple[nn.Module, nn.Module, dict[str, int]]] = {
+    # Bytes of statistics for each row.
+    "layernorm": (ops.LayerNorm(5), nn.LayerNorm(5), {"x": 2, "0.weight": 2}),
+    "rmsnorm": (ops.RMSNorm(5), nn.RMSNorm(5), {"x": 1, "0.weight": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask"),
+    [
+        *(("layernorm", m) for m in masks(("x", "0.weight", "0.bias"))),
+        *(("rmsnorm", m) for m in masks(("x", "0.weight"))),
+    ],
+    ids=lambda v: v if isinstance(v, str) else named(v),
+)
+def test_a_norm_keeps_its_input_only_where_a_gradient_reads_it(kind: str, mask: frozenset[str]) -> None:
+    operation, twin, statistics = NORMS[kind]
+    model = randomized(sf.Sequential(operation, fusions=()))
+    its = nn.Sequential(twin)
+    its.load_state_dict(model.state_dict())
+    x, z = tensor(ROWS, 5), tensor(ROWS, 5)
+    want(model, x, mask), want(its, z, mask)
+    got, _, kept = counted(model, x)
+    expected, _, _ = counted(its, z)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value)
+    readers = mask & {"x", "0.weight"}
+    assert kept == (FLOAT * ROWS * (5 + statistics["x"]) if readers else 0)
+
+
+def test_a_fused_backward_is_told_what_is_wanted() -> None:
+    told: list[frozenset[str]] = []
+
+    class Told(LinearBiasGeLUBackward):
+        def bwd(self, dy: Tensor, *, linear: Any, bias: Any, act: Any, needs: frozenset[str]) -> Any:
+            told.append(needs)
+            return super().bwd(dy, linear=linear, bias=bias, act=act, needs=needs)
+
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), fusions=(Told,)))
+    for mask in masks(FUSED_LAYER):
+        x = tensor(ROWS, 5)
+        want(model, x, mask)
+        run(model, x)
+        if mask & {"x", "0.weight"}:  # with the bias alone nothing is wanted of the product, and it is left out
+            names = {"x": "x", "0.weight": "linear.weight", "0.bias": "bias.bias"}
+            assert told.pop() == {names[m] for m in mask}
+    assert told == []
+
+
+def test_reading_a_dropped_field_says_which_gradient_it_was_kept_for() -> None:
+    class Careless(LinearBiasGeLUBackward):
+        def bwd(self, dy: Tensor, *, linear: Any, bias: Any, act: Any) -> Any:  # type: ignore[override]
+            return dy @ linear.weight, {"linear.weight": dy.mT @ linear.x, "bias.bias": dy.sum(0)}
+
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), fusions=(Careless,)))
+    model[0].weight.requires_grad_(False)
+    y = model(tensor(ROWS, 5))
+    with pytest.raises(sf.StateError, match=r"'x' was dropped: only weight reads it") as caught:
+        y.sum().backward()
+    assert caught.value.code == "SF502"
+
+
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("rules", COVERS.values(), ids=COVERS.keys())
+def test_nothing_is_kept_where_no_gradient_is_recorded(guard: Any, rules: tuple[type, ...]) -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), ops.LayerNorm(4), fusions=rules))
+    x = tensor(ROWS, 5)
+    packed: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+        assert packed
+        packed.clear()
+        with guard():
+            y = model(x)
+    assert packed == []
+    assert y.grad_fn is None
+
+
+def test_nothing_is_kept_before_the_first_gradient_that_is_wanted() -> None:
+    model = randomized(
+        sf.Sequential(
+            *(op for _ in range(3) for op in (ops.Linear(5, 5), ops.GeLU(), ops.LayerNorm(5))), ops.Linear(5, 3)
+        )
+    )
+    x = tensor(ROWS, 5, grad=False)
+    model.requires_grad_(False)
+    model[9].weight.requires_grad_(True)
+    with kept_bytes(model) as kept:
+        y = model(x)
+    assert kept() == FLOAT * ROWS * 5
+    with Calls() as calls:
+        y.sum().backward()
+    assert calls.count(*GEMM) == 1
+    assert calls.count("gelu_backward", "native_layer_norm_backward") == 0
+
+
+def test_a_weight_alone_needs_no_gradient_of_its_input() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), fusions=()))
+    x = tensor(ROWS, 5, grad=False)
+    y = model(x)
+    with Calls() as calls:
+        y.sum().backward()
+    assert calls.count(*GEMM) == 1
+
+
+def test_shared_tensors_are_kept_once() -> None:
+    model = randomized(sf.Sequential(ops.ReLU(), ops.Linear(5, 4), ops.Fork("r"), ops.Tanh(), ops.Add("r")))
+    x = tensor(ROWS, 5)
+    count: list[int] = []
+
+    def pack(t: Tensor) -> Tensor:
+        count.append(t.data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    # ReLU's output, which Linear reads too; the weight; Tanh's output.
+    assert len(count) == len(set(count)) == 3
+
+
+def test_a_weight_is_kept_as_itself_and_not_as_a_copy() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.LayerNorm(4), fusions=()))
+    own = {p.data_ptr() for p in model.parameters()}
+    seen: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t.data_ptr()), t)[1], lambda t: t):
+        model(tensor(ROWS, 5))
+    assert model[0].weight.data_ptr() in seen
+    assert model[1].weight.data_ptr() in seen
+    assert len(own & set(seen)) == 2
+
+
+RESIDUAL = ("x", "0.weight", "1.0.weight", "2.weight")
+
+
+@pytest.mark.parametrize("mask", masks(RESIDUAL), ids=named)
+def test_a_residual_stream_carries_gradients_only_where_they_are_wanted(mask: frozenset[str]) -> None:
+    def build(kit: Any, residual: Any) -> Any:
+        return (kit.Linear(5, 5, bias=False), residual, kit.Linear(5, 3, bias=False))
+
+    class Plain(nn.Sequential):
+        def forward(self, input: Tensor) -> Tensor:
+            return input + super().forward(input)
+
+    mine = randomized(sf.Sequential(*build(ops, ops.Residual(ops.Linear(5, 5, bias=False), ops.Tanh())), fusions=()))
+    its = nn.Sequential(*build(nn, Plain(nn.Linear(5, 5, bias=False), nn.Tanh())))
+    its.load_state_dict(mine.state_dict())
+    x, z = tensor(ROWS, 5), tensor(ROWS, 5)
+    want(mine, x, mask), want(its, z, mask)
+    got, calls, _ = counted(mine, x)
+    expected, _, _ = counted(its, z)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value)
+    first = bool(mask & {"x", "0.weight"})
+    # Into x, each weight, through the branch, and into the block from the last layer.
+    products = ("x" in mask) + len(mask - {"x"}) + first + bool(mask & {"x", "0.weight", "1.0.weight"})
+    assert calls.count(*GEMM) == products
+
+
+def test_an_extra_input_that_wants_no_gradient_gets_none_computed() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.Add("r"), ops.Linear(4, 3), fusions=()))
+    for wanted in (False, True):
+        for p in model.parameters():
+            p.requires_grad_(False)
+        r = tensor(ROWS, 4, grad=wanted)
+        y = model(tensor(ROWS, 5, grad=False), r=r)
+        assert y.requires_grad == wanted
+        if wanted:
+            with Calls() as calls:
+                y.sum().backward()
+            assert calls.count(*GEMM) == 1
+            assert r.grad is not None
+
+
+def test_what_the_loss_does_not_reach_is_not_computed() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.Fork("r"), ops.Linear(4, 4), ops.GeLU(), ops.Linear(4, 3)))
+    x = tensor(ROWS, 5)
+    _, r = model(x)
+    with Calls() as calls:
+        got = torch.autograd.grad(r.sum(), [x, *model.parameters()], allow_unused=True)
+    assert [g is None for g in got] == [False, False, False, True, True, True, True]
+    assert calls.count(*GEMM) == 2
+    assert calls.count("gelu_backward") == 0
+
+
+def test_an_infinite_activation_the_loss_does_not_reach_gives_no_nan() -> None:
+    model = sf.Sequential(ops.Fork("r"), ops.Linear(5, 3))
+    with torch.no_grad():
+        model[1].weight.fill_(float("inf"))
+    x = tensor(ROWS, 5)
+    _, r = model(x)
+    r.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", ["linear_gelu", "whole_branch", "fan_out", "border", "public_output"])
+def test_gradients_of_a_subset_are_those_of_the_whole(name: str) -> None:
+    case = BY_NAME[name]
+    model = randomized(sf.Sequential(*case.make(), fusions=case.fusions))
+    x, channels = tensor(ROWS, 5), {c: tensor(ROWS, 5, seed=20) for c in case.channels}
+    whole = run(model, x, **channels)
+    names = ["x", *case.channels, *dict(model.named_parameters())]
+    for mask in masks(names):
+        want(model, x, mask)
+        for c, t in channels.items():
+            t.requires_grad_(c in mask)
+        got = run(model, x, **channels)
+        assert got.keys() == {k for k in whole if not k.startswith("d_") or k[2:] in mask}
+        assert_exact(got, {k: v for k, v in whole.items() if k in got})
+
+
+def test_requires_grad_of_the_output_is_that_of_torch() -> None:
+    mine, its = two_layers()
+    for mask in masks(LAYERS):
+        x, z = tensor(ROWS, 5), tensor(ROWS, 5)
+        want(mine, x, mask), want(its, z, mask)
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                assert mine(x).requires_grad == its(z).requires_grad == (enabled and bool(mask))
+
+
+@pytest.mark.parametrize("rules", COVERS.values(), ids=COVERS.keys())
+def test_no_pass_writes_to_inputs_parameters_or_incoming_gradients(rules: tuple[type, ...]) -> None:
+    model = randomized(
+        sf.Sequential(
+            ops.Linear(5, 5), ops.GeLU(), ops.Residual(ops.LayerNorm(5), ops.Dropout(0.3)), ops.ReLU(), fusions=rules
+        )
+    )
+    x, dy = tensor(ROWS, 5), tensor(ROWS, 5, seed=9, grad=False)
+    with Untouched({"x": x, "dy": dy, **dict(model.named_parameters())}):
+        y = model(x)
+        copy = y.detach().clone()
+        torch.autograd.grad(y, [x, *model.parameters()], dy)
+    assert torch.equal(y, copy)
+
+
+@pytest.mark.parametrize("rules", COVERS.values(), ids=COVERS.keys())
+def test_two_runs_give_the_same_bits(rules: tuple[type, ...]) -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), ops.Linear(4, 3), ops.GeLU("tanh"), fusions=rules))
+    x = tensor(ROWS, 5)
+    assert_exact(run(model, x), run(model, x))
+
+
+def test_gradients_of_parameters_have_memory_of_their_own() -> None:
+    for rules in COVERS.values():
+        model = randomized(sf.Sequential(ops.Add("r"), ops.Bias(5), ops.Identity(), fusions=rules))
+        x, r, dy = tensor(1, 5), tensor(1, 5, seed=4), tensor(1, 5, seed=5, grad=False)
+        model(x, r=r).backward(dy)
+        grads = [x.grad, r.grad, model[1].bias.grad]
+        assert len({g.data_ptr() for g in grads} | {dy.data_ptr()}) == 4
+        x.grad.add_(1)
+        assert torch.equal(r.grad, dy)
+
+
+def test_no_product_runs_for_a_frozen_layer_of_a_deep_list() -> None:
+    mine = randomized(sf.Sequential(*(op for _ in range(6) for op in (ops.Linear(5, 5), ops.ReLU())), fusions=PAIR))
+    its = nn.Sequential(*(op for _ in range(6) for op in (nn.Linear(5, 5), nn.ReLU())))
+    for i in (0, 2, 6):
+        mine[i].requires_grad_(False)
+    x = tensor(ROWS, 5, grad=False)
+    assert_like_torch(mine, its, x)
+    y = mine(x)
+    with Calls() as calls:
+        y.sum().backward()
+    # Weights of layers 2, 4 and 5, and the inputs of layers 3, 4 and 5.
+    assert calls.count(*GEMM) == 6
+
+
+def test_an_outcome_without_gradients_would_not_pass_unseen() -> None:
+    x = tensor(3, 5)
+    assert "d_x" in outcome(torch.tanh, {"x": x}, x)

@@ -1,0 +1,785 @@
+"""The tensors trained are the ones in `parameters()` now: replaced, moved, cast, tied, parametrized or passed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import (
+    PAIR,
+    Calls,
+    LinearBiasGeLUBackward,
+    LinearBiasGeLUForward,
+    assert_exact,
+    assert_like_torch,
+    fused_names,
+    outcome,
+    randomized,
+    run,
+    tensor,
+)
+
+RULES = (*PAIR, LinearBiasGeLUForward, LinearBiasGeLUBackward)
+
+
+def pair() -> tuple[sf.Sequential, nn.Sequential]:
+    mine = randomized(
+        sf.Sequential(
+            ops.LayerNorm(5), ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 6), ops.GELU(), ops.Linear(6, 5, bias=False),
+            fusions=RULES,
+        )
+    )  # fmt: skip
+    its = nn.Sequential(
+        nn.LayerNorm(5), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 5, bias=False)
+    )
+    its.load_state_dict(mine.state_dict())
+    return mine, its
+
+
+def close(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def both(mine: nn.Module, its: nn.Module, x: Tensor) -> None:
+    """Outputs and the gradients of all parameters, by name, without touching the parameters of either."""
+    close(run(mine, x), run(its, x.detach().clone().requires_grad_(x.requires_grad)))
+
+
+# Where they live.
+
+
+def test_a_model_made_on_meta_runs_after_to_empty_and_loading() -> None:
+    source, its = pair()
+    with torch.device("meta"):
+        mine, _ = pair()
+    assert all(p.is_meta for p in mine.parameters())
+    y = mine(torch.empty(7, 5, device="meta"))
+    assert (y.is_meta, y.shape) == (True, (7, 5))
+    mine.to_empty(device="cpu")
+    mine.load_state_dict(source.state_dict())
+    x = tensor(7, 5)
+    both(mine, its, x)
+    assert fused_names(mine.plan(x))[0] == ["BiasReLU", "LinearBiasGeLUForward"]
+
+
+def test_a_model_made_on_meta_takes_a_checkpoint_by_assignment() -> None:
+    source, its = pair()
+    with torch.device("meta"):
+        mine, _ = pair()
+    mine(torch.empty(7, 5, device="meta"))
+    mine.load_state_dict({k: v.clone() for k, v in source.state_dict().items()}, assign=True)
+    both(mine, its, tensor(7, 5))
+
+
+def test_every_operation_with_parameters_can_skip_its_initialization() -> None:
+    for cls, args in ((ops.Linear, (5, 4)), (ops.LayerNorm, (5,)), (ops.RMSNorm, (5,)), (ops.Bias, (5,))):
+        made = nn.utils.skip_init(cls, *args)
+        assert all(p.device.type == "cpu" and p.is_leaf for p in made.parameters())
+        assert cls(*args, device="meta", dtype=torch.float64).state_dict().keys() == made.state_dict().keys()
+        fresh = cls(*args, device="meta")
+        fresh.to_empty(device="cpu").reset_parameters()
+        assert all(p.isfinite().all() for p in fresh.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_casting_after_the_first_call_is_seen(dtype: torch.dtype) -> None:
+    mine, its = pair()
+    mine(tensor(7, 5)).sum().backward()
+    mine.zero_grad()
+    mine.to(dtype), its.to(dtype)
+    x = tensor(7, 5, dtype=dtype)
+    got, expected = run(mine, x), run(its, x)
+    assert got.keys() == expected.keys()
+    scale = {torch.float64: 1e-12, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    for key, value in expected.items():
+        assert got[key].dtype == value.dtype == dtype, key
+        torch.testing.assert_close(got[key], value, rtol=scale, atol=scale * float(value.abs().max()))
+    mine.float()
+    assert mine(tensor(7, 5)).dtype is torch.float32
+
+
+def test_moving_there_and_back_is_seen() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    mine(x)
+    state = copy.deepcopy(mine.state_dict())
+    mine.to("meta")
+    with torch.no_grad():
+        assert mine(torch.empty(3, 5, device="meta")).is_meta
+    mine.to_empty(device="cpu").load_state_dict(state)
+    its = pair()[1]
+    its.load_state_dict(state)
+    both(mine, its, x)
+
+
+def test_moving_the_model_without_its_input_names_both_devices() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    for _ in range(2):  # before and after the first call
+        mine.to("meta")
+        with pytest.raises(sf.InputError, match=r"meta.*cpu") as caught:
+            mine(x)
+        assert (caught.value.operation, caught.value.position) == ("LayerNorm", 0)
+        mine = pair()[0]
+        mine(x)
+
+
+@pytest.mark.filterwarnings("error::seqfuse.FallbackWarning")
+def test_one_operation_on_another_device_is_named() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    mine(x)
+    mine[3].to("meta")
+    with pytest.raises(sf.InputError, match=r"position [45] \((Linear|Bias)\).*meta"):
+        mine(x)
+
+
+# Replaced.
+
+
+def replaced(mine: Any, its: Any) -> None:
+    for model in (mine, its):
+        model[1].weight = nn.Parameter(tensor(4, 5, seed=31, grad=False))
+        model[3].bias = nn.Parameter(tensor(6, seed=32, grad=False))
+        model[0].weight = nn.Parameter(tensor(5, seed=33, grad=False))
+
+
+def assigned(mine: Any, its: Any) -> None:
+    state = {k: tensor(*v.shape, seed=40 + i, grad=False) for i, (k, v) in enumerate(mine.state_dict().items())}
+    for model in (mine, its):
+        model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+
+
+def data_swapped(mine: Any, its: Any) -> None:
+    for model in (mine, its):
+        model[1].weight.data = tensor(4, 5, seed=31, grad=False)
+        with torch.no_grad():
+            model[3].bias.mul_(-2)
+
+
+def absent(mine: Any, its: Any) -> None:
+    for model in (mine, its):
+        model[1].bias = None
+        model[0].weight = None
+        model[0].bias = None
+
+
+def given(mine: Any, its: Any) -> None:
+    for model in (mine, its):
+        model[5].bias = nn.Parameter(tensor(5, seed=31, grad=False))
+
+
+def registered(mine: Any, its: Any) -> None:
+    for model in (mine, its):
+        model[5].register_parameter("bias", nn.Parameter(tensor(5, seed=31, grad=False)))
+
+
+def deleted(mine: Any, its: Any) -> None:
+    for model in (mine, its):
+        del model[1].bias
+        model[1].register_parameter("bias", None)
+
+
+def swapped(mine: Any, its: Any) -> None:
+    for model in (mine, its):
+        torch.utils.swap_tensors(model[1].weight, nn.Parameter(tensor(4, 5, seed=31, grad=False)))
+
+
+@pytest.mark.parametrize("change", [replaced, assigned, data_swapped, absent, given, registered, deleted, swapped])
+def test_a_parameter_changed_after_the_first_call_is_the_one_used_and_trained(change: Callable[..., None]) -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    both(mine, its, x)
+    # A tensor with a weak reference cannot be swapped.
+    old = [] if change is swapped else [weakref.ref(p) for p in mine.parameters()]
+    change(mine, its)
+    assert [n for n, _ in mine.named_parameters()] == [n for n, _ in its.named_parameters()]
+    both(mine, its, x)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, its)]
+    for model, optimizer in zip((mine, its), optimizers, strict=True):
+        model(x).square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizers, optimizer, model
+    both(mine, its, x)
+    gc.collect()
+    kept = {id(p) for p in mine.parameters()}
+    assert all(r() is None or id(r()) in kept for r in old), "a replaced parameter is kept alive"
+
+
+def test_one_parameter_in_another_dtype_promotes_as_torch_does() -> None:
+    mine = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR))
+    x = tensor(7, 5)
+    mine(x)
+    mine[0].bias = nn.Parameter(mine[0].bias.detach().double())
+    y = mine(x)
+    assert y.dtype is torch.float64
+    expected = torch.relu(F.linear(x, mine[0].weight) + mine[0].bias)
+    torch.testing.assert_close(y, expected)
+    dy = tensor(7, 4, seed=9, grad=False, dtype=torch.float64)
+    wanted = [x, mine[0].weight, mine[0].bias]
+    for got, g in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
+        torch.testing.assert_close(got, g)
+        assert got.dtype == g.dtype
+
+
+def test_freezing_and_thawing_between_steps_is_seen() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    for frozen in ([], ["1.weight"], ["1.weight", "1.bias", "0.weight"], ["3.bias"], []):
+        for model in (mine, its):
+            for name, p in model.named_parameters():
+                p.requires_grad_(name not in frozen)
+        both(mine, its, x)
+        mine(x).sum().backward()
+        assert all((p.grad is None) == (n in frozen) for n, p in mine.named_parameters())
+        mine.zero_grad()
+
+
+def test_an_optimizer_in_a_hook_steps_between_the_passes_safely() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    for model in (mine, its):
+        made = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+
+        def step(p: Tensor, made: Any = made) -> None:
+            made[p].step()
+            made[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        for model in (mine, its):
+            model(x).square().mean().backward()
+    for a, b in zip(mine.parameters(), its.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_parameter_written_between_forward_and_backward_is_an_error_and_not_a_wrong_gradient() -> None:
+    mine, _ = pair()
+    y = mine(tensor(7, 5))
+    with torch.no_grad():
+        mine[5].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# Tied and repeated.
+
+
+def test_tied_weights_get_the_sum_of_both_gradients() -> None:
+    def tie(model: Any) -> Any:
+        model[2].weight = model[0].weight
+        model[2].bias = model[0].bias
+        return model
+
+    mine = tie(randomized(sf.Sequential(ops.Linear(5, 5), ops.ReLU(), ops.Linear(5, 5), ops.GELU(), fusions=RULES)))
+    its = tie(nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.GELU()))
+    assert len(list(mine.parameters())) == 2
+    assert_like_torch(mine, its, tensor(7, 5))
+
+
+def test_weights_tied_after_the_first_call_and_untied_again() -> None:
+    mine = randomized(sf.Sequential(ops.Linear(5, 5), ops.ReLU(), ops.Linear(5, 5), fusions=RULES))
+    its = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
+    its.load_state_dict(mine.state_dict())
+    x = tensor(7, 5)
+    both(mine, its, x)
+    for model in (mine, its):
+        model[2].weight = model[0].weight
+    both(mine, its, x)
+    for model in (mine, its):
+        model[2].weight = nn.Parameter(model[2].weight.detach().clone())
+    both(mine, its, x)
+
+
+@pytest.mark.parametrize("distance", [0, 20], ids=["one_segment", "several_segments"])
+def test_one_operation_standing_twice_sums_its_gradients(distance: int) -> None:
+    shared, act = randomized(ops.Linear(5, 5)), ops.ReLU()
+    mine = sf.Sequential(shared, act, *(ops.Tanh() for _ in range(distance)), shared, act, fusions=RULES)
+    twin, twin_act = nn.Linear(5, 5), nn.ReLU()
+    its = nn.Sequential(twin, twin_act, *(nn.Tanh() for _ in range(distance)), twin, twin_act)
+    assert (len(mine.plan(tensor(7, 5)).segments) == 1) == (not distance)
+    assert_like_torch(mine, its, tensor(7, 5))
+
+
+def test_paths_name_every_occurrence_of_a_repeated_operation() -> None:
+    shared = ops.Linear(5, 5)
+    assert sf.Sequential(shared, ops.ReLU(), shared).plan().paths == ("0", "0.bias", "1", "2", "2.bias")
+
+
+def test_one_operation_in_two_lists_serves_both() -> None:
+    shared = randomized(ops.Linear(5, 5))
+    one, two = sf.Sequential(shared, ops.ReLU(), fusions=RULES), sf.Sequential(ops.Tanh(), shared, fusions=())
+    x = tensor(7, 5)
+    got = outcome(lambda x: (one(x), two(x)), {"x": x, **dict(shared.named_parameters())}, x)
+    twin = nn.Linear(5, 5)
+    twin.load_state_dict(shared.state_dict())
+    z = x.detach().clone().requires_grad_()
+    expected = outcome(
+        lambda z: (torch.relu(twin(z)), twin(torch.tanh(z))), {"x": z, **dict(twin.named_parameters())}, z
+    )
+    close(got, expected)
+
+
+def test_nested_lists_shared_by_two_lists_see_each_mutation() -> None:
+    shared = randomized(sf.Sequential(ops.Linear(5, 5)))
+    one, two = sf.Sequential(shared, fusions=PAIR), sf.Sequential(ops.Tanh(), shared, fusions=PAIR)
+    x = tensor(7, 5)
+    one(x), two(x)
+    shared.append(ops.ReLU())
+    torch.testing.assert_close(one(x), torch.relu(shared[0](x)))
+    torch.testing.assert_close(two(x), torch.relu(shared[0](torch.tanh(x))))
+
+
+# Copies.
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch_save": lambda m: torch.load(_saved(m), weights_only=False),
+}
+
+
+def _saved(model: nn.Module) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return stream
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
+@pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES.keys())
+def test_copies_are_equal_and_independent(duplicate: Callable[[Any], Any], called: bool) -> None:
+    mine, _ = pair()
+    mine.append(ops.Residual(ops.Linear(5, 5), ops.Dropout(0.5)))
+    mine.eval()
+    x = tensor(7, 5)
+    if called:
+        mine(x).sum().backward()
+        mine.plan(x)
+        mine.zero_grad()
+    twin = duplicate(mine)
+    assert type(twin) is sf.Sequential
+    assert twin.fusions == mine.fusions
+    assert not twin.training
+    expected = run(mine, x)
+    assert_exact(run(twin, x), expected)
+    assert not {p.data_ptr() for p in twin.parameters()} & {p.data_ptr() for p in mine.parameters()}
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert_exact(run(mine, x), expected)
+    twin(x).sum().backward()
+    assert all(p.grad is None for p in mine.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+    twin.append(ops.Tanh())
+    assert len(mine) == len(twin) - 1
+    assert fused_names(twin.plan(x)) == fused_names(mine.plan(x))
+
+
+def test_a_copied_linear_reads_its_own_bias() -> None:
+    for duplicate in COPIES.values():
+        linear = randomized(ops.Linear(5, 4))
+        x = tensor(7, 5)
+        linear(x)
+        twin = duplicate(linear)
+        with torch.no_grad():
+            twin.bias.add_(3)
+        torch.testing.assert_close(twin(x), linear(x) + 3)
+        twin(x).sum().backward()
+        assert linear.bias.grad is None
+        assert twin.bias.grad is not None
+
+
+def test_a_shallow_copy_shares_parameters() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    twin = copy.copy(mine)
+    assert torch.equal(twin(x), mine(x))
+    assert [id(p) for p in twin.parameters()] == [id(p) for p in mine.parameters()]
+
+
+# Passed by a call.
+
+
+def test_functional_call_uses_and_differentiates_what_it_is_given() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    before = run(mine, x)
+    given = {k: tensor(*v.shape, seed=60 + i) for i, (k, v) in enumerate(mine.named_parameters())}
+
+    def call(model: nn.Module) -> dict[str, Tensor | None]:
+        return outcome(lambda: functional_call(model, given, (x,)), {"x": x, **given})
+
+    close(call(mine), call(its))
+    assert all(p.grad is None for p in mine.parameters())
+    assert_exact(run(mine, x), before)
+    with sf.fusing(False):
+        unfused = call(mine)
+    close(call(mine), unfused)
+
+
+def test_functional_call_with_some_of_the_parameters_as_functions_of_others() -> None:
+    mine, its = pair()
+    x, small = tensor(7, 5), tensor(4, seed=70)
+
+    def call(model: nn.Module) -> dict[str, Tensor | None]:
+        own = dict(model.named_parameters())
+
+        def called() -> Tensor:
+            some = {"1.bias": torch.tanh(small), "1.weight": small[:, None] * own["1.weight"]}
+            return functional_call(model, some, x)
+
+        return outcome(called, {"x": x, "small": small, **own})
+
+    close(call(mine), call(its))
+
+
+def test_functional_call_still_fuses() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    ran: list[int] = []
+
+    class Seen(PAIR[0]):  # type: ignore[misc, valid-type]
+        def fwd(self, x: Tensor) -> Any:
+            ran.append(1)
+            return super().fwd(x)
+
+    mine.fusions = (Seen,)
+    functional_call(mine, dict(mine.named_parameters()), (x,))
+    assert ran == [1]
+
+
+def squares(model: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    return lambda p, x: functional_call(model, p, (x,)).square().mean()
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
+    "grad": lambda m, p, x: grad(squares(m), argnums=(0, 1))(p, x),
+    "per_sample": lambda m, p, x: vmap(grad(squares(m)), in_dims=(None, 0))(p, x),
+    "jvp": lambda m, p, x: jvp(lambda x: functional_call(m, p, (x,)), (x,), (torch.cos(x),)),
+    "jvp_of_parameters": lambda m, p, x: jvp(
+        lambda p: functional_call(m, p, (x,)), (p,), ({k: v.cos() for k, v in p.items()},)
+    ),
+    "vjp": lambda m, p, x: vjp(squares(m), p, x)[1](torch.tensor(-1.5)),
+    "jacrev": lambda m, p, x: jacrev(lambda x: functional_call(m, p, (x,)))(x),
+    "hessian": lambda m, p, x: hessian(lambda x: squares(m)(p, x))(x[:2]),
+    "vmap": lambda m, p, x: vmap(lambda x: functional_call(m, p, (x,)))(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_function_transforms_give_what_they_give_for_torch(transform: Callable[..., Any]) -> None:
+    mine, its = pair()
+    p = {k: v.detach().double() for k, v in mine.named_parameters()}
+    x = tensor(7, 5, grad=False, dtype=torch.float64)
+    mine(tensor(7, 5))
+    torch.testing.assert_close(transform(mine, p, x), transform(its, p, x))
+    both(mine, its, tensor(7, 5))
+
+
+def test_an_ensemble_runs_under_vmap() -> None:
+    models = [randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR), 80 + i) for i in range(3)]
+    parameters, buffers = stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+    x = tensor(7, 5, grad=False)
+    y = vmap(lambda p, b: functional_call(base, (p, b), (x,)))(parameters, buffers)
+    torch.testing.assert_close(y, torch.stack([m(x) for m in models]))
+
+
+def test_forward_mode_outside_a_transform_works() -> None:
+    mine, its = pair()
+    x = tensor(7, 5, grad=False)
+    tangents = []
+    for model in (mine, its):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.sin(x))
+            tangents.append(torch.autograd.forward_ad.unpack_dual(model(dual)).tangent)
+    torch.testing.assert_close(*tangents)
+
+
+def test_dropout_under_vmap_draws_for_every_sample_or_once() -> None:
+    mine = sf.Sequential(ops.Scale(1.0), ops.Dropout(0.5))
+    x = torch.ones(6, 3, 40)
+    different = vmap(mine, randomness="different")(x)
+    same = vmap(mine, randomness="same")(x)
+    for y in (different, same):
+        assert set(y.unique().tolist()) == {0.0, 2.0}
+    assert not torch.equal(different[0], different[1])
+    assert torch.equal(same[0], same[1])
+    with pytest.raises(RuntimeError, match="random"):
+        vmap(mine)(x)
+
+
+def test_hooked_models_work_under_transforms() -> None:
+    mine, its = pair()
+    p = {k: v.detach() for k, v in mine.named_parameters()}
+    seen: list[int] = []
+    mine[2].register_forward_hook(lambda *_: seen.append(1))
+    x = tensor(7, 5, grad=False)
+    torch.testing.assert_close(grad(squares(mine))(p, x), grad(squares(its))(p, x))
+    assert seen == [1]
+
+
+# Parametrized.
+
+
+class Doubled(nn.Module):
+    def forward(self, w: Tensor) -> Tensor:
+        return 2 * w + w.square()
+
+
+def twin_parametrized(register: Callable[[nn.Module], Any]) -> tuple[sf.Sequential, nn.Sequential]:
+    mine, its = pair()
+    for model in (mine, its):
+        torch.manual_seed(3)
+        register(model[1])
+    return mine, its
+
+
+PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "weight": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
+    "bias": lambda m: parametrize.register_parametrization(m, "bias", Doubled()),
+    "both": lambda m: [parametrize.register_parametrization(m, n, Doubled()) for n in ("weight", "bias")],
+    "twice": lambda m: [parametrize.register_parametrization(m, "weight", Doubled()) for _ in range(2)],
+    "spectral_norm": parametrizations.spectral_norm,
+    "weight_norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("register", PARAMETRIZATIONS.values(), ids=PARAMETRIZATIONS.keys())
+def test_parametrized_parameters_train_their_originals(register: Callable[[nn.Module], Any], when: str) -> None:
+    x = tensor(7, 5)
+    if when == "before":
+        mine, its = twin_parametrized(register)
+    else:
+        mine, its = pair()
+        mine(x).sum().backward()
+        mine.zero_grad()
+        for model in (mine, its):
+            torch.manual_seed(3)
+            register(model[1])
+    assert list(mine.state_dict()) == list(its.state_dict())
+    for _ in range(3):
+        both(mine, its, x)
+    for a, b in zip(mine.buffers(), its.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert mine.plan(x).count("BiasReLU") == 1
+    for model in (mine, its):
+        for name in list(model[1].parametrizations):
+            parametrize.remove_parametrizations(model[1], name)
+    both(mine, its, x)
+
+
+def test_a_second_parameter_parametrized_after_a_call_is_seen() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    for name in ("weight", "bias"):
+        for model in (mine, its):
+            parametrize.register_parametrization(model[1], name, Doubled())
+        both(mine, its, x)
+    for name in ("weight", "bias"):
+        for model in (mine, its):
+            parametrize.remove_parametrizations(model[1], name, leave_parametrized=name == "bias")
+        both(mine, its, x)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls += 1
+        return w + torch.randn_like(w)
+
+
+def test_a_parametrization_is_evaluated_once_per_call_and_by_nothing_else() -> None:
+    linear = ops.Linear(5, 5)
+    mine = sf.Sequential(linear, ops.GELU(), linear, ops.Tanh(), fusions=RULES)
+    noisy = Noisy()
+    parametrize.register_parametrization(linear, "weight", noisy)
+    x = tensor(7, 5)
+    for fusing in (True, False, True):
+        noisy.calls = 0
+        with sf.fusing(fusing):
+            y = mine(x)
+            assert noisy.calls == 1
+            y.sum().backward()
+            assert noisy.calls == 1
+    noisy.calls = 0
+    before = torch.get_rng_state()
+    str(mine.plan(x)), mine.plan()
+    assert noisy.calls == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        mine(x)
+    assert noisy.calls == 1
+
+
+def test_a_random_parametrization_uses_one_value_in_both_passes() -> None:
+    linear = randomized(ops.Linear(5, 5))
+    mine = sf.Sequential(linear, ops.Tanh(), linear, fusions=RULES)
+    parametrize.register_parametrization(linear, "weight", Noisy())
+    x = tensor(7, 5, dtype=torch.float64)
+    mine.double()
+    original = linear.parametrizations.weight.original
+    torch.manual_seed(8)
+    got = outcome(mine, {"x": x, "w": original, "b": linear.bias}, x)
+    torch.manual_seed(8)
+    noise = torch.randn_like(original)
+
+    def plain(x: Tensor) -> Tensor:
+        w = original + noise
+        return F.linear(torch.tanh(F.linear(x, w, linear.bias)), w, linear.bias)
+
+    close(got, outcome(plain, {"x": x, "w": original, "b": linear.bias}, x))
+
+
+def test_planning_and_printing_do_not_step_a_spectral_norm() -> None:
+    mine, _ = twin_parametrized(parametrizations.spectral_norm)
+    vectors = list(mine.buffers())
+    with torch.no_grad():
+        for b in vectors:
+            b.normal_()
+    before = [b.clone() for b in vectors]
+    x = tensor(7, 5)
+    str(mine.plan(x)), mine.plan()
+    assert all(torch.equal(a, b) for a, b in zip(vectors, before, strict=True))
+    mine(x)
+    assert not all(torch.equal(a, b) for a, b in zip(vectors, before, strict=True))
+
+
+def test_parametrizations_work_under_function_transforms() -> None:
+    mine, its = twin_parametrized(PARAMETRIZATIONS["both"])
+    p = {k: v.detach() for k, v in mine.named_parameters()}
+    x = tensor(7, 5, grad=False)
+    torch.testing.assert_close(grad(squares(mine))(p, x), grad(squares(its))(p, x))
+
+
+# A tensor that is no parameter in the place of one.
+
+
+def test_pruned_weights_train_their_originals() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    both(mine, its, x)
+    for model in (mine, its):
+        prune.l1_unstructured(model[1], "weight", amount=0.4)
+        prune.random_unstructured(model[3], "bias", amount=2)
+    its.load_state_dict(mine.state_dict())
+    assert "1.weight_orig" in dict(mine.named_parameters())
+    for _ in range(2):
+        both(mine, its, x)
+    for model in (mine, its):
+        prune.remove(model[1], "weight")
+        prune.remove(model[3], "bias")
+    both(mine, its, x)
+    assert mine.plan(x).alone == ()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight_norm", "spectral_norm"])
+def test_norms_by_hook_train_their_originals(norm: Callable[[nn.Module], Any]) -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    mine(x)
+    for model in (mine, its):
+        torch.manual_seed(3)
+        norm(model[1])
+    assert [n for n, _ in mine.named_parameters()] == [n for n, _ in its.named_parameters()]
+    for _ in range(2):
+        both(mine, its, x)
+
+
+def test_a_plain_tensor_in_the_place_of_a_parameter_gets_its_gradient() -> None:
+    mine, its = pair()
+    x, fast = tensor(7, 5), tensor(4, 5, seed=30)
+    both(mine, its, x)
+    for model in (mine, its):
+        del model[1].weight
+        model[1].weight = torch.tanh(fast)
+
+    def call(model: nn.Module) -> dict[str, Tensor | None]:
+        model[1].weight = torch.tanh(fast)
+        return outcome(model, {"x": x, "fast": fast, **dict(model.named_parameters())}, x)
+
+    for _ in range(2):
+        close(call(mine), call(its))
+    plan = mine.plan(x)
+    assert [a.at for a in plan.alone] == [1]
+    assert "tensor" in plan.alone[0].reason
+
+
+def test_a_plain_tensor_that_later_wants_a_gradient_is_seen() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    weight = mine[1].weight.detach().clone()
+    del mine[1].weight
+    mine[1].weight = weight
+    mine(x)
+    weight.requires_grad_()
+    mine(x).sum().backward()
+    assert weight.grad is not None
+
+
+# Nothing is kept.
+
+
+def test_a_dropped_model_and_dropped_activations_are_freed() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    y = mine(x)
+    node = weakref.ref(y.grad_fn)
+    y.sum().backward()
+    del y
+    assert node() is None
+    model, weight = weakref.ref(mine), weakref.ref(mine[1].weight)
+    mine.plan(x)
+    del mine
+    gc.collect()
+    assert model() is None
+    assert weight() is None
+
+
+def test_gradients_are_accumulated_not_replaced() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    for model in (mine, its):
+        for scale in (1.0, -0.5, 3.0):
+            (model(x) * scale).square().sum().backward()
+    for (name, a), b in zip(mine.named_parameters(), its.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        assert a.grad.data_ptr() != a.data_ptr()
+    grads = [p.grad.data_ptr() for p in mine.parameters()]
+    assert len(set(grads)) == len(grads)
+
+
+def test_a_frozen_model_computes_no_gradient_but_that_of_its_input() -> None:
+    mine, _ = pair()
+    mine.requires_grad_(False)
+    y = mine(tensor(7, 5))
+    with Calls() as calls:
+        y.sum().backward()
+    assert calls.count("mm") == 3

@@ -1,0 +1,81 @@
+"""Environment variables are data: parsed once, unknown ones warned about, none names code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import sys, warnings
+sys.path.insert(0, {root!r})
+with warnings.catch_warnings(record=True) as at_import:
+    warnings.simplefilter("always")
+    import seqfuse as sf
+    from seqfuse import ops
+import torch
+from typing import Any
+
+class Fails(sf.ForwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+    def fwd(self, x: torch.Tensor) -> Any:
+        raise ArithmeticError("mine")
+
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Fails,))
+    x = torch.ones(3, 5)
+    print("fused", model.plan(x).count("Fails"))
+    try:
+        model(x), model(x)
+        print("ran")
+    except Exception as error:
+        print(type(error).__name__)
+print("at import", [str(w.message) for w in at_import if "SEQFUSE" in str(w.message)])
+for w in seen:
+    if "SEQFUSE" in str(w.message):
+        print("warning", w.message)
+print("modules", sorted(n for n in sys.modules if n.startswith("evil")))
+"""
+
+
+def run_with(tmp_path: Path, **variables: str) -> list[str]:
+    (tmp_path / "evil.py").write_text("raise SystemExit('imported')\n")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("SEQFUSE_")}
+    environment = {**clean, **variables, "PYTHONPATH": str(tmp_path)}
+    code = CODE.format(root=str(ROOT))
+    path = tmp_path / "main.py"
+    path.write_text(code)
+    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "modules []" in done.stdout
+    return done.stdout.splitlines()
+
+
+def test_variables_switch_fusing_and_what_an_error_does(tmp_path: Path) -> None:
+    lines = run_with(tmp_path, SEQFUSE_FUSING="0", SEQFUSE_ON_ERROR="raise")
+    assert lines == ["fused 0", "ran", "at import []", "modules []"]
+    assert run_with(tmp_path, SEQFUSE_ON_ERROR="raise")[:2] == ["fused 1", "KernelError"]
+
+
+def test_a_misspelled_variable_is_warned_about_once_with_what_was_meant(tmp_path: Path) -> None:
+    lines = run_with(
+        tmp_path,
+        SEQFUSE_FSUING="0",
+        SEQFUSE_ON_EROR="raise",
+        SEQFUSE_PLUGIN="evil:fusions",
+        SEQFUSE_FUSING="evil:Class",
+    )
+    # What is unknown or does not parse changes nothing.
+    assert lines[:2] == ["fused 1", "ran"]
+    assert "at import []" in lines
+    warned = [line for line in lines if line.startswith("warning")]
+    assert len(warned) == 4
+    text = "\n".join(warned)
+    assert "SEQFUSE_FSUING; did you mean SEQFUSE_FUSING?" in text
+    assert "SEQFUSE_ON_EROR; did you mean SEQFUSE_ON_ERROR?" in text
+    assert "unknown environment variable SEQFUSE_PLUGIN" in text
+    assert "SEQFUSE_FUSING='evil:Class' is none of 0, 1; ignored" in text

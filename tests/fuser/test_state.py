@@ -1,0 +1,216 @@
+"""State dictionaries hold parameters and nothing else, travel both ways, and loading one runs no code."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import PAIR, fused_names, randomized, run, tensor
+
+PACKAGE = Path(sf.__file__).parent
+
+
+def block(kit: Any, residual: Any) -> list[nn.Module]:
+    return [
+        kit.LayerNorm(5), kit.Linear(5, 4), kit.ReLU(),
+        residual(kit.RMSNorm(4), kit.Linear(4, 4, bias=False), kit.Tanh()), kit.Linear(4, 3),
+    ]  # fmt: skip
+
+
+class PlainResidual(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return input + super().forward(input)
+
+
+def pair() -> tuple[sf.Sequential, nn.Sequential]:
+    mine = randomized(sf.Sequential(*block(ops, ops.Residual), fusions=PAIR))
+    its = nn.Sequential(*block(nn, PlainResidual))
+    return mine, its
+
+
+def same(mine: nn.Module, its: nn.Module) -> None:
+    x = tensor(7, 5)
+    got, expected = run(mine, x), run(its, x.detach().requires_grad_())
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_states_travel_both_ways_whether_fused_or_not() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    assert fused_names(mine.plan(x))[0] == ["BiasReLU"]
+    mine(x).sum().backward()
+    assert its.load_state_dict(mine.state_dict(), strict=True) == ([], [])
+    same(mine, its)
+    fresh, _ = pair()
+    with sf.fusing(False):
+        assert fresh.load_state_dict(its.state_dict(), strict=True) == ([], [])
+    same(fresh, its)
+
+
+def test_a_state_is_saved_without_pickled_code() -> None:
+    mine, its = pair()
+    mine(tensor(7, 5))
+    stream = io.BytesIO()
+    torch.save(mine.state_dict(), stream)
+    stream.seek(0)
+    its.load_state_dict(torch.load(stream, weights_only=True), strict=True)
+    same(mine, its)
+
+
+def test_safetensors_round_trip(tmp_path: Path) -> None:
+    mine, its = pair()
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_model(mine, str(path))
+    missing, unexpected = safetensors.torch.load_model(its, str(path))
+    assert (list(missing), list(unexpected)) == ([], [])
+    same(mine, its)
+    assert set(safetensors.torch.load_file(path)) == set(its.state_dict())
+    safetensors.torch.save_model(its, str(path))
+    other, _ = pair()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    safetensors.torch.load_model(other, str(path))
+    same(other, its)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+def test_distributed_checkpoint_round_trip(tmp_path: Path) -> None:
+    mine, its = pair()
+    dcp.save({"model": mine.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"model": its.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    its.load_state_dict(state["model"], strict=True)
+    same(mine, its)
+
+
+def test_a_state_taken_before_training_is_not_changed_by_it_once_copied() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    before = copy.deepcopy(mine.state_dict())
+    y = mine(x).detach().clone()
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+    mine(x).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(mine(x), y)
+    mine.load_state_dict(before)
+    assert torch.equal(mine(x), y)
+
+
+def test_nothing_but_parameters_is_in_any_state() -> None:
+    made = [getattr(ops, name) for name in ops.__all__]
+    arguments: dict[str, tuple[Any, ...]] = {
+        "Linear": (5, 4), "Bias": (5,), "LayerNorm": (5,), "RMSNorm": (5,), "Scale": (2.0,), "Reshape": (5, 1),
+    }  # fmt: skip
+    for cls in made:
+        operation = cls(*arguments.get(cls.__name__, ()))
+        assert list(operation.state_dict()) == [n for n, _ in operation.named_parameters()], cls
+        assert list(operation.buffers()) == []
+        assert cls.get_extra_state is nn.Module.get_extra_state
+
+
+def test_extra_state_of_another_library_is_ignored_with_a_warning_and_never_unpickled(tmp_path: Path) -> None:
+    mine, its = pair()
+    marker = tmp_path / "ran"
+
+    class Malicious:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(marker),)
+
+    blob = torch.frombuffer(bytearray(pickle.dumps(Malicious())), dtype=torch.uint8)
+    state = OrderedDict({**randomized(its, 70).state_dict(), "1._extra_state": blob, "3.1._extra_state": blob})
+    with pytest.warns(UserWarning, match=r"1\._extra_state"):
+        assert mine.load_state_dict(state, strict=True) == ([], [])
+    assert "1._extra_state" in state
+    assert not marker.exists()
+    same(mine, its)
+
+
+def test_a_malicious_checkpoint_runs_no_code(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+
+    class Malicious:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(marker),)
+
+    path = tmp_path / "model.pt"
+    torch.save({"0.weight": Malicious()}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path)
+    assert not marker.exists()
+
+
+def test_the_package_neither_unpickles_nor_loads_with_code() -> None:
+    found: list[str] = []
+    for source in sorted(PACKAGE.rglob("*.py")):
+        if source.parent.name == "testing":  # the kit pickles what it was given and reads that back
+            continue
+        for node in ast.walk(ast.parse(source.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = getattr(node, "module", None) or ""
+            if {"pickle", "shelve", "marshal", "dill", "cloudpickle"} & {*names, module}:
+                found.append(f"{source.name}:{node.lineno}: {ast.unparse(node)}")
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                keywords = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                if called in ("torch.load", "pickle.loads", "pickle.load") and keywords.get("weights_only") != "True":
+                    found.append(f"{source.name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+def test_no_operation_touches_an_autograd_context_or_a_private_buffer() -> None:
+    for source in sorted((PACKAGE / "ops").glob("*.py")):
+        names = {n.id for n in ast.walk(ast.parse(source.read_text())) if isinstance(n, ast.Name)}
+        assert "ctx" not in names, source.name
+
+
+def test_a_state_with_tied_weights_names_them_as_torch_does() -> None:
+    mine, its = pair()
+    for model in (mine, its):
+        model.append(type(model[4])(3, 3))
+        model.append(type(model[4])(3, 3))
+        model[6].weight = model[5].weight
+    assert list(mine.state_dict()) == list(its.state_dict())
+    assert [n for n, _ in mine.named_parameters()] == [n for n, _ in its.named_parameters()]
+    its.load_state_dict(mine.state_dict())
+    same(mine, its)
+
+
+def test_states_of_nested_lists_have_the_prefixes_of_torch() -> None:
+    mine = sf.Sequential(sf.Sequential(sf.Sequential(ops.Linear(5, 4))), ops.Residual(ops.Residual(ops.Bias(4))))
+    assert list(mine.state_dict()) == ["0.0.0.weight", "0.0.0.bias", "1.0.0.bias"]
+    holder = nn.ModuleDict({"net": mine})
+    assert list(holder.state_dict())[0] == "net.0.0.0.weight"  # noqa: RUF015
+
+
+def test_loading_into_another_dtype_keeps_the_models() -> None:
+    mine, its = pair()
+    randomized(its, 70)
+    mine.bfloat16().load_state_dict(its.state_dict())
+    assert all(p.dtype is torch.bfloat16 for p in mine.parameters())
+    assert torch.equal(mine[1].weight, its[1].weight.bfloat16())
+
+
+def test_a_loaded_state_is_used_at_the_next_call() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    mine(x), mine.plan(x)
+    for seed in (70, 80, 90):
+        mine.load_state_dict(randomized(its, seed).state_dict())
+        same(mine, its)
