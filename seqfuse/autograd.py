@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ class Seqfuse(torch.autograd.Function):
             with _own_casts():
                 y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
         ctx.save_for_backward(*keep)
-        ctx.segment = segment
+        ctx.segment, ctx.together = segment, _together(segment.signature) if keep else None
         ctx.set_materialize_grads(False)
         if not segment.outputs:
             return y
@@ -114,11 +116,26 @@ def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
             raise _replanned() from error
         raise
     else:
-        if _local.ran and segment.signature not in _local.ran:
+        if _local.ran and Counter(ctx.together or [segment.signature]) - Counter(_local.ran):
             raise _replanned()
         return tensors
     finally:
         _local.ran = outer
+
+
+# Saved-tensor hooks are made once per checkpointed call: what ran under one pair is recomputed together.
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+_runs: WeakKeyDictionary[Any, list[tuple[Any, ...]]] = WeakKeyDictionary()
+
+
+def _together(signature: tuple[Any, ...]) -> list[tuple[Any, ...]] | None:
+    """Signatures of the segments that ran under the saved-tensor hooks of now, this one the last; `None` without any."""
+    hooks = _top_hooks(False)
+    if hooks is None:
+        return None
+    ran = _runs.setdefault(hooks[1], [])
+    ran.append(signature)
+    return ran
 
 
 def _replanned() -> StateError:

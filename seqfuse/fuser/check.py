@@ -50,7 +50,7 @@ def check_forward(
     if not isinstance(fusion, InferenceFusion | JointFusion):
         unknown = sorted(set(saved) - {slot.name for slot in fusion.slots})
         if unknown:
-            raise _wrong(fusion, step, f"it saved a record for {unknown[0]!r}, which is no slot of it")
+            raise _wrong(fusion, step, f"it saved records for unknown slots: {', '.join(map(repr, unknown))}")
         found = dict(records_of(fusion, saved))
         for place, own in records.items():
             record = found.pop(place, None)
@@ -174,6 +174,10 @@ def _config(operation: UnfusedOperation) -> Any:
     return type(operation), plain, tuple((n, p.shape, p.dtype) for n, p in shapes)
 
 
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, out: Any) -> bool:
     """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again.
 
@@ -213,9 +217,10 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, out: Any) 
     if not isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:
         raise wrong("bwd returned no gradient of x, which is wanted")
     if isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:
-        own = binder.entering[step.covers.start]
-        same = binder.dtypes is not None or not binder.keeps_dtype or dx.dtype == own.dtype
-        if dx.shape[-1:] != own.shape[-1:] or dx.device != own.device or not same:
+        own, leaving = binder.entering[step.covers.start], binder.entering[step.covers.stop]
+        dims = slice(None) if d.shape == leaving.shape else slice(-1, None)
+        same = binder.dtypes is not None or dx.dtype == own.dtype or dx.dtype == binder.dtype_at(step.covers.start)
+        if dx.shape[dims] != own.shape[dims] or dx.device != own.device or not same:
             raise wrong(f"the gradient of x should be like {_describe(own)}, not {_describe(dx)}")
     seen: list[tuple[Any, str]] = []
     for name in sorted(wanted):
@@ -232,7 +237,7 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, out: Any) 
             others = [(d, "the incoming gradient"), (dx, "the gradient of x"), *seen]
             others.append((owner._parameters.get(attribute), "its parameter"))
             for other, what in others:
-                if isinstance(other, Tensor) and g.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
+                if isinstance(other, Tensor) and _same_storage(g, other):
                     raise wrong(f"gradient {name!r} shares its memory with {what}; return a tensor of its own")
             seen.append((g, f"gradient {name!r}"))
     return True

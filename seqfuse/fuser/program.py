@@ -34,13 +34,13 @@ class Binder:
         on_error: str,
         parameters: Mapping[tuple[int, str], Like],
         entering: Mapping[int, Like],
+        dtype_at: Callable[[int], torch.dtype | None],
         clearer: Callable[[range, BaseException, Any], BaseException],
     ) -> None:
         self.items, self.wants, self.env, self.random = items, wants, env, random
         self.dtypes, self.can_fall_back, self.clearer = dtypes, on_error == "fallback", clearer
         self.parameters, self.entering = parameters, entering
-        # Our operations hand on the dtype they get; what others do is not known.
-        self.keeps_dtype = all(type(items[p].operation).__module__.startswith("seqfuse.") for p in entering)
+        self.dtype_at = dtype_at
 
     def segments(self, plan: Plan) -> list[Segment]:
         """The segments of a plan, ready to run."""
@@ -199,8 +199,11 @@ class Binder:
         for place, position in self._places(operation, a):
             slot = self._record_place(operation, place)
             one = saved[slot] if isinstance(slot, str) else saved[slot[0]][slot[1]]
+            own = self.items[position].operation.Saved  # type: ignore[union-attr]
+            if type(one) is not own:
+                raise TypeError(f"slot {place!r} needs a {own.__qualname__}, not a {type(one).__qualname__}")
             tensors: list[Tensor] = []
-            pack, unpack = packing(type(one), type(one).kept(self.wants.needs[position] or frozenset({"x"})))
+            pack, unpack = packing(own, own.kept(self.wants.needs[position] or frozenset({"x"})))
             tokens = pack(one, {}, tensors)
             packed[position] = functools.partial(_unpack_own, unpack, tuple(tensors)), tokens
         return packed

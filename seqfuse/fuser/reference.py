@@ -74,7 +74,11 @@ def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mappi
 def run_alone(item: Item, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     """Call a module through its own `__call__`, with the channels it reads and makes."""
     if not item.inputs and not item.outputs:
-        return item.operation(x)
+        y = item.operation(x)
+        if not isinstance(y, Tensor):
+            message = f"it must return a tensor, not {type(y).__name__}"
+            raise InputError(message, code="SF105", operation=item.name, hint=f"in {item.path!r}")
+        return y
     operation = item.operation
     out = operation(x, **{call_name(operation, name): channels[channel] for name, channel in item.inputs})
     if not item.outputs:

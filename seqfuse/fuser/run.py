@@ -170,7 +170,20 @@ class Fuser:
         named = zip(region.slots, parameters, strict=True)
         likes = {(id(owner), name): Like(p.shape, p.dtype, p.device) for (owner, name), p in named}
         shapes = validate(listing, region, x.shape)
-        entering = {region.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes[:-1])}
+        entering = {region.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes)}
+        channel_likes = {c: Like(t.shape, t.dtype, t.device) for c in region.channels for t in [channels[c]]}
+
+        @functools.cache
+        def dtypes_now() -> list[torch.dtype | None]:
+            blank = {
+                c: torch.empty(like.shape, dtype=like.dtype, device=like.device) for c, like in channel_likes.items()
+            }
+            one = entering[region.start]
+            return dtypes_of(listing, region, torch.empty(one.shape, dtype=one.dtype, device=one.device), blank)
+
+        def dtype_at(position: int) -> torch.dtype | None:
+            return dtypes_now()[position]
+
         binder = Binder(
             listing.items,
             wants,
@@ -180,6 +193,7 @@ class Fuser:
             fusing.on_error,
             likes,
             entering,
+            dtype_at,
             functools.partial(clearer, listing),
         )
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}

@@ -262,7 +262,11 @@ class Segment:
             hint = "define unfused(saved) -> {slot: Saved} to let it fall back"
             raise KernelError(message, code="SF401", operation=back.name, position=back.start, hint=hint) from error
         unpack, tokens = packed[~back.start]
-        return back.recover(unpack(tokens, tensors))
+        try:
+            return back.recover(unpack(tokens, tensors))
+        except Exception as second:
+            message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"
+            raise KernelError(message, code="SF401", operation=back.name, position=back.start) from error
 
 
 # Records are packed under their position, a joint fusion's under `~position`, and what zeros for the gradient of an

@@ -33,6 +33,9 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
     """
     new: dict[str, Tensor] = {}
     used: set[str] = set()
+    for old, to in names.items():
+        if to.count("*") > old.count("*"):
+            raise InputError(f"{to!r} has more stars than {old!r} carries over", code="SF104")
     ranked = sorted(names, key=lambda old: old.count("."), reverse=True)
     for key, value in state.items():
         renamed = key

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -94,7 +93,10 @@ def render(plan: Plan) -> str:
 
 
 def _label(name: str, path: str) -> str:
-    text = f"{name} {path}".rstrip()
+    return _printable(f"{name} {path}".rstrip())
+
+
+def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -126,6 +128,7 @@ def _plural(n: int, word: str) -> str:
 
 
 def _cut(text: str, width: int) -> str:
+    text = _printable(text)
     return _take(text, width) if _width(text) <= width else _take(text, width - 2) + ".."
 
 
@@ -153,7 +156,17 @@ def _take(text: str, width: int) -> str:
 
 
 def _wrap(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=True) or [""]
+    lines, line = list[str](), ""
+    for word in _printable(text).split():
+        while word:
+            lead = line + " " if line.strip() else line
+            fits = _take(word, WIDTH - _width(lead))
+            if fits == word or (not line.strip() and fits):
+                line, word = lead + fits, word[len(fits) :]
+            else:
+                lines.append(line)
+                line = indent
+    return [*lines, line]
 
 
 def _number(value: float, step: float = 1000.0) -> str:

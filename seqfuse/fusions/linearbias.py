@@ -47,6 +47,8 @@ class LinearBiasBackward(BackwardFusion):
     linear: Linear
     bias: Bias
 
+    layout = "any"
+
     def saves(self, env: Env) -> Savings:
         return Savings(launches=1 if env.device == "cpu" else 0)
 

@@ -79,12 +79,14 @@ class Linear(sf.UnfusedOperation):
         return F.linear(x, weight), self.Saved(x=x, weight=weight)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        flat = dy.ndim == 2
+        flat, conjugate = dy.ndim == 2, dy.is_complex()
         dx = dweight = None
         if "x" in needs:
-            dx = dy.mm(saved.weight) if flat else dy.matmul(saved.weight)
+            weight = saved.weight.conj() if conjugate else saved.weight
+            dx = dy.mm(weight) if flat else dy.matmul(weight)
         if "weight" in needs:
-            dweight = dy.t().mm(saved.x) if flat else _rows(dy).t().mm(_rows(saved.x))
+            x = saved.x.conj() if conjugate else saved.x
+            dweight = dy.t().mm(x) if flat else _rows(dy).t().mm(_rows(x))
         return dx, {"weight": dweight}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ def check_fusion(
     forward, a joint one with itself, and every forward where nothing wants a gradient. Output, extra outputs, and the
     gradients of x, of extra inputs and of each parameter all count.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of the largest numbers, that none is lost; more,
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more,
       odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients; every subset of frozen
       parameters and inputs.
     * records of a forward fusion, field by field: the class, the very parameter, plain data, and by the rule shapes,

@@ -14,7 +14,7 @@ from ..errors import StateError
 from ..fuser.plan import Wants
 from ..operation import Pointwise, UnfusedOperation
 from ..saved import Saved, packing
-from .cases import Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
+from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
 from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
 from .numerics import assert_fused_close
 from .observe import Observer, Pass
@@ -33,7 +33,7 @@ def check_op(
     `assert_fused_close`: output, every extra output, and the gradient of x, of every extra input and every parameter.
     Members of an `expand()` are checked with it.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of the largest numbers, that none is lost; more,
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more,
       odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients. Shapes that `infer` or the
       reference refuses are left out.
     * every subset of wanted gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
@@ -122,7 +122,7 @@ def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
         return fused.tree, unfused.tree, wide.tree
 
     with saying(f"{name}, {case}"):
-        if case.regime == "extremes":
+        if case.regime == HUGE:
             assert_stays_finite(*measure(specimen.seed))
         else:
             judge(measure, specimen.seed)

@@ -16,7 +16,7 @@ from ..fuser.items import Item
 from ..fuser.plan import Plan, Step
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
 from ..saved import Saved
-from .cases import Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
+from .cases import HUGE, Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
 from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
 from .observe import Observer, Pass
 from .records import compared
@@ -92,7 +92,7 @@ class Probe:
         chosen = list(dict.fromkeys(chosen))
         for case in chosen:
             with saying(f"{where}: {self.combination}, {case}"):
-                if case.regime == "extremes":
+                if case.regime == HUGE:
                     assert_stays_finite(*self._measure(case, self.seed))
                 else:
                     judge(functools.partial(self._measure, case), self.seed)
