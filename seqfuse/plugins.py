@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 from collections.abc import Iterable
+from typing import Any
 
 from .errors import PluginError
 from .fusion import FusedOperation
@@ -51,10 +52,10 @@ def load(name: str) -> tuple[type[FusedOperation], ...]:
         raise PluginError(f"several distributions offer {name!r}: {owners}", code="SF304")
     plugin = _describe(points[0])
     try:
-        offered = points[0].load()
-    except Exception as error:
+        offered: Any = points[0].load()
+        fusions: tuple[Any, ...] = tuple(offered) if isinstance(offered, Iterable) else (offered,)
+    except (Exception, SystemExit) as error:
         raise PluginError(f"plug-in {plugin} raised {type(error).__name__}: {error}", code="SF304") from error
-    fusions = tuple(offered) if isinstance(offered, Iterable) else (offered,)
     for fusion in fusions:
         if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation) and not fusion.is_contract):
             raise PluginError(f"plug-in {plugin} offers {fusion!r}, which is not a fusion class", code="SF304")
@@ -66,6 +67,6 @@ def _points() -> list[importlib.metadata.EntryPoint]:
 
 
 def _describe(point: importlib.metadata.EntryPoint) -> Plugin:
-    distribution = point.dist
-    name, version = (distribution.name, distribution.version) if distribution else ("?", "?")
-    return Plugin(point.name, name, version, point.value)
+    # A half-removed distribution has no metadata, and must not hide the others.
+    metadata: Any = getattr(point.dist, "metadata", None) or {}
+    return Plugin(point.name, str(metadata.get("Name") or "?"), str(metadata.get("Version") or "?"), point.value)

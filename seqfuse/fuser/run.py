@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -34,6 +35,16 @@ _signature_of = operator.attrgetter("requires_grad", "dtype", "__class__")
 _PLAIN = (Tensor, nn.Parameter)
 _one_at_a_time = threading.RLock()
 _planning = threading.RLock()
+
+
+def _fresh_locks() -> None:
+    global _one_at_a_time, _planning
+    _one_at_a_time, _planning = threading.RLock(), threading.RLock()
+
+
+# A forked child would wait for a thread it does not have; what the locks protect is swapped whole, so it is sound.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_fresh_locks)
 
 
 class Fuser:

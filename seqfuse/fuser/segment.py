@@ -113,7 +113,9 @@ class Segment:
                 x = y
         except Exception as error:
             self._may_fall_back(call, error, x)
+            assert call.unfused is not None
             x = self._run(call.unfused(), x, channels, seeds, keep)
+            self._warn(call, error)
             rest = calls[calls.index(call) + 1 :]
             return self._run(rest, x, channels, seeds, keep) if rest else x
         return x
@@ -144,7 +146,7 @@ class Segment:
         return out[0], out[-1]
 
     def _may_fall_back(self, step: Call | Back, error: Exception, tensor: Any) -> None:
-        """Warn and return if the unfused operations may run in place of a failed fusion; else raise."""
+        """Return if the unfused operations may run in place of a failed fusion; else raise."""
         clear = self.clearer(range(step.start, step.stop), error, tensor)
         if clear is not error:
             raise clear from error
@@ -164,8 +166,11 @@ class Segment:
             raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error
         if not self.can_fall_back or torch.compiler.is_compiling() or _capturing(self.device):
             raise KernelError(f"{type(error).__name__}: {error}", code="SF401", **where) from error
+
+    def _warn(self, step: Call | Back, error: Exception) -> None:
+        """Say, once per reason, that the unfused operations ran in place of a failed fusion."""
         reason = step.name, f"{type(error).__name__}: {error}"
-        if reason not in self.warned:
+        if reason not in self.warned and not isinstance(error, InputError | _ForwardFellBack):
             self.warned.add(reason)
             message = f"{step.name} at position {step.start} failed ({reason[1]}); its operations ran unfused"
             warnings.warn(message, FallbackWarning, stacklevel=2)
@@ -202,11 +207,18 @@ class Segment:
         except Exception as error:
             if back.unfused is None:
                 self._may_fall_back(back, error, d)
-            if back.kind == "joint" and not isinstance(error, _ForwardFellBack):
-                packed = {**packed, **self._recovered(back, error, packed, tensors)}
             if not isinstance(error, _ForwardFellBack):
+                if back.kind == "joint" and back.recover is None and not isinstance(error, SeqfuseError):
+                    message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
+                    hint = "define unfused(saved) -> {slot: Saved} to let it fall back"
+                    where: dict[str, Any] = {"operation": back.name, "position": back.start}
+                    raise KernelError(message, code="SF401", hint=hint, **where) from error
                 self._may_fall_back(back, error, d)
+                if back.kind == "joint":
+                    packed = {**packed, **self._recovered(back, error, packed, tensors)}
+            assert back.unfused is not None
             d = self._run_back(back.unfused(), d, sides, packed, tensors, sums)
+            self._warn(back, error)
             rest = backs[backs.index(back) + 1 :]
             return self._run_back(rest, d, sides, packed, tensors, sums) if rest else d
         return d
@@ -255,12 +267,7 @@ class Segment:
 
     def _recovered(self, back: Back, error: Exception, packed: Packed, tensors: tuple[Tensor, ...]) -> Packed:
         """A joint fusion's record as the records of the operations it replaced."""
-        if isinstance(error, SeqfuseError):
-            self._may_fall_back(back, error, None)
-        if back.recover is None:
-            message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
-            hint = "define unfused(saved) -> {slot: Saved} to let it fall back"
-            raise KernelError(message, code="SF401", operation=back.name, position=back.start, hint=hint) from error
+        assert back.recover is not None
         unpack, tokens = packed[~back.start]
         try:
             return back.recover(unpack(tokens, tensors))

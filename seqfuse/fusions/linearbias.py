@@ -49,6 +49,9 @@ class LinearBiasBackward(BackwardFusion):
 
     layout = "any"
 
+    def requires(self, env: Env) -> Requirements:
+        yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
+
     def saves(self, env: Env) -> Savings:
         return Savings(launches=1 if env.device == "cpu" else 0)
 

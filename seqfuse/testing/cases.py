@@ -208,7 +208,7 @@ class Specimen:
             regime = {"given": "normal", HUGE: "extremes"}.get(case.regime, case.regime)
             values = in_regime(regime, shape, seed, dtype=case.dtype).to(self.x.device)
         if case.regime == HUGE:
-            # Below the largest by enough for a short sum: at the very end the order of summation decides what overflows.
+            # Room for a short sum: at the very end of the range the order of summation decides what overflows.
             values = values * (2.0**-6 if torch.finfo(case.dtype).max < 1e5 else 2.0**-12)
         return laid_out(values, case.layout)
 
