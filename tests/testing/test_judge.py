@@ -1,0 +1,136 @@
+"""Redraws in float32, overflow, memory, and what a pass may not change."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from seqfuse.errors import PluginError
+from seqfuse.testing import FusedMismatch, GlobalState, Observer, in_regime
+from seqfuse.testing.judge import assert_stays_finite, judge, saying
+
+
+class Draws:
+    """Results that are right but in the given draws, where one element of one tensor is spoiled; counts the draws."""
+
+    def __init__(self, dtype: torch.dtype, wrong: dict[int, str], spoil: float = 1.0) -> None:
+        self.dtype, self.wrong, self.spoil, self.asked = dtype, wrong, spoil, 0
+
+    def __call__(self, seed: int):
+        u = {name: in_regime("normal", (4, 8), seed, dtype=self.dtype) for name in ("y", "d_x")}
+        f, r = ({name: t.to(dtype, copy=True) for name, t in u.items()} for dtype in (self.dtype, torch.float64))
+        if self.asked in self.wrong:
+            f[self.wrong[self.asked]][1, 2] += self.spoil
+        self.asked += 1
+        return f, u, r
+
+
+def test_a_right_result_is_drawn_once():
+    draws = Draws(torch.float32, {})
+    judge(draws, 0)
+    assert draws.asked == 1
+
+
+def test_one_alarm_in_float32_is_taken_for_chance():
+    draws = Draws(torch.float32, {0: "y"})
+    judge(draws, 0)
+    assert draws.asked == 3
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_an_alarm_of_the_same_tensor_in_either_redraw_counts(again: int):
+    with pytest.raises(FusedMismatch, match="y: max"):
+        judge(Draws(torch.float32, {0: "y", again: "y"}), 0)
+
+
+def test_an_alarm_of_another_tensor_in_a_redraw_is_taken_for_chance():
+    judge(Draws(torch.float32, {0: "y", 1: "d_x"}), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_an_alarm_in_another_dtype_counts_at_once(dtype: torch.dtype):
+    draws = Draws(dtype, {0: "y"})
+    with pytest.raises(FusedMismatch, match="y: max"):
+        judge(draws, 0)
+    assert draws.asked == 1
+
+
+def test_a_fault_of_structure_counts_at_once():
+    draws = Draws(torch.float32, {0: "y"}, math.nan)
+    with pytest.raises(FusedMismatch, match="y: structure"):
+        judge(draws, 0)
+    assert draws.asked == 1
+
+
+def test_a_fault_of_structure_in_a_redraw_counts_for_any_tensor():
+    class GoneBad(Draws):
+        def __call__(self, seed: int):
+            self.spoil = math.nan if self.asked else 1.0
+            return super().__call__(seed)
+
+    with pytest.raises(FusedMismatch, match="d_x: structure"):
+        judge(GoneBad(torch.float32, {0: "y", 1: "d_x"}), 0)
+
+
+def test_an_overflow_of_its_own_is_found_and_one_that_is_spared_is_not():
+    one = {"y": torch.tensor([[1.0, math.inf]])}
+    finite = {"y": torch.tensor([[1.0, 2.0]])}
+    assert_stays_finite(finite, one, finite)
+    assert_stays_finite(one, one, finite)
+    with pytest.raises(AssertionError, match=r"y: inf at \(0, 1\), where the operations give 2"):
+        assert_stays_finite(one, finite, finite)
+
+
+def test_errors_say_where_they_happened():
+    with pytest.raises(AssertionError, match="on a list: KeyError: 'a'"), saying("on a list"):
+        {}["a"]
+    with pytest.raises(PluginError) as error, saying("on a list"):
+        raise PluginError("wrong", code="SF301")
+    assert error.value.__notes__ == ["in on a list"]
+
+
+def test_nothing_is_found_where_nothing_changed():
+    assert GlobalState({"it": nn.LayerNorm(3)}).changes() == []
+
+
+def test_what_changed_is_named_and_put_back():
+    module = nn.LayerNorm(3)
+    state = GlobalState({"the norm": module})
+    torch.set_default_dtype(torch.float16)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.rand(1)
+    module.eps = 1.0
+    module.weight = nn.Parameter(torch.zeros(3))
+    changes = state.changes()
+    assert [change.split(" from ")[0] for change in changes[:3]] == [
+        "changed the default dtype",
+        "changed grad mode",
+        "changed deterministic mode",
+    ]
+    assert changes[3].startswith("drew from torch's CPU generator")
+    assert changes[4] == "changed _parameters['weight'], eps of the norm"
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert GlobalState({}).changes() == []
+
+
+def test_an_observer_keeps_what_was_given_and_returned():
+    class Passes:
+        def fwd(self, x, *, seed):
+            return x + seed
+
+    passes, observer = Passes(), Observer()
+    observer.attach(passes)
+    x = torch.ones(2)
+    y = passes.fwd(x, seed=torch.tensor(3))
+    (seen,) = observer.passes("fwd", passes)
+    assert seen.args == (x,)
+    assert seen.out is y
+    assert not observer.passes("bwd")
+    assert Passes().fwd(1, seed=1) == 2
+    assert len(observer.seen) == 1
