@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 # Counters worked on at a time on a CPU: four buffers of half a MiB stay in a cache.
 _BLOCK = 32768
+
+_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
 
 def round_keys(seed: Tensor) -> tuple[Tensor, ...]:
@@ -47,7 +51,7 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 
     An element is kept iff its word is at least floor(p 2^32).
     """
-    if seed.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
+    if seed.device.type != "cpu" or torch.compiler.is_compiling() or _transform() is not None:
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
     groups = (size + 3) // 4

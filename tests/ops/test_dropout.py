@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from seqfuse import ops
-from seqfuse.ops._philox import drop_mask, philox4x32, round_keys
+from seqfuse.ops._philox import _traceable_mask, drop_mask, philox4x32, round_keys
 from seqfuse.testing import LAYOUTS, Untouched, assert_bitwise_equal, laid_out, seeded_randn
 
 from .passes import check_passes
@@ -45,6 +45,16 @@ def test_the_mask_takes_word_i_and_3_of_counter_i_over_4():
     words = torch.stack((even[0], odd[0], even[1], odd[1]), 1).flatten()
     for p in (0.1, 0.5, 0.73):
         assert torch.equal(drop_mask(seed, torch.Size((7, 3)), p).flatten(), words[:21] < math.floor(p * 2**32))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (7, 3), (0, 5)], ids=str)
+def test_the_mask_under_a_compiler_or_transform_is_the_same(shape: tuple[int, ...]):
+    seed, p = seed_of(0xA4093822, 0x299F31D0), 0.37
+    expected = drop_mask(seed, torch.Size(shape), p)
+    assert torch.equal(_traceable_mask(seed, torch.Size(shape), p), expected)
+    x = torch.ones(shape)
+    dropped = torch.func.vmap(lambda t: drop_mask(t, x.shape, p))(seed.expand(2))
+    assert torch.equal(dropped, expected.expand(2, *shape))
 
 
 def test_the_mask_of_a_large_tensor_begins_with_that_of_a_small_one():
