@@ -419,3 +419,37 @@ def test_a_forward_cover_may_cross_the_borders_of_the_backward_cover() -> None:
         lambda z: torch.sigmoid(torch.tanh(torch.relu(z))), {"x": (z := x.detach().double().requires_grad_())}, z
     )
     assert_same(run(model, x), unfused(model, x), truth)
+
+
+def test_a_frozen_front_is_covered_for_inference_and_the_rest_for_training() -> None:
+    case = BY_NAME["bias_gelu"]
+    rules = (*case.forward, *case.backward, *case.inference)
+    model = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(), ops.Bias(5), ops.GeLU(), fusions=rules))
+    model[0].requires_grad_(False)
+    x = tensor(7, 5, grad=False)
+
+    class Dear(case.inference[0]):  # type: ignore[misc, name-defined]
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings(launches=1.1)
+
+    model.fusions = (*case.forward, *case.backward, Dear)
+    assert fused_names(model.plan(x)) == (["Dear", "BiasGeLUForward"], ["BiasGeLUBackward"])
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        gelu = torch.nn.functional.gelu
+        return gelu(gelu(x + p["0.bias"]) + p["2.bias"])
+
+    assert_same(run(model, x), unfused(model, x), run_plain(plain, model, x))
+
+
+def test_a_joint_fusion_where_nothing_wants_a_gradient_is_worth_its_forward_only() -> None:
+    case = BY_NAME["bias_gelu"]
+
+    class Dear(case.inference[0]):  # type: ignore[misc, name-defined]
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings(launches=1.5)
+
+    model = sf.Sequential(ops.Bias(5), ops.GeLU(), ops.Bias(5), ops.GeLU(), fusions=(*case.joint, Dear))
+    model[0].requires_grad_(False)
+    plan = model.plan(tensor(7, 5, grad=False))
+    assert fused_names(plan) == (["Dear", "BiasGeLUJoint"], ["BiasGeLUJoint"])

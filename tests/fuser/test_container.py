@@ -1,0 +1,547 @@
+"""A `Sequential` is a `torch.nn.Sequential`: the same methods, keys, errors and numbers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import (
+    PAIR,
+    BiasReLU,
+    assert_like_torch,
+    fused_names,
+    randomized,
+    run,
+    tensor,
+)
+
+Pair = tuple[sf.Sequential, nn.Sequential]
+
+
+def pair(*more: int) -> Pair:
+    """A fused list and its twin of torch: the same shapes and keys, four modules by default."""
+    widths = more or (5, 5, 5)
+    mine: list[nn.Module] = []
+    its: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        mine += [ops.Linear(a, b), ops.ReLU()]
+        its += [nn.Linear(a, b), nn.ReLU()]
+    return randomized(sf.Sequential(*mine, fusions=PAIR)), nn.Sequential(*its)
+
+
+def op(torch_module: nn.Module) -> nn.Module:
+    """The operation that stands for a module of torch."""
+    if isinstance(torch_module, nn.Linear):
+        return ops.Linear(torch_module.in_features, torch_module.out_features, torch_module.bias is not None)
+    return {nn.ReLU: ops.ReLU, nn.Tanh: ops.Tanh, nn.Sigmoid: ops.Sigmoid}[type(torch_module)]()
+
+
+def same_structure(mine: nn.Module, its: nn.Module) -> None:
+    assert list(mine._modules) == list(its._modules)
+    assert list(mine.state_dict()) == list(its.state_dict())
+    assert [n for n, _ in mine.named_parameters()] == [n for n, _ in its.named_parameters()]
+    for a, b in zip(mine.children(), its.children(), strict=True):
+        assert type(a).__name__.lower() == type(b).__name__.lower()
+
+
+def test_it_is_one() -> None:
+    model = sf.Sequential(ops.Tanh())
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(ops.Residual(ops.Tanh()), nn.Sequential)
+
+
+def test_an_empty_list_is_the_identity_and_can_be_filled() -> None:
+    model = sf.Sequential(fusions=PAIR)
+    x = tensor(7, 5)
+    assert torch.equal(model(x), x)
+    assert len(model.plan(x).names) == 0
+    model.append(randomized(ops.Linear(5, 3)))
+    assert_like_torch(model, nn.Sequential(nn.Linear(5, 3)), x)
+    outer = sf.Sequential(ops.Tanh(), sf.Sequential(), fusions=PAIR)
+    assert torch.equal(outer(x), torch.tanh(x))
+    outer[1].extend([randomized(ops.Linear(5, 3)), ops.ReLU()])
+    assert_like_torch(outer, nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(5, 3), nn.ReLU())), x)
+    assert fused_names(outer.plan(x))[0] == ["BiasReLU"]
+
+
+# Each mutation is done to both after a first call, so that a stale plan would show.
+MUTATIONS: dict[str, Callable[[Any, Callable[[nn.Module], nn.Module]], Any]] = {
+    "setitem": lambda m, as_: m.__setitem__(1, as_(nn.Tanh())),
+    "setitem_negative": lambda m, as_: m.__setitem__(-1, as_(nn.Sigmoid())),
+    "delitem": lambda m, as_: m.__delitem__(1),
+    "delitem_negative": lambda m, as_: m.__delitem__(-2),
+    "delitem_slice": lambda m, as_: m.__delitem__(slice(1, 3)),
+    "append": lambda m, as_: m.append(as_(nn.Linear(5, 3))),
+    "insert_first": lambda m, as_: m.insert(0, as_(nn.Tanh())),
+    "insert_middle": lambda m, as_: m.insert(2, as_(nn.Linear(5, 5, bias=False))),
+    "insert_negative": lambda m, as_: m.insert(-1, as_(nn.Tanh())),
+    "extend_list": lambda m, as_: m.extend([as_(nn.Linear(5, 4)), as_(nn.ReLU())]),
+    "extend_sequential": lambda m, as_: m.extend(nn.Sequential(as_(nn.Linear(5, 4)), as_(nn.ReLU()))),
+    "pop": lambda m, as_: m.pop(2),
+    "pop_last": lambda m, as_: m.pop(-1),
+    "iadd": lambda m, as_: m.__iadd__(nn.Sequential(as_(nn.Linear(5, 4)))),
+    "imul": lambda m, as_: m.__imul__(2),
+    "add_module": lambda m, as_: m.add_module("extra", as_(nn.Tanh())),
+    "add_module_over": lambda m, as_: m.add_module("1", as_(nn.Tanh())),
+    "register_module": lambda m, as_: m.register_module("extra", as_(nn.Tanh())),
+    "setattr": lambda m, as_: setattr(m, "1", as_(nn.Tanh())),
+    "delattr": lambda m, as_: delattr(m, "1"),
+    "set_submodule": lambda m, as_: m.set_submodule("1", as_(nn.Tanh())),
+    "swap": lambda m, as_: (m.__setitem__(1, t := as_(nn.Tanh())), m.__setitem__(3, t)),
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_a_list_mutated_after_the_first_call_computes_what_torch_does(mutate: Any) -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    mine(x).sum().backward()
+    result = mutate(mine, op)
+    expected = mutate(its, lambda m: m)
+    assert (result is mine) == (expected is its)
+    same_structure(mine, its)
+    for p in mine.parameters():
+        p.grad = None
+    assert_like_torch(randomized(mine, 50), its, x)
+    assert len(mine) == len(its)
+
+
+def test_plans_follow_mutations() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    assert mine.plan(x).count("BiasReLU") == 2
+    mine[1] = ops.Tanh()
+    assert mine.plan(x).count("BiasReLU") == 1
+    mine.append(ops.ReLU())
+    mine[-2] = ops.Bias(5)
+    assert mine.plan(x).names == ("Linear", "Bias", "Tanh", "Linear", "Bias", "Bias", "ReLU")
+    assert [s.covers for s in mine.plan(x).forward if s.fused] == [range(5, 7)]
+    mine[0].bias = None
+    mine[0].register_parameter("bias", None)
+    assert mine.plan(x).names[:2] == ("Linear", "Tanh")
+    mine.pop(0)
+    assert mine.plan(x).names[0] == "Tanh"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda m: m[9], lambda m: m[-9], lambda m: m.__delitem__(9), lambda m: m.insert(9, ops.Tanh()),
+        lambda m: m.insert(0, 3), lambda m: operator.add(m, [ops.Tanh()]), lambda m: m * 0,
+        lambda m: m * "2", lambda m: m.pop(9), lambda m: m.append(3), lambda m: m.extend(3),
+        lambda m: m.add_module("a.b", ops.Tanh()),
+    ],
+    ids=[
+        "get", "get_negative", "del", "insert", "insert_no_module", "add_list", "mul_zero", "mul_text", "pop", "append",
+        "extend", "dotted_name",
+    ],
+)  # fmt: skip
+def test_mistakes_raise_what_torch_raises(mistake: Callable[[Any], Any]) -> None:
+    mine, its = pair()
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        mistake(its)
+    with pytest.raises(type(expected.value)):
+        mistake(mine)
+    same_structure(mine, its)
+
+
+@pytest.mark.parametrize(
+    "part", [slice(1, 3), slice(None), slice(None, None, 2), slice(-2, None), slice(3, 1)], ids=str
+)
+def test_slices_stay_fused_and_share_parameters(part: slice) -> None:
+    mine, its = pair()
+    cut, twin = mine[part], its[part]
+    assert type(cut) is sf.Sequential
+    assert cut.fusions == mine.fusions == PAIR
+    same_structure(cut, twin)
+    assert [id(p) for p in cut.parameters()] == [id(p) for m in list(mine)[part] for p in m.parameters()]
+    its.load_state_dict(mine.state_dict())
+    x = tensor(7, 5)
+    torch.testing.assert_close(cut(x), twin(x))
+
+
+def test_slicing_a_fused_pair_apart_plans_again() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    assert mine.plan(x).count("BiasReLU") == 2
+    assert mine[:1].plan(x).count("BiasReLU") == 0
+    assert mine[:2].plan(x).count("BiasReLU") == 1
+    y = mine[2:](mine[:2](x))
+    assert torch.equal(y, mine(x))
+
+
+def test_slices_of_a_list_with_names_keep_the_names() -> None:
+    model = sf.Sequential(OrderedDict(a=ops.Tanh(), b=ops.Linear(5, 5), c=ops.ReLU()), fusions=PAIR)
+    assert list(model[1:]._modules) == ["b", "c"]
+    assert model[1:].plan(tensor(7, 5)).count("BiasReLU") == 1
+    assert model.b is model[1]
+
+
+def test_sums_and_products_stay_fused() -> None:
+    mine, its = pair()
+    other, its_other = pair(5, 4)
+    for a, b in ((mine + other, its + its_other), (mine + its_other, its + its_other)):
+        assert type(a) is sf.Sequential
+        assert a.fusions == PAIR
+        same_structure(a, b)
+    for a, b in ((mine * 3, its * 3), (3 * mine, 3 * its)):
+        assert type(a) is sf.Sequential
+        assert a.fusions == PAIR
+        same_structure(a, b)
+        assert len({id(p) for p in a.parameters()}) == 4
+        b.load_state_dict(a.state_dict())
+        x = tensor(7, 5)
+        torch.testing.assert_close(a(x), b(x))
+    total = mine + other
+    x = tensor(7, 5)
+    assert total.plan(x).count("BiasReLU") == 3
+    assert len(mine) == 4
+
+
+def test_products_sum_the_gradients_of_what_stands_twice() -> None:
+    mine, its = pair(5, 5)
+    assert_like_torch(mine * 2, its * 2, tensor(7, 5))
+
+
+def test_adding_in_place_keeps_the_object() -> None:
+    mine, its = pair()
+    before = mine
+    mine += nn.Sequential(ops.Tanh())
+    its += nn.Sequential(nn.Tanh())
+    assert mine is before
+    assert_like_torch(mine, its, tensor(7, 5))
+
+
+def test_iteration_length_and_membership() -> None:
+    mine, _ = pair()
+    assert [type(m).__name__ for m in mine] == ["Linear", "ReLU", "Linear", "ReLU"]
+    assert len(mine) == 4
+    assert mine[0] in list(mine)
+    assert mine[-1] is mine[3]
+    assert mine.get_submodule("2") is mine[2]
+    assert "2.weight" in dict(mine.named_parameters())
+    assert dir(mine) == [name for name in dir(mine) if not name.isdigit()]
+
+
+def test_an_ordered_dict_names_the_keys() -> None:
+    named = OrderedDict(up=ops.Linear(5, 4), act=ops.ReLU(), down=ops.Linear(4, 5))
+    model = randomized(sf.Sequential(named, fusions=PAIR))
+    twin = nn.Sequential(OrderedDict(up=nn.Linear(5, 4), act=nn.ReLU(), down=nn.Linear(4, 5)))
+    same_structure(model, twin)
+    assert_like_torch(model, twin, tensor(7, 5))
+    assert model.plan(tensor(7, 5)).paths == ("up", "up.bias", "act", "down", "down.bias")
+
+
+def test_constructors_refuse_what_torch_refuses() -> None:
+    for bad in ([ops.Tanh()], 3, "tanh", torch.tanh):
+        with pytest.raises(TypeError):
+            sf.Sequential(bad)
+        with pytest.raises(TypeError):
+            nn.Sequential(bad)
+
+
+def test_nested_lists_are_expanded_in_place_and_fuse_across_borders() -> None:
+    model = randomized(
+        sf.Sequential(
+            sf.Sequential(ops.Linear(5, 4)), sf.Sequential(sf.Sequential(ops.ReLU()), ops.Linear(4, 5)), fusions=PAIR
+        )
+    )
+    twin = nn.Sequential(nn.Sequential(nn.Linear(5, 4)), nn.Sequential(nn.Sequential(nn.ReLU()), nn.Linear(4, 5)))
+    x = tensor(7, 5)
+    same_structure(model, twin)
+    assert_like_torch(model, twin, x)
+    plan = model.plan(x)
+    assert fused_names(plan) == (["BiasReLU"], ["BiasReLUBack"])
+    assert plan.paths == ("0.0", "0.0.bias", "1.0.0", "1.1", "1.1.bias")
+
+
+def test_the_outer_list_decides_which_fusions_are_used() -> None:
+    inner = sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR)
+    x = tensor(7, 5)
+    assert sf.Sequential(inner, fusions=()).plan(x).count("BiasReLU") == 0
+    assert sf.Sequential(sf.Sequential(*inner, fusions=()), fusions=PAIR).plan(x).count("BiasReLU") == 1
+    assert inner.plan(x).count("BiasReLU") == 1
+
+
+def test_nested_lists_mutated_after_the_first_call_are_seen() -> None:
+    model = randomized(
+        sf.Sequential(ops.Linear(5, 4), ops.Residual(ops.Tanh()), sf.Sequential(ops.Linear(4, 5)), fusions=PAIR)
+    )
+    x = tensor(7, 5)
+    model(x)
+    model[1][0] = ops.Sigmoid()
+    model[2].append(ops.ReLU())
+    h = model[0](x)
+    torch.testing.assert_close(model(x), torch.relu(model[2][0](h + torch.sigmoid(h))))
+    assert model.plan(x).count("BiasReLU") == 1
+
+
+def test_the_rule_set_is_a_value_that_can_be_replaced() -> None:
+    mine, _ = pair()
+    x = tensor(7, 5)
+    expected = mine(x)
+    mine.fusions = ()
+    assert mine.fusions == ()
+    assert mine.plan(x).count("BiasReLU") == 0
+    assert torch.equal(mine(x), expected)
+    mine.fusions = [BiasReLU]
+    assert mine.fusions == (BiasReLU,)
+    assert fused_names(mine.plan(x)) == (["BiasReLU", "BiasReLU"], [])
+
+
+@pytest.mark.parametrize("bad", [(BiasReLU(),), (ops.Bias,), "default", (sf.ForwardFusion,), (None,), 3], ids=repr)
+def test_a_rule_set_that_is_none_is_refused_when_it_is_given(bad: Any) -> None:
+    with pytest.raises((sf.PluginError, TypeError), match=r"[Ff]usion"):
+        sf.Sequential(ops.Tanh(), fusions=bad)
+    model = sf.Sequential(ops.Tanh(), fusions=PAIR)
+    with pytest.raises((sf.PluginError, TypeError), match=r"[Ff]usion"):
+        model.fusions = bad
+    assert model.fusions == PAIR
+    assert model.plan(tensor(7, 5)).names == ("Tanh",)
+
+
+def test_one_fusion_is_a_rule_set() -> None:
+    assert sf.Sequential(ops.Tanh(), fusions=BiasReLU).fusions == (BiasReLU,)
+
+
+def test_a_fusion_that_misses_its_pass_is_refused_when_it_is_given() -> None:
+    class Misnamed(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.ReLU
+
+        def forward(self, x: Tensor) -> Any: ...
+
+    with pytest.raises(sf.PluginError, match="Misnamed"):
+        sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Misnamed,))
+
+
+def test_rule_sets_of_two_lists_do_not_meet() -> None:
+    one, two = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR), sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=())
+    x = tensor(7, 5)
+    assert (one.plan(x).count("BiasReLU"), two.plan(x).count("BiasReLU")) == (1, 0)
+    assert sf.Sequential.default_fusions == sf.fusions.default
+
+
+def test_train_and_eval_reach_everything() -> None:
+    model = sf.Sequential(ops.Residual(ops.Dropout(0.5)), ops.Dropout(0.5))
+    assert model.eval() is model
+    x = tensor(7, 5)
+    assert torch.equal(model(x), 2 * x)
+    assert not any(m.training for m in model.modules())
+    assert not torch.equal(model.train()(x), 2 * x)
+
+
+def test_apply_zero_grad_and_requires_grad_work_as_in_torch() -> None:
+    mine, its = pair()
+    x = tensor(7, 5)
+    mine(x).sum().backward()
+    mine.zero_grad()
+    assert all(p.grad is None for p in mine.parameters())
+    mine.requires_grad_(False)
+    assert_like_torch(mine, its, x)
+    names: list[str] = []
+    mine.apply(lambda m: names.append(type(m).__name__))
+    assert names == ["Linear", "ReLU", "Linear", "ReLU", "Sequential"]
+
+
+def test_repr_is_that_of_torch_with_our_operations() -> None:
+    mine, its = pair()
+    names = [[line.split("(")[:2] for line in repr(m).split("\n")] for m in (mine, its)]
+    assert [line[0] for line in names[0]] == [line[0] for line in names[1]]
+    assert repr(mine).count("Linear(") == 2
+    assert "bias=False" in repr(ops.Residual(ops.Linear(5, 4, bias=False)))
+    assert repr(ops.Residual(ops.Tanh())).startswith("Residual(")
+
+
+# Checkpoints.
+
+
+def test_a_checkpoint_of_torch_loads_strictly_and_goes_back() -> None:
+    twin = randomized(
+        nn.Sequential(
+            nn.LayerNorm(5), nn.Linear(5, 7), nn.GELU(), nn.Dropout(0.1), nn.Linear(7, 5, bias=False), nn.RMSNorm(5)
+        )
+    )
+    model = sf.Sequential(
+        ops.LayerNorm(5), ops.Linear(5, 7), ops.GELU(), ops.Dropout(0.1), ops.Linear(7, 5, bias=False), ops.RMSNorm(5)
+    )
+    assert model.load_state_dict(twin.state_dict(), strict=True) == ([], [])
+    model.eval(), twin.eval()
+    x = tensor(7, 5)
+    torch.testing.assert_close(model(x), twin(x))
+    fresh = copy.deepcopy(twin)
+    assert fresh.load_state_dict(randomized(model, 90).state_dict(), strict=True) == ([], [])
+    torch.testing.assert_close(fresh(x), model(x))
+    assert_like_torch(model, fresh, x)
+
+
+def test_state_dict_keys_are_parameter_names_and_nothing_else() -> None:
+    model = sf.Sequential(
+        ops.Residual(ops.LayerNorm(5), ops.Linear(5, 6), ops.SwiGLU(), ops.Linear(3, 5), ops.Dropout(0.1)),
+        ops.Fork("r"), ops.Bias(5), ops.RMSNorm(5), ops.Add("r"), ops.Scale(2), fusions=PAIR,
+    )  # fmt: skip
+    x = tensor(7, 5)
+    before = list(model.state_dict())
+    model(x).sum().backward()
+    model.plan(x)
+    assert list(model.state_dict()) == before == [name for name, _ in model.named_parameters()]
+    assert before == [
+        "0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias", "0.3.weight", "0.3.bias", "2.bias", "3.weight",
+    ]  # fmt: skip
+    assert list(model.buffers()) == []
+    assert all(type(v) is Tensor for v in model.state_dict().values())
+    assert all(
+        v.data_ptr() == p.data_ptr() for v, p in zip(model.state_dict().values(), model.parameters(), strict=True)
+    )
+
+
+class HandWritten(nn.Module):
+    """A residual block as people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(5)
+        self.up, self.act, self.down = nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def test_a_residual_with_the_names_of_a_hand_written_block_takes_its_checkpoint() -> None:
+    twin = randomized(HandWritten())
+    model = ops.Residual(OrderedDict(norm=ops.LayerNorm(5), up=ops.Linear(5, 7), act=ops.GeLU(), down=ops.Linear(7, 5)))
+    assert model.load_state_dict(twin.state_dict(), strict=True) == ([], [])
+    assert_like_torch(model, twin, tensor(7, 5))
+
+
+def test_missing_unexpected_and_misshaped_keys_are_reported_as_in_torch() -> None:
+    mine, its = pair()
+    good = its.state_dict()
+    for change in ({"9.weight": torch.ones(1)}, {"0.weight": torch.ones(3, 3)}):
+        with pytest.raises(RuntimeError) as expected:
+            its.load_state_dict({**good, **change})
+        with pytest.raises(RuntimeError) as found:
+            mine.load_state_dict({**good, **change})
+        assert str(found.value) == str(expected.value)
+    less = {k: v for k, v in good.items() if k != "2.bias"}
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "2.bias"'):
+        mine.load_state_dict(less)
+    assert mine.load_state_dict(less, strict=False) == (["2.bias"], [])
+
+
+def test_a_prefixed_part_of_a_checkpoint_loads() -> None:
+    _, its = pair()
+    whole = nn.ModuleDict({"body": its})
+    mine, _ = pair()
+    holder = nn.ModuleDict({"body": mine})
+    assert holder.load_state_dict(whole.state_dict()) == ([], [])
+    x = tensor(7, 5)
+    torch.testing.assert_close(holder["body"](x), its(x))
+
+
+def test_it_works_inside_a_module_of_the_user() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, _ = pair()
+            self.head = nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+    net = randomized(Net())
+    twin = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 2))
+    twin.load_state_dict(dict(zip(twin.state_dict(), net.state_dict().values(), strict=True)))
+    x = tensor(7, 5)
+    torch.testing.assert_close(net(x), twin(x))
+    got, expected = run(net, x), run(twin, x)
+    for a, b in zip(got.values(), expected.values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_subclass_of_the_user_is_a_container_with_its_own_call() -> None:
+    class Doubled(sf.Sequential):
+        def forward(self, x: Tensor, **channels: Tensor) -> Any:
+            return 2 * super().forward(x, **channels)
+
+    inner = randomized(Doubled(ops.Linear(5, 5), ops.ReLU(), fusions=PAIR))
+    model = sf.Sequential(ops.Tanh(), inner, ops.Scale(3), fusions=PAIR)
+    x = tensor(7, 5)
+    torch.testing.assert_close(model(x), 6 * torch.relu(inner[0](torch.tanh(x))))
+    plan = model.plan(x)
+    assert [(a.at, a.name) for a in plan.alone] == [(1, "Doubled")]
+    assert "subclass" in plan.alone[0].reason
+    assert inner.plan(x).count("BiasReLU") == 1
+
+
+def test_a_subclass_that_only_builds_itself_runs_as_what_it_is() -> None:
+    class Block(sf.Sequential):
+        def __init__(self, width: int) -> None:
+            super().__init__(ops.Linear(width, width), ops.ReLU(), fusions=PAIR)
+
+    model = randomized(sf.Sequential(Block(5), Block(5)))
+    twin = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.ReLU()), nn.Sequential(nn.Linear(5, 5), nn.ReLU()))
+    assert_like_torch(model, twin, tensor(7, 5))
+    cut = model[0][:1]
+    assert isinstance(cut, sf.Sequential)
+    assert len(cut) == 1
+
+
+def test_the_engine_is_no_part_of_the_module_tree() -> None:
+    mine, its = pair()
+    mine(tensor(7, 5))
+    assert [n for n, _ in mine.named_modules()] == [n for n, _ in its.named_modules()]
+    assert [n for n, _ in mine.named_children()] == [n for n, _ in its.named_children()]
+
+
+# Keys under other names.
+
+
+def test_remapped_keys_of_a_hand_written_block_load_strictly_and_go_back() -> None:
+    twin = randomized(nn.ModuleDict({"layers": nn.ModuleList([HandWritten(), HandWritten()])}))
+    block = [ops.LayerNorm(5), ops.Linear(5, 7), ops.GeLU(), ops.Linear(7, 5)]
+    model = sf.Sequential(ops.Residual(*copy.deepcopy(block)), ops.Residual(*copy.deepcopy(block)))
+    names = {"layers.*.norm": "*.0", "layers.*.up": "*.1", "layers.*.down": "*.3"}
+    state = sf.remap_keys(twin.state_dict(), names)
+    assert list(state) == list(model.state_dict())
+    assert model.load_state_dict(state, strict=True) == ([], [])
+    x = tensor(7, 5)
+    torch.testing.assert_close(model(x), twin["layers"][1](twin["layers"][0](x)))
+    back = sf.remap_keys(model.state_dict(), {new: old for old, new in names.items()})
+    assert list(back) == list(twin.state_dict())
+    for key, value in twin.state_dict().items():
+        assert torch.equal(back[key], value)
+
+
+def test_remapping_renames_whole_components_longest_first_and_keeps_the_tensors() -> None:
+    state = {k: torch.ones(1) for k in ("up.weight", "upper.weight", "up.proj.weight", "rest.bias", "bias")}
+    renamed = sf.remap_keys(state, {"up": "0", "up.proj": "1.2", "bias": "shift"})
+    assert list(renamed) == ["0.weight", "upper.weight", "1.2.weight", "rest.bias", "shift"]
+    assert all(a is b for a, b in zip(renamed.values(), state.values(), strict=True))
+    assert next(iter(state)) == "up.weight"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"norms": "0"}, r"'norms' matches no key.*did you mean 'norm'"),
+        ({"norm": "0", "up": "0"}, "two keys become '0.weight'"),
+        ({"norm": "up"}, "two keys become 'up.weight'"),
+        ({"norm.*": "*.*"}, r"'norm\.\*'"),
+    ],
+    ids=["no_match", "collision", "collision_with_what_stays", "more_stars_than_matched"],
+)
+def test_remapping_that_would_lose_a_key_is_an_error(names: dict[str, str], message: str) -> None:
+    state = {"norm.weight": torch.ones(1), "up.weight": torch.ones(1)}
+    with pytest.raises(sf.InputError, match=message):
+        sf.remap_keys(state, names)

@@ -1,0 +1,403 @@
+"""Plans are values that print in 80 columns, whatever the names; and plans for machines that are not here."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import unicodedata
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import (
+    BY_NAME,
+    CASES,
+    PAIR,
+    AddForkForward,
+    BiasGeLUForward,
+    BiasReLU,
+    ChainForward,
+    LinearBiasGeLUBackward,
+    LinearBiasGeLUForward,
+    fused_names,
+    tensor,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 80
+
+
+def columns(line: str) -> int:
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in line)
+    return len(line) + wide - sum(bool(unicodedata.combining(c)) for c in line)
+
+
+def printed(model: sf.Sequential, x: Tensor | None = None, **channels: Tensor) -> list[str]:
+    """The lines of a plan; each fits, and none holds what a terminal would act on."""
+    text = str(model.plan(tensor(7, 5) if x is None else x, **channels))
+    assert all(c == "\n" or c.isprintable() for c in text), repr(text)
+    lines = text.split("\n")
+    assert [line for line in lines if columns(line) > WIDTH] == []
+    assert [line for line in lines if line != line.rstrip()] == []
+    return lines
+
+
+def rows_of(lines: list[str]) -> list[str]:
+    return [line for line in lines if re.match(r" *\d+  \S", line)]
+
+
+def stack(blocks: int) -> sf.Sequential:
+    made = [
+        ops.Residual(ops.LayerNorm(5), ops.Linear(5, 5), ops.GeLU(), ops.Linear(5, 5), ops.ReLU())
+        for _ in range(blocks)
+    ]
+    return sf.Sequential(
+        *made, fusions=(*PAIR, BiasGeLUForward, LinearBiasGeLUForward, LinearBiasGeLUBackward, AddForkForward)
+    )
+
+
+def test_a_plan_shows_both_covers_segments_and_refusals() -> None:
+    class Never(BiasReLU):
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield False, "only on the third Tuesday of a month"
+
+    model = sf.Sequential(
+        ops.Linear(5, 4),
+        ops.GeLU(),
+        nn.Dropout(0.1),
+        ops.Bias(4),
+        ops.ReLU(),
+        fusions=(LinearBiasGeLUForward, *PAIR, Never),
+    )
+    lines = printed(model)
+    assert lines[0].startswith("Plan for cpu float32")
+    text = " ".join(line.strip() for line in lines)
+    for expected in (
+        "6 operations, 2 segments, 2 fused forward, 1 fused backward",
+        "alone: Dropout at 3: not an operation of this library",
+        "refused: Never at 4: only on the third Tuesday of a month",
+    ):
+        assert expected in text
+    rows = rows_of(lines)
+    assert [int(row.split()[0]) for row in rows] == list(range(6))
+    assert "[ LinearBiasGeLUForward" in rows[0]
+    assert rows[2].split()[-2:] == ["]", "unfused"]
+    assert "[ BiasReLU " in rows[4]
+    assert "[ BiasReLUBack" in rows[4]
+    assert rows[3].split()[-2:] == ["alone", "alone"]
+
+
+def test_every_fusion_is_marked_where_it_begins_and_ends() -> None:
+    for case in CASES:
+        model = sf.Sequential(*case.make(), fusions=case.fusions)
+        x, channels = tensor(7, 5), {c: tensor(7, 5) for c in case.channels}
+        plan = model.plan(x, **channels)
+        rows = rows_of(printed(model, x, **channels))
+        assert len(rows) == len(plan.names)
+        for step in plan.forward:
+            if step.fused:
+                assert f"[ {step.name}"[:20] in rows[step.covers.start]
+                assert "]" in rows[step.covers.stop - 1]
+        both = [
+            i for i in range(len(rows)) if all(not s.fused for s in (*plan.forward, *plan.backward) if i in s.covers)
+        ]
+        assert all(rows[i].split()[-2:] == ["unfused", "unfused"] for i in both)
+
+
+def test_a_hundred_operations_print_one_line_each() -> None:
+    model = stack(13)
+    plan = model.plan(tensor(7, 5))
+    lines = printed(model)
+    assert len(plan.names) > 100
+    assert [int(row.split()[0]) for row in rows_of(lines)] == list(range(len(plan.names)))
+    assert sum(set(line.strip()) == {"-"} for line in lines) == len(plan.segments) - 1
+    # Equal refusals are one line, however many places they have.
+    refusals = [line for line in lines if line.startswith("refused")]
+    assert len(refusals) <= len(model.fusions) * 3
+    assert any("more" in line for line in lines)
+
+
+NASTY = {
+    "long": "a" * 300,
+    "words": "a name with spaces " * 12,
+    "newline": "first\nsecond",
+    "tab": "left\tright",
+    "carriage_return": "left\rright",
+    "escape": "\x1b[31mred\x1b[0m",
+    "bell": "a\x07b",
+    "right_to_left": "a\u202eb",
+    "zero_width": "a\u200bb",
+    "wide": "\u754c" * 60,
+    "emoji": "\U0001f525" * 40,
+    "combining": "e\u0301" * 50,
+    "markup": "<img src=x onerror=alert(1)>",
+    "braces": "{x} %s {0!r}",
+    "surrogate": "a\udc80b",
+}
+
+
+@pytest.mark.parametrize("name", NASTY.values(), ids=NASTY.keys())
+def test_names_of_modules_cannot_break_the_table(name: str) -> None:
+    inner = sf.Sequential(OrderedDict({name: ops.Linear(5, 5), "act": ops.ReLU()}))
+    model = sf.Sequential(
+        OrderedDict({name: inner, "alone": nn.Sequential(OrderedDict({name: nn.Tanh()}))}), fusions=PAIR
+    )
+    lines = printed(model)
+    assert len(rows_of(lines)) == 4
+    "\n".join(lines).encode()
+    model[0][0].register_forward_hook(lambda *_: None)
+    assert len(rows_of(printed(model))) == 3
+
+
+def test_names_of_classes_and_reasons_cannot_break_the_table() -> None:
+    def picky(self: Any, env: sf.Env) -> Any:
+        yield False, "because\n\tof \x1b[2Jthis: " + "x" * 200 + " and \u754c" * 30
+
+    for name in ("Very" * 40 + "Long", "Of\nTwo\nLines", "\x1b[31mRed", "\u754c" * 30):
+        cls = type(name, (BiasReLU,), {"__annotations__": {}})
+        refused = type(name, (BiasReLU,), {"requires": picky, "__annotations__": {}})
+        barrier = type(name, (nn.Tanh,), {})()
+        model = sf.Sequential(ops.Bias(5), ops.ReLU(), barrier, ops.Bias(5), ops.ReLU(), fusions=(cls, refused))
+        lines = printed(model)
+        assert len(rows_of(lines)) == 5
+        assert any(line.startswith("refused") for line in lines)
+
+
+def test_a_reason_that_raised_many_lines_is_wrapped() -> None:
+    def requires(self: Any, env: sf.Env) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA\n" + "detail " * 40)
+
+    cls = type("Raises", (BiasReLU,), {"requires": requires, "__annotations__": {}})
+    with pytest.warns(UserWarning, match="Raises"):
+        lines = printed(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(cls,)))
+    assert sum(line.startswith("refused") for line in lines) == 1
+
+
+def test_lists_of_every_size_print() -> None:
+    assert printed(sf.Sequential())[0].startswith("Plan for")
+    assert len(rows_of(printed(sf.Sequential(nn.Tanh())))) == 1
+    assert len(rows_of(printed(sf.Sequential(ops.Tanh())))) == 1
+    with torch.no_grad():
+        assert "0 fused backward" in " ".join(printed(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR)))
+    assert len(rows_of(str(stack(2).plan()).split("\n"))) == len(stack(2).plan().names)
+
+
+def test_the_table_says_what_is_saved_in_bytes_that_add_up() -> None:
+    model = sf.Sequential(ops.Linear(5, 4), ops.GeLU(), fusions=(LinearBiasGeLUForward,))
+    plan = model.plan(tensor(7, 5))
+    assert plan.memory is not None
+    # The input and the sum before the activation.
+    assert plan.memory.saved == 4 * 7 * (5 + 4)
+    assert plan.memory.flops == 2 * 7 * 5 * 4
+    assert f"saved for backward: {plan.memory.saved} B" in str(plan)
+    assert model.plan().memory is None
+
+
+def test_measuring_changes_nothing() -> None:
+    model = sf.Sequential(ops.Linear(5, 4), ops.Dropout(0.5), nn.BatchNorm1d(4), fusions=())
+    x = tensor(7, 5)
+    state, before = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    plan = model.plan(x)
+    str(plan)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert x.grad is None
+    assert all(p.grad is None for p in model.parameters())
+
+
+# Values.
+
+
+def test_plans_are_frozen_hashable_and_equal_when_they_say_the_same() -> None:
+    model = stack(2)
+    x = tensor(7, 5)
+    plan, again = model.plan(x), model.plan(tensor(8, 5, seed=9))
+    assert plan == again
+    assert hash(plan) == hash(again)
+    assert len({plan, again, model.plan(tensor(100, 5))}) == 2
+    for field in dataclasses.fields(plan):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(plan, field.name, None)
+    for value in (plan.forward[0], plan.refused[0]):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, dataclasses.fields(value)[0].name, None)
+        assert hash(value) == hash(copy.copy(value))
+    assert all(
+        isinstance(getattr(plan, name), tuple)
+        for name in ("forward", "backward", "segments", "refused", "alone", "names", "paths")
+    )
+    str(plan)
+    assert plan == again
+    assert hash(plan) == hash(again)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, x: m.plan(x.detach()),
+        lambda m, x: m.plan(x.double()),
+        lambda m, x: m.plan(tensor(99, 5)),
+        lambda m, x: m.plan(env=sf.Env.of("cuda:sm_90")),
+        lambda m, x: m[:1].plan(x),
+    ],
+    ids=["no_gradient_of_x", "dtype", "rows", "machine", "slice"],
+)
+def test_plans_that_differ_are_unequal(change: Any) -> None:
+    class OnlyWithoutX(BiasReLU):
+        pass
+
+    model = sf.Sequential(ops.ReLU(), ops.Bias(5), ops.ReLU(), fusions=(*PAIR, OnlyWithoutX))
+    x = tensor(7, 5)
+    assert change(model, x) != model.plan(x)
+
+
+def test_a_plan_does_not_follow_later_changes() -> None:
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR)
+    plan = model.plan(tensor(7, 5))
+    text, value = str(plan), hash(plan)
+    model[1] = ops.Tanh()
+    assert (str(plan), hash(plan)) == (text, value)
+    assert plan.count("BiasReLU") == 1
+
+
+def test_covers_hold_every_position_once_and_in_order() -> None:
+    for case in CASES:
+        model = sf.Sequential(*case.make(), fusions=case.fusions)
+        plan = model.plan(tensor(7, 5), **{c: tensor(7, 5) for c in case.channels})
+        for cover in (plan.forward, plan.backward):
+            assert [i for step in cover for i in step.covers] == list(range(len(plan.names)))
+        assert [i for piece in plan.segments for i in piece] == list(range(len(plan.names)))
+
+
+def test_count_counts_a_joint_fusion_once() -> None:
+    case = BY_NAME["bias_gelu"]
+    plan = sf.Sequential(*case.make(), fusions=case.joint).plan(tensor(7, 5))
+    assert plan.count("BiasGeLUJoint") == 1
+    assert plan.fused == (1, 1)
+    assert plan.count("Nobody") == 0
+
+
+# Other machines.
+
+
+def test_a_plan_for_another_machine_asks_the_requirements_about_it() -> None:
+    asked: list[sf.Env] = []
+
+    class Kernel(BiasReLU):
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            asked.append(env)
+            yield env.triton, "needs a Triton device"
+            yield env.arch == "sm_90", "written for Hopper"
+            yield env.dtype is torch.bfloat16, "bfloat16 only"
+
+        def fwd(self, x: Tensor) -> Any:
+            raise AssertionError("a plan runs nothing")
+
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Kernel,))
+    reasons = {
+        "cpu": "needs a Triton device",
+        "cuda:sm_80": "written for Hopper",
+        "cuda:gfx942": "written for Hopper",
+    }
+    for device, reason in reasons.items():
+        plan = model.plan(env=sf.Env.of(device, dtype=torch.bfloat16))
+        assert [r.reason for r in plan.refused] == [reason]
+    assert [r.reason for r in model.plan(env=sf.Env.of("cuda:sm_90")).refused] == ["bfloat16 only"]
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4000))
+    assert fused_names(plan)[0] == ["Kernel"]
+    assert "cuda:sm_90 bfloat16 ~4096 rows" in str(plan)
+    assert (asked[-1].device, asked[-1].arch, asked[-1].rows) == ("cuda", "sm_90", 4096)
+    assert model.plan(tensor(7, 5), env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).count("Kernel") == 1
+
+
+def test_costs_of_another_machine_decide_there() -> None:
+    class Traffic(BiasReLU):
+        """Saves bytes, which are dear on a CPU."""
+
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings(bytes=50_000)
+
+    class Launches(BiasReLU):
+        """Saves launches, which are dear on a GPU."""
+
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings(launches=2)
+
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Traffic, Launches))
+    assert fused_names(model.plan(env=sf.Env.of("cpu")))[0] == ["Traffic"]
+    assert fused_names(model.plan(env=sf.Env.of("cuda:sm_90")))[0] == ["Launches"]
+
+
+def test_environments_say_what_they_are() -> None:
+    here = sf.Env.of("cpu")
+    assert (here.device, here.arch, here.triton) == ("cpu", "cpu", os.environ.get("TRITON_INTERPRET") == "1")
+    there = sf.Env.of(
+        "cuda:sm_90", dtype=torch.float16, autocast=torch.bfloat16, grad=False, deterministic=True, rows=0
+    )
+    assert (there.device, there.arch, there.triton, there.rows) == ("cuda", "sm_90", True, 0)
+    assert (there.autocast, there.grad, there.deterministic) == (torch.bfloat16, False, True)
+    assert [sf.Env.of("cpu", rows=n).rows for n in (1, 2, 3, 4, 5, 1000, None)] == [1, 2, 4, 4, 8, 1024, None]
+    assert sf.Env.of("cuda:sm_90") == sf.Env.of("cuda:sm_90")
+    assert len({sf.Env.of("cuda:sm_90"), sf.Env.of("cuda:sm_90"), sf.Env.of("cuda:sm_80")}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        here.triton = True  # type: ignore[misc]
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        now = sf.Env.like(tensor(7, 5))
+    assert (now.autocast, now.grad, now.rows) == (torch.bfloat16, False, 8)
+
+
+def test_a_plan_without_an_input_takes_gradients_of_parameters_as_wanted() -> None:
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR)
+    assert fused_names(model.plan()) == (["BiasReLU"], ["BiasReLUBack"])
+    assert fused_names(model.plan(env=sf.Env.of("cuda:sm_90", grad=False))) == (["BiasReLU"], [])
+    model.requires_grad_(False)
+    assert fused_names(model.plan()) == (["BiasReLU"], [])
+
+
+CODE = """
+import sys
+import torch
+
+def touched(*args, **kwargs):
+    raise AssertionError("planning asked for CUDA")
+
+for name in ("device_count", "init", "_lazy_init", "current_device", "get_device_capability", "get_device_properties"):
+    setattr(torch.cuda, name, touched)
+import seqfuse as sf
+from seqfuse import ops
+
+feed = ops.Linear(64, 96), ops.GeLU(), ops.Dropout(0.1), ops.Linear(96, 64)
+model = sf.Sequential(ops.LayerNorm(64), *feed, ops.Add("r"))
+plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16))
+text = str(plan)
+assert len(plan.names) == 8 and "cuda:sm_90 bfloat16" in text, text
+assert not torch.cuda.is_initialized()
+print(sorted(n for n in sys.modules if n.split(".")[0] == "triton"))
+"""
+
+
+def test_a_plan_for_hopper_touches_neither_triton_nor_cuda() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_model_that_is_not_here_can_be_planned() -> None:
+    with torch.device("meta"):
+        model = sf.Sequential(
+            ops.Linear(4096, 16384), ops.GeLU(), ops.Linear(16384, 4096), fusions=(ChainForward, *PAIR)
+        )
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
+    assert plan.count("ChainForward") == 1
+    x = torch.empty(8, 4096, device="meta")
+    assert model.plan(x).names == plan.names
