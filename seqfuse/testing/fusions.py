@@ -94,11 +94,11 @@ def _check(
 ) -> Checked:
     name = fusion.__name__
     with saying(name):
-        lists = [list(ops)] if ops else list(example_lists(fusion, x))
+        lists: list[tuple[Sequence[nn.Module], Tensor]] = [(ops, x)] if ops else [*example_lists(fusion, x)]
     checked: list[str] = []
     skipped: list[str] = []
     count = 0
-    for i, operations in enumerate(lists):
+    for i, (operations, x) in enumerate(lists):
         where = f"{name} on {described(operations)}"
         for dtype in dtypes or DTYPES:
             with saying(where):

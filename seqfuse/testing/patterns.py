@@ -15,13 +15,14 @@ _VARIADIC = (2, 1, 3)  # the first is that of the list in which no slot is varie
 Choice = tuple[type[UnfusedOperation], ...]
 
 
-def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[list[UnfusedOperation]]:
-    """Lists for a fusion: one with every slot filled, then variants that differ from it in one slot.
+def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
+    """Lists for a fusion, each with its input: one with every slot filled, then variants that differ in one slot.
 
     A slot of an open type or a union takes each of the classes known to match; an optional one is also left empty; a
     variadic one takes two, one and three operations. Each operation is its class's `example(x)`, x threaded through
-    the shapes that `infer` gives. Channels that the fusion's signatures name (`fork_out`, `add_other`) are public
-    under these names, the others pair within the list.
+    the shapes that `infer` gives. Where they do not fit together, as an odd width and a gated unit, x gets one more
+    column. Channels that the fusion's signatures name (`fork_out`, `add_other`) are public under these names, the
+    others pair within the list.
 
     Raises AssertionError where the first list cannot be made; a variant that cannot is left out.
     """
@@ -70,7 +71,15 @@ def known_finals(wanted: type[UnfusedOperation]) -> list[type[UnfusedOperation]]
     return sorted(ours or found, key=lambda kind: kind.__name__)
 
 
-def _build(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor) -> list[UnfusedOperation]:
+def _build(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor) -> tuple[list[UnfusedOperation], Tensor]:
+    try:
+        return _thread(fusion, choice, x), x
+    except ValueError:
+        wider = seeded_randn((*x.shape[:-1], x.shape[-1] + 1), 0, dtype=x.dtype).to(x.device)
+        return _thread(fusion, choice, wider), wider
+
+
+def _thread(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor) -> list[UnfusedOperation]:
     made: list[UnfusedOperation] = []
     open_forks: list[str] = []
     shape = tuple(x.shape)

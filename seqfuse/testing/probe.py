@@ -166,8 +166,12 @@ class Probe:
         items = bench.listing().items
         for back in observer.passes("bwd"):
             if "needs" in back.kwargs:
-                operations = enumerate(cast(FusedOperation, back.owner).named_operations(), self.start)
-                names = [f"{place}.{n}" for at, (place, _) in operations for n in _readable(items[at])]
+                places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
+                inside = items[self.start : self.start + len(places)]
+                own = {channel for item in inside for _, channel in item.outputs}
+                names = [
+                    f"{place}.{n}" for place, item in zip(places, inside, strict=True) for n in _wanted_of(item, own)
+                ]
                 assert_only_wanted(back, back.kwargs["needs"], names)
 
     def _check_fallback(self, name: str, case: Case) -> None:
@@ -203,5 +207,6 @@ class Probe:
             raise AssertionError("it did not run")
 
 
-def _readable(item: Item) -> tuple[str, ...]:
-    return (*item.slots, *(name for name, _ in item.inputs))
+def _wanted_of(item: Item, own: set[str]) -> tuple[str, ...]:
+    """Names of the gradients that an operation in a fusion can owe to others: not of channels made in the fusion."""
+    return (*item.slots, *(name for name, channel in item.inputs if channel not in own))

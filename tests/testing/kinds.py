@@ -73,6 +73,17 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
+class BiasDropout(sf.ForwardFusion):
+    """Takes a seed."""
+
+    bias: ops.Bias
+    drop: ops.Dropout
+
+    def fwd(self, x, *, seed):
+        y, record = self.drop.fwd(x + self.bias.bias, seed=seed)
+        return y, {"bias": self.bias.Saved(), "drop": record}
+
+
 class LinearBias(sf.BackwardFusion):
     """Gradients of a product and its bias from one pass over dy."""
 
@@ -140,6 +151,27 @@ class BiasGeLU(sf.JointFusion):
         return dz, {"bias.bias": rows(dz).sum(0)}
 
 
+class Branch(sf.JointFusion):
+    """Owns the channel of a residual branch."""
+
+    fork: ops.Fork
+    bias: ops.Bias | None
+    act: ops.GeLU
+    add: ops.Add
+
+    class Saved(sf.Saved):
+        z: Tensor
+
+    def fwd(self, x):
+        z = x if self.bias is None else x + self.bias.bias
+        return x + self.act.reference(z), self.Saved(z=z)
+
+    def bwd(self, dy, saved, *, needs):
+        dz, _ = self.act.bwd(dy, self.act.Saved(x=saved.z))
+        dbias = {"bias.bias": rows(dz).sum(0)} if "bias.bias" in needs else {}
+        return (dy + dz if "x" in needs else None), dbias
+
+
 class NormLinear(sf.InferenceFusion):
     """An optional slot."""
 
@@ -152,4 +184,9 @@ class NormLinear(sf.InferenceFusion):
         return F.linear(y, self.linear.weight, None if self.bias is None else self.bias.bias)
 
 
-KINDS = (BiasNorm, AddNorm, Activations, GeLULinear, LinearBias, AddForkBias, BiasAct, BiasGeLU, NormLinear)
+KINDS = (
+    *(BiasNorm, AddNorm, Activations, GeLULinear, BiasDropout),
+    *(LinearBias, AddForkBias),
+    *(BiasAct, BiasGeLU, Branch),
+    NormLinear,
+)

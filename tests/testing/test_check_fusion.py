@@ -86,6 +86,16 @@ def test_says_that_a_pattern_does_not_match():
         check_fusion(LinearBias, X, ops.Linear(6, 4), ops.Linear(4, 3))
 
 
+class LinearGated(sf.ForwardFusion):
+    linear: ops.Linear
+    gated: sf.Gated
+
+    def fwd(self, x):
+        y, linear = self.linear.fwd(x)
+        y, gated = self.gated.fwd(y)
+        return y, {"linear": linear, "gated": gated}
+
+
 class Float32Only(BiasAct):
     def requires(self, env):
         yield env.dtype is torch.float32, "float32 only"
@@ -138,7 +148,7 @@ def test_a_fusion_for_another_machine_has_to_be_planned_there():
 
 
 def lists_for(fusion: type[sf.FusedOperation]) -> list[str]:
-    return [described(made) for made in example_lists(fusion, X)]
+    return [described(made) for made, _ in example_lists(fusion, X)]
 
 
 def test_an_optional_slot_is_filled_and_empty():
@@ -153,7 +163,7 @@ def test_an_open_slot_takes_every_operation_of_the_library():
 
 
 def test_a_variadic_slot_takes_one_two_and_three():
-    assert {len(made) for made in example_lists(Activations, X)} == {1, 2, 3}
+    assert {len(made) for made, _ in example_lists(Activations, X)} == {1, 2, 3}
 
 
 def test_channels_are_public_where_signatures_name_them_and_paired_where_not():
@@ -166,17 +176,26 @@ def test_channels_are_public_where_signatures_name_them_and_paired_where_not():
         def fwd(self, x):
             return x
 
-    add, fork, _ = next(example_lists(AddNorm, X))
+    (add, fork, _), _ = next(example_lists(AddNorm, X))
     assert (add.name, fork.name) == ("add_other", "fork_out")
-    fork, *_, add = next(example_lists(Block, X))
+    (fork, *_, add), _ = next(example_lists(Block, X))
     assert (add.name, fork.name) == (None, None)
 
 
+def test_x_gets_a_column_where_the_examples_do_not_fit_together():
+    (linear, gated), x = next(example_lists(LinearGated, X))
+    assert (linear.in_features, linear.out_features, x.shape) == (7, 10, (4, 7))
+    assert isinstance(gated, ops.GEGLU)
+    assert check_fusion(LinearGated, X).lists[0] == "[Linear, GEGLU]"
+
+
 def test_examples_that_cannot_be_made_ask_for_the_operations():
-    class NeedsAnArgument(sf.ForwardFusion):
-        gated: sf.Gated
+    class Between(sf.ForwardFusion):
+        one: ops.GLU
+        two: ops.GLU
+        three: ops.GLU
 
         def fwd(self, x): ...
 
-    with pytest.raises(AssertionError, match=r"NeedsAnArgument: .*ValueError.*give the operations yourself"):
-        check_fusion(NeedsAnArgument, seeded_randn((4, 5), 0))
+    with pytest.raises(AssertionError, match=r"Between: ValueError .*give the operations yourself"):
+        check_fusion(Between, seeded_randn((4, 6), 0))
