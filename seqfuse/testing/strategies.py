@@ -91,7 +91,15 @@ def tensors(
 WIDTHS = (8, 6, 9, 4)
 _POINTWISE = ("GeLU", "ReLU", "SiLU", "QuickGeLU", "SquaredReLU", "Sigmoid", "Tanh", "Identity")
 _GATED = ("SwiGLU", "GEGLU", "ReGLU", "GLU")
-_PLAIN = ("nn.Softplus", "nn.Hardtanh")
+_DRAWN = {"act": _POINTWISE, "barrier": ("nn.Softplus", "nn.Hardtanh")}
+_NUMBERS = {"Scale": (-0.75, 1.0, 0.5), "Dropout": (0.3, 0.0, 0.5)}
+_SIZED = ("LayerNorm", "RMSNorm", "Bias")
+# Runs that patterns are made of, since chance would seldom put them in a row.
+_RUNS = (
+    *("act", "Linear", "LayerNorm", "RMSNorm", "Scale", "Linear act", "Linear LayerNorm", "GeLU Linear"),
+    *("LayerNorm Linear", "Bias act act", "Bias LayerNorm"),
+)
+_ROUTED = ("Fork", "Add", "Add Fork LayerNorm", "Add Fork Bias", "Fork GeLU Add")
 
 
 @st.composite
@@ -123,60 +131,42 @@ def lists(
 
     def node(kind: str, *arguments: Any, inside: tuple[Node, ...] = ()) -> Node:
         hook = draw(st.sampled_from(("",) * 17 + HOOKS)) if hooks else ""
-        still = frozen and kind in ("Linear", "LayerNorm", "RMSNorm", "Bias") and draw(rarely)
+        still = frozen and kind in ("Linear", *_SIZED) and draw(rarely)
         return Node(kind, arguments, inside, hook, still)
 
-    def act() -> Node:
-        return node(draw(st.sampled_from(_POINTWISE)))
-
-    def fork(width: int, here: tuple[int, ...]) -> Node:
-        return node("Fork", routing.fork(width, here))
-
-    def add(width: int, here: tuple[int, ...]) -> Node:
-        known = routing.readable(width, here)
-        name = draw(st.sampled_from(known)) if known and not draw(rarely) else routing.take(width)
-        routing.read(name, here)
-        return node("Add", name)
-
-    def step(width: int, here: tuple[int, ...]) -> tuple[list[Node], int]:
-        kinds = [
-            "act",
-            "Linear",
-            "product and act",
-            "norm and product",
-            "bias and acts",
-            "LayerNorm",
-            "RMSNorm",
-            "Scale",
-        ]
-        kinds += ["gated"] * (width % 2 == 0) + ["Dropout"] * dropout + ["barrier"] * barriers
-        kinds += ["Fork", "Add", "add, fork and norm"] * channels + ["Residual", "Sequential"] * (len(here) < depth)
-        kind = draw(st.sampled_from(kinds))
-        if kind in ("Linear", "product and act", "norm and product"):
+    def one(kind: str, width: int, here: tuple[int, ...]) -> tuple[Node, int]:
+        if kind == "Linear":
             after = draw(st.sampled_from(WIDTHS))
-            found = [node("LayerNorm", width)] if kind == "norm and product" else []
-            found.append(node("Linear", width, after, draw(st.booleans())))
-            return ([*found, act()] if kind == "product and act" else found), after
+            return node(kind, width, after, draw(st.booleans())), after
         if kind in CONTAINERS:
             inside, after = several(width, (*here, next(containers)))
             if kind == "Residual" and after != width:
                 inside, after = [*inside, node("Linear", after, width)], width
-            return [node(kind, inside=tuple(inside))], after
+            return node(kind, inside=tuple(inside)), after
         if kind == "gated":
-            return [node(draw(st.sampled_from(_GATED)))], width // 2
-        made = {
-            "act": lambda: [act()],
-            "bias and acts": lambda: [node("Bias", width), act(), act()],
-            "LayerNorm": lambda: [node(kind, width)],
-            "RMSNorm": lambda: [node(kind, width)],
-            "Scale": lambda: [node(kind, draw(st.sampled_from((-0.75, 1.0, 0.5))))],
-            "Dropout": lambda: [node(kind, draw(st.sampled_from((0.3, 0.0, 0.5))))],
-            "barrier": lambda: [node(draw(st.sampled_from(_PLAIN)))],
-            "Fork": lambda: [fork(width, here)],
-            "Add": lambda: [add(width, here)],
-            "add, fork and norm": lambda: [add(width, here), fork(width, here), node("LayerNorm", width)],
-        }
-        return made[kind](), width
+            return node(draw(st.sampled_from(_GATED))), width // 2
+        if kind == "Add":
+            known = routing.readable(width, here)
+            name = draw(st.sampled_from(known)) if known and not draw(rarely) else routing.take(width)
+            routing.read(name, here)
+            return node(kind, name), width
+        if kind == "Fork":
+            return node(kind, routing.fork(width, here)), width
+        if kind in _DRAWN:
+            return node(draw(st.sampled_from(_DRAWN[kind]))), width
+        if kind in _NUMBERS:
+            return node(kind, draw(st.sampled_from(_NUMBERS[kind]))), width
+        return node(kind, *([width] if kind in _SIZED else [])), width
+
+    def step(width: int, here: tuple[int, ...]) -> tuple[list[Node], int]:
+        runs = [*_RUNS, *(_ROUTED if channels else ())]
+        runs += ["gated"] * (width % 2 == 0) + ["barrier"] * barriers + ["Dropout", "Bias Dropout"] * dropout
+        runs += ["Residual", "Sequential"] * (len(here) < depth)
+        found: list[Node] = []
+        for kind in draw(st.sampled_from(runs)).split():
+            more, width = one(kind, width, here)
+            found.append(more)
+        return found, width
 
     def several(width: int, here: tuple[int, ...]) -> tuple[list[Node], int]:
         found: list[Node] = []
