@@ -1,0 +1,802 @@
+"""A class that breaks its contract is refused where it is defined, quoting the author's line; what cannot be seen
+there is refused when the plan first runs, naming fusion, slot and field.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import (
+    BiasGeLUBackward,
+    BiasGeLUForward,
+    LinearBiasGeLUBackward,
+    LinearBiasGeLUJoint,
+    assert_exact,
+    randomized,
+    rows,
+    run,
+    tensor,
+)
+
+BAD: dict[str, tuple[Callable[[], Any], str, str]] = {}
+
+
+def bad(line: str, message: str) -> Callable[[Callable[[], Any]], None]:
+    """Register a definition with the line its error has to quote and what it has to say."""
+
+    def register(define: Callable[[], Any]) -> None:
+        BAD[define.__name__] = define, line, message
+
+    return register
+
+
+@bad("class Fusion(sf.ForwardFusion):", "at least one slot")
+def no_slots() -> None:
+    class Fusion(sf.ForwardFusion):
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("bias: int", "'bias' has type <class 'int'>, which is not an operation class")
+def a_slot_of_another_type() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: int
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("linear: nn.Linear", "'linear' has type")
+def a_slot_of_a_torch_module() -> None:
+    class Fusion(sf.ForwardFusion):
+        linear: nn.Linear
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("bias: Nowhere  # type: ignore  # noqa: F821", "'bias' does not resolve")
+def a_slot_of_an_unknown_type() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: Nowhere  # type: ignore  # noqa: F821
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("acts: tuple[tuple[ops.ReLU, ...], ...]", "'acts' has type")
+def a_variadic_of_variadics() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+        acts: tuple[tuple[ops.ReLU, ...], ...]
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("acts: tuple[ops.ReLU, ops.ReLU]", "written tuple[X, ...]")
+def a_tuple_of_a_fixed_length() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+        acts: tuple[ops.ReLU, ops.ReLU]
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("acts: tuple[ops.ReLU, ...] | None", "'acts'")
+def an_optional_variadic() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+        acts: tuple[ops.ReLU, ...] | None
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+class Renamed(ops.Bias):
+    """Derives from a final operation."""
+
+
+@bad("bias: Renamed", "Renamed derives from a final operation and never matches")
+def a_slot_that_could_never_match() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: Renamed
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("requires: ops.Bias", "'requires' cannot be the name of a slot")
+def a_slot_with_a_name_that_is_taken() -> None:
+    class Fusion(sf.ForwardFusion):
+        requires: ops.Bias  # type: ignore
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("_bias: ops.Bias", "'_bias' cannot be the name of a slot")
+def a_private_slot() -> None:
+    class Fusion(sf.ForwardFusion):
+        _bias: ops.Bias
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("a: int", "slot 'a'")
+def a_short_name_that_stands_in_other_lines_too() -> None:
+    class Alphabetical(sf.ForwardFusion):
+        bias: ops.Bias
+        a: int
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("class Fusion(sf.FusedOperation):", "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion")
+def no_kind() -> None:
+    class Fusion(sf.FusedOperation):
+        bias: ops.Bias
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("class Fusion(sf.ForwardFusion, sf.BackwardFusion):", "one of")
+def two_kinds() -> None:
+    class Fusion(sf.ForwardFusion, sf.BackwardFusion):
+        bias: ops.Bias
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...
+
+
+@bad("def fwd(self) -> Any: ...", "fwd must take (self, x, *, ...)")
+def fwd_without_x() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+
+        def fwd(self) -> Any: ...
+
+
+@bad("def fwd(self, x: Tensor, add_other: Tensor) -> Any: ...", "fwd must take (self, x, *, ...)")
+def an_extra_input_by_position() -> None:
+    class Fusion(sf.ForwardFusion):
+        add: ops.Add
+
+        def fwd(self, x: Tensor, add_other: Tensor) -> Any: ...
+
+
+@bad("def fwd(self, x: Tensor, *, other: Tensor) -> Any: ...", "'other'")
+def an_extra_input_without_its_slot() -> None:
+    class Fusion(sf.ForwardFusion):
+        add: ops.Add
+
+        def fwd(self, x: Tensor, *, other: Tensor) -> Any: ...
+
+
+@bad("def fwd(self, x: Tensor, *, linear_weight: Tensor) -> Any: ...", "'linear_weight'")
+def an_extra_input_the_operation_does_not_have() -> None:
+    class Fusion(sf.ForwardFusion):
+        linear: ops.Linear
+
+        def fwd(self, x: Tensor, *, linear_weight: Tensor) -> Any: ...
+
+
+@bad("def fwd(self, x: Tensor, **others: Tensor) -> Any: ...", "'others'")
+def whatever_keywords() -> None:
+    class Fusion(sf.ForwardFusion):
+        add: ops.Add
+
+        def fwd(self, x: Tensor, **others: Tensor) -> Any: ...
+
+
+@bad('outputs = ("stream",)', "'stream'")
+def an_output_without_its_slot() -> None:
+    class Fusion(sf.ForwardFusion):
+        fork: ops.Fork
+        outputs = ("stream",)
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad('outputs = ("bias_out",)', "'bias_out'")
+def an_output_the_operation_does_not_have() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+        outputs = ("bias_out",)
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "bwd must take (self, dy, *, ...)")
+def a_backward_that_takes_one_record() -> None:
+    class Fusion(sf.BackwardFusion):
+        bias: ops.Bias
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
+
+
+@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "the record of every slot by keyword: act")
+def a_backward_that_misses_a_record() -> None:
+    class Fusion(sf.BackwardFusion):
+        bias: ops.Bias
+        act: ops.ReLU
+
+        def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...
+
+
+@bad("def bwd(self, dy: Tensor, *, bias: Any, relu: Any) -> Any: ...", "'relu'")
+def a_backward_that_names_an_unknown_slot() -> None:
+    class Fusion(sf.BackwardFusion):
+        bias: ops.Bias
+
+        def bwd(self, dy: Tensor, *, bias: Any, relu: Any) -> Any: ...
+
+
+@bad("def bwd(self, dy: Tensor, *, bias: Any, d_bias_out: Tensor) -> Any: ...", "d_bias_out")
+def a_gradient_of_an_output_the_operation_does_not_have() -> None:
+    class Fusion(sf.BackwardFusion):
+        bias: ops.Bias
+
+        def bwd(self, dy: Tensor, *, bias: Any, d_bias_out: Tensor) -> Any: ...
+
+
+@bad("class Fusion(sf.JointFusion):", "needs a class Saved(sf.Saved) of its own")
+def a_joint_without_a_record() -> None:
+    class Fusion(sf.JointFusion):
+        bias: ops.Bias
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
+
+
+@bad("class Fusion(sf.JointFusion):", "needs bwd")
+def a_joint_without_a_backward() -> None:
+    class Fusion(sf.JointFusion):
+        bias: ops.Bias
+
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "has no bwd")
+def a_forward_with_a_backward() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...
+
+
+@bad("class Fusion(sf.ForwardFusion):", "needs fwd")
+def a_forward_that_is_no_function() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+        fwd = 3  # type: ignore
+
+
+@bad('layout = "contiguous"', "inner_contig")
+def an_unknown_layout() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+        layout = "contiguous"  # type: ignore
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("class Operation(sf.UnfusedOperation):", "needs bwd")
+def an_operation_without_a_backward() -> None:
+    class Operation(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+
+@bad("class Operation(sf.UnfusedOperation):", "Saved(sf.Saved) of its own")
+def an_operation_without_a_record() -> None:
+    class Operation(sf.UnfusedOperation):
+        def reference(self, x: Tensor) -> Tensor: ...
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
+
+
+@bad("def bwd(self, saved: Any, dy: Tensor, x: Tensor) -> Any: ...", "bwd must take (self, dy, saved, *, ...)")
+def an_operation_with_a_backward_of_three() -> None:
+    class Operation(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, saved: Any, dy: Tensor, x: Tensor) -> Any: ...
+
+
+@bad("def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "bwd must take d_out by keyword")
+def an_operation_that_ignores_the_gradient_of_its_output() -> None:
+    class Operation(sf.UnfusedOperation):
+        outputs = ("out",)
+
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Any: ...
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
+
+
+@bad("def bwd(self, dy: Tensor, saved: Any, *, need: Any) -> Any: ...", "'need', which is none of")
+def an_operation_that_asks_for_what_is_not_there() -> None:
+    class Operation(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, saved: Any, *, need: Any) -> Any: ...
+
+
+@bad('reads = "outputs"', 'reads must be "input" or "output"')
+def a_pointwise_that_reads_what_is_not_there() -> None:
+    class Operation(sf.Pointwise):
+        reads = "outputs"  # type: ignore
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+
+@bad('reads = "output"', "needs derivative_reference(y)")
+def a_pointwise_without_its_derivative() -> None:
+    class Operation(sf.Pointwise):
+        reads = "output"
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+
+@bad("_x: Tensor", "'_x' must be a public identifier")
+def a_private_field() -> None:
+    class Record(sf.Saved):
+        _x: Tensor
+
+
+@bad("x: Tensr  # type: ignore  # noqa: F821", "'x' does not resolve")
+def a_field_of_an_unknown_type() -> None:
+    class Record(sf.Saved):
+        x: Tensr  # type: ignore  # noqa: F821
+
+
+@bad("fields: Tensor", "'fields'")
+def a_field_with_a_name_that_is_taken() -> None:
+    class Record(sf.Saved):
+        fields: Tensor  # type: ignore
+
+
+@bad("kept: Tensor", "'kept'")
+def a_field_that_hides_a_method() -> None:
+    class Record(sf.Saved):
+        kept: Tensor  # type: ignore
+
+
+@bad("parts: list[Tensor]", "'parts'")
+def a_field_that_is_a_list() -> None:
+    class Record(sf.Saved):
+        parts: list[Tensor]
+
+
+@bad("parts: dict[str, Tensor]", "'parts'")
+def a_field_that_is_a_dictionary() -> None:
+    class Record(sf.Saved):
+        parts: dict[str, Tensor]
+
+
+@pytest.mark.parametrize(("define", "line", "message"), BAD.values(), ids=BAD.keys())
+def test_a_bad_definition_quotes_the_line_of_its_author(define: Callable[[], Any], line: str, message: str) -> None:
+    with pytest.raises(sf.PluginError) as caught:
+        define()
+    error = caught.value
+    assert error.code == "SF301"
+    assert message in error.message
+    quoted = re.search(r"^ +(\S+):(\d+): (.*)$", error.message, re.MULTILINE)
+    assert quoted, error.message
+    path, number, text = quoted.groups()
+    assert Path(path) == Path(__file__)
+    assert text.startswith(line.split("  #")[0])
+    source = Path(__file__).read_text().splitlines()
+    assert source[int(number) - 1].strip() == text
+    first = define.__code__.co_firstlineno
+    assert first < int(number) < first + 20
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(BAD) >= 12
+
+
+def test_after_a_bad_definition_everything_works() -> None:
+    for define, _, _ in BAD.values():
+        with pytest.raises(sf.PluginError):
+            define()
+    model = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(BiasGeLUForward, BiasGeLUBackward)))
+    assert model.plan(tensor(7, 5)).count("BiasGeLUForward") == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ops.Add.Saved(x=1),
+        lambda: ops.GeLU.Saved(),
+        lambda: ops.GeLU.Saved(1),
+        lambda: ops.GeLU.Saved(y=tensor(1)),
+    ],
+    ids=["surplus", "missing", "by_position", "another_name"],
+)
+def test_a_record_takes_its_fields_by_name_and_all_of_them(make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError):
+        make()
+
+
+def test_records_are_frozen() -> None:
+    record = ops.GeLU.Saved(x=tensor(3))
+    with pytest.raises(AttributeError):
+        record.x = tensor(3)
+    with pytest.raises(AttributeError):
+        del record.x
+    with pytest.raises(AttributeError, match="has no field 'y'"):
+        record.y  # noqa: B018
+    assert ops.GeLU.Saved.fields == ("x",)
+
+
+# What only a run can show. Each way of being wrong is one change of a right fusion.
+
+Change = Callable[[Any, dict[str, Any]], Any]
+
+
+def forward_that(change: Change) -> type[sf.ForwardFusion]:
+    class Wrong(BiasGeLUForward):
+        def fwd(self, x: Tensor) -> Any:
+            y, saved = super().fwd(x)
+            return change(y, saved)
+
+    return Wrong
+
+
+def with_record(**fields: Any) -> Change:
+    return lambda y, saved: (y, {**saved, "act": ops.GeLU.Saved(**{k: f(saved["act"].x) for k, f in fields.items()})})
+
+
+RECORDS: dict[str, tuple[Change, str]] = {
+    "a_slot_forgotten": (lambda y, s: (y, {"bias": s["bias"]}), r"slot 'act' needs a GeLU\S* ?\S*Saved|slot 'act'"),
+    "a_slot_too_many": (lambda y, s: (y, {**s, "relu": s["bias"]}), "unknown slots: 'relu'"),
+    "slots_reordered": (lambda y, s: (y, {"bias": s["act"], "act": s["bias"]}), "slot '(bias|act)' needs"),
+    "no_dictionary": (lambda y, s: (y, tuple(s.values())), "not a tuple"),
+    "no_record": (lambda y, s: y, r"must return \(y, saved\)"),
+    "outputs_not_declared": (lambda y, s: (y, {}, s), r"must return \(y, saved\)"),
+    "a_record_of_another_class": (lambda y, s: (y, {**s, "act": ops.ReLU.Saved(y=y)}), "slot 'act' needs"),
+    "a_field_reshaped": (with_record(x=lambda x: x.reshape(-1)), r"field 'x' of slot 'act' should be float32\[7, 5\]"),
+    "a_field_without_its_last_column": (with_record(x=lambda x: x[..., :-1]), r"field 'x' of slot 'act'.*\[7, 4\]"),
+    "a_field_transposed": (with_record(x=lambda x: x.mT), r"field 'x' of slot 'act'.*\[5, 7\]"),
+    "a_field_cast": (with_record(x=lambda x: x.bfloat16()), r"field 'x' of slot 'act'.*not bfloat16"),
+    "a_field_widened": (with_record(x=lambda x: x.double()), r"field 'x' of slot 'act'.*not float64"),
+    "a_field_elsewhere": (with_record(x=lambda x: x.to("meta")), r"field 'x' of slot 'act'.*on meta"),
+    "a_field_without_its_tensor": (with_record(x=lambda x: None), r"field 'x' of slot 'act'.*not None"),
+    "a_field_that_is_plain": (with_record(x=lambda x: 3), r"field 'x' of slot 'act'.*not 3"),
+    "an_output_reshaped": (lambda y, s: (y.reshape(-1), s), r"its output should be float32\[7, 5\]"),
+    "an_output_cast": (lambda y, s: (y.half(), s), r"its output should be float32.*not float16"),
+    "no_output": (lambda y, s: (None, s), r"must return \(y, saved\)"),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(("change", "message"), RECORDS.values(), ids=RECORDS.keys())
+def test_a_forward_that_saves_what_the_operation_cannot_read_is_named(
+    change: Change, message: str, training: bool
+) -> None:
+    model = randomized(sf.Sequential(ops.Scale(2), ops.Bias(5), ops.GeLU(), fusions=(forward_that(change),)))
+    x = tensor(7, 5)
+    for _ in range(2):
+        with torch.set_grad_enabled(training), pytest.raises(sf.PluginError, match=message) as caught:
+            model(x)
+        assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF302", "Wrong", 1)
+    with sf.fusing(False):
+        expected = run(model, x)
+    model.fusions = ()
+    assert_exact(run(model, x), expected)
+
+
+def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:
+    class Wrong(BiasGeLUForward):
+        def fwd(self, x: Tensor) -> Any:
+            return x, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(z=x)}  # type: ignore[call-arg]
+
+    model = sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(Wrong,))
+    with pytest.raises(sf.PluginError, match="Wrong") as caught:
+        model(tensor(7, 5))
+    assert caught.value.code == "SF302"
+
+
+def test_a_record_of_a_slot_among_many_is_named_by_number() -> None:
+    class Wrong(sf.ForwardFusion):
+        acts: tuple[sf.Pointwise, ...]
+
+        def fwd(self, x: Tensor) -> Any:
+            made = []
+            for i, act in enumerate(self.acts):
+                x, record = act.fwd(x)
+                made.append(type(record)(y=x.double()) if i == 1 else record)
+            return x, {"acts": tuple(made)}
+
+    model = sf.Sequential(ops.Tanh(), ops.Sigmoid(), ops.Tanh(), fusions=(Wrong,))
+    with pytest.raises(sf.PluginError, match=r"field 'y' of slot 'acts\.1'"):
+        model(tensor(7, 5))
+
+
+def test_an_output_of_a_fork_is_checked_too() -> None:
+    class Wrong(sf.ForwardFusion):
+        add: ops.Add
+        fork: ops.Fork
+        outputs = ("fork_out",)
+
+        def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+            y = x + add_other
+            return y, {"fork_out": y[:3]}, {"add": ops.Add.Saved(), "fork": ops.Fork.Saved()}
+
+    model = sf.Sequential(ops.Add("a"), ops.Fork("b"), ops.Tanh(), ops.Add("b"), fusions=(Wrong,))
+    with pytest.raises(sf.PluginError, match=r"its output 'fork_out' should be float32\[7, 5\]"):
+        model(tensor(7, 5), a=tensor(7, 5))
+
+
+def test_a_missing_output_is_named() -> None:
+    class Wrong(sf.ForwardFusion):
+        add: ops.Add
+        fork: ops.Fork
+        outputs = ("fork_out",)
+
+        def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+            return x + add_other, {}, {"add": ops.Add.Saved(), "fork": ops.Fork.Saved()}
+
+    model = sf.Sequential(ops.Add("a"), ops.Fork("b"), ops.Tanh(), ops.Add("b"), fusions=(Wrong,))
+    with pytest.raises(sf.PluginError, match="fork_out"):
+        model(tensor(7, 5), a=tensor(7, 5))
+
+
+def backward_that(change: Callable[[Tensor, dict[str, Any], Tensor], Any]) -> type[sf.BackwardFusion]:
+    class Wrong(LinearBiasGeLUBackward):
+        def bwd(self, dy: Tensor, *, linear: Any, bias: Any, act: Any, needs: frozenset[str]) -> Any:
+            dx, grads = super().bwd(dy, linear=linear, bias=bias, act=act, needs=needs)
+            return change(dx, grads, dy)
+
+    return Wrong
+
+
+def joint_that(change: Callable[[Tensor, dict[str, Any], Tensor], Any]) -> type[sf.JointFusion]:
+    class Wrong(LinearBiasGeLUJoint):
+        def bwd(self, dy: Tensor, saved: Any, *, needs: frozenset[str]) -> Any:
+            dx, grads = super().bwd(dy, saved, needs=needs)
+            return change(dx, grads, dy)
+
+    return Wrong
+
+
+def operation_that(change: Callable[[Tensor, dict[str, Any], Tensor], Any]) -> type[sf.UnfusedOperation]:
+    class Wrong(sf.UnfusedOperation):
+        """x weight^T + bias, with the names of the fusions above."""
+
+        class Saved(sf.Saved):
+            x: Tensor
+            weight: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Module()
+            self.linear.weight = nn.Parameter(tensor(4, 5, grad=False))
+            self.bias = nn.Module()
+            self.bias.bias = nn.Parameter(tensor(4, grad=False))
+
+        def reference(self, x: Tensor) -> Tensor:
+            return x @ self.linear.weight.mT + self.bias.bias
+
+        def fwd(self, x: Tensor) -> Any:
+            return self.reference(x), self.Saved(x=x, weight=self.linear.weight)
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            return change(dy @ saved.weight, {"linear.weight": dy.mT @ saved.x, "bias.bias": rows(dy)}, dy)
+
+        def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+            return (*shape[:-1], 4)
+
+    return Wrong
+
+
+GradientChange = Callable[[Any, dict[str, Any], Tensor], Any]
+GRADIENTS: dict[str, tuple[GradientChange, str]] = {
+    "an_unknown_name": (lambda dx, g, dy: (dx, {**g, "bias.shift": g["bias.bias"]}), "'bias.shift'; known are"),
+    "a_parameter_without_its_slot": (lambda dx, g, dy: (dx, {**g, "weight": g["linear.weight"]}), "gradient 'weight'"),
+    "a_gradient_missing": (lambda dx, g, dy: (dx, {"bias.bias": g["bias.bias"]}), "no gradient 'linear.weight'"),
+    "a_gradient_that_is_none": (lambda dx, g, dy: (dx, {**g, "bias.bias": None}), "no gradient 'bias.bias'"),
+    "another_shape": (lambda dx, g, dy: (dx, {**g, "bias.bias": dy}), r"'bias.bias' should be float32\[4\].*\[7, 4\]"),
+    "transposed": (
+        lambda dx, g, dy: (dx, {**g, "linear.weight": g["linear.weight"].mT.contiguous()}), r"'linear.weight'.*\[5, 4\]"
+    ),
+    "another_dtype": (
+        lambda dx, g, dy: (dx, {**g, "linear.weight": g["linear.weight"].double()}), "'linear.weight'.*float64"
+    ),
+    "another_device": (lambda dx, g, dy: (dx, {**g, "bias.bias": g["bias.bias"].to("meta")}), "'bias.bias'.*on meta"),
+    "no_gradient_of_x": (lambda dx, g, dy: (None, g), "no gradient of x"),
+    "x_of_another_shape": (lambda dx, g, dy: (dx[:, :3], g), r"gradient of x.*\[7, 5\].*\[7, 3\]"),
+    "x_of_another_dtype": (lambda dx, g, dy: (dx.double(), g), "gradient of x.*float64"),
+    "no_dictionary": (lambda dx, g, dy: (dx, tuple(g.values())), r"\(dx, \{name: gradient\}\).*tuple"),
+    "only_dx": (lambda dx, g, dy: dx, "bwd must return"),
+    "a_number": (lambda dx, g, dy: (dx, {**g, "bias.bias": 3.0}), "'bias.bias'"),
+}  # fmt: skip
+MAKERS: dict[str, Callable[[GradientChange], Sequence[Any]]] = {
+    "backward": lambda change: ([ops.Linear(5, 4), ops.GeLU()], (backward_that(change),)),
+    "joint": lambda change: ([ops.Linear(5, 4), ops.GeLU()], (joint_that(change),)),
+    "operation": lambda change: ([operation_that(change)()], ()),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+@pytest.mark.parametrize(("change", "message"), GRADIENTS.values(), ids=GRADIENTS.keys())
+def test_gradients_that_do_not_fit_are_named(change: GradientChange, message: str, maker: Any) -> None:
+    made, rules = maker(change)
+    model = randomized(sf.Sequential(ops.Scale(2), *made, fusions=rules))
+    x = tensor(7, 5)
+    for _ in range(2):
+        y = model(x)
+        with pytest.raises(sf.PluginError, match=message) as caught:
+            y.backward(tensor(7, 4, seed=9, grad=False))
+        assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF303", "Wrong", 1)
+        assert all(p.grad is None for p in model.parameters())
+        assert x.grad is None
+
+
+ALIASES: dict[str, GradientChange] = {
+    "the_incoming_gradient": lambda dx, g, dy: (dx, {**g, "bias.bias": dy[0]}),
+    "the_gradient_of_x": lambda dx, g, dy: (dx, {**g, "bias.bias": dx[0, :4]}),
+    "another_gradient": lambda dx, g, dy: (dx, {**g, "bias.bias": g["linear.weight"][:, 0]}),
+}
+
+
+@pytest.mark.parametrize("change", ALIASES.values(), ids=ALIASES.keys())
+def test_a_gradient_that_is_part_of_another_tensor_is_named(change: GradientChange) -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), fusions=(backward_that(change),)))
+    with pytest.raises(sf.PluginError, match=r"gradient '(bias\.bias|linear\.weight)' shares its memory") as caught:
+        model(tensor(7, 5)).backward(tensor(7, 4, seed=9, grad=False))
+    assert (caught.value.code, caught.value.operation) == ("SF303", "Wrong")
+
+
+def test_a_gradient_that_is_its_parameter_is_named() -> None:
+    class Wrong(BiasGeLUBackward):
+        def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+            dx, _ = super().bwd(dy, bias=bias, act=act)
+            return dx, {"bias.bias": self.bias.bias.detach()}
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(Wrong,)))
+    with pytest.raises(sf.PluginError, match="shares its memory with its parameter"):
+        model(tensor(7, 5)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["fusion", "operation"])
+def test_the_gradient_of_an_extra_input_cannot_be_forgotten(kind: str) -> None:
+    class Forgetful(sf.BackwardFusion):
+        add: ops.Add
+        act: ops.ReLU
+
+        def bwd(self, dy: Tensor, *, add: Any, act: Any) -> Any:
+            return torch.where(act.y > 0, dy, 0), {}
+
+    class Sum(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            pass
+
+        def reference(self, x: Tensor, *, other: Tensor) -> Tensor:
+            return x + other
+
+        def fwd(self, x: Tensor, *, other: Tensor) -> Any:
+            return x + other, self.Saved()
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            return dy, {}
+
+    first = ops.Add("other") if kind == "fusion" else Sum()
+    model = sf.Sequential(first, ops.ReLU(), fusions=(Forgetful,))
+    other = tensor(7, 5)
+    with pytest.raises(sf.PluginError, match=r"no gradient '(add\.)?other'"):
+        model(tensor(7, 5), other=other).sum().backward()
+    # Where nobody wants it, nothing is missing.
+    x = tensor(7, 5)
+    model(x, other=other.detach()).sum().backward()
+    assert x.grad is not None
+
+
+def test_gradients_nobody_wants_may_be_left_out_or_given() -> None:
+    class Generous(BiasGeLUBackward):
+        def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+            dx, grads = super().bwd(dy, bias=bias, act=act)
+            return dx, grads
+
+    class Sparing(BiasGeLUBackward):
+        def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+            return super().bwd(dy, bias=bias, act=act)[0], {}
+
+    for cls in (Generous, Sparing):
+        model = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(cls,)))
+        model[0].bias.requires_grad_(False)
+        x = tensor(7, 5)
+        got = run(model, x)
+        with sf.fusing(False):
+            assert_exact(got, run(model, x))
+
+
+def test_an_operation_may_have_any_attribute() -> None:
+    class Odd(sf.Pointwise):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes: tuple[Any, ...] = ([1, 2], {"a": 3})
+            self.note = {"anything": [object()]}
+
+        def reference(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    class BiasOdd(sf.ForwardFusion):
+        bias: ops.Bias
+        odd: Odd
+
+        def fwd(self, x: Tensor) -> Any:
+            z = x + self.bias.bias
+            return 2 * z, {"bias": ops.Bias.Saved(), "odd": self.odd.Saved(x=z)}
+
+    model = randomized(sf.Sequential(ops.Bias(5), Odd(), fusions=(BiasOdd,)))
+    x = tensor(7, 5)
+    with sf.fusing(on_error="raise"):
+        torch.testing.assert_close(model(x), 2 * (x + model[0].bias))
+
+
+def test_a_fusion_that_is_still_abstract_is_the_base_of_others() -> None:
+    class Base(sf.ForwardFusion):
+        bias: ops.Bias
+        act: sf.Pointwise
+
+    class Derived(Base):
+        def fwd(self, x: Tensor) -> Any:
+            z = x + self.bias.bias
+            y, record = self.act.fwd(z)
+            return y, {"bias": ops.Bias.Saved(), "act": record}
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(Derived,)))
+    assert model.plan(tensor(7, 5)).count("Derived") == 1
+    x = tensor(7, 5)
+    torch.testing.assert_close(model(x), torch.tanh(x + model[0].bias))
+
+
+def test_what_is_defined_inside_a_function_resolves_its_types() -> None:
+    class Local(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+    def deeper() -> type:
+        class Fusion(sf.ForwardFusion):
+            bias: ops.Bias
+            act: Local
+
+            def fwd(self, x: Tensor) -> Any:
+                z = x + self.bias.bias
+                return z.sin(), {"bias": ops.Bias.Saved(), "act": Local.Saved(x=z)}
+
+        return Fusion
+
+    model = randomized(sf.Sequential(ops.Bias(5), Local(), fusions=(deeper(),)))
+    assert model.plan(tensor(7, 5)).count("Fusion") == 1

@@ -1,0 +1,692 @@
+"""Inputs of every shape, dtype, layout, device and kind: what torch gives, or one clear error before anything ran."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.testing import LAYOUTS, Untouched, assert_fused_close, in_regime, laid_out, seeded_randn
+from tests.fuser.fusions import (
+    PAIR,
+    AddForkBackward,
+    AddForkForward,
+    AddReLUForward,
+    BiasGeLUBackward,
+    BiasGeLUForward,
+    BiasReLU,
+    BiasReLUBack,
+    LinearBiasGeLUBackward,
+    LinearBiasGeLUForward,
+    assert_exact,
+    fused_names,
+    outcome,
+    randomized,
+    rows,
+    run,
+    tensor,
+)
+
+RULES = (*PAIR, BiasGeLUForward, BiasGeLUBackward, LinearBiasGeLUForward, LinearBiasGeLUBackward)
+
+
+def layers() -> tuple[sf.Sequential, nn.Sequential]:
+    mine = randomized(
+        sf.Sequential(ops.Linear(5, 4), ops.GELU(), ops.LayerNorm(4), ops.Linear(4, 3), ops.ReLU(), fusions=RULES)
+    )
+    its = nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 3), nn.ReLU())
+    its.load_state_dict(mine.state_dict())
+    return mine, its
+
+
+def both(mine: nn.Module, its: nn.Module, x: Tensor, **tolerance: float) -> None:
+    got, expected = run(mine, x), run(its, x.detach().requires_grad_(x.requires_grad))
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert got[key].shape == value.shape
+        assert got[key].dtype == value.dtype
+        torch.testing.assert_close(got[key], value, **tolerance, msg=lambda m, key=key: f"{key}: {m}")
+
+
+# Shapes.
+
+
+@pytest.mark.parametrize(
+    ("shape", "operation", "position", "expected"),
+    [
+        ((7, 4), "Linear", 0, "last dimension 5, got 4"),
+        ((7, 1), "Linear", 0, "last dimension 5, got 1"),
+        ((), "Linear", 0, "last dimension 5, got a 0-d tensor"),
+        ((5, 0), "Linear", 0, "last dimension 5, got 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_last_dimension_is_refused_before_anything_runs(
+    shape: tuple[int, ...], operation: str, position: int, expected: str
+) -> None:
+    mine, _ = layers()
+    x = tensor(*shape)
+    for fusing in (True, False):
+        with sf.fusing(fusing), pytest.raises(sf.InputError, match=expected) as caught:
+            mine(x)
+        error = caught.value
+        assert (error.code, error.operation, error.position) == ("SF101", operation, position)
+        assert isinstance(error, ValueError)
+        with pytest.raises(sf.InputError, match=expected):
+            mine.plan(x)
+
+
+def test_a_shape_that_does_not_fit_further_on_is_refused_before_anything_ran() -> None:
+    ran: list[str] = []
+
+    class Loud(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            ran.append("fwd")
+            return x * 2
+
+    model = sf.Sequential(Loud(), sf.Sequential(ops.Linear(5, 4), ops.Bias(3)), ops.Tanh())
+    with pytest.raises(sf.InputError, match="last dimension 3, got 4") as caught:
+        model(tensor(7, 5))
+    assert (caught.value.operation, caught.value.position) == ("Bias", 3)
+    assert "1.1" in str(caught.value)
+    assert ran == []
+
+
+def test_a_shape_that_does_not_fit_behind_a_barrier_names_the_position_in_the_whole_list() -> None:
+    model = sf.Sequential(ops.Linear(5, 4), nn.Linear(4, 6), ops.Tanh(), ops.Bias(4))
+    with pytest.raises(sf.InputError, match="last dimension 4, got 6") as caught:
+        model(tensor(7, 5))
+    assert (caught.value.operation, caught.value.position) == ("Bias", 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: ops.LayerNorm(4), (7, 5)),
+        (lambda: ops.RMSNorm((3, 4)), (7, 2, 4)),
+        (lambda: ops.SwiGLU(), (7, 5)),
+        (lambda: ops.Bias(3), (7, 1)),
+        (lambda: ops.Reshape(2, 3), (7, 5)),
+    ],
+    ids=["layernorm", "rmsnorm", "gated", "bias", "reshape"],
+)
+def test_every_operation_with_a_shape_states_what_it_expects(make: Callable[[], nn.Module], shape: Any) -> None:
+    with pytest.raises(sf.InputError) as caught:
+        sf.Sequential(ops.Tanh(), make())(tensor(*shape))
+    assert caught.value.position == 1
+    with pytest.raises(sf.InputError) as caught:
+        make()(tensor(*shape))
+    assert caught.value.position == 0
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (7, 5), (2, 3, 5), (2, 1, 3, 5), (1, 1, 1, 2, 5)], ids=str)
+def test_any_number_of_leading_dimensions_gives_what_torch_gives(shape: tuple[int, ...]) -> None:
+    mine, its = layers()
+    both(mine, its, tensor(*shape), rtol=1e-4, atol=1e-5)
+    assert fused_names(mine.plan(tensor(*shape)))[0] == ["LinearBiasGeLUForward", "BiasReLU"]
+
+
+def test_a_number_alone_passes_through_pointwise_operations() -> None:
+    mine = sf.Sequential(ops.Tanh(), ops.Scale(-2), ops.GeLU(), ops.Sigmoid())
+    its = nn.Sequential(nn.Tanh(), nn.Identity(), nn.GELU(), nn.Sigmoid())
+    x = tensor()
+    got = outcome(mine, {"x": x}, x)
+    expected = outcome(lambda: its[3](its[2](-2 * its[0](x))), {"x": x})
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5), (0, 0, 5)], ids=str)
+def test_no_rows_give_empty_results_and_zero_gradients_of_parameters(shape: tuple[int, ...]) -> None:
+    mine, its = layers()
+    both(mine, its, tensor(*shape))
+    x = tensor(*shape)
+    got = run(mine, x)
+    assert all(float(got[f"d_{n}"].abs().sum()) == 0 for n, _ in mine.named_parameters())
+    assert {r.reason for r in mine.plan(x).refused} == {"the input has no rows"}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_no_columns_give_what_torch_gives() -> None:
+    for features in ((0, 4), (5, 0), (0, 0)):
+        mine = randomized(sf.Sequential(ops.Linear(*features), ops.ReLU(), fusions=RULES))
+        its = nn.Sequential(nn.Linear(*features), nn.ReLU())
+        its.load_state_dict(mine.state_dict())
+        both(mine, its, tensor(3, features[0]))
+    empty = sf.Sequential(ops.Bias(0), ops.ReLU(), fusions=PAIR)
+    x = tensor(3, 0)
+    assert run(empty, x)["d_x"].shape == (3, 0)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 127, 128, 129, 1025])
+def test_odd_widths_give_what_torch_gives(columns: int) -> None:
+    mine = randomized(sf.Sequential(ops.LayerNorm(columns), ops.Linear(columns, 3), ops.GELU(), fusions=RULES))
+    its = nn.Sequential(nn.LayerNorm(columns), nn.Linear(columns, 3), nn.GELU())
+    its.load_state_dict(mine.state_dict())
+    both(mine, its, tensor(4, columns), rtol=1e-3, atol=1e-4)
+
+
+def test_planning_for_more_elements_than_32_bits_count_touches_none() -> None:
+    x = torch.zeros(1, 8).expand(2**29 + 3, 8)
+    model = sf.Sequential(ops.Bias(8), ops.ReLU(), fusions=PAIR)
+    plan = model.plan(x)
+    assert plan.env.rows == 2**30
+    assert fused_names(plan)[0] == ["BiasReLU"]
+    with pytest.raises(sf.InputError, match="last dimension 8, got 4"):
+        model.plan(x[:, :4])
+
+
+# Dtypes.
+
+REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+PAIRS = list(itertools.permutations(REAL, 2))
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_every_floating_dtype_gives_what_its_unfused_operations_give(dtype: torch.dtype) -> None:
+    mine, _ = layers()
+    mine.to(dtype)
+    x = tensor(9, 5, dtype=dtype)
+    assert fused_names(mine.plan(x))[0] == ["LinearBiasGeLUForward", "BiasReLU"]
+    got = run(mine, x)
+    with sf.fusing(False):
+        expected = run(mine, x)
+        truth = run(mine.double(), x.detach().double().requires_grad_())
+    assert all(v.dtype == dtype for v in got.values())
+    assert_fused_close(got, expected, truth)
+
+
+def complex_layers() -> tuple[sf.Sequential, nn.Sequential]:
+    mine = sf.Sequential(
+        ops.Linear(5, 4, dtype=torch.complex64), ops.Scale(-0.5), ops.Linear(4, 3, dtype=torch.complex64)
+    )
+    its = nn.Sequential(nn.Linear(5, 4, dtype=torch.complex64), nn.Identity(), nn.Linear(4, 3, dtype=torch.complex64))
+    its.load_state_dict(mine.state_dict())
+    its[1].register_forward_hook(lambda m, args, out: out * -0.5)
+    return mine, its
+
+
+def test_complex_numbers_give_what_torch_gives() -> None:
+    mine, its = complex_layers()
+    x = torch.complex(seeded_randn((7, 5), 1), seeded_randn((7, 5), 2)).requires_grad_()
+    z = x.detach().clone().requires_grad_()
+    dy = torch.complex(seeded_randn((7, 3), 3), seeded_randn((7, 3), 4))
+    got = torch.autograd.grad(mine(x), [x, *mine.parameters()], dy)
+    expected = torch.autograd.grad(its(z), [z, *its.parameters()], dy)
+    torch.testing.assert_close(got, expected)
+
+
+def test_complex_numbers_through_residuals_and_smooth_activations() -> None:
+    model = sf.Sequential(ops.Residual(ops.Tanh(), ops.Scale(2)), ops.Sigmoid())
+    x = torch.complex(seeded_randn((7, 5), 1), seeded_randn((7, 5), 2)).requires_grad_()
+    dy = torch.complex(seeded_randn((7, 5), 3), seeded_randn((7, 5), 4))
+    expected = torch.sigmoid(x + 2 * torch.tanh(x))
+    y = model(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy))
+
+
+def test_whole_numbers_pass_where_torch_lets_them() -> None:
+    x = torch.randint(-4, 5, (7, 5))
+    assert torch.equal(sf.Sequential(ops.ReLU(), ops.Identity(), fusions=PAIR)(x), torch.relu(x))
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=PAIR))
+    torch.testing.assert_close(model(x), torch.relu(x + model[0].bias))
+    model(x).sum().backward()
+    assert model[0].bias.grad.dtype is torch.float32
+    with pytest.raises(RuntimeError):
+        sf.Sequential(ops.Linear(5, 4))(x)
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
+def test_mixed_dtypes_promote_as_torch_does(a: torch.dtype, b: torch.dtype) -> None:
+    """x and the channel in one dtype, the bias in another."""
+    model = randomized(sf.Sequential(ops.Bias(5).to(b), ops.Tanh(), ops.Add("r"), fusions=RULES))
+    x, r = tensor(7, 5, dtype=a), tensor(7, 5, seed=8, dtype=a)
+    bias = model[0].bias
+    wanted = {"x": x, "r": r, "bias": bias}
+    got = outcome(lambda: model(x, r=r), wanted)
+    expected = outcome(lambda: torch.tanh(x + bias) + r, wanted)
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert got[key].dtype == value.dtype, key
+        torch.testing.assert_close(got[key], value, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")  # the fused product fails first
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
+def test_a_product_of_two_dtypes_fails_as_in_torch(a: torch.dtype, b: torch.dtype) -> None:
+    model = sf.Sequential(ops.Linear(5, 4, dtype=b), ops.GELU(), fusions=RULES)
+    x = tensor(7, 5, dtype=a)
+    with pytest.raises(RuntimeError):
+        F.linear(x, model[0].weight)
+    with pytest.raises(RuntimeError):
+        model(x)
+
+
+@pytest.mark.parametrize(("a", "b"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_a_norm_with_parameters_of_another_dtype_rounds_once(a: torch.dtype, b: torch.dtype) -> None:
+    for cls, plain in ((ops.LayerNorm, F.layer_norm), (ops.RMSNorm, F.rms_norm)):
+        model = randomized(sf.Sequential(cls(5, eps=1e-5, dtype=b)))
+        x = tensor(7, 5, dtype=a)
+        parameters = [p.double() for p in model.parameters()]
+        expected = plain(x.double(), (5,), *parameters, eps=1e-5)
+        y = model(x)
+        assert y.dtype == a
+        torch.testing.assert_close(y.double(), expected, rtol=torch.finfo(a).eps, atol=torch.finfo(a).eps)
+        model(x).sum().backward()
+        assert all(p.grad.dtype == b for p in model.parameters())
+
+
+# Layouts.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 5)], ids=str)
+def test_inputs_of_any_layout_give_what_contiguous_ones_give(layout: str, shape: tuple[int, ...]) -> None:
+    mine, its = layers()
+    x = laid_out(seeded_randn(shape, 3), layout).requires_grad_()
+    with Untouched({"x": x}), sf.fusing(on_error="raise"):
+        both(mine, its, x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_incoming_gradients_of_any_layout_give_what_contiguous_ones_give(layout: str) -> None:
+    mine, its = layers()
+    x, z = tensor(7, 5), tensor(7, 5)
+    dy = laid_out(seeded_randn((7, 3), 9), layout)
+    with Untouched({"dy": dy}), sf.fusing(on_error="raise"):
+        got = torch.autograd.grad(mine(x), [x, *mine.parameters()], dy)
+    expected = torch.autograd.grad(its(z), [z, *its.parameters()], dy)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_a_sum_reaches_every_parameter() -> None:
+    mine, its = layers()
+    for reduce in (Tensor.sum, Tensor.mean, lambda y: y[:, 0].sum(), lambda y: y[::2].sum(), lambda y: y.mT.sum()):
+        mine.zero_grad(), its.zero_grad()
+        x, z = tensor(7, 5), tensor(7, 5)
+        reduce(mine(x)).backward()
+        reduce(its(z)).backward()
+        torch.testing.assert_close(x.grad, z.grad, rtol=1e-4, atol=1e-5)
+        for a, b in zip(mine.parameters(), its.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@given(
+    rows_=st.integers(1, 4), columns=st.integers(1, 5), strides=st.tuples(st.integers(0, 5), st.integers(0, 3)),
+    offset=st.integers(0, 3),
+)  # fmt: skip
+def test_overlapping_and_strided_windows_are_read_and_not_written(
+    rows_: int, columns: int, strides: tuple[int, int], offset: int
+) -> None:
+    buffer = seeded_randn((40,), 5)
+    x = buffer.as_strided((rows_, columns), strides, offset)
+    model = randomized(sf.Sequential(ops.Bias(columns), ops.GeLU(), ops.Bias(columns), ops.ReLU(), fusions=RULES))
+    with Untouched({"buffer": buffer}), sf.fusing(on_error="raise"):
+        y = model(x)
+        y.backward(laid_out(seeded_randn((rows_, columns), 6), "scalar"))
+    expected = torch.relu(F.gelu(x + model[0].bias) + model[2].bias)
+    torch.testing.assert_close(y, expected)
+
+
+class Contiguous:
+    """Fusions of the default layout that insist on it."""
+
+    class Forward(AddReLUForward):
+        def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+            assert x.is_contiguous()
+            assert add_other.is_contiguous()
+            return super().fwd(x, add_other=add_other)
+
+    class Border(AddForkForward):
+        def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+            assert x.is_contiguous()
+            assert add_other.is_contiguous()
+            return super().fwd(x, add_other=add_other)
+
+    class BorderBack(AddForkBackward):
+        def bwd(self, dy: Tensor, *, add: Any, fork: Any, d_fork_out: Tensor) -> Any:
+            assert dy.is_contiguous()
+            assert d_fork_out.is_contiguous()
+            return super().bwd(dy, add=add, fork=fork, d_fork_out=d_fork_out)
+
+    class Back(BiasReLUBack):
+        def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+            assert dy.is_contiguous()
+            assert act.y.is_contiguous()
+            return super().bwd(dy, bias=bias, act=act)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_fusion_gets_everything_in_the_layout_it_asks_for(layout: str) -> None:
+    def fit(*shape: int, seed: int) -> Tensor:
+        return laid_out(seeded_randn(shape, seed), layout).requires_grad_()
+
+    with sf.fusing(on_error="raise"):
+        x, r = fit(7, 5, seed=1), fit(7, 5, seed=2)
+        model = sf.Sequential(ops.Add("r"), ops.ReLU(), fusions=(Contiguous.Forward,))
+        torch.testing.assert_close(model(x, r=r), torch.relu(x + r))
+
+        model = sf.Sequential(ops.Add("a"), ops.Fork("b"), fusions=(Contiguous.Border, Contiguous.BorderBack))
+        y, b = model(x, a=r)
+        dy, db = fit(7, 5, seed=3).detach(), fit(7, 5, seed=4).detach()
+        dx, dr = torch.autograd.grad((y, b), (x, r), (dy, db))
+        torch.testing.assert_close((dx, dr), (dy + db, dy + db))
+
+        # The unfused forward keeps what it made of x, in the layout of x.
+        model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Contiguous.Back,)))
+        got = torch.autograd.grad(model(x), x, dy)
+        torch.testing.assert_close(got[0], torch.where(x + model[0].bias > 0, dy, 0.0))
+
+
+def test_a_fusion_for_contiguous_rows_gets_padded_rows_as_they_are_and_nothing_worse() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Rows(BiasReLU):
+        layout = "inner_contig"
+
+        def fwd(self, x: Tensor) -> Any:
+            seen.append(x.stride())
+            return super().fwd(x)
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Rows,)))
+    wide = seeded_randn((7, 8), 1)
+    for x in (wide[:, :5], wide[:, 1:6], wide[:5, :7].mT, wide[:1, :5].expand(7, 5), wide[:, :1].expand(7, 5)):
+        torch.testing.assert_close(model(x), torch.relu(x + model[0].bias))
+    assert seen == [(8, 1), (8, 1), (5, 1), (5, 1), (5, 1)]
+
+
+def test_a_fusion_for_any_layout_gets_tensors_as_they_are() -> None:
+    seen: list[int] = []
+
+    class Any_(BiasReLU):
+        layout = "any"
+
+        def fwd(self, x: Tensor) -> Any:
+            seen.append(x.data_ptr())
+            return super().fwd(x)
+
+    model = randomized(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Any_,)))
+    x = seeded_randn((5, 7), 1).mT
+    torch.testing.assert_close(model(x), torch.relu(x + model[0].bias))
+    assert seen == [x.data_ptr()]
+
+
+def test_an_input_that_is_its_own_residual_is_not_written() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Add("r"), ops.ReLU(), fusions=(AddReLUForward, *PAIR)))
+    x = tensor(7, 5)
+    with Untouched({"x": x}):
+        got = outcome(lambda: model(x, r=x), {"x": x, **dict(model.named_parameters())})
+    weight, bias = model[0].weight, model[0].bias
+    expected = outcome(lambda: torch.relu(F.linear(x, weight, bias) + x), {"x": x, "0.weight": weight, "0.bias": bias})
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value)
+
+
+def test_a_residual_in_place_module_does_not_corrupt_what_the_layer_kept() -> None:
+    """The stream that a Linear kept for its weight's gradient is not added into."""
+    model = randomized(sf.Sequential(ops.Fork("r"), ops.Linear(5, 5), ops.Add("r"), ops.Linear(5, 3)))
+    x = tensor(7, 5)
+    got = run(model, x)
+    p = {k: v.detach().double().requires_grad_() for k, v in model.named_parameters()}
+    z = x.detach().double().requires_grad_()
+    expected = outcome(
+        lambda: F.linear(z + F.linear(z, p["1.weight"], p["1.bias"]), p["3.weight"], p["3.bias"]), {"x": z, **p}
+    )
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key].double(), value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [ops.Scale(2.0), ops.Bias(5), ops.Linear(5, 5)], ids=lambda op: type(op).__name__)
+def test_an_in_place_module_may_follow_what_does_not_keep_its_output(before: nn.Module) -> None:
+    model = randomized(sf.Sequential(before, nn.ReLU(inplace=True), ops.Linear(5, 3)))
+    x = tensor(7, 5)
+    got = run(model, x)
+    wanted = {"x": x, **dict(model.named_parameters())}
+    for key, value in outcome(lambda: model[2](torch.relu(before(x))), wanted).items():
+        torch.testing.assert_close(got[key], value)
+
+
+@pytest.mark.parametrize("before", [ops.Tanh(), ops.ReLU()], ids=lambda op: type(op).__name__)
+def test_an_in_place_module_behind_what_keeps_its_output_is_torchs_error(before: nn.Module) -> None:
+    model = sf.Sequential(before, nn.LeakyReLU(inplace=True), ops.Linear(5, 3))
+    y = model(tensor(7, 5))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_output_may_be_written_in_place() -> None:
+    for last in (ops.Scale(2.0), ops.Identity(), ops.Bias(5), ops.Linear(5, 5)):
+        model = randomized(sf.Sequential(ops.Linear(5, 5), last, fusions=RULES))
+        x = tensor(7, 5)
+        y = model(x)
+        before = y.detach().clone()
+        y.mul_(3)
+        assert torch.equal(y.detach(), before * 3)
+        y.sum().backward()
+        once = model[0].weight.grad.clone()
+        model.zero_grad()
+        (3 * model(x)).sum().backward()
+        torch.testing.assert_close(model[0].weight.grad, once)
+
+
+# Values.
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("regime", ["one_nan", "one_inf", "normal"])
+def test_what_is_not_finite_stays_so_exactly_where_it_does_unfused(regime: str, value: float) -> None:
+    mine, its = layers()
+    x = in_regime(regime, (7, 5), 4).requires_grad_()
+    if regime == "normal":
+        with torch.no_grad():
+            mine[3].bias[1] = value
+            its[3].bias[1] = value
+    got, expected = run(mine, x), run(its, x.detach().requires_grad_())
+    for key, b in expected.items():
+        a = got[key]
+        assert torch.equal(a.isnan(), b.isnan()), key
+        assert torch.equal(a.isinf(), b.isinf()), key
+        torch.testing.assert_close(a, b, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+def test_negative_zero_and_denormals_survive() -> None:
+    x = torch.tensor([[-0.0, 0.0, 1e-40, -1e-40, 1e-45]])
+    for model in (
+        sf.Sequential(ops.Scale(1.0)),
+        sf.Sequential(ops.Identity()),
+        sf.Sequential(ops.Residual(ops.Scale(0.0))),
+    ):
+        y = model(x)
+        assert torch.equal(y, x)
+        assert torch.equal(y[0, 2:], x[0, 2:])
+    assert torch.signbit(sf.Sequential(ops.Scale(1.0))(x))[0, 0]
+
+
+def test_large_half_values_are_finite_wherever_the_unfused_ones_are() -> None:
+    mine, _ = layers()
+    mine.half()
+    x = (tensor(7, 5, dtype=torch.float16) * 3e4).detach().requires_grad_()
+    got = run(mine, x)
+    with sf.fusing(False):
+        expected = run(mine, x)
+    assert all(bool((a.isfinite() | ~expected[k].isfinite()).all()) for k, a in got.items())
+
+
+# Kinds of tensor.
+
+
+def test_a_tensor_subclass_runs_by_the_references_and_keeps_its_class() -> None:
+    mine, its = layers()
+    a, b = tensor(7, 5), tensor(7, 5, seed=8)
+    y = mine(TwoTensor(a.detach(), b.detach()))
+    assert type(y) is TwoTensor
+    torch.testing.assert_close(y.a, its(a))
+    torch.testing.assert_close(y.b, its(b))
+
+
+def test_a_parameter_that_is_a_tensor_subclass_runs_by_the_references() -> None:
+    mine, its = layers()
+    x = tensor(7, 5)
+    mine(x)
+    weight = mine[3].weight.detach()
+    mine[3].weight = nn.Parameter(TwoTensor(weight.clone(), weight.clone()))
+    y = mine(x)
+    y = y.a if isinstance(y, TwoTensor) else y
+    torch.testing.assert_close(y, its(x))
+
+
+def test_a_parameter_as_input_gets_its_gradient() -> None:
+    mine, its = layers()
+    x = nn.Parameter(tensor(7, 5, grad=False))
+    both(mine, its, x, rtol=1e-4, atol=1e-5)
+
+
+def test_tensors_made_in_inference_mode_are_taken_as_torch_takes_them() -> None:
+    mine, its = layers()
+    with torch.inference_mode():
+        x = seeded_randn((7, 5), 3)
+        torch.testing.assert_close(mine(x), its(x))
+    with torch.no_grad():
+        torch.testing.assert_close(mine(x), its(x))
+    for model in (mine, its):
+        with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+            model(x)
+    both(mine, its, x.clone().requires_grad_(), rtol=1e-4, atol=1e-5)
+
+
+def test_planning_in_inference_mode_does_not_spoil_training() -> None:
+    mine, its = layers()
+    x = tensor(7, 5)
+    with torch.inference_mode():
+        mine(x), mine.plan(x)
+    both(mine, its, x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_views_and_leaves_in_every_mode_give_the_same_output(grad: bool, wanted: bool) -> None:
+    mine, its = layers()
+    base = tensor(9, 5, grad=wanted)
+    with torch.set_grad_enabled(grad):
+        x = base[1:8]
+        y = mine(x)
+        assert y.requires_grad == its(x).requires_grad
+        torch.testing.assert_close(y, its(x))
+
+
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    mine, _ = layers()
+    for wrong in (None, [1.0, 2.0], 3.0, "text", (tensor(7, 5), tensor(7, 5))):
+        with pytest.raises((sf.InputError, TypeError, AttributeError), match=r"[Tt]ensor|Linear"):
+            mine(wrong)  # type: ignore[arg-type]
+
+
+def test_a_barrier_that_returns_no_tensor_is_named() -> None:
+    model = sf.Sequential(ops.Tanh(), nn.LSTM(5, 4), ops.Linear(4, 3))
+    with pytest.raises(sf.SeqfuseError, match=r"LSTM.*tuple|tuple.*LSTM"):
+        model(tensor(7, 5))
+
+
+def test_a_barrier_that_takes_something_else_may_come_first() -> None:
+    class Tokens(nn.Module):
+        def forward(self, words: list[str]) -> Tensor:
+            return torch.tensor([[float(len(w)), -1.0, 0.5, 2.0, float(w == "a")] for w in words])
+
+    model = randomized(sf.Sequential(Tokens(), ops.Bias(5), ops.ReLU(), fusions=PAIR))
+    words = ["a", "fusion", "of", "words"]
+    torch.testing.assert_close(model(words), torch.relu(model[0](words) + model[1].bias))
+    embedding = randomized(sf.Sequential(nn.Embedding(9, 5), ops.Bias(5), ops.ReLU(), fusions=PAIR))
+    ids = torch.tensor([[3, 1], [0, 8]])
+    y = embedding(ids)
+    torch.testing.assert_close(y, torch.relu(embedding[0](ids) + embedding[1].bias))
+    y.sum().backward()
+    assert embedding[0].weight.grad is not None
+    assert embedding[1].bias.grad is not None
+
+
+# Devices.
+
+
+def test_an_input_on_meta_gives_shapes_and_runs_nothing() -> None:
+    with torch.device("meta"):
+        model, _ = layers()
+    y = model(torch.empty(7, 5, device="meta", requires_grad=True))
+    y.sum().backward()
+    assert (y.device.type, y.shape) == ("meta", (7, 3))
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_two_devices_in_one_list_name_both_and_the_place() -> None:
+    model = sf.Sequential(ops.Linear(5, 4), ops.Linear(4, 3, device="meta"), fusions=RULES)
+    with pytest.raises(sf.InputError, match=r"cpu|meta") as caught:
+        model(tensor(7, 5))
+    assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF102", "Linear", 2)
+    assert "cpu" in str(caught.value)
+    assert "meta" in str(caught.value)
+    with pytest.raises(sf.InputError) as caught:
+        model(torch.empty(7, 5, device="meta"))
+    assert (caught.value.operation, caught.value.position) == ("Linear", 0)
+
+
+# The checks themselves leave no trace.
+
+
+def test_a_refused_input_leaves_the_model_as_it_was() -> None:
+    mine, _ = layers()
+    x = tensor(7, 5)
+    expected = run(mine, x)
+    state = torch.get_rng_state()
+    for wrong in (tensor(7, 4), tensor(7, 5, dtype=torch.float64), torch.empty(7, 5, device="meta")):
+        with pytest.raises((sf.InputError, RuntimeError)):
+            mine(wrong)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in mine.parameters())
+    assert_exact(run(mine, x), expected)
+
+
+def test_the_position_of_an_error_inside_an_operation_is_told() -> None:
+    class Failing(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            raise ArithmeticError("out of range")
+
+    model = sf.Sequential(ops.Tanh(), Failing())
+    with pytest.raises(ArithmeticError, match="out of range") as caught:
+        model(tensor(7, 5))
+    assert any("Failing" in note and "1" in note for note in caught.value.__notes__)
+
+
+def test_an_error_in_a_backward_keeps_its_class_and_tells_the_position() -> None:
+    class Failing(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+        def fwd(self, x: Tensor) -> Any:
+            return 2 * x, self.Saved(x=x)
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            raise ArithmeticError("out of range")
+
+    model = sf.Sequential(ops.Tanh(), Failing())
+    with pytest.raises(ArithmeticError) as caught:
+        model(tensor(7, 5)).sum().backward()
+    assert any("Failing" in note and "1" in note for note in caught.value.__notes__)
+
+
+def test_rows_helper_sums_what_it_says() -> None:
+    x = tensor(2, 3, 5)
+    assert torch.equal(rows(x), x.sum((0, 1)))
+    assert rows(x[0, 0]).data_ptr() != x.data_ptr()
