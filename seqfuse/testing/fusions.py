@@ -107,7 +107,9 @@ def _check(
                     probe.find(probe.bench().plan(env=env))
                 refused = probe.place()
             if refused is None:
-                count += probe.check(where, whole=i == 0)
+                made, left_out = probe.check(where, whole=i == 0)
+                count += made
+                skipped += [f"{described(operations)}, {what}" for what in left_out]
                 checked += [described(operations)] * (described(operations) not in checked)
             elif env is None and dtypes is not None and i == 0:
                 raise AssertionError(f"{where}: {refused}")

@@ -57,12 +57,8 @@ class Probe:
 
     def place(self) -> str | None:
         """Find where the fusion stands, and name the parameters by its slots; or the reason that it is refused."""
-        case = Case(tuple(self.specimen.x.shape), self.dtype)
-        inputs = self.specimen.inputs_for(case, self.seed)
         grad = not issubclass(self.fusion, InferenceFusion)
-        with torch.set_grad_enabled(grad):
-            given: dict[str, Any] = {name: t.requires_grad_(grad) for name, t in inputs.items()}
-            plan = self.bench().plan(**given)
+        plan = self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad))
         try:
             step = self.find(plan)
         except AssertionError as error:
@@ -70,42 +66,66 @@ class Probe:
         savings = step.operation.saves(plan.env)
         if not isinstance(savings, Savings):
             raise AssertionError(f"saves must return sf.Savings, not {savings!r}")
-        names = enumerate((place for place, _ in step.operation.named_operations()), step.covers.start)
-        self.specimen.places = {
-            **{i: f"{item.name.lower()}@{i}" for i, item in enumerate(self.specimen.items)},
-            **dict(names),
-        }
+        places = (place for place, _ in step.operation.named_operations())
+        outside = {i: f"{item.name.lower()}@{i}" for i, item in enumerate(self.specimen.items)}
+        self.specimen.places = outside | dict(enumerate(places, step.covers.start))
         self.start = step.covers.start
         return None
 
-    def check(self, where: str, *, whole: bool) -> int:
-        """Run every case, or few where the list is a variant of one that had them all; the number of cases."""
+    def _plan(self, case: Case) -> Plan:
+        inputs = self.specimen.inputs_for(case, self.seed)
+        with torch.set_grad_enabled(case.grad):
+            given: dict[str, Any] = {name: t.requires_grad_(case.grad) for name, t in inputs.items()}
+            return self.bench().plan(**given)
+
+    def _refused(self, case: Case) -> str | None:
+        """Why the fusion is not used in a case, as one that asks for more rows; nobody can ask for none."""
+        if case.frozen or not torch.Size(case.shape).numel():
+            return None
+        try:
+            self.find(self._plan(case))
+        except AssertionError as error:
+            return str(error)
+        return None
+
+    def check(self, where: str, *, whole: bool) -> tuple[int, list[str]]:
+        """Run every case, or few where the list is a variant of one that had them all.
+
+        Gives the number of cases, and which were left out because the fusion is refused there.
+        """
+        inference = issubclass(self.fusion, InferenceFusion)
         shapes = self.specimen.shapes()
-        few = Case(few_rows(shapes), self.dtype)
-        everything = list(cases(shapes, self.dtype))
+        candidates = [
+            Case(shape, self.dtype, grad=not inference) for shape in (few_rows(shapes), self.specimen.x.shape)
+        ]
+        few = next(case for case in candidates if self._refused(case) is None)
+        backward = issubclass(self.fusion, BackwardFusion)
+        everything = [case for case in cases(shapes, self.dtype) if case.grad or not backward]
         chosen = everything if whole else [*everything[:2], everything[-1]]
-        names = self.specimen.names()
-        if whole or issubclass(self.fusion, InferenceFusion):
-            chosen += [dataclasses.replace(few, frozen=frozenset(names) - wanted) for wanted in subsets(names)]
-        if issubclass(self.fusion, InferenceFusion):
-            chosen = [dataclasses.replace(c, grad=False) if not c.frozen.issuperset(names) else c for c in chosen]
-        chosen = list(dict.fromkeys(chosen))
-        for case in chosen:
+        chosen = [dataclasses.replace(case, grad=case.grad and not inference) for case in chosen]
+        if whole:
+            names = self.specimen.names()
+            frozen = [dataclasses.replace(few, frozen=frozenset(names) - wanted) for wanted in subsets(names)]
+            chosen += [dataclasses.replace(frozen[0], grad=True), *frozen[1:]]
+        skipped: list[str] = []
+        for case in dict.fromkeys(chosen):
+            refused = self._refused(case)
+            if refused is not None:
+                skipped.append(f"{case}: {refused}")
+                continue
             with saying(f"{where}: {self.combination}, {case}"):
                 if case.regime == HUGE:
                     assert_stays_finite(*self._measure(case, self.seed))
                 else:
                     judge(functools.partial(self._measure, case), self.seed)
         with saying(f"{where}: {self.combination}, {few}"):
-            if issubclass(self.fusion, InferenceFusion):
-                few = dataclasses.replace(few, grad=False)
             once, again = (self._fused(few, self.seed)[0].tree for _ in range(2))
             assert_bitwise_equal(again, once)
         for name in ("fwd", "bwd"):
             if hasattr(self.fusion, name):
                 with saying(f"{where}: a {name} that fails, {few}"):
                     self._check_fallback(name, few)
-        return len(chosen)
+        return len(dict.fromkeys(chosen)) - len(skipped), skipped
 
     def _fused(self, case: Case, seed: int) -> tuple[Outcome, Observer, Bench]:
         observer = Observer()

@@ -108,6 +108,17 @@ def test_a_dtype_that_was_asked_for_may_not_be_refused():
         check_fusion(Float32Only, X, ops.Bias(6), ops.Tanh(), dtypes=(torch.float32, torch.bfloat16))
 
 
+def test_cases_in_which_a_fusion_is_refused_are_left_out_and_named():
+    class ManyRows(BiasAct):
+        def requires(self, env):
+            yield env.rows is None or env.rows >= 64, "too few rows"
+
+    checked = check_fusion(ManyRows, seeded_randn((70, 6), 0), ops.Bias(6), ops.Tanh())
+    assert checked.cases > 20
+    few = "[Bias, Tanh], float32, x (7, 6), given: it is not used: too few rows (at position 0)"
+    assert few in checked.skipped
+
+
 def test_a_fusion_that_costs_more_than_it_saves_is_checked_all_the_same():
     class Dear(BiasNorm):
         def saves(self, env):
