@@ -1,0 +1,399 @@
+"""Activation checkpointing, selective checkpointing, and what happens if the plan changes in between."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.errors import StateError
+
+from .kit_b import KINDS, BiasTanhBackward, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
+
+KIND = pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
+COVERS = pytest.mark.parametrize("fusions", [(), *((k,) for k in KINDS)], ids=lambda f: f[0].__name__ if f else "none")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.model, self.options = model, options
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.model, x, **self.options)
+
+
+def blocks(count: int = 6, dropout: float = 0.5, fusions: Any = ()) -> sf.Sequential:
+    model = sf.Sequential(
+        *(
+            ops.Residual(ops.LayerNorm(5), ops.Linear(5, 7), ops.Tanh(), ops.Dropout(dropout), ops.Linear(7, 5))
+            for _ in range(count)
+        ),
+        fusions=fusions,
+    )
+    randomize(model)
+    return model.double()
+
+
+def same_passes(model: nn.Module, other: nn.Module, x: Tensor, tolerance: float = 0.0) -> None:
+    torch.manual_seed(11)
+    want = passes(model, x)
+    state = torch.get_rng_state()
+    torch.manual_seed(11)
+    found = passes(other, x)
+    assert_same(dict(zip(want, found.values(), strict=True)), want, tolerance)
+    assert torch.equal(torch.get_rng_state(), state), "the generator is where it would be without checkpointing"
+
+
+@KIND
+@COVERS
+def test_a_checkpointed_model_gives_the_same_numbers_with_dropout_replayed(fusions: Any, reentrant: bool):
+    model = blocks(fusions=fusions)
+    assert len(model.plan(draw(3, 5)).segments) > 1
+    same_passes(model, Checkpointed(model, use_reentrant=reentrant), draw(3, 5))
+
+
+@KIND
+def test_each_block_may_be_checkpointed_by_itself(reentrant: bool):
+    model = blocks(fusions=(BiasTanhJoint,))
+    other = nn.Sequential(*(Checkpointed(block, use_reentrant=reentrant) for block in model))
+    same_passes(nn.Sequential(*model), other, draw(3, 5))
+
+
+@KIND
+def test_blocks_inside_a_list_may_be_checkpointed(reentrant: bool):
+    model = blocks(fusions=(BiasTanhForward,))
+    other = sf.Sequential(*(Checkpointed(block, use_reentrant=reentrant) for block in model), ops.Tanh())
+    same_passes(sf.Sequential(*(nn.Sequential(block) for block in model), ops.Tanh()), other, draw(3, 5))
+
+
+@KIND
+def test_channels_of_a_checkpointed_model_carry_gradients(reentrant: bool):
+    model = sf.Sequential(ops.Linear(5, 5), ops.Fork("mid"), ops.Dropout(0.5), ops.Add("side"), ops.Tanh()).double()
+    x, side = draw(3, 5).requires_grad_(), draw(3, 5, seed=2).requires_grad_()
+
+    def run(t: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        return model(t, side=r)
+
+    results = []
+    for call in (run, functools.partial(checkpoint, run, use_reentrant=reentrant)):
+        torch.manual_seed(3)
+        y, mid = call(x, side)
+        leaves = [x, side, *model.parameters()]
+        torch.autograd.backward([y, mid], [draw(3, 5, seed=4), draw(3, 5, seed=5)])
+        results.append([y.detach(), mid.detach(), *(leaf.grad for leaf in leaves)])
+        for leaf in leaves:
+            leaf.grad = None
+    for a, b in zip(*results, strict=True):
+        assert b.abs().max() > 0
+        assert torch.equal(a, b)
+
+
+def test_without_the_state_of_the_generator_the_mask_is_replayed_if_the_function_seeds_itself():
+    model, x = blocks(fusions=(BiasTanhJoint,)), draw(3, 5)
+
+    class Seeded(nn.Module):
+        def forward(self, t: Tensor) -> Tensor:
+            torch.manual_seed(7)
+            return model(t)
+
+    torch.manual_seed(7)
+    want = passes(model, x)
+    run = Checkpointed(Seeded(), use_reentrant=False, preserve_rng_state=False)
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
+    torch.manual_seed(1234)
+    y.backward(draw(3, 5, seed=99))
+    found = {"out": y.detach(), "d_x": leaf.grad, **{f"d_{n}": p.grad for n, p in model.named_parameters()}}
+    assert_same(found, want, 0.0)
+
+
+def test_without_the_state_of_the_generator_the_recomputed_mask_is_used_throughout_as_in_torch():
+    """The seed is drawn inside the function, so a second run drops others; both passes of the second run agree."""
+    weight = draw(40, 40)
+
+    def gradient(drop: nn.Module) -> tuple[Tensor, Tensor]:
+        x = torch.ones(40, 40, dtype=torch.float64, requires_grad=True)
+        torch.manual_seed(5)
+        y = checkpoint(lambda t: drop(t * weight).square(), x, use_reentrant=False, preserve_rng_state=False)
+        y.sum().backward()
+        return (y == 0), (x.grad == 0)
+
+    for drop in (sf.Sequential(ops.Dropout(0.5)), nn.Dropout(0.5)):
+        forward, backward = gradient(drop)
+        assert 0.3 < backward.double().mean() < 0.7
+        assert not torch.equal(forward, backward)
+
+
+@KIND
+def test_without_the_state_of_the_generator_a_model_without_dropout_is_the_same(reentrant: bool):
+    model = blocks(dropout=0.0, fusions=(BiasTanhJoint,))
+    same_passes(model, Checkpointed(model, use_reentrant=reentrant, preserve_rng_state=False), draw(3, 5))
+
+
+def test_nothing_but_the_input_is_kept_by_a_checkpointed_model():
+    model, x = blocks(), draw(3, 5).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = checkpoint(model, x, use_reentrant=False)
+    assert len(kept) <= 2
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@KIND
+def test_retain_graph_works_under_checkpointing(reentrant: bool):
+    model, x = blocks(fusions=(BiasTanhForward,)), draw(3, 5).requires_grad_()
+    y = Checkpointed(model, use_reentrant=reentrant)(x)
+    y.backward(draw(3, 5, seed=2), retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    y.backward(draw(3, 5, seed=2))
+    for a, p in zip(first, model.parameters(), strict=True):
+        assert a.abs().max() > 0
+        torch.testing.assert_close(p.grad, 2 * a)
+
+
+@KIND
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_is_replayed(reentrant: bool, half: torch.dtype):
+    model = blocks(fusions=(BiasTanhForward,)).float()
+    x = draw(3, 5, dtype=torch.float32)
+    results = []
+    for run in (model, Checkpointed(model, use_reentrant=reentrant)):
+        torch.manual_seed(5)
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", half):
+            y = run(leaf)
+        y.backward(draw(3, 5, seed=2).to(y.dtype))
+        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad(set_to_none=True)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+# Another plan at recomputation ----------------------------------------------------------------------------------------
+
+Change = Callable[[sf.Sequential], Any]
+OTHER_PLANS: dict[str, Change] = {
+    "fusing off": lambda model: sf.fusing(False),
+    "one excluded": lambda model: sf.fusing(exclude=["BiasTanhJoint"]),
+    "others only": lambda model: sf.fusing(only=["BiasTanhForward"]),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_PLANS.values(), ids=OTHER_PLANS)
+def test_recomputing_under_another_fusion_set_is_an_error(change: Change):
+    model = mlp(fusions=(BiasTanhJoint, BiasTanhForward))
+    y = checkpoint(model, draw(3, 5).requires_grad_(), use_reentrant=False)
+    with change(model), pytest.raises(StateError, match="another plan") as caught:
+        y.sum().backward()
+    assert caught.value.code == "SF503"
+    assert caught.value.hint is not None
+
+
+def test_recomputing_with_other_fusions_set_on_the_model_is_an_error():
+    model = mlp(fusions=(BiasTanhJoint,))
+    y = checkpoint(model, draw(3, 5).requires_grad_(), use_reentrant=False)
+    model.fusions = ()
+    with pytest.raises(StateError, match="another plan"):
+        y.sum().backward()
+
+
+class Keeps(sf.JointFusion):
+    """Keeps x where Tanh keeps y: a record of the same number and shapes, so that nobody but us can tell."""
+
+    act: ops.Tanh
+    scale: ops.Scale
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    def fwd(self, x: Tensor) -> Any:
+        return torch.tanh(x) * self.scale.factor, self.Saved(x=x * 1.0)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy * self.scale.factor * (1 - torch.tanh(saved.x).square()), {}
+
+
+def special() -> list[nn.Module]:
+    return [ops.Tanh(), ops.Scale(-0.5)]
+
+
+def middle(count: int = 10) -> list[nn.Module]:
+    return [op for _ in range(count) for op in (ops.Linear(5, 5), ops.SiLU())]
+
+
+DIFFERENT: dict[str, Callable[[], nn.Module]] = {
+    "in its first segment": lambda: sf.Sequential(*special(), *middle(), fusions=(Keeps,)),
+    "in its last segment": lambda: sf.Sequential(*middle(), *special(), fusions=(Keeps,)),
+    "before a barrier": lambda: sf.Sequential(*special(), nn.Softplus(), *middle(2), fusions=(Keeps,)),
+    "behind a barrier": lambda: sf.Sequential(*middle(2), nn.Softplus(), *special(), fusions=(Keeps,)),
+    "in the first of two models": lambda: nn.Sequential(
+        sf.Sequential(*special(), fusions=(Keeps,)), sf.Sequential(*middle(2))
+    ),
+    "in the last of two models": lambda: nn.Sequential(
+        sf.Sequential(*middle(2)), sf.Sequential(*special(), fusions=(Keeps,))
+    ),
+}
+
+
+@pytest.mark.parametrize("make", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_plan_that_differs_anywhere_is_an_error(make: Callable[[], nn.Module]):
+    model, x = randomize(make()).double(), draw(3, 5).requires_grad_()
+    y = checkpoint(model, x, use_reentrant=False)
+    with sf.fusing(exclude=[Keeps]), pytest.raises(StateError, match="another plan"):
+        y.sum().backward()
+    y = checkpoint(model, x, use_reentrant=False)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_the_same_plan_at_recomputation_is_no_error_though_others_ran_in_between():
+    model, x = mlp(fusions=(BiasTanhJoint, BiasTanhForward)), draw(3, 5)
+    want = passes(model, x)
+    leaf = x.clone().requires_grad_()
+    y = checkpoint(model, leaf, use_reentrant=False)
+    with sf.fusing(False):
+        model(x)
+    with torch.no_grad():
+        model(draw(9, 5))
+    y.backward(draw(3, 3, seed=99))
+    assert torch.equal(leaf.grad, want["d_x"])
+
+
+def test_a_reentrant_recomputation_under_another_plan_is_right_because_it_makes_its_own_graph():
+    model, x = mlp(fusions=(BiasTanhJoint,)), draw(3, 5)
+    want = passes(model, x)
+    leaf = x.clone().requires_grad_()
+    y = checkpoint(model, leaf, use_reentrant=True)
+    with sf.fusing(False):
+        y.backward(draw(3, 3, seed=99))
+    found = {"out": y.detach(), "d_x": leaf.grad, **{f"d_{n}": p.grad for n, p in model.named_parameters()}}
+    assert_same(found, want)
+
+
+def test_nested_checkpoints_replay():
+    inner = blocks(2, fusions=(BiasTanhJoint,))
+    outer = nn.Sequential(Checkpointed(inner, use_reentrant=False), blocks(2, fusions=(BiasTanhBackward,)))
+    same_passes(outer, Checkpointed(outer, use_reentrant=False), draw(3, 5))
+
+
+def test_checkpoints_nested_three_deep_with_models_between_them_replay():
+    a, b, c = (blocks(2, fusions=(k,)) for k in (BiasTanhJoint, BiasTanhForward, BiasTanhBackward))
+    plain = nn.Sequential(a, nn.Sequential(b, nn.Sequential(c)), a)
+    deep = Checkpointed(
+        nn.Sequential(
+            a,
+            Checkpointed(nn.Sequential(b, Checkpointed(c, use_reentrant=False)), use_reentrant=False),
+            a,
+        ),
+        use_reentrant=False,
+    )
+    same_passes(plain, deep, draw(3, 5))
+
+
+# Selective checkpointing ----------------------------------------------------------------------------------------------
+
+
+class Selective(nn.Module):
+    def __init__(self, model: nn.Module, operators: list[Any], seen: list[Any] | None = None) -> None:
+        super().__init__()
+        self.model, self.operators, self.seen = model, operators, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if op not in self.operators:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            if self.seen is not None:
+                self.seen.append((ctx.is_recompute, [type(a) for a in args if isinstance(a, Tensor)]))
+            return CheckpointPolicy.MUST_SAVE
+
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(self.model, x, use_reentrant=False, context_fn=contexts)
+
+
+@COVERS
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_selective_checkpointing_sees_the_operators(fusions: Any, warm: bool):
+    model, x = blocks(3, fusions=fusions), draw(3, 5)
+    plain = blocks(3, fusions=fusions)
+    torch.manual_seed(11)
+    want = passes(plain, x)
+    if warm:
+        passes(model, x)
+    seen: list[Any] = []
+    torch.manual_seed(11)
+    found = passes(Selective(model, [torch.ops.aten.mm.default], seen), x)
+    assert_same(dict(zip(want, found.values(), strict=True)), want, 0.0)
+    products = 2 * 3
+    assert [again for again, _ in seen] == [False] * products  # and none of them runs again
+    assert all(kind in (Tensor, nn.Parameter) for _, kinds in seen for kind in kinds)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_selective_checkpointing_of_point_wise_operators(warm: bool):
+    model, x = sf.Sequential(ops.Linear(5, 7), ops.Tanh(), ops.Linear(7, 3), fusions=(BiasTanhForward,)), draw(3, 5)
+    randomize(model.double())
+    want = passes(model, x) if warm else None
+    run = Selective(model, [torch.ops.aten.tanh.default, torch.ops.aten.mm.default])
+    found = passes(run, x)
+    want = want or passes(model, x)
+    assert_same(dict(zip(want, found.values(), strict=True)), want, 0.0)
+
+
+def test_selective_checkpointing_under_autocast():
+    model, x = mlp(dtype=torch.float32, fusions=(BiasTanhForward,)), draw(3, 5, dtype=torch.float32)
+    results = []
+    for run in (Selective(model, [torch.ops.aten.mm.default]), model):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(leaf)
+        y.backward(draw(3, 3, seed=2).to(y.dtype))
+        results.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad(set_to_none=True)
+    for a, b in zip(*results, strict=True):
+        assert b.abs().max() > 0
+        assert torch.equal(a, b)
+
+
+def test_the_first_call_under_a_dispatch_mode_shows_it_the_operators_of_a_later_call():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Log(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, bool]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            self.calls.append((str(func), any(t is not Tensor and t is not nn.Parameter for t in types)))
+            return out
+
+    model, x = mlp(fusions=(BiasTanhForward,)), draw(3, 5)
+    logs = []
+    for _ in range(2):
+        with Log() as log:
+            model(x)
+        logs.append(log.calls)
+    assert logs[0] == logs[1]
+    assert not any(strange for _, strange in logs[0])
+
+
+def test_flops_of_the_first_call_are_those_of_a_later_call():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, x = mlp(fusions=(BiasTanhForward,)), draw(3, 5)
+    totals = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            model(x).sum().backward()
+        totals.append(counter.get_total_flops())
+    # Two products forward, and each has two backward; the input itself wants no gradient, but LayerNorm does.
+    assert totals == [3 * 2 * 3 * (5 * 7 + 7 * 3)] * 2

@@ -1,0 +1,356 @@
+"""DDP and FSDP2 over gloo on CPU: two processes train as one does."""
+
+# No postponed annotations here: DDP reads those of a communication hook.
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+
+from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, draw, randomize
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+WORLD, STEPS, ROWS = 2, 3, 4
+
+
+def model_of(
+    fusions: Any = (BiasTanhForward, BiasTanhBackward), blocks: int = 3, dropout: float = 0.0
+) -> sf.Sequential:
+    model = sf.Sequential(
+        *(
+            ops.Residual(
+                ops.LayerNorm(6), ops.Linear(6, 10), ops.Tanh(), ops.Dropout(dropout), ops.Linear(10, 6, bias=False)
+            )
+            for _ in range(blocks)
+        ),
+        ops.Linear(6, 4),
+        fusions=fusions,
+    )
+    randomize(model)
+    return model.double()
+
+
+def batch(step: int) -> Tensor:
+    return draw(WORLD * ROWS, 6, seed=step)
+
+
+def share(step: int) -> Tensor:
+    rank = dist.get_rank()
+    return batch(step)[rank * ROWS : (rank + 1) * ROWS]
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def alone(make: Callable[[], nn.Module] = model_of) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """Losses, gradients of every step and final parameters of one process."""
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model(batch(step)))
+        loss.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, gradients, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def full(t: Tensor) -> Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def train(model: nn.Module, prefix: str = "") -> None:
+    """Train on this rank's share and compare with one process: loss, every gradient, final parameters."""
+    losses, gradients, last = alone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model(share(step)))
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total.item() / WORLD, losses[step])
+        named = {n.removeprefix(prefix): p for n, p in model.named_parameters()}
+        assert named.keys() == gradients[step].keys()
+        for name, p in named.items():
+            assert p.grad is not None, name
+            assert gradients[step][name].abs().max() > 0
+            torch.testing.assert_close(full(p.grad), gradients[step][name], msg=lambda m, n=name: f"{n}: {m}")
+        optimizer.step()
+    assert len(set(losses)) == STEPS
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(full(p).detach(), last[name.removeprefix(prefix)])
+
+
+# What each of the two processes does ----------------------------------------------------------------------------------
+
+
+def ddp() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    train(DistributedDataParallel(model_of()), "module.")
+    train(
+        DistributedDataParallel(model_of((BiasTanhJoint,)), gradient_as_bucket_view=True, static_graph=True), "module."
+    )
+
+
+def ddp_buckets_overlap() -> None:
+    """Small buckets are reduced while the backward goes on."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = model_of(blocks=8)
+    events: list[str] = []
+
+    def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        events.append("bucket")
+        future = dist.all_reduce(bucket.buffer().div_(WORLD), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    model[0][1].weight.register_hook(lambda g: events.append("last gradient"))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    wrapped.register_comm_hook(None, reduce)
+    for step in range(2):
+        events.clear()
+        loss_of(wrapped(share(step))).backward()
+    assert events.count("bucket") >= 4
+    assert events.index("bucket") < events.index("last gradient"), events
+
+
+def ddp_unused_and_accumulated() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = model_of(), ops.Linear(6, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    wrapped = DistributedDataParallel(Half(), find_unused_parameters=True)
+    _, gradients, _ = alone()
+    loss_of(wrapped(share(0))).backward()
+    for name, p in wrapped.module.used.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[0][name])
+    assert wrapped.module.unused.weight.grad is None
+    wrapped.zero_grad()
+    with wrapped.no_sync():
+        loss_of(wrapped(share(0))).backward()
+    loss_of(wrapped(share(0))).backward()
+    for name, p in wrapped.module.used.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * gradients[0][name])
+
+
+def fsdp_on_blocks_and_root() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())
+    plan = model.plan(share(0))
+    assert {a.name for a in plan.alone} == {"FSDPResidual", "FSDPLinear"} or {a.name for a in plan.alone} == {
+        "Residual",
+        "Linear",
+    }
+    train(model)
+
+
+def fsdp_on_root_only() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of((BiasTanhJoint,))
+    fully_shard(model)
+    train(model)
+    assert not model.plan(share(0)).alone
+
+
+def fsdp_without_resharding_after_forward() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    for block in model[:-1]:
+        fully_shard(block, reshard_after_forward=False)
+    fully_shard(model)
+    train(model)
+
+
+def fsdp_on_operations() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    for block in model[:-1]:
+        fully_shard(block[1])
+        fully_shard(block[4])
+    fully_shard(model)
+    train(model)
+
+
+def fsdp_checkpointed() -> None:
+    from torch.distributed._composable import checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    for block in model[:-1]:
+        checkpoint(block)
+        fully_shard(block)
+    fully_shard(model)
+    train(model)
+
+
+def fsdp_in_mixed_precision() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model, plain = model_of().float(), model_of().float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model[:-1]:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    y = model(share(0).float())
+    assert y.dtype == torch.bfloat16
+    loss_of(y.float()).backward()
+    loss_of(plain(batch(0).float())).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        found = full(p.grad)
+        assert found.dtype == torch.float32
+        error = (found - q.grad).norm() / q.grad.norm()
+        assert error < 0.05, f"{name}: {error}"
+
+
+def fsdp_frees_what_it_gathered() -> None:
+    """The engine keeps the parameter itself and no copy: its storage is empty between the passes."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    gathered: list[Tensor] = []
+    for block in model[:-1]:
+        fully_shard(block)
+        linear = block[1]
+        block.register_forward_hook(lambda m, a, o, linear=linear: None)
+    fully_shard(model)
+    keep: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: keep.append(t) or t, lambda t: t):
+        y = model(share(0))
+    gathered = [t for t in keep if isinstance(t, nn.Parameter)]
+    assert len(gathered) >= 3 * 2
+    empty = [t for t in gathered if t.untyped_storage().size() == 0]
+    assert len(empty) >= 3 * 2, "weights of the blocks are resharded after the forward"
+    loss_of(y).backward()
+
+
+def dropout_differs_per_rank_and_is_replayed() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of(dropout=0.5)
+    for block in model[:-1]:
+        fully_shard(block)
+    fully_shard(model)
+    torch.manual_seed(dist.get_rank())
+    y = model(torch.ones(ROWS, 6, dtype=torch.float64))
+    both = [torch.empty_like(y) for _ in range(WORLD)]
+    dist.all_gather(both, y.detach())
+    assert not torch.equal(both[0], both[1])
+    y.sum().backward()
+    torch.manual_seed(5)
+    first = model(torch.ones(ROWS, 6, dtype=torch.float64))
+    torch.manual_seed(5)
+    assert torch.equal(model(torch.ones(ROWS, 6, dtype=torch.float64)), first)
+
+
+def plans_are_equal_on_every_rank() -> None:
+    model = model_of((BiasTanhJoint, BiasTanhForward))
+    texts: list[Any] = [None] * WORLD
+    dist.all_gather_object(texts, str(model.plan(share(0))))
+    assert texts[0] == texts[1]
+
+
+GROUPS: dict[str, list[Callable[[], None]]] = {
+    "DDP": [ddp, ddp_buckets_overlap, ddp_unused_and_accumulated, plans_are_equal_on_every_rank],
+    "FSDP2": [
+        fsdp_on_blocks_and_root,
+        fsdp_on_root_only,
+        fsdp_without_resharding_after_forward,
+        fsdp_on_operations,
+        fsdp_checkpointed,
+        fsdp_in_mixed_precision,
+        fsdp_frees_what_it_gathered,
+        dropout_differs_per_rank_and_is_replayed,
+    ],
+}
+
+
+def _process(rank: int, group: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    patience = datetime.timedelta(seconds=20)
+    file = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=WORLD, timeout=patience)
+    try:
+        for work in GROUPS[group]:
+            torch.manual_seed(0)
+            try:
+                work()
+            except Exception:
+                Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Callable[[str], dict[str, str]]:
+    """What failed in a group's two processes, which are started once for all its facts."""
+    known: dict[str, dict[str, str]] = {}
+
+    def run(group: str) -> dict[str, str]:
+        if group not in known:
+            with tempfile.TemporaryDirectory() as folder:
+                dead: dict[str, str] = {}
+                context = mp.spawn(_process, (group, folder), nprocs=WORLD, join=False)
+                try:
+                    while not context.join(timeout=60):
+                        pass
+                except Exception as error:
+                    dead["the processes"] = str(error)
+                known[group] = {p.stem: p.read_text() for p in Path(folder).glob("*.[01]")} | dead
+        return known[group]
+
+    return run
+
+
+@pytest.mark.parametrize(("group", "work"), [(g, w.__name__) for g, works in GROUPS.items() for w in works])
+def test_two_processes(outcome: Any, group: str, work: str):
+    failures = outcome(group)
+    if work in failures or "the processes" in failures:
+        pytest.fail(failures.get(work) or failures["the processes"], pytrace=False)
+
+
+def test_a_single_process_of_the_same_code_adds_no_collective(tmp_path: Path):
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        losses, gradients, _ = alone()
+        model = DistributedDataParallel(model_of())
+        loss = loss_of(model(batch(0)))
+        loss.backward()
+        assert loss.item() == losses[0]
+        for name, p in model.module.named_parameters():
+            assert torch.equal(p.grad, gradients[0][name])
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,332 @@
+"""Plug-ins: listed without being run, loaded one by one, blamed by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.errors import PluginError
+
+from .kit_b import BiasTanhForward, assert_same, draw, passes, randomize
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Put a distribution with one module and some entry points on a scratch path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    modules: list[str] = []
+
+    def install(name: str, source: str, version: str = "1.2", metadata: bool = True, **points: str) -> None:
+        module = name.replace("-", "_")
+        modules.append(module)
+        (tmp_path / f"{module}.py").write_text(textwrap.dedent(source))
+        info = tmp_path / f"{module}-{version}.dist-info"
+        info.mkdir()
+        if metadata:
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = "".join(f"{point} = {value}\n" for point, value in points.items())
+        (info / "entry_points.txt").write_text(f"[seqfuse.fusions]\n{lines}\n[console_scripts]\nx = y:z\n")
+
+    yield install
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+GOOD = """
+    import torch
+    import seqfuse as sf
+    from seqfuse import ops
+
+    class BiasSigmoid(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.Sigmoid
+
+        def fwd(self, x):
+            y = torch.sigmoid(x + self.bias.bias)
+            return y, {"bias": ops.Bias.Saved(), "act": ops.Sigmoid.Saved(y=y)}
+
+    class SigmoidScale(sf.InferenceFusion):
+        act: ops.Sigmoid
+        scale: ops.Scale
+
+        def fwd(self, x):
+            return torch.sigmoid(x) * self.scale.factor
+
+    both = (BiasSigmoid, SigmoidScale)
+    as_list = [BiasSigmoid]
+    nothing = ()
+    number = 3
+    text = "BiasSigmoid"
+    mixed = (BiasSigmoid, ops.Bias)
+    instance = BiasSigmoid(bias=None, act=None)
+    contract = sf.ForwardFusion
+
+    def raising():
+        yield BiasSigmoid
+        raise OSError("half way")
+
+    generator = raising()
+"""
+
+
+def test_installed_plug_ins_are_listed_and_none_is_run(install: Install):
+    install("beta-fusions", "raise AssertionError('it ran')", beta="beta_fusions:both")
+    install("alpha-fusions", "raise AssertionError('it ran')", version="3.0", alpha="alpha_fusions")
+    found = [p for p in sf.plugins.available() if p.name in ("alpha", "beta")]
+    assert [(p.name, p.distribution, p.version, p.value) for p in found] == [
+        ("alpha", "alpha-fusions", "3.0", "alpha_fusions"),
+        ("beta", "beta-fusions", "1.2", "beta_fusions:both"),
+    ]
+    assert "alpha_fusions" not in sys.modules
+    assert "beta_fusions" not in sys.modules
+    assert str(found[1]) == "beta (beta-fusions 1.2, beta_fusions:both)"
+
+
+def test_an_installed_plug_in_changes_nothing_until_it_is_asked_for(install: Install):
+    install("eager-fusions", GOOD, eager="eager_fusions:both")
+    default = sf.Sequential.default_fusions
+    model, x = sf.Sequential(ops.Bias(5), ops.Sigmoid()), draw(3, 5)
+    assert model.plan(x).count("BiasSigmoid") == 0
+    fusions = sf.plugins.load("eager")
+    assert [f.__name__ for f in fusions] == ["BiasSigmoid", "SigmoidScale"]
+    assert sf.Sequential.default_fusions is default
+    assert model.plan(x).count("BiasSigmoid") == 0
+    other = sf.Sequential(*model, fusions=(*fusions, *sf.fusions.default))
+    assert other.plan(x).count("BiasSigmoid") == 1
+    randomize(other.double())
+    assert_same(passes(other, x), passes(model, x))
+
+
+def test_importing_the_library_with_a_broken_plug_in_installed_imports_none(tmp_path: Path, install: Install):
+    install("broken-fusions", "raise SystemExit('it ran')", broken="broken_fusions:both")
+    code = f"""
+        import sys; sys.path.insert(0, {str(tmp_path)!r})
+        import torch, seqfuse as sf
+        sf.Sequential(sf.ops.Bias(3), sf.ops.Tanh())(torch.ones(2, 3)).sum().backward()
+        print([p.name for p in sf.plugins.available()], "broken_fusions" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['broken'] False"
+
+
+@pytest.mark.parametrize(("value", "count"), [("both", 2), ("as_list", 1), ("BiasSigmoid", 1), ("nothing", 0)])
+def test_an_entry_point_names_a_fusion_or_several(install: Install, value: str, count: int):
+    install("some-fusions", GOOD, some=f"some_fusions:{value}")
+    loaded = sf.plugins.load("some")
+    assert isinstance(loaded, tuple)
+    assert [f.__name__ for f in loaded] == ["BiasSigmoid", "SigmoidScale"][:count]
+    assert sf.plugins.load("some") == loaded
+
+
+UNKNOWN_SLOT = """
+    import seqfuse as sf
+    from seqfuse import ops
+
+    class Odd(sf.BackwardFusion):
+        bias: ops.Bias
+        act: ops.Sigmoid
+
+        def bwd(self, dy, *, bias, active):
+            return dy, {}
+"""
+BROKEN: dict[str, tuple[str, str, list[str]]] = {
+    "it raises": ("raise ValueError('not on this machine')", "x", ["raised ValueError: not on this machine"]),
+    "it lacks a dependency": (
+        "import a_module_that_is_not_there",
+        "x",
+        ["ModuleNotFoundError", "a_module_that_is_not_there"],
+    ),
+    "it has a syntax error": ("def (:", "x", ["SyntaxError"]),
+    "it exits": ("import sys; sys.exit(4)", "x", ["SystemExit"]),
+    "it names an unknown slot": (
+        UNKNOWN_SLOT,
+        "Odd",
+        ["PluginError", "'active'", "(bias, act)", "def bwd(self, dy, *, bias, active):"],
+    ),
+    "the attribute is missing": (GOOD, "Nothing", ["AttributeError", "Nothing"]),
+    "a number": (GOOD, "number", ["offers 3, which is not a fusion class"]),
+    "a text": (GOOD, "text", ["which is not a fusion class"]),
+    "an operation among them": (GOOD, "mixed", ["Bias", "which is not a fusion class"]),
+    "an instance": (GOOD, "instance", ["which is not a fusion class"]),
+    "an abstract base": (GOOD, "contract", ["ForwardFusion", "which is not a fusion class"]),
+    "a generator that raises": (GOOD, "generator", ["OSError", "half way"]),
+}
+
+
+@pytest.mark.parametrize(("source", "value", "says"), BROKEN.values(), ids=BROKEN)
+def test_a_plug_in_that_cannot_be_loaded_is_named_with_its_version(
+    install: Install, source: str, value: str, says: list[str]
+):
+    install("bad-fusions", source, version="0.7", bad=f"bad_fusions:{value}")
+    with pytest.raises(PluginError) as caught:
+        sf.plugins.load("bad")
+    text = str(caught.value)
+    assert caught.value.code == "SF304"
+    for words in ("bad (bad-fusions 0.7, bad_fusions:", *says):
+        assert words in text, f"{words!r} is not in {text!r}"
+    model, x = sf.Sequential(ops.Bias(5), ops.Sigmoid()), draw(3, 5)
+    assert model(x).shape == x.shape
+
+
+def test_a_broken_plug_in_does_not_hide_the_others(install: Install):
+    install("bad-fusions", "raise ValueError", bad="bad_fusions:both")
+    install("good-fusions", GOOD, good="good_fusions:both")
+    with pytest.raises(PluginError):
+        sf.plugins.load("bad")
+    assert len(sf.plugins.load("good")) == 2
+    assert {"bad", "good"} <= {p.name for p in sf.plugins.available()}
+
+
+def test_a_name_nobody_offers_gets_a_suggestion(install: Install):
+    install("good-fusions", GOOD, flashy="good_fusions:both")
+    with pytest.raises(PluginError, match="no plug-in 'flashi' is installed") as caught:
+        sf.plugins.load("flashi")
+    assert caught.value.hint == "did you mean 'flashy'?"
+    with pytest.raises(PluginError) as caught:
+        sf.plugins.load("zzz")
+    assert "available()" in str(caught.value.hint)
+
+
+def test_a_name_that_two_distributions_offer_is_ambiguous(install: Install):
+    install("one-fusions", GOOD, same="one_fusions:both")
+    install("two-fusions", GOOD, same="two_fusions:both")
+    with pytest.raises(PluginError, match="several distributions offer 'same'") as caught:
+        sf.plugins.load("same")
+    assert "one-fusions 1.2" in str(caught.value)
+    assert "two-fusions 1.2" in str(caught.value)
+    assert "one_fusions" not in sys.modules
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_distribution_without_metadata_does_not_break_the_list(install: Install):
+    install("bare-fusions", GOOD, metadata=False, bare="bare_fusions:both")
+    install("good-fusions", GOOD, good="good_fusions:both")
+    listed = {p.name: p for p in sf.plugins.available()}
+    assert {"bare", "good"} <= listed.keys()
+    assert (listed["bare"].distribution, listed["bare"].version) == ("?", "?")
+    assert len(sf.plugins.load("bare")) == 2
+
+
+# Plug-ins as code: new operations and fusions ------------------------------------------------------------------------
+
+
+class Softsign(sf.Pointwise):
+    """y = x / (1 + |x|)."""
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x / (1 + x.abs())
+
+
+class Cube(sf.Pointwise):
+    """y = x^3, with a backward from the output."""
+
+    reads = "output"
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * x * x
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        return 3 * y.abs().pow(2 / 3)
+
+
+class BiasAny(sf.JointFusion):
+    """One fusion for every activation, of this library or not: the slot's type is abstract."""
+
+    bias: ops.Bias
+    act: sf.Pointwise
+
+    class Saved(sf.Saved):
+        z: Tensor
+
+    def fwd(self, x: Tensor) -> Any:
+        z = x + self.bias.bias
+        return self.act.reference(z), self.Saved(z=z)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        _, record = self.act.fwd(saved.z)
+        dz, _ = self.act.bwd(dy, record)
+        return dz, {"bias.bias": dz.reshape(-1, dz.shape[-1]).sum(0)}
+
+
+@pytest.mark.parametrize("act", [Softsign, Cube, ops.Tanh, ops.GeLU], ids=lambda c: c.__name__)
+def test_a_new_activation_fits_every_abstract_slot(act: type[sf.Pointwise]):
+    model = sf.Sequential(ops.LayerNorm(5), ops.Linear(5, 7), act(), ops.Linear(7, 3), fusions=(BiasAny,))
+    randomize(model.double())
+    x = draw(3, 5)
+    assert model.plan(x).count("BiasAny") == 1
+    want = _plain_passes(model, x)
+    assert_same(passes(model, x), want, 1e-10)
+    with sf.fusing(False):
+        assert_same(passes(model, x), want, 1e-10)
+    gated = sf.Sequential(ops.Linear(5, 8), sf.Gated(act())).double()
+    assert_same(passes(gated, x), _plain_passes(gated, x), 1e-10)
+
+
+def _plain_passes(model: sf.Sequential, x: Tensor) -> dict[str, Tensor | None]:
+    """By the references under torch's autograd."""
+    leaf = x.clone().requires_grad_()
+    out, pull = torch.func.vjp(
+        lambda p, t: torch.func.functional_call(model, p, (t,)), dict(model.named_parameters()), leaf
+    )
+    by_name, dx = pull(draw(*out.shape, seed=99))
+    return {"out": out.detach(), "d_x": dx, **{f"d_{n}": g for n, g in by_name.items()}}
+
+
+def test_an_operation_of_a_user_with_parameters_and_channels_is_planned_like_any():
+    class Mix(sf.UnfusedOperation):
+        """y = x * weight + other."""
+
+        class Saved(sf.Saved):
+            x: Tensor = sf.field(for_="weight")
+            weight: Tensor = sf.field(for_="x")
+
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(size))
+
+        def reference(self, x: Tensor, *, other: Tensor) -> Tensor:
+            return x * self.weight + other
+
+        def fwd(self, x: Tensor, *, other: Tensor) -> Any:
+            return x * self.weight + other, self.Saved(x=x, weight=self.weight)
+
+        def bwd(self, dy: Tensor, saved: Any, *, needs: frozenset[str]) -> Any:
+            dw = (dy * saved.x).reshape(-1, dy.shape[-1]).sum(0) if "weight" in needs else None
+            return (dy * saved.weight if "x" in needs else None), {
+                "weight": dw,
+                "other": dy if "other" in needs else None,
+            }
+
+    model = sf.Sequential(ops.Fork("other"), ops.Bias(5), ops.Tanh(), Mix(5), fusions=(BiasTanhForward,))
+    randomize(model.double())
+    x = draw(3, 5)
+    assert model.plan(x).count("BiasTanhForward") == 1
+    leaf = x.clone().requires_grad_()
+    want = torch.tanh(leaf + model[1].bias) * model[3].weight + leaf
+    grads = torch.autograd.grad(want, [leaf, *model.parameters()], draw(3, 5, seed=99))
+    found = passes(model, x)
+    assert_same(found, dict(zip(found, [want.detach(), *grads], strict=True)))
+
+
+def test_a_subclass_of_a_plug_in_operation_is_not_fused_silently():
+    class Softer(Softsign):
+        def reference(self, x: Tensor) -> Tensor:
+            return x / (2 + x.abs())
+
+    model = sf.Sequential(ops.Bias(5), Softer(), fusions=(BiasAny,))
+    x = draw(3, 5, dtype=torch.float32)
+    assert model.plan(x).count("BiasAny") == 0
+    torch.testing.assert_close(model(x), x / (2 + x.abs()))
