@@ -3,6 +3,7 @@
 # No postponed annotations here: DDP reads those of a communication hook.
 
 import datetime
+import gc
 import os
 import tempfile
 import traceback
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 
-from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, draw, randomize
+from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, counting_plans, draw, randomize
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 WORLD, STEPS, ROWS = 2, 3, 4
@@ -202,6 +203,20 @@ def fsdp_on_operations() -> None:
     train(model)
 
 
+def fsdp_plans_once() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = model_of()
+    for block in model[:-1]:
+        fully_shard(block)
+    fully_shard(model)
+    for step in range(3):
+        with counting_plans() as planned:
+            loss_of(model(share(step))).backward()
+        assert (len(planned) > 0) == (step == 0), f"step {step} made {len(planned)} plans"
+        assert (planned.lists > 0) == (step == 0)
+
+
 def fsdp_checkpointed() -> None:
     from torch.distributed._composable import checkpoint
     from torch.distributed.fsdp import fully_shard
@@ -238,11 +253,8 @@ def fsdp_frees_what_it_gathered() -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = model_of()
-    gathered: list[Tensor] = []
     for block in model[:-1]:
         fully_shard(block)
-        linear = block[1]
-        block.register_forward_hook(lambda m, a, o, linear=linear: None)
     fully_shard(model)
     keep: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: keep.append(t) or t, lambda t: t):
@@ -287,6 +299,7 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
         fsdp_on_root_only,
         fsdp_without_resharding_after_forward,
         fsdp_on_operations,
+        fsdp_plans_once,
         fsdp_checkpointed,
         fsdp_in_mixed_precision,
         fsdp_frees_what_it_gathered,
@@ -308,8 +321,12 @@ def _process(rank: int, group: str, folder: str) -> None:
                 work()
             except Exception:
                 Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
+        gc.collect()  # reducers go before the group they use
+        dist.barrier()
     finally:
         dist.destroy_process_group()
+    # Not through the end of the interpreter, where a thread of gloo now and then aborts.
+    os._exit(0)
 
 
 @pytest.fixture(scope="module")
