@@ -129,9 +129,9 @@ _runs: WeakKeyDictionary[Any, list[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def _together(signature: tuple[Any, ...]) -> list[tuple[Any, ...]] | None:
-    """Signatures of the segments that ran under the saved-tensor hooks of now, this one the last; `None` without any."""
+    """Signatures of the segments that ran under the saved-tensor hooks of now; `None` without hooks."""
     hooks = _top_hooks(False)
-    if hooks is None:
+    if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
         return None
     ran = _runs.setdefault(hooks[1], [])
     ran.append(signature)

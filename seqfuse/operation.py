@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import typing
 import warnings
 from collections.abc import Callable, Mapping
@@ -52,16 +51,19 @@ class Signature:
         return cls(tuple(extras), "needs" in names, "env" in names, "seed" in names)
 
 
+class Moment:
+    """A point in time, which is itself only."""
+
+
 class Changes:
     """When an attribute of any operation was last set: what was compared since then need not be compared again."""
 
-    _count = itertools.count(1)
-    epoch = 0
+    epoch = Moment()
 
     @classmethod
     def note(cls) -> None:
-        """Mark a change, after it was made; numbers are never used twice, by no thread."""
-        cls.epoch = next(cls._count)
+        """Mark a change, after it was made; who holds a moment keeps it from being used twice."""
+        cls.epoch = Moment()
 
 
 class FusableOperation(nn.Module):
@@ -122,6 +124,7 @@ class UnfusedOperation(FusableOperation):
 
     Attributes:
         outputs: names of extra tensors `fwd` returns as `(y, {name: tensor}, Saved)`.
+        dy_may_be_none: whether `bwd` takes `None` for a `dy` nobody used, where an extra output was used; else zeros.
         layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
 
     Raises:
@@ -132,6 +135,7 @@ class UnfusedOperation(FusableOperation):
     Saved: ClassVar[type[Saved]] = Saved
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "any"
+    dy_may_be_none: ClassVar[bool] = False
     is_open: ClassVar[bool] = True
     is_final: ClassVar[bool] = False
     forward_signature: ClassVar[Signature] = Signature()

@@ -58,6 +58,8 @@ def _alone(module: nn.Module, kind: type, hidden: bool) -> str | None:
         return "it has hooks" + ("; fused inside by its own rule set" if isinstance(module, nn.Sequential) else "")
     if "forward" in vars(module):
         return "it has a forward of its own instance"
+    if module._compiled_call_impl is not None:
+        return "it is compiled by itself"
     if any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values()):
         return "a tensor with a graph of its own stands for a parameter"
     if isinstance(module, nn.Sequential):
@@ -244,7 +246,7 @@ class Fingerprint:
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return (
-            (self._epoch == Changes.epoch or self._compare())
+            (self._epoch is Changes.epoch or self._compare())
             and self._children == self._children_then
             and not any(self._empty)
             and all(self._full)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
 from ..operation import Signature, UnfusedOperation
-from ..saved import packing
+from ..saved import packing, reader, rebuilder
 from .check import Like, check_backward, check_forward
 from .items import Item
 from .plan import Plan, Step, Wants
-from .segment import Back, Call, Segment
+from .segment import Back, Call, Path, Segment
 
 Slots = dict[tuple[int, str], int]
 
@@ -62,6 +63,13 @@ class Binder:
                 if name in self.wants.needs[position]:
                     parameters.setdefault((id(owner), attribute), (owner, attribute))
         index = {key: i for i, key in enumerate(parameters)}
+        wanted = (
+            index[id(owner), attribute]
+            for position in piece
+            for name, (owner, attribute) in self.items[position].slots.items()
+            if name in self.wants.needs[position]
+        )
+        self.uses = Counter(wanted)
         joint = {s.covers.start for s in back if isinstance(s.operation, JointFusion)}
         return Segment(
             start=piece.start,
@@ -121,11 +129,19 @@ class Binder:
             if needs:
                 record = self.items[position].operation.Saved  # type: ignore[union-attr]
                 key = self._record_place(operation, place) if fused else None
-                packs.append((key, position, *packing(record, record.kept(needs))))
+                kept = record.kept(needs)
+                if kept:
+                    packs.append((key, position, reader(record, kept), packing(record, kept)[0]))
         if joint:
-            packs.append((None, ~a, *packing(operation.Saved, operation.Saved.kept(self._needs(operation, a, b)))))
+            kept = operation.Saved.kept(self._needs(operation, a, b))
+            packs.append((None, ~a, reader(operation.Saved, kept), packing(operation.Saved, kept)[0]))
         kind = _kind(operation)
         parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
+        path: Path = "wired" if inputs or outputs else "simple"
+        if seeds or kind == "inference" or operation.layout != "any" or (outputs and fused):
+            path = "special"
+        if outputs and not getattr(operation, "dy_may_be_none", False):
+            path = "special"
         return Call(
             fn=self._bind(operation.fwd, signature, self._needs(operation, a, b), [n for n, _ in (*inputs, *seeds)]),
             kind=kind,
@@ -138,10 +154,9 @@ class Binder:
             outputs=tuple(outputs),
             done=tuple(c for c in dict.fromkeys([c for _, c in inputs]) if c in ended),
             packs=tuple(packs),
-            may_be_simple=(
-                simple := not (inputs or seeds or outputs) and kind != "inference" and operation.layout == "any"
-            ),
-            simple=simple and not fused,
+            path="special" if fused else path,
+            later=path,
+            zeros=not getattr(operation, "dy_may_be_none", False),
             check=functools.partial(check_forward, self, step) if fused else None,
             unfused=functools.cache(lambda: tuple(self._call(s, stop) for s in parts)) if fused else None,
         )
@@ -151,7 +166,7 @@ class Binder:
         signature: Signature = operation.backward_signature
         fused = isinstance(operation, FusedOperation)
         inside = {c for p in range(a, b) for _, c in self.items[p].outputs}
-        records: list[tuple[str, int, int | None]] = []
+        records: list[tuple[str, int, int | None, Any]] = []
         grads: list[tuple[str, int]] = []
         channel_grads: list[tuple[str, str]] = []
         incoming: list[tuple[str, str]] = []
@@ -159,7 +174,9 @@ class Binder:
             item, needs = self.items[position], self.wants.needs[position]
             key, under = (f"{place}.", f"{place.replace('.', '_')}_") if fused else ("", "")
             slot, _, number = place.partition(".")
-            records.append((slot, position, int(number) if number else None))
+            own = item.operation.Saved  # type: ignore[union-attr]
+            rebuild = rebuilder(own, own.kept(needs))
+            records.append((slot, position, int(number) if number else None, rebuild))
             for name, (owner, attribute) in item.slots.items():
                 if name in needs:
                     grads.append((key + name, index[id(owner), attribute]))
@@ -169,10 +186,18 @@ class Binder:
             incoming += [(n, c) for n, c in wanted if n in signature.extras]
         parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
         kind = _kind(operation, backward=True)
-        named = [n for n, _ in incoming] + ([slot for slot, _, _ in records] if kind == "backward" else [])
+        named = [n for n, _ in incoming] + ([slot for slot, _, _, _ in records] if kind == "backward" else [])
         recover = None
         if kind == "joint" and hasattr(operation, "unfused"):
             recover = functools.partial(self._recover, operation, a)
+        path: Path = "special"
+        shared = any(self.uses[i] > 1 for _, i in grads)
+        if operation.layout == "any" and self.dtypes is None and not shared:
+            if kind == "unfused":
+                takes_none = not item.outputs or getattr(operation, "dy_may_be_none", False)
+                path = "simple" if not (incoming or channel_grads) else "wired" if takes_none else "special"
+            elif kind == "backward" and not (incoming or channel_grads) and all(r[2] is None for r in records):
+                path = "fused"
         return Back(
             fn=self._bind(operation.bwd, signature, self._needs(operation, a, b), named),
             kind=kind,
@@ -185,16 +210,18 @@ class Binder:
             grads=tuple(grads),
             channel_grads=tuple(channel_grads),
             dtype=None if self.dtypes is None else self.dtypes[a],
-            may_be_simple=kind == "unfused"
-            and not (incoming or channel_grads or self.dtypes)
-            and operation.layout == "any",
+            at=~a if kind == "joint" else a,
+            rebuild=rebuilder(operation.Saved, operation.Saved.kept(self._needs(operation, a, b)))
+            if kind == "joint"
+            else records[0][3],
+            later=path,
             check=functools.partial(check_backward, self, step),
             unfused=functools.cache(lambda: tuple(self._back(s, index) for s in reversed(parts))) if fused else None,
             recover=recover,
         )
 
     def _recover(self, operation: Any, a: int, record: Any) -> dict[int, Any]:
-        """Pack what `unfused(saved)` gives as the records of the operations themselves."""
+        """What `unfused(saved)` gives, as the records of the operations themselves."""
         saved, packed = operation.unfused(record), dict[int, Any]()
         for place, position in self._places(operation, a):
             slot = self._record_place(operation, place)
@@ -202,10 +229,7 @@ class Binder:
             own = self.items[position].operation.Saved  # type: ignore[union-attr]
             if type(one) is not own:
                 raise TypeError(f"slot {place!r} needs a {own.__qualname__}, not a {type(one).__qualname__}")
-            tensors: list[Tensor] = []
-            pack, unpack = packing(own, own.kept(self.wants.needs[position] or frozenset({"x"})))
-            tokens = pack(one, {}, tensors)
-            packed[position] = functools.partial(_unpack_own, unpack, tuple(tensors)), tokens
+            packed[position] = one
         return packed
 
     def _needs(self, operation: Any, a: int, b: int) -> frozenset[str]:
@@ -225,10 +249,6 @@ class Binder:
     def _record_place(operation: FusedOperation, place: str) -> Any:
         slot, _, number = place.partition(".")
         return (slot, int(number)) if number else slot
-
-
-def _unpack_own(unpack: Any, tensors: tuple[Tensor, ...], tokens: Any, _: Any) -> Any:
-    return unpack(tokens, tensors)
 
 
 def _kind(operation: Any, backward: bool = False) -> Any:

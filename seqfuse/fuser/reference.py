@@ -16,6 +16,8 @@ from .items import Item, call_name
 
 def transformed() -> bool:
     """Whether a functorch transform or forward-mode AD is active: those see the reference."""
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace, whose sizes are tensors
+        return True
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # type: ignore[attr-defined]
 
 

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError
-from ..saved import Layout, Pack, Unpack
+from ..saved import Layout, Pack
 
 _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 Kind = Literal["unfused", "forward", "joint", "inference", "backward"]
+# "simple": the chain's tensor and records only. "fused": a fusion of such. "wired": channels too. "special": the rest.
+Path = Literal["simple", "fused", "wired", "special"]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -32,9 +34,10 @@ class Call:
     seeds: tuple[tuple[str, int | None], ...] = ()  # keyword, index into the seed vector
     outputs: tuple[tuple[str, str], ...] = ()  # name in the returned dictionary, channel
     done: tuple[str, ...] = ()  # channels whose last reader this is
-    packs: tuple[tuple[str | tuple[str, int] | None, int, Pack, Unpack], ...] = ()  # place among the records, position
-    may_be_simple: bool = False  # takes x, returns (y, record or records)
-    simple: bool = False
+    packs: tuple[tuple[Any, int, Any, Pack], ...] = ()  # place among the records, position, reader if any, pack
+    path: Path = "special"  # how it runs, and how once its check has passed
+    later: Path = "special"
+    zeros: bool = False  # its backward cannot do without the gradient of y
     check: Callable[..., bool] | None = None  # contract check, dropped once it has passed
     unfused: Callable[[], tuple[Call, ...]] | None = None
 
@@ -49,13 +52,15 @@ class Back:
     start: int
     stop: int
     layout: Layout = "any"
-    records: tuple[tuple[str, int, int | None], ...] = ()  # keyword, position, place in a variadic slot
+    at: int = 0  # where its record is packed
+    rebuild: Any = None
+    records: tuple[tuple[str, int, int | None, Any], ...] = ()  # keyword, position, place in a variadic slot, rebuild
     incoming: tuple[tuple[str, str], ...] = ()  # keyword of an output's gradient, channel
     grads: tuple[tuple[str, int], ...] = ()  # key, index into the segment's parameters
     channel_grads: tuple[tuple[str, str], ...] = ()  # key, channel
     dtype: torch.dtype | None = None  # of the gradient it hands on, where that can differ
-    may_be_simple: bool = False  # takes (dy, record), returns (dx, gradients of parameters)
-    simple: bool = False
+    path: Path = "special"
+    later: Path = "special"
     check: Callable[..., bool] | None = None
     unfused: Callable[[], tuple[Back, ...]] | None = None
     recover: Callable[[Any], Any] | None = None  # a joint fusion's record as the records of its operations
@@ -87,29 +92,49 @@ class Segment:
 
     def run_keeping(
         self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
-    ) -> tuple[Tensor, list[Tensor], Packed]:
-        """Run the forward steps: with y, the tensors to save, each once, and the records packed into them."""
-        keep = Keep({}, [], {})
-        y = self._run(self.forward_calls, x, channels, seeds, keep)
-        return y, keep.tensors, keep.packed
+    ) -> tuple[Tensor, list[Any], Packed]:
+        """Run the forward steps: with y, the tensors to save, each once, and the records as entries into them."""
+        flat: list[Any] = []
+        packed: Packed = {}
+        y = self._run(self.forward_calls, x, channels, seeds, (flat, packed))
+        ids = [*map(id, flat)]
+        unique = dict(zip(ids, flat, strict=True))
+        if len(unique) < len(flat):
+            index = {key: i for i, key in enumerate(unique)}
+            packed[_ORDER] = [index[key] for key in ids]
+            flat = [*unique.values()]
+        return y, flat, packed
 
     def _run(
         self, calls: Sequence[Call], x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, keep: Keep | None
     ) -> Tensor:
         call = calls[0]
-        packed, memo, tensors = (keep.packed, keep.memo, keep.tensors) if keep is not None else (None, {}, [])
+        flat, packed = keep or (None, None)
         try:
             for call in calls:
-                if call.simple:
+                path = call.path
+                if path == "simple":
                     y, saved = call.fn(x)
+                elif path == "wired":
+                    out = call.fn(x, **{keyword: channels[channel] for keyword, channel in call.inputs})
+                    y, saved = out[0], out[-1]
+                    for channel in call.done:
+                        del channels[channel]
+                    for name, channel in call.outputs:
+                        channels[channel] = out[1][name]
                 else:
-                    if call.layout != "any":
-                        x = _fit(x, call.layout)
                     y, saved = self._special(call, x, channels, seeds, packed)
-                if packed is not None:
-                    for place, position, pack, unpack in call.packs:
-                        record = saved if place is None else _at(saved, place)
-                        packed[position] = unpack, pack(record, memo, tensors)
+                if flat is not None:
+                    for place, position, read, pack in call.packs:
+                        record = saved
+                        if place is not None:
+                            record = saved[place] if place.__class__ is str else saved[place[0]][place[1]]
+                        fields = record.__dict__
+                        if read is not None and "_late" not in fields:
+                            packed[position] = len(flat)
+                            flat += read(fields)
+                        else:
+                            packed[position] = pack(record, {}, flat)
                 x = y
         except Exception as error:
             self._may_fall_back(call, error, x)
@@ -123,7 +148,9 @@ class Segment:
     def _special(
         self, call: Call, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, packed: Packed | None
     ) -> tuple[Tensor, Any]:
-        """Run a step that takes or makes more than the chain's tensor and a record, or is yet to be checked."""
+        """Run a step that draws, wants a layout, is for inference, or is yet to be checked."""
+        if call.layout != "any":
+            x = _fit(x, call.layout)
         keywords: dict[str, Any] = {keyword: channels[channel] for keyword, channel in call.inputs}
         if call.layout != "any":
             keywords = {keyword: _fit(value, call.layout) for keyword, value in keywords.items()}
@@ -134,15 +161,15 @@ class Segment:
         check = call.check
         if check is not None and check(call, x, out, given, seeds):
             call.check = None
-            call.simple = call.may_be_simple
+            call.path = call.later
         for channel in call.done:
             del channels[channel]
         if not call.outputs:
             return (out, None) if call.kind == "inference" else (out[0], out[-1])
         for name, channel in call.outputs:
             channels[channel] = out[1][name]
-        if packed is not None:
-            packed[_SHAPES - call.stop] = _zeros, (out[0].shape, out[0].dtype, out[0].device)
+        if packed is not None and call.zeros:
+            packed[_SHAPES - call.stop] = out[0].shape, out[0].dtype, out[0].device
         return out[0], out[-1]
 
     def _may_fall_back(self, step: Call | Back, error: Exception, tensor: Any) -> None:
@@ -180,6 +207,8 @@ class Segment:
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Run the backward steps: the gradients of x and of the parameters; `sides` are the channels'."""
         sums: list[Tensor | None] = [None] * len(self.parameters)
+        if _ORDER in packed:
+            tensors = tuple([tensors[i] for i in packed[_ORDER]])
         return self._run_back(self.backward_calls, dy, sides, packed, tensors, sums), sums
 
     def _run_back(
@@ -194,14 +223,30 @@ class Segment:
         back = backs[0]
         try:
             for back in backs:
-                if d is None and not any(sides.get(channel) is not None for _, channel in back.incoming):
-                    continue  # nothing that the loss uses depends on this step
-                if back.simple:
-                    unpack, tokens = packed[back.start]
-                    d, grads = back.fn(d, unpack(tokens, tensors))
+                path = back.path
+                if d is None:
+                    if not any(sides.get(channel) is not None for _, channel in back.incoming):
+                        continue  # nothing that the loss uses depends on this step
+                    path = "special" if path != "wired" else path
+                if path == "simple":
+                    d, grads = back.fn(d, back.rebuild(packed.get(back.at), tensors))
                     for key, i in back.grads:
-                        g = grads[key]
-                        sums[i] = g if sums[i] is None else sums[i] + g
+                        sums[i] = grads[key]
+                elif path == "fused":
+                    records = {slot: rebuild(packed.get(at), tensors) for slot, at, _, rebuild in back.records}
+                    dx, grads = back.fn(d, **records)
+                    own = [(i, grads[key]) for key, i in back.grads]
+                    d = dx
+                    for i, g in own:
+                        sums[i] = g
+                elif path == "wired":
+                    extras = {keyword: sides.pop(channel, None) for keyword, channel in back.incoming}
+                    d, grads = back.fn(d, back.rebuild(packed.get(back.at), tensors), **extras)
+                    for key, i in back.grads:
+                        sums[i] = grads[key]
+                    for key, channel in back.channel_grads:
+                        known = sides.get(channel)
+                        sides[channel] = grads[key] if known is None else known + grads[key]
                 else:
                     d = self._special_back(back, d, sides, packed, tensors, sums)
         except Exception as error:
@@ -232,11 +277,11 @@ class Segment:
         tensors: tuple[Tensor, ...],
         sums: list[Any],
     ) -> Tensor | None:
-        """Run a step of a fusion, of channels, of mixed dtypes, or one that is yet to be checked."""
-        if d is None:
-            zeros, about = packed[_SHAPES - back.stop]
-            d = zeros(about, tensors)
-        if back.layout != "any":
+        """Run a step that wants a layout, has mixed dtypes or shared parameters, or is yet to be checked."""
+        if d is None and _SHAPES - back.stop in packed:
+            shape, dtype, device = packed[_SHAPES - back.stop]
+            d = torch.zeros(shape, dtype=dtype, device=device)
+        if back.layout != "any" and d is not None:
             d = _fit(d, back.layout)
         extras: dict[str, Any] = {keyword: sides.get(channel) for keyword, channel in back.incoming}
         if back.layout != "any":
@@ -244,14 +289,13 @@ class Segment:
         if back.kind == "backward":
             out = back.fn(d, **_records(back, packed, tensors), **extras)
         else:
-            if back.kind == "joint" and ~back.start not in packed:
+            if back.kind == "joint" and back.at not in packed:
                 raise _ForwardFellBack
-            unpack, tokens = packed[back.start if back.kind == "unfused" else ~back.start]
-            out = back.fn(d, unpack(tokens, tensors), **extras)
+            out = back.fn(d, back.rebuild(packed.get(back.at), tensors), **extras)
         check = back.check
         if check is not None and check(back, d, out):
             back.check = None
-            back.simple = back.may_be_simple
+            back.path = back.later
         dx, grads = out
         # All that can fail comes before the sums are touched: a fallback must not count a gradient twice.
         own = [(i, _sum(sums[i], g)) for key, i in back.grads if (g := grads.get(key)) is not None]
@@ -268,51 +312,33 @@ class Segment:
     def _recovered(self, back: Back, error: Exception, packed: Packed, tensors: tuple[Tensor, ...]) -> Packed:
         """A joint fusion's record as the records of the operations it replaced."""
         assert back.recover is not None
-        unpack, tokens = packed[~back.start]
         try:
-            return back.recover(unpack(tokens, tensors))
+            return back.recover(back.rebuild(packed[back.at], tensors))
         except Exception as second:
             message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"
             raise KernelError(message, code="SF401", operation=back.name, position=back.start) from error
 
 
-# Records are packed under their position, a joint fusion's under `~position`, and what zeros for the gradient of an
-# unused output would look like under numbers below all of these.
-Packed = dict[int, tuple[Any, Any]]
-_SHAPES = -(1 << 40)
-
-
-def _zeros(about: tuple[Any, ...], _: Any) -> Tensor:
-    shape, dtype, device = about
-    return torch.zeros(shape, dtype=dtype, device=device)
+# Records are packed under their position, a joint fusion's under `~position`. Below all of these: under `_ORDER` where
+# each tensor of the records is among those saved, and what zeros for the gradient of an unused y look like.
+Packed = dict[int, Any]
+Keep = tuple[list[Any], Packed]
+_ORDER = -(1 << 40)
+_SHAPES = _ORDER - 1
 
 
 def _sum(known: Tensor | None, g: Tensor) -> Tensor:
     return g if known is None else known + g
 
 
-@dataclasses.dataclass(slots=True)
-class Keep:
-    """What one forward collects: tensors to save, each once, and the packed records by position."""
-
-    memo: dict[int, int]
-    tensors: list[Tensor]
-    packed: Packed
-
-
 class _ForwardFellBack(Exception):
     """The forward of a joint fusion ran unfused, so its backward must as well."""
 
 
-def _at(saved: Any, place: str | tuple[str, int]) -> Any:
-    return saved[place] if place.__class__ is str else saved[place[0]][place[1]]
-
-
 def _records(back: Back, packed: Packed, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
     records: dict[str, Any] = {}
-    for slot, position, place in back.records:
-        unpack, tokens = packed[position]
-        record = unpack(tokens, tensors)
+    for slot, position, place, rebuild in back.records:
+        record = rebuild(packed.get(position), tensors)
         if back.layout != "any":
             for name in record.__dict__.keys() & set(record.fields):
                 value = record.__dict__[name]

@@ -27,6 +27,8 @@ class Fork(sf.UnfusedOperation):
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy and d_out alone."""
 
+    dy_may_be_none = True
+
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
