@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -114,6 +116,28 @@ def test_an_output_that_is_the_input_may_be_written_as_in_torch():
         assert z.requires_grad
 
 
+# Changes between forward and backward ---------------------------------------------------------------------------------
+
+
+@COVERS
+def test_a_list_changed_after_the_forward_keeps_the_backward_it_had(fusions: Any):
+    model, x = mlp(fusions=fusions), draw(3, 5)
+    want = passes(model, x)
+    leaf, parameters = x.clone().requires_grad_(), dict(model.named_parameters())
+    y = model(leaf)
+    model[2] = ops.SiLU()
+    model[1].weight = nn.Parameter(draw(7, 5))
+    model.fusions = ()
+    del model[0]
+    model.requires_grad_(False)
+    del model
+    gc.collect()
+    y.backward(draw(3, 3, seed=99))
+    torch.testing.assert_close(leaf.grad, want["d_x"])
+    torch.testing.assert_close(parameters["1.weight"].grad, want["d_1.weight"])
+    torch.testing.assert_close(parameters["0.weight"].grad, want["d_0.weight"])
+
+
 # Saved-tensor hooks ---------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +228,46 @@ def test_save_on_cpu_and_disabled_hooks_work(fusions: Any):
     assert_same(found, want, 0.0)
     with graph.disable_saved_tensors_hooks("no hooks here"):
         assert_same(passes(model, x), want, 0.0)
+
+
+class Counted:
+    """A hook that is neither a function nor hashable."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, t: Tensor) -> Tensor:
+        self.calls += 1
+        return t.clone()
+
+
+@pytest.mark.parametrize("make", [lambda: torch.Tensor.clone, Counted, lambda: torch.clone, lambda: Counted().__call__])
+def test_any_callable_may_be_a_hook(make: Any):
+    model, x = mlp(fusions=(BiasTanhJoint,)), draw(3, 5)
+    want = passes(model, x)
+    with graph.saved_tensors_hooks(make(), make()):
+        assert_same(passes(model, x), want, 0.0)
+
+
+def test_a_region_of_hooks_around_a_training_loop_does_not_gather_memory():
+    model, x = sf.Sequential(ops.Linear(5, 5), ops.Tanh()), torch.ones(3, 5)
+
+    def steps(count: int) -> int:
+        for _ in range(count):
+            model(x).sum().backward()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        tracemalloc.start()
+        try:
+            before = steps(1000)
+            after = steps(2000)
+        finally:
+            tracemalloc.stop()
+    assert after - before < 6000, f"{after - before} bytes in 2000 steps"
 
 
 # Which outputs are used, which gradients are wanted -------------------------------------------------------------------
@@ -310,6 +374,24 @@ def test_gradients_accumulate_over_micro_batches():
     for a, p in zip(found, model.parameters(), strict=True):
         assert a.abs().max() > 0
         torch.testing.assert_close(a, p.grad)
+
+
+@COVERS
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.filterwarnings("error")
+def test_a_batch_of_incoming_gradients_gives_each_its_own(fusions: Any, warm: bool):
+    model, x = mlp(fusions=fusions), draw(3, 5).requires_grad_()
+    leaves, batch = [x, *model.parameters()], draw(4, 3, 3, seed=2)
+    y = model(x)
+    if warm:
+        torch.autograd.grad(y, leaves, batch[0], retain_graph=True)
+    found = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
+    for i in range(4):
+        want = torch.autograd.grad(y, leaves, batch[i], retain_graph=True)
+        for a, b in zip(found, want, strict=True):
+            assert b.abs().max() > 0
+            torch.testing.assert_close(a[i], b)
+    assert torch.autograd.gradcheck(model, (x,), check_batched_grad=True)
 
 
 # Dropped fields -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
@@ -172,6 +173,40 @@ def test_train_and_eval_grad_and_no_grad_compile_apart_and_are_right():
             assert bool((found == 0).any()) == training
 
 
+def test_modes_set_inside_a_compiled_function_compile_once():
+    model, x, compiler = mlp(dropout=0.5), draw(4, 5), Compiler()
+
+    @torch.compile(fullgraph=True, backend=compiler)
+    def both(t: Tensor) -> tuple[Tensor, Tensor]:
+        model.train()
+        y = model(t)
+        model.eval()
+        return y, model(t)
+
+    for _ in range(4):
+        torch.manual_seed(3)
+        y, z = both(x)
+    assert len(compiler.graphs) <= 2
+    assert not model.training
+    torch.testing.assert_close(model(x), z)
+    model.train()
+    torch.manual_seed(3)
+    torch.testing.assert_close(model(x), y)
+
+
+def test_what_a_compiled_function_sets_is_seen_by_eager_calls():
+    model, x = sf.Sequential(ops.Dropout(0.5), ops.Tanh()), torch.ones(30, 30)
+    assert (model(x) == 0).any()
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def off(t: Tensor) -> Tensor:
+        model[0].p = 0.0
+        return model(t)
+
+    assert not (off(x) == 0).any()
+    assert not (model(x) == 0).any()
+
+
 def test_a_mutation_after_compiling_is_seen():
     model, x = mlp(), draw(4, 5)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -236,6 +271,22 @@ def test_a_model_compiles_in_place_and_inside_another():
     assert_same(passes(model, x), want, 1e-10)
 
 
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["residual", "operation", "container"])
+def test_a_member_compiled_by_itself_runs_compiled(which: int):
+    model = sf.Sequential(
+        ops.Residual(ops.Linear(5, 5), ops.Tanh()), ops.Linear(5, 5), sf.Sequential(ops.Scale(2.0), ops.Tanh())
+    )
+    randomize(model.double())
+    x, compiler = draw(4, 5), Compiler()
+    want = passes(model, x)
+    model[which].compile(fullgraph=True, backend=compiler)
+    assert_same(passes(model, x), want, 1e-12)
+    assert len(compiler.graphs) == 1
+    assert [(a.name, a.reason) for a in model.plan(x).alone] == [
+        (type(model[which]).__name__, "it is compiled by itself")
+    ]
+
+
 def test_inductor_forward_and_backward():
     model, x = mlp(dropout=0.5), draw(5, 5)
     torch.manual_seed(3)
@@ -285,6 +336,34 @@ def test_exported_dropout_draws_its_seed_at_run_time():
         masks.append(program(x) == 0)
     assert torch.equal(masks[0], masks[2])
     assert not torch.equal(masks[0], masks[1])
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.*:DeprecationWarning")
+def test_a_jit_trace_takes_any_batch():
+    model, x = mlp(fusions=(BiasTanhJoint,)), draw(3, 5)
+    model(x)
+    traced = torch.jit.trace(model, (x,))
+    for rows in (3, 8):
+        torch.testing.assert_close(traced(draw(rows, 5, seed=2)), model(draw(rows, 5, seed=2)))
+
+
+def test_checkpointing_and_compiling_combine():
+    model, x, dy = mlp(dropout=0.5), draw(4, 5), draw(4, 3, seed=2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (
+        model,
+        lambda t: checkpoint(compiled, t, use_reentrant=False),
+        torch.compile(lambda t: checkpoint(model, t, use_reentrant=False), fullgraph=True, backend="aot_eager"),
+    ):
+        torch.manual_seed(1)
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        results.append([y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy)])
+    for a, b, c in zip(*results, strict=True):
+        assert a.abs().max() > 0
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(c, a)
 
 
 def test_make_fx_traces_the_backward_of_an_eager_model():
