@@ -92,8 +92,8 @@ class FusableOperation(nn.Module):
 
     def forward(self, x: Tensor, **channels: Tensor) -> Any:
         """Run this operation alone: `y`, or `(y, *outputs)` where it makes public extra outputs."""
-        if not self._engine:
-            self._engine.append(alone(self))
+        if not self._engine or self._engine[0].root is not self:  # a shallow copy brings its original's along
+            self._engine = [alone(self)]
         return self._engine[0](x, **channels)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class FusableOperation(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def alone(operation: FusableOperation) -> Callable[..., Any]:
+def alone(operation: FusableOperation) -> Any:
     """Make the callable that runs one operation as a list of one; the fuser, which is above, puts its own here."""
     raise NotImplementedError
 

@@ -68,6 +68,26 @@ def check_forward(
     return True
 
 
+def check_form(
+    binder: Binder, step: Step, call: Call, x: Tensor, out: Any, inputs: Mapping[str, Tensor], seeds: Tensor | None
+) -> bool:
+    """Check that an operation's own forward returns what its class declares.
+
+    Raises:
+        PluginError: naming the operation.
+    """
+    operation: UnfusedOperation = step.operation
+    names, record = operation.outputs, type(operation).Saved
+    right = isinstance(out, tuple) and len(out) == (3 if names else 2) and isinstance(out[0], Tensor)
+    if right and names:
+        right = isinstance(out[1], Mapping) and set(out[1]) == set(names)
+    if not right or type(out[-1]) is not record:
+        form = f"(y, {{{', '.join(names)}}}, {record.__qualname__})" if names else f"(y, {record.__qualname__})"
+        got = f"({', '.join(type(o).__name__ for o in out)})" if isinstance(out, tuple) else type(out).__name__
+        raise PluginError(f"fwd must return {form}, not {got}", code="SF302", operation=call.name, position=call.start)
+    return True
+
+
 def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, dict[str, Any], Any]:
     if isinstance(fusion, InferenceFusion):
         pair = isinstance(out, tuple) and len(out) == 2

@@ -237,6 +237,8 @@ class Fingerprint:
         self._keys_then = [list(children) for children in self._children]
         self._tensors = [v for now in self._attributes for v in now.values() if isinstance(v, Tensor)]
         self._tensors_then = [t.requires_grad for t in self._tensors]
+        # A torch module inside an operation tells nobody when it is set.
+        self._others = not all(isinstance(m, FusableOperation) for m in self._modules)
         hooked = [getattr(m, name) for m in self._modules if m is not root for name in _HOOKS]
         self._empty = [h for h in (*hooked, *_GLOBAL_HOOKS) if not h]
         self._full = [h for h in (*hooked, *_GLOBAL_HOOKS) if h]
@@ -250,6 +252,7 @@ class Fingerprint:
             and self._children == self._children_then
             and not any(self._empty)
             and all(self._full)
+            and (not self._others or self._same(self._attributes_then))
             and (not self._tensors or [t.requires_grad for t in self._tensors] == self._tensors_then)
         )
 

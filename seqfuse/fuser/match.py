@@ -157,12 +157,17 @@ def _refuses_channels(fusion: FusedOperation, items: Sequence[Item], a: int, b: 
     places = [name.replace(".", "_") for name, _ in fusion.named_operations()]
     inside = {channel for item in items[a:b] for _, channel in item.outputs}
     forward, backward = fusion.forward_signature.extras, fusion.backward_signature.extras
+    made = False
     for place, item in zip(places, items[a:b], strict=True):
         for name, channel in item.inputs:
             full = f"{place}_{name}"
+            if not fusion.replaces_forward and (channel in inside) != made:
+                # It has no fwd to name the input in: the pattern says where it comes from, by what stands before it.
+                return f"the extra input {full} {'comes' if channel in inside else 'does not come'} from inside it"
             if fusion.replaces_forward and (channel in inside) == (full in forward):
                 side = "comes from inside it" if channel in inside else "is not in the signature of its fwd"
                 return f"the extra input {full} {side}"
+        made = made or bool(item.outputs)
         for name, channel in item.outputs:
             full = f"{place}_{name}"
             if items[a].readers[channel] <= set(range(a, b)):

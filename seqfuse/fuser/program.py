@@ -14,7 +14,7 @@ from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
 from ..operation import Signature, UnfusedOperation
 from ..saved import packing, reader, rebuilder
-from .check import Like, check_backward, check_forward
+from .check import Like, check_backward, check_form, check_forward
 from .items import Item
 from .plan import Plan, Step, Wants
 from .segment import Back, Call, Path, Segment
@@ -154,10 +154,9 @@ class Binder:
             outputs=tuple(outputs),
             done=tuple(c for c in dict.fromkeys([c for _, c in inputs]) if c in ended),
             packs=tuple(packs),
-            path="special" if fused else path,
             later=path,
             zeros=not getattr(operation, "dy_may_be_none", False),
-            check=functools.partial(check_forward, self, step) if fused else None,
+            check=functools.partial(check_forward if fused else check_form, self, step),
             unfused=functools.cache(lambda: tuple(self._call(s, stop) for s in parts)) if fused else None,
         )
 

@@ -169,7 +169,8 @@ class Segment:
         for name, channel in call.outputs:
             channels[channel] = out[1][name]
         if packed is not None and call.zeros:
-            packed[_SHAPES - call.stop] = out[0].shape, out[0].dtype, out[0].device
+            made = {channel: out[1][name] for name, channel in call.outputs}
+            packed[_SHAPES - call.stop] = {c: (t.shape, t.dtype, t.device) for c, t in {"": out[0], **made}.items()}
         return out[0], out[-1]
 
     def _may_fall_back(self, step: Call | Back, error: Exception, tensor: Any) -> None:
@@ -224,6 +225,10 @@ class Segment:
         try:
             for back in backs:
                 path = back.path
+                if back.kind == "backward" and back.incoming and any(sides.get(c) is None for _, c in back.incoming):
+                    # Fusions are written for tensors; operations know a gradient that nobody gave.
+                    d = self._run_back(back.unfused(), d, sides, packed, tensors, sums)  # type: ignore[misc]
+                    continue
                 if d is None:
                     if not any(sides.get(channel) is not None for _, channel in back.incoming):
                         continue  # nothing that the loss uses depends on this step
@@ -278,12 +283,14 @@ class Segment:
         sums: list[Any],
     ) -> Tensor | None:
         """Run a step that wants a layout, has mixed dtypes or shared parameters, or is yet to be checked."""
-        if d is None and _SHAPES - back.stop in packed:
-            shape, dtype, device = packed[_SHAPES - back.stop]
-            d = torch.zeros(shape, dtype=dtype, device=device)
+        shapes = packed.get(_SHAPES - back.stop, {})
+        if d is None and shapes:
+            d = _zeros(shapes[""])
         if back.layout != "any" and d is not None:
             d = _fit(d, back.layout)
         extras: dict[str, Any] = {keyword: sides.get(channel) for keyword, channel in back.incoming}
+        if back.kind == "joint" and shapes:
+            extras.update({k: _zeros(shapes[c]) for k, c in back.incoming if extras[k] is None and c in shapes})
         if back.layout != "any":
             extras = {keyword: None if g is None else _fit(g, back.layout) for keyword, g in extras.items()}
         if back.kind == "backward":
@@ -325,6 +332,11 @@ Packed = dict[int, Any]
 Keep = tuple[list[Any], Packed]
 _ORDER = -(1 << 40)
 _SHAPES = _ORDER - 1
+
+
+def _zeros(like: tuple[Any, ...]) -> Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _sum(known: Tensor | None, g: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class Sequential(nn.Sequential, FusableOperation):
             x: the input.
             channels: the public extra inputs, by channel name.
         """
-        return self._fuser(x, **channels)
+        return self._own()(x, **channels)
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
         """What is fused for this input (or in this environment), forward and backward, and what was refused and why.
@@ -112,7 +112,12 @@ class Sequential(nn.Sequential, FusableOperation):
             env: an environment that need not be here, such as `Env.of("cuda:sm_90", dtype=torch.bfloat16)`.
             channels: the public extra inputs, by channel name.
         """
-        return self._fuser.plan(x, env=env, **channels)
+        return self._own().plan(x, env=env, **channels)
+
+    def _own(self) -> Fuser:
+        if self._fuser.root is not self:  # a shallow copy brought its original's along
+            self.fusions = self.fusions
+        return self._fuser
 
     def _like(self, modules: Iterable[nn.Module] | OrderedDict[str, nn.Module]) -> Sequential:
         new = Sequential(fusions=self.fusions)
