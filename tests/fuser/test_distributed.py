@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -339,11 +340,15 @@ def outcome() -> Callable[[str], dict[str, str]]:
             with tempfile.TemporaryDirectory() as folder:
                 dead: dict[str, str] = {}
                 context = mp.spawn(_process, (group, folder), nprocs=WORLD, join=False)
+                deadline = time.monotonic() + 120
                 try:
-                    while not context.join(timeout=60):
-                        pass
+                    while not context.join(timeout=5):
+                        if time.monotonic() > deadline:
+                            raise TimeoutError("the processes hang")
                 except Exception as error:
                     dead["the processes"] = str(error)
+                    for process in context.processes:
+                        process.kill()
                 known[group] = {p.stem: p.read_text() for p in Path(folder).glob("*.[01]")} | dead
         return known[group]
 

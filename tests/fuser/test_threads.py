@@ -369,7 +369,7 @@ def test_workers_of_a_data_loader_may_run_a_model():
     randomize(model.double())
     with torch.no_grad():
         want = [model(draw(2, 5, seed=i)) for i in range(6)]
-    found = list(torch.utils.data.DataLoader(Transform(model), batch_size=None, num_workers=2))
+    found = list(torch.utils.data.DataLoader(Transform(model), batch_size=None, num_workers=2, timeout=60))
     assert len(found) == 6
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a, b)
