@@ -92,9 +92,11 @@ class FusableOperation(nn.Module):
 
     def forward(self, x: Tensor, **channels: Tensor) -> Any:
         """Run this operation alone: `y`, or `(y, *outputs)` where it makes public extra outputs."""
-        if not self._engine or self._engine[0].root is not self:  # a shallow copy brings its original's along
-            self._engine = [alone(self)]
-        return self._engine[0](x, **channels)
+        engine = self._engine[0] if self._engine else None
+        if engine is None or engine.root is not self:  # a shallow copy brings its original's along
+            engine = alone(self)
+            self._engine[:] = [engine]  # in place: the attribute is part of what a list is compared by
+        return engine(x, **channels)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": []}

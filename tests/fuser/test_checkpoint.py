@@ -255,6 +255,32 @@ def test_a_plan_that_differs_anywhere_is_an_error(make: Callable[[], nn.Module])
     assert x.grad is not None
 
 
+class Flaky(nn.Module):
+    """Fails in its second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise torch.OutOfMemoryError("in the recomputation")
+        return x * 2
+
+
+@pytest.mark.parametrize("where", ["between two models", "a barrier"])
+def test_an_error_of_the_recomputation_itself_is_raised_as_it_is(where: str):
+    inner = [ops.Linear(5, 5), ops.Tanh()], [ops.Linear(5, 5), ops.SiLU()]
+    if where == "a barrier":
+        model: nn.Module = sf.Sequential(*inner[0], Flaky(), *inner[1])
+    else:
+        model = nn.Sequential(sf.Sequential(*inner[0]), Flaky(), sf.Sequential(*inner[1]))
+    y = checkpoint(randomize(model).double(), draw(3, 5).requires_grad_(), use_reentrant=False)
+    with pytest.raises(torch.OutOfMemoryError, match="in the recomputation"):
+        y.sum().backward()
+
+
 def test_the_same_plan_at_recomputation_is_no_error_though_others_ran_in_between():
     model, x = mlp(fusions=(BiasTanhJoint, BiasTanhForward)), draw(3, 5)
     want = passes(model, x)

@@ -1,0 +1,57 @@
+"""Copies that share: a shallow copy and a replica run the list they hold, not the one they were copied from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import PAIR, outcome, randomized, tensor
+
+
+def close(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(got[key], value, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def test_a_shallow_copy_with_a_list_of_its_own_runs_that_list() -> None:
+    mine = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR))
+    x = tensor(7, 5)
+    y = mine(x)
+    twin = copy.copy(mine)
+    twin._modules = dict(mine._modules)
+    twin.append(ops.Scale(2.0))
+    assert len(mine) == len(twin) - 1
+    torch.testing.assert_close(twin(x), 2 * y)
+    assert len(twin.plan(x).names) == len(mine.plan(x).names) + 1
+    assert torch.equal(mine(x), y)
+
+
+def test_a_replica_for_data_parallel_runs_its_own_parameters() -> None:
+    """What `nn.parallel.replicate` does to each module, on one device."""
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Residual(ops.Linear(4, 4)), fusions=PAIR))
+    x = tensor(7, 5)
+    model(x)
+    replicas = {m: m._replicate_for_data_parallel() for m in model.modules()}
+    copies: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        replica = replicas[module]
+        replica._modules = {k: replicas[child] for k, child in module._modules.items()}
+        for key, parameter in module._parameters.items():
+            copies[f"{name}.{key}"] = (2 * parameter).detach().requires_grad_()
+            setattr(replica, key, copies[f"{name}.{key}"])
+    twin = replicas[model]
+    got = outcome(twin, {"x": x, **copies}, x)
+
+    def plain() -> Tensor:
+        h = torch.relu(F.linear(x, copies["0.weight"], copies["0.bias"]))
+        return h + F.linear(h, copies["2.0.weight"], copies["2.0.bias"])
+
+    close(got, outcome(plain, {"x": x, **copies}))
+    assert all(p.grad is None for p in model.parameters())
