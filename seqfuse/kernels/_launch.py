@@ -1,0 +1,259 @@
+# pyright: basic
+# Triton has no type stubs and the objects handled here are its internals.
+"""Launching a kernel: straight to the compiled function after the first time, interpreted where there is no GPU.
+
+`kernel[grid](...)` binds, specializes and hashes its arguments at each call, 13-17 us for twenty of them. Here a key of
+what a compiled kernel depends on is enough: dtypes, 16-byte alignment, the class of each integer, constexprs, device.
+The first launch of a key is Triton's own and returns the compiled kernel; later ones call its `run`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+MAX_GRID = 2**31 - 1
+
+_compiled: dict[Any, Any] = {}
+# The interpreter patches triton.language while a kernel runs: one at a time.
+_interpreting = threading.RLock()
+_local = threading.local()
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter; Triton reads `TRITON_INTERPRET` when a kernel is decorated."""
+    return bool(knobs.runtime.interpret)
+
+
+def launch(
+    kernel: Any,
+    grid: int,
+    args: tuple[Any, ...],
+    constexprs: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **options: Any,
+) -> None:
+    """Run `grid` programs of a kernel on the device and the current stream of its first tensor.
+
+    `args` are the kernel's leading parameters in order (tensors, numbers, `None`, tuples of these, tensor descriptors);
+    `constexprs` are the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid. Whatever
+    compiling or launching raises comes out as it is, that of an interpreted kernel included.
+
+    Args:
+        kernel: a `triton.jit` function whose constexpr parameters stand last.
+        grid: number of programs; grids are one-dimensional.
+        args: positional arguments.
+        constexprs: compile-time arguments by name.
+        num_warps: warps per program.
+        num_stages: stages of the software pipeline.
+        options: further options of Triton's compiler, such as `maxnreg`.
+
+    Raises:
+        ValueError: for a grid beyond 2^31 - 1, tensors on two devices, or a CPU tensor without the interpreter.
+    """
+    if grid <= 0:
+        return
+    if grid > MAX_GRID:
+        raise ValueError(f"{kernel.__name__}: {grid} programs, at most {MAX_GRID} can be launched")
+    if type(kernel) is not JITFunction:
+        _interpret(kernel, grid, args, constexprs)
+        return
+    device, key = _key_of(args)
+    if device is None or device < 0:
+        raise ValueError(f"{kernel.__name__}: tensors must be on a GPU, or TRITON_INTERPRET=1 set before the start")
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            _run(kernel, grid, args, constexprs, num_warps, num_stages, options, device, key)
+    else:
+        _run(kernel, grid, args, constexprs, num_warps, num_stages, options, device, key)
+
+
+def _run(
+    kernel: Any,
+    grid: int,
+    args: tuple[Any, ...],
+    constexprs: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int,
+    options: dict[str, Any],
+    device: int,
+    arguments: tuple[Any, ...],
+) -> None:
+    # `id` rather than the function itself, whose hash is that of its source; the entry keeps it alive.
+    values = tuple(constexprs.values())
+    key = (id(kernel), device, arguments, _identity(values), num_warps, num_stages, *options.items())
+    entry = _compiled.get(key)
+    runtime = knobs.runtime
+    hooked = _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook)
+    if entry is None or hooked or kernel.pre_run_hooks:
+        _one_device(kernel, args)
+        compiled = kernel[(grid,)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **options)
+        if entry is None and _direct() and compiled is not None:
+            # Everything whose `id` is in the key stays alive with the entry.
+            _compiled[key] = (compiled, compiled.function, compiled.packed_metadata, kernel, values)
+        return
+    compiled, function, metadata = entry[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    compiled.run(grid, 1, 1, stream, function, metadata, None, None, None, *args, *values)
+
+
+def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
+    """Device of the first tensor, and all of the arguments that a compiled kernel depends on."""
+    device: int | None = None
+    key: list[Any] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            where = arg.get_device()
+            if device is None:
+                device = where
+            key.append((arg.dtype, where, arg.data_ptr() & 15 == 0))
+        elif isinstance(arg, bool) or arg is None:
+            key.append(bool if arg is not None else None)
+        elif isinstance(arg, int):
+            # One becomes a constant, multiples of 16 are known as such, and the width is that of the number.
+            key.append(1 if arg == 1 else (arg & 15 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
+        elif isinstance(arg, float):
+            key.append(float)
+        elif isinstance(arg, tuple):
+            where, inner = _key_of(arg)
+            device = where if device is None else device
+            key.append(inner)
+        else:  # a tensor descriptor: its strides are arguments, so their classes are not part of the type
+            base = arg.base
+            where = base.get_device()
+            device = where if device is None else device
+            key.append((base.dtype, where, tuple(arg.block_shape), getattr(arg, "padding", None)))
+    return device, tuple(key)
+
+
+def _identity(value: Any) -> Any:
+    """A constexpr as a key: functions by identity, numbers by value and type, since 1, 1.0 and True are equal."""
+    if isinstance(value, tuple):
+        return tuple([_identity(v) for v in value])
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return (type(value), value)
+    return id(value)
+
+
+def _hooked(hook: Any) -> bool:
+    """Whether a profiler listens; a chain of hooks in Triton 3.6 and later, one function or `None` before."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+@functools.cache
+def _direct() -> bool:
+    """Whether `CompiledKernel.run` takes what is passed here: probed once, else each launch is Triton's own."""
+    import inspect
+
+    from triton.compiler import CompiledKernel
+
+    names = inspect.signature(CompiledKernel.__init__).parameters
+    source = inspect.getsource(JITFunction.run)
+    return "metadata_group" in names and "kernel.run(grid_0, grid_1, grid_2, stream, kernel.function" in source
+
+
+def _one_device(kernel: Any, args: tuple[Any, ...]) -> None:
+    devices = {str(t.device) for t in _tensors(args)}
+    if len(devices) > 1:
+        raise ValueError(f"{kernel.__name__}: expected all tensors on one device, got {' and '.join(sorted(devices))}")
+
+
+def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            found.extend(_tensors(arg))
+        elif hasattr(arg, "base"):
+            found.append(arg.base)
+    return found
+
+
+def _interpret(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Mapping[str, Any]) -> None:
+    from triton.runtime.errors import InterpreterError
+
+    _one_device(kernel, args)
+    with _interpreting:
+        try:
+            kernel[(grid,)](*args, **constexprs)
+        except InterpreterError as error:
+            cause: BaseException = error
+            while isinstance(cause, InterpreterError) and cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise cause from None
+
+
+def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A one-dimensional buffer of at least `numel` elements, contents undefined; kept per device, stream and thread.
+
+    Kernels on one stream run in order, so the next launch may write where the last one read. The buffer must not
+    outlive the host function that asked for it. A graph under capture gets one from its own pool instead.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(numel, dtype=dtype, device=device)
+    buffers: dict[Any, Tensor] | None = getattr(_local, "buffers", None)
+    if buffers is None:
+        buffers = _local.buffers = {}
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    key = (name, dtype, index, torch._C._cuda_getCurrentRawStream(index))
+    buffer = buffers.get(key)
+    if buffer is None or buffer.numel() < numel:
+        buffer = buffers[key] = torch.empty(numel, dtype=dtype, device=device)
+    return buffer
+
+
+def release_workspaces() -> None:
+    """Let go of this thread's buffers; the next launch allocates again."""
+    _local.buffers = {}
+
+
+@functools.cache
+def architecture(device: torch.device) -> str:
+    """`"sm_90"`, `"gfx942"`, or `"interpreter"` for a CPU tensor."""
+    if device.type != "cuda":
+        return "interpreter"
+    properties: Any = torch.cuda.get_device_properties(device)
+    return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
+
+
+# Few enough for tests to be quick, and more than one.
+INTERPRETER_PROCESSORS = 2
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors, or compute units; two where kernels are interpreted."""
+    if device.type != "cuda":
+        return INTERPRETER_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def cdiv(a: int, b: int) -> int:
+    """The quotient a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least `n`, and 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def inner_contiguous(name: str, tensor: Tensor) -> Tensor:
+    """The tensor itself; raises `ValueError` unless its last dimension is contiguous."""
+    if tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}"
+        )
+    return tensor

@@ -1,0 +1,166 @@
+# pyright: basic
+# Device functions are Triton's language, which has no types.
+"""Activations as device functions: a value and a derivative each, in the dtype they are given (float32 in kernels).
+
+`value(x, P)` takes the input; `derivative(t, P)` takes what `reads` says, `"input"` or `"output"`, and is a factor
+that dy is multiplied by. `P` is a tuple of configuration numbers fixed at compile time; a kernel that picks it out of a
+tuple of tuples passes `tl.constexpr(PS[i])`. NaN comes out where torch gives NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Activation(NamedTuple):
+    """Two device functions and what they need: any object with these attributes serves."""
+
+    value: Any
+    derivative: Any
+    reads: Literal["input", "output"] = "input"
+    P: tuple[float, ...] = ()
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def identity(x, P: tl.constexpr):
+    """Identity: y = x."""
+    return x
+
+
+@triton.jit
+def identity_derivative(x, P: tl.constexpr):
+    """dy/dx = 1."""
+    return x * 0.0 + 1.0
+
+
+@triton.jit
+def relu(x, P: tl.constexpr):
+    """ReLU: y = max(x, 0); NaN stays NaN."""
+    return tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def relu_derivative(y, P: tl.constexpr):
+    """dy/dx = 0 where y <= 0, else 1."""
+    return tl.where(y <= 0.0, 0.0, 1.0).to(y.dtype)
+
+
+@triton.jit
+def squared_relu(x, P: tl.constexpr):
+    """Squared ReLU: y = max(x, 0)^2."""
+    r = tl.where(x <= 0.0, 0.0, x)
+    return r * r
+
+
+@triton.jit
+def squared_relu_derivative(x, P: tl.constexpr):
+    """dy/dx = 2 max(x, 0)."""
+    return 2.0 * tl.where(x <= 0.0, 0.0, x)
+
+
+@triton.jit
+def sigmoid(x, P: tl.constexpr):
+    """Sigmoid: y = 1 / (1 + exp(-x))."""
+    return _sigmoid(x)
+
+
+@triton.jit
+def sigmoid_derivative(y, P: tl.constexpr):
+    """dy/dx = y (1 - y)."""
+    return y * (1.0 - y)
+
+
+@triton.jit
+def tanh(x, P: tl.constexpr):
+    """Hyperbolic tangent: y = tanh(x).
+
+    Below 0.625, where 1 - exp(-2 x) would cancel, the rational function of Cephes (tanh.c).
+    """
+    z = x * x
+    p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
+    q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
+    near = x + x * z * (p / q)
+    # exp of a negative number: no overflow, and the two ends are exact.
+    e = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -size, size))
+
+
+@triton.jit
+def tanh_derivative(y, P: tl.constexpr):
+    """dy/dx = 1 - y^2."""
+    return (1.0 - y) * (1.0 + y)
+
+
+@triton.jit
+def silu(x, P: tl.constexpr):
+    """SiLU: y = x sigmoid(x)."""
+    return x * _sigmoid(x)
+
+
+@triton.jit
+def silu_derivative(x, P: tl.constexpr):
+    """dy/dx = s (1 + x (1 - s)), s = sigmoid(x)."""
+    s = _sigmoid(x)
+    return s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def quickgelu(x, P: tl.constexpr):
+    """QuickGeLU: y = x sigmoid(1.702 x)."""
+    return x * _sigmoid(1.702 * x)
+
+
+@triton.jit
+def quickgelu_derivative(x, P: tl.constexpr):
+    """dy/dx = s (1 + 1.702 x (1 - s)), s = sigmoid(1.702 x)."""
+    s = _sigmoid(1.702 * x)
+    return s * (1.0 + 1.702 * x * (1.0 - s))
+
+
+@triton.jit
+def gelu(x, P: tl.constexpr):
+    """GeLU: y = x Phi(x), Phi(x) = (1 + erf(x / sqrt(2))) / 2."""
+    return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
+
+
+@triton.jit
+def gelu_derivative(x, P: tl.constexpr):
+    """dy/dx = Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi)."""
+    phi = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * phi
+
+
+@triton.jit
+def gelu_tanh(x, P: tl.constexpr):
+    """GeLU by tanh: y = x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def gelu_tanh_derivative(x, P: tl.constexpr):
+    """dy/dx = s + x s (1 - s) 2 u', s = sigmoid(2 u), u' = sqrt(2 / pi) (1 + 3 0.044715 x^2)."""
+    s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return s + x * (s * (1.0 - s)) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+
+
+ACTIVATIONS = {
+    "identity": Activation(identity, identity_derivative),
+    "relu": Activation(relu, relu_derivative, "output"),
+    "squared_relu": Activation(squared_relu, squared_relu_derivative),
+    "sigmoid": Activation(sigmoid, sigmoid_derivative, "output"),
+    "tanh": Activation(tanh, tanh_derivative, "output"),
+    "silu": Activation(silu, silu_derivative),
+    "quickgelu": Activation(quickgelu, quickgelu_derivative),
+    "gelu": Activation(gelu, gelu_derivative),
+    "gelu_tanh": Activation(gelu_tanh, gelu_tanh_derivative),
+}
+"""Our activations by name."""

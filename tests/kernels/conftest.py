@@ -1,0 +1,76 @@
+"""Kernels on a CPU run in Triton's interpreter, in processes of their own.
+
+Triton reads `TRITON_INTERPRET` when a kernel is decorated, so a process is interpreted or compiled, never both, and the
+variable also changes what the engine plans on a CPU. Where this folder alone was asked for, the variable is set here
+before Triton is imported; in a wider run each file becomes one test that runs the file in a child process. Where there
+is a GPU the same tests run compiled, in place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
+    alone = all(path.is_relative_to(HERE) for path in asked)
+    if alone and not torch.cuda.is_available() and "triton" not in sys.modules:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return Elsewhere.from_parent(parent, path=module_path)
+
+
+class Elsewhere(pytest.File):
+    """A file whose tests run in a child process."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        yield Interpreted.from_parent(self, name="interpreted")
+
+
+class Interpreted(pytest.Item):
+    """One run of one file with the interpreter on."""
+
+    def runtest(self) -> None:
+        if importlib.util.find_spec("triton") is None:
+            pytest.skip("Triton is not installed")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(self.path)]
+        if self.config.getoption("--full"):
+            command.append("--full")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        environment["TRITON_INTERPRET"] = "1"
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise InterpretedFailure(done.stdout + done.stderr)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: str | None = None) -> str:
+        if isinstance(excinfo.value, InterpretedFailure):
+            return str(excinfo.value)
+        return str(super().repr_failure(excinfo))
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, f"{self.path.name}, interpreted"
+
+
+class InterpretedFailure(Exception):
+    """What the child process printed."""
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run in this process."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,222 @@
+"""The launch layer: what is launched, where, and what comes out when it fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from seqfuse.kernels import _launch
+from seqfuse.kernels._launch import cdiv, launch
+
+
+@triton.jit
+def _add_kernel(x, y, others, n, scale, BLOCK: tl.constexpr, FNS: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    value = tl.load(x + i, mask=mask).to(tl.float32) * scale
+    for s in tl.static_range(len(FNS)):
+        value = FNS[s](value)
+        if others[s] is not None:
+            value += tl.load(others[s] + i, mask=mask).to(tl.float32)
+    tl.store(y + i, value, mask=mask)
+
+
+@triton.jit
+def _square(x):
+    return x * x
+
+
+@triton.jit
+def _broken(x):
+    return x.no_such_method()
+
+
+def run(x: torch.Tensor, fns=(_square,), others=(None,), scale=2.0) -> torch.Tensor:
+    y = torch.empty_like(x)
+    launch(_add_kernel, cdiv(x.numel(), 16), (x, y, others, x.numel(), scale), {"BLOCK": 16, "FNS": fns})
+    return y
+
+
+def test_runs_every_program_with_tuples_of_functions_and_operands(device: torch.device) -> None:
+    x = torch.randn(37, device=device)
+    other = torch.randn(37, device=device)
+    torch.testing.assert_close(run(x, (_square, _square), (None, other)), (2 * x) ** 4 + other)
+
+
+def test_an_empty_grid_launches_nothing(device: torch.device) -> None:
+    assert run(torch.empty(0, device=device), (_broken,)).shape == (0,)
+
+
+def test_refuses_a_grid_beyond_int32(device: torch.device) -> None:
+    x = torch.zeros(1, device=device)
+    with pytest.raises(ValueError, match="at most 2147483647"):
+        launch(_add_kernel, 2**31, (x, x, (None,), 1, 1.0), {"BLOCK": 16, "FNS": (_square,)})
+
+
+def test_refuses_tensors_on_two_devices(device: torch.device) -> None:
+    x = torch.zeros(4, device=device)
+    with pytest.raises(ValueError, match=r"one device, got .*meta"):
+        launch(_add_kernel, 1, (x, x.to("meta"), (None,), 4, 1.0), {"BLOCK": 16, "FNS": (_square,)})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+def test_a_failing_kernel_raises_what_failed() -> None:
+    with pytest.raises(AttributeError, match="no_such_method"):
+        run(torch.zeros(4), (_broken,))
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple] = []
+
+    def run(self, *args: object) -> None:
+        self.runs.append(args)
+
+
+class Kernel:
+    """Stands for a `JITFunction`: counts its own launches."""
+
+    __name__ = "kernel"
+    pre_run_hooks = ()
+
+    def __init__(self) -> None:
+        self.launches: list[dict] = []
+        self.compiled = Compiled()
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        def go(*args: object, **kwargs: object) -> Compiled:
+            self.launches.append(kwargs)
+            return self.compiled
+
+        return go
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """The compiled path with a stand-in for the kernel and the driver."""
+    monkeypatch.setattr(_launch, "JITFunction", Kernel)
+    monkeypatch.setattr(_launch, "_direct", lambda: True)
+    monkeypatch.setattr(_launch, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
+    return Kernel()
+
+
+def test_the_second_launch_goes_straight_to_the_compiled_kernel(gpu: Kernel) -> None:
+    x = torch.zeros(64)
+    for _ in range(3):
+        launch(gpu, 5, (x, 64, 1.5), {"BLOCK": 16}, num_warps=2, num_stages=1)
+    assert gpu.launches == [{"BLOCK": 16, "num_warps": 2, "num_stages": 1}]
+    assert gpu.compiled.runs == [(5, 1, 1, 7, "function", "metadata", None, None, None, x, 64, 1.5, 16)] * 2
+
+
+BUFFER = torch.zeros(64)
+OTHER_CLASSES = {
+    "dtype": ((BUFFER.to(torch.int32), 64, (BUFFER,)), {"B": 1}),
+    "alignment": ((BUFFER[1:], 64, (BUFFER,)), {"B": 1}),
+    "alignment in a tuple": ((BUFFER, 64, (BUFFER[1:],)), {"B": 1}),
+    "divisibility": ((BUFFER, 63, (BUFFER,)), {"B": 1}),
+    "one": ((BUFFER, 1, (BUFFER,)), {"B": 1}),
+    "width": ((BUFFER, 2**31, (BUFFER,)), {"B": 1}),
+    "none": ((BUFFER, 64, (None,)), {"B": 1}),
+    "number for tensor": ((BUFFER, 64, (64,)), {"B": 1}),
+    "bool": ((BUFFER, True, (BUFFER,)), {"B": 1}),
+    "constexpr": ((BUFFER, 64, (BUFFER,)), {"B": 2}),
+    "constexpr of another type": ((BUFFER, 64, (BUFFER,)), {"B": True}),
+    "constexpr tuple": ((BUFFER, 64, (BUFFER,)), {"B": (1,)}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CLASSES)
+def test_a_launch_that_compiles_differently_has_its_own_entry(gpu: Kernel, name: str) -> None:
+    launch(gpu, 1, (BUFFER, 64, (BUFFER,)), {"B": 1})
+    args, constexprs = OTHER_CLASSES[name]
+    launch(gpu, 1, args, constexprs)
+    assert len(gpu.launches) == 2
+
+
+@pytest.mark.parametrize("options", [{"num_warps": 8}, {"num_stages": 2}, {"maxnreg": 128}])
+def test_compiler_options_are_part_of_the_key(gpu: Kernel, options: dict[str, int]) -> None:
+    launch(gpu, 1, (BUFFER,), {"B": 1})
+    launch(gpu, 1, (BUFFER,), {"B": 1}, **options)
+    assert len(gpu.launches) == 2
+
+
+def test_other_numbers_of_the_same_class_share_an_entry(gpu: Kernel) -> None:
+    launch(gpu, 1, (BUFFER, 64, 1.0), {"B": 1})
+    launch(gpu, 9, (BUFFER[16:], 128, 2.0), {"B": 1})
+    assert len(gpu.launches) == 1
+
+
+def test_a_tensor_on_another_device_is_launched_there(gpu: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+
+    class Guard:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            entered.append(self.index)
+
+        def __exit__(self, *exception: object) -> None:
+            entered.append(-1)
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    launch(gpu, 1, (BUFFER,), {"B": 1})
+    assert entered == [1, -1]
+
+
+def test_a_profiler_sees_every_launch(gpu: Kernel) -> None:
+    def hook(metadata: object) -> None:
+        pass
+
+    launch(gpu, 1, (BUFFER,), {"B": 1})
+    chain = triton.knobs.runtime.launch_enter_hook
+    chain.add(hook)
+    try:
+        launch(gpu, 1, (BUFFER,), {"B": 1})
+    finally:
+        chain.remove(hook)
+    assert len(gpu.launches) == 2
+
+
+def test_this_triton_takes_the_direct_path() -> None:
+    assert _launch._direct()
+
+
+def test_workspaces_on_a_cpu_are_fresh_so_that_red_zones_see_them() -> None:
+    first = _launch.workspace("partials", 8, torch.float32, torch.device("cpu"))
+    assert _launch.workspace("partials", 8, torch.float32, torch.device("cpu")) is not first
+
+
+def test_workspaces_on_a_gpu_are_reused_per_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = [1]
+    made: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream[0] < 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
+    plain = torch.empty
+
+    def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(numel)
+        return plain(numel, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    ask = lambda numel: _launch.workspace("partials", numel, torch.float32, torch.device("cuda", 0))  # noqa: E731
+    _launch.release_workspaces()
+    first = ask(8)
+    assert ask(4) is first
+    assert ask(16) is not first
+    stream[0] = 2
+    assert ask(16) is not first
+    stream[0] = -1  # capturing
+    ask(4)
+    assert made == [8, 16, 16, 4]
+    _launch.release_workspaces()
