@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from .errors import StateError
+
+# The parameters (by their index), whether x, and the channels, whose gradients a backward was asked for.
+Asked = tuple[frozenset[int], bool, frozenset[str]]
 
 
 class Segment(Protocol):
@@ -21,7 +25,7 @@ class Segment(Protocol):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     consumed: tuple[str, ...]
-    signature: tuple[Any, ...]
+    parameters: Sequence[Any]
     device: str
     autocast: torch.dtype | None
     live: bool
@@ -37,14 +41,23 @@ class Segment(Protocol):
         ...
 
     def run_backward(
-        self, dy: Tensor, sides: dict[str, Tensor | None], packed: dict[int, Any], tensors: tuple[Tensor, ...]
+        self,
+        dy: Tensor | None,
+        sides: dict[str, Tensor | None],
+        packed: dict[int, Any],
+        tensors: tuple[Tensor, ...],
+        asked: Asked | None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The backward: gradients of x and of the parameters; `sides` are those of the channels, updated."""
         ...
 
+    def ran(self, packed: dict[int, Any]) -> Hashable:
+        """What ran: the plan, and the fusions that fell back."""
+        ...
+
 
 class _Local(threading.local):
-    ran: list[tuple[Any, ...]] | None = None
+    ran: list[Hashable] | None = None
 
 
 _local = _Local()
@@ -55,8 +68,6 @@ class Seqfuse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, *tensors: Tensor) -> Any:
-        if _local.ran is not None:
-            _local.ran.append(segment.signature)
         channels = dict(zip(segment.inputs, tensors, strict=False)) if segment.inputs else {}
         if segment.autocast is None:
             y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
@@ -64,7 +75,7 @@ class Seqfuse(torch.autograd.Function):
             with _own_casts():
                 y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
         ctx.save_for_backward(*keep)
-        ctx.segment, ctx.together = segment, _together(segment.signature) if keep else None
+        ctx.segment, ctx.together = segment, _note(ctx, segment) if keep else None
         ctx.set_materialize_grads(False)
         if not segment.outputs:
             return y
@@ -98,25 +109,49 @@ def _own_casts() -> Iterator[None]:
 
 def _gradients(ctx: Any, segment: Segment, douts: Sequence[Any], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     sides: dict[str, Tensor | None] = dict(zip(segment.outputs, douts[1:], strict=True)) if segment.outputs else {}
+    asked = _asked(ctx, segment)
     if segment.autocast is not None or _any_autocast():
         with _autocast_as(segment):
-            dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors)
+            dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors, asked)
     else:
-        dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors)
+        dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors, asked)
     return (None, None, dx, *[sides.get(c) for c in segment.inputs], *sums)
 
 
+def _asked(ctx: Any, segment: Segment) -> Asked | None:
+    """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where they are all wanted."""
+    runs = [fn is None or _will_run(fn) for fn, _ in ctx.next_functions]
+    if all(runs):
+        return None
+    first = len(runs) - len(segment.parameters)
+    at_x = first - len(segment.inputs) - 1
+    channels = frozenset(c for c, run in zip(segment.inputs, runs[at_x + 1 : first], strict=True) if run)
+    return frozenset(i for i, run in enumerate(runs[first:]) if run), runs[at_x], channels
+
+
+def _will_run(fn: Any) -> bool:
+    try:
+        return _executes(fn)
+    except RuntimeError:  # a leaf whose gradient is to be returned
+        return True
+
+
+_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore
+
+
 def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
-    # Reading saved tensors may recompute a checkpointed forward: it must run the plan this node was made by.
+    if ctx.together is None:
+        return ctx.saved_tensors
+    # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
     outer, _local.ran = _local.ran, []
     try:
         tensors = ctx.saved_tensors
-    except Exception as error:
-        if _local.ran and segment.signature not in _local.ran:
+    except CheckpointError as error:
+        if _local.ran and segment.ran(ctx.packed) not in _local.ran:
             raise _replanned() from error
         raise
     else:
-        if _local.ran and Counter(ctx.together or [segment.signature]) - Counter(_local.ran):
+        if _local.ran and Counter(ctx.together) - Counter(_local.ran):
             raise _replanned()
         return tensors
     finally:
@@ -125,17 +160,20 @@ def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
 
 # Saved-tensor hooks are made once per checkpointed call: what ran under one pair is recomputed together.
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
-_runs: WeakKeyDictionary[Any, list[tuple[Any, ...]]] = WeakKeyDictionary()
+_runs: WeakKeyDictionary[Any, list[Hashable]] = WeakKeyDictionary()
 
 
-def _together(signature: tuple[Any, ...]) -> list[tuple[Any, ...]] | None:
-    """Signatures of the segments that ran under the saved-tensor hooks of now; `None` without hooks."""
+def _note(ctx: Any, segment: Segment) -> list[Hashable] | None:
+    """What ran under the saved-tensor hooks of now, with this; `None` if they are not those of a checkpoint."""
     hooks = _top_hooks(False)
     if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
         return None
-    ran = _runs.setdefault(hooks[1], [])
-    ran.append(signature)
-    return ran
+    ran = segment.ran(ctx.packed)
+    if _local.ran is not None:
+        _local.ran.append(ran)
+    together = _runs.setdefault(hooks[1], [])
+    together.append(ran)
+    return together
 
 
 def _replanned() -> StateError:

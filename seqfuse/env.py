@@ -196,22 +196,29 @@ def settings() -> Settings:
     return Settings(**found)
 
 
+Chosen = frozenset[str | type]  # fusions by name or class
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fusing:
     """Which fusions may be used now, and what one that fails does; equal ones are the same object."""
 
     enabled: bool
     on_error: OnError
-    only: frozenset[str] | None = None
-    exclude: frozenset[str] = frozenset()
+    only: tuple[Chosen, ...] = ()  # one set for each region that chooses
+    exclude: Chosen = frozenset()
 
-    def allows(self, name: str) -> str | None:
-        """`None` if a fusion of this name may be used, else the reason it may not."""
+    def allows(self, fusion: type) -> str | None:
+        """`None` if this fusion may be used, else the reason it may not."""
         if not self.enabled:
             return "fusing is off"
-        if self.only is not None and name not in self.only:
+        if not all(_among(fusion, chosen) for chosen in self.only):
             return "not named by sf.fusing(only=...)"
-        return "excluded by sf.fusing(exclude=...)" if name in self.exclude else None
+        return "excluded by sf.fusing(exclude=...)" if _among(fusion, self.exclude) else None
+
+
+def _among(fusion: type, chosen: Chosen) -> bool:
+    return fusion in chosen or fusion.__name__ in chosen
 
 
 _fusing: ContextVar[Fusing | None] = ContextVar("seqfuse_fusing", default=None)
@@ -224,11 +231,11 @@ def fusing_now() -> Fusing:
 
 @functools.cache
 def _default_fusing() -> Fusing:
-    return _fusing_of(settings().fusing, settings().on_error, None, frozenset())
+    return _fusing_of(settings().fusing, settings().on_error, (), frozenset())
 
 
 @functools.lru_cache(maxsize=256)
-def _fusing_of(enabled: bool, on_error: OnError, only: frozenset[str] | None, exclude: frozenset[str]) -> Fusing:
+def _fusing_of(enabled: bool, on_error: OnError, only: tuple[Chosen, ...], exclude: Chosen) -> Fusing:
     return Fusing(enabled, on_error, only, exclude)
 
 
@@ -249,15 +256,14 @@ def fusing(
         on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
     """
     outer = fusing_now()
-    names = outer.only if only is None else _names(only) & (outer.only if outer.only is not None else _names(only))
+    chosen = outer.only if only is None else tuple(dict.fromkeys((*outer.only, _several(only))))
     allowed = outer.enabled if enabled is None else enabled
-    token = _fusing.set(_fusing_of(allowed, on_error or outer.on_error, names, outer.exclude | _names(exclude)))
+    token = _fusing.set(_fusing_of(allowed, on_error or outer.on_error, chosen, outer.exclude | _several(exclude)))
     try:
         yield
     finally:
         _fusing.reset(token)
 
 
-def _names(fusions: str | type | Iterable[str | type]) -> frozenset[str]:
-    several = (fusions,) if isinstance(fusions, str | type) else fusions
-    return frozenset(f if isinstance(f, str) else f.__name__ for f in several)
+def _several(fusions: str | type | Iterable[str | type]) -> Chosen:
+    return frozenset((fusions,) if isinstance(fusions, str | type) else fusions)

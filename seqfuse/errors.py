@@ -12,6 +12,7 @@
 | SF302 | PluginError  | a fusion saved a record that the operation's own `bwd` cannot read  |
 | SF303 | PluginError  | gradients or outputs of the wrong name, shape, dtype, device, alias |
 | SF304 | PluginError  | an installed plug-in could not be loaded                            |
+| SF305 | PluginError  | an operation's `expand`, `channels` or `infer` gave another form    |
 | SF401 | KernelError  | a fused pass failed where it could not fall back                    |
 | SF501 | StateError   | backward through a backward                                         |
 | SF502 | StateError   | a saved field that was dropped, or is not there                     |

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import StateError, definition_error
+from .generated import Source, identifier
 
 Layout = Literal["any", "inner_contig", "contig"]
 """What a pass accepts: any strides, a contiguous last dimension, or contiguous tensors."""
@@ -157,26 +158,18 @@ def _unresolved(name: str, annotations: dict[str, Any], module: dict[str, Any], 
     return False
 
 
-# The one place that generates code. Every name woven into the source was validated as an identifier above.
-
-
-def _define(name: str, source: str, scope: dict[str, Any]) -> Any:
-    exec(compile(source, f"<seqfuse record {name}>", "exec"), scope)
-    return scope[name]
-
-
 def _make_init(cls: type[Saved], defaults: Mapping[str, Any]) -> Any:
-    scope: dict[str, Any] = {"Recompute": Recompute, "late": _set_late}
-    scope.update({f"default_{f}": value for f, value in defaults.items() if value is not _MISSING})
-    arguments = ", ".join(f if value is _MISSING else f"{f}=default_{f}" for f, value in defaults.items())
-    lines = [f"def __init__(self{', *, ' + arguments if arguments else ''}):", "    d = self.__dict__"]
+    given = {f: value for f, value in defaults.items() if value is not _MISSING}
+    arguments = ", ".join(f"{identifier(f)}=default_{f}" if f in given else identifier(f) for f in defaults)
+    source = Source("__init__", f"self{', *, ' + arguments if arguments else ''}")
+    source.constants.update({f"default_{f}": value for f, value in given.items()}, Recompute=Recompute, late=_set_late)
+    source.add("d = self.__dict__")
     for f in defaults:
-        if f in cls._plain:
-            lines.append(f"    d['{f}'] = {f}")
+        if f not in cls._plain:
+            source.add(f"if {f}.__class__ is Recompute: late(d, '{f}', {f})", f"else: d['{f}'] = {f}")
         else:
-            lines.append(f"    if {f}.__class__ is Recompute: late(d, '{f}', {f})")
-            lines.append(f"    else: d['{f}'] = {f}")
-    init = _define("__init__", "\n".join(lines), scope)
+            source.add(f"d['{f}'] = {f}")
+    init = source.define()
     init.__qualname__ = f"{cls.__qualname__}.__init__"
     return init
 
@@ -196,24 +189,26 @@ def packing(cls: type[Saved], kept: tuple[str, ...]) -> tuple[Pack, Unpack]:
     `pack(record, memo, tensors)` appends each kept tensor once (`memo` maps `id` to index) and returns tokens;
     `unpack(tokens, tensors)` rebuilds the record without its dropped fields.
     """
-    pack, unpack = ["def pack(r, memo, tensors):", "    d = r.__dict__"], ["def unpack(tokens, t):"]
-    unpack += ["    r = new(cls)", "    d = r.__dict__"]
-    for i, f in enumerate(kept):
+    pack, unpack = Source("pack", "r, memo, tensors"), Source("unpack", "tokens, t")
+    pack.constants.update(put=_put, exact=_EXACT)
+    unpack.constants.update(get=_get, new=cls.__new__, cls=cls)
+    pack.add("d = r.__dict__")
+    unpack.add("r = new(cls)", "d = r.__dict__")
+    for i, f in enumerate(map(identifier, kept)):
         if f in cls._plain:
-            pack.append(f"    i{i} = d['{f}']")
-            unpack.append(f"    d['{f}'] = tokens[{i}]")
-        else:
-            pack += [f"    v = d.get('{f}')", f"    i{i} = memo.get(id(v))"]
-            pack.append(
-                f"    if i{i} is None and v.__class__ in exact: memo[id(v)] = i{i} = len(tensors); tensors.append(v)"
-            )
-            pack.append(f"    elif i{i} is None: i{i} = put(v, d, '{f}', memo, tensors)")
-            unpack += [f"    i = tokens[{i}]", f"    if i.__class__ is int: d['{f}'] = t[i]"]
-            unpack.append(f"    else: get(d, '{f}', i, t)")
-    pack.append(f"    return ({''.join(f'i{i}, ' for i in range(len(kept)))})")
-    unpack.append("    return r")
-    scope: dict[str, Any] = {"put": _put, "get": _get, "new": cls.__new__, "cls": cls, "exact": _EXACT}
-    return _define("pack", "\n".join(pack), scope), _define("unpack", "\n".join(unpack), scope)
+            pack.add(f"i{i} = d['{f}']")
+            unpack.add(f"d['{f}'] = tokens[{i}]")
+            continue
+        pack.add(
+            f"v = d.get('{f}')",
+            f"i{i} = memo.get(id(v))",
+            f"if i{i} is None and v.__class__ in exact: memo[id(v)] = i{i} = len(tensors); tensors.append(v)",
+            f"elif i{i} is None: i{i} = put(v, d, '{f}', memo, tensors)",
+        )
+        unpack.add(f"i = tokens[{i}]", f"if i.__class__ is int: d['{f}'] = t[i]", f"else: get(d, '{f}', i, t)")
+    pack.add(f"return ({''.join(f'i{i}, ' for i in range(len(kept)))})")
+    unpack.add("return r")
+    return pack.define(), unpack.define()
 
 
 Entry = int | tuple[Any, ...] | Saved | None

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 _passed: set[Any] = set()
 
 
-def check_forward(
-    binder: Binder, step: Step, call: Call, x: Tensor, out: Any, inputs: Mapping[str, Tensor], seeds: Tensor | None
-) -> bool:
+def check_forward(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
     """Compare what a fused forward returned with what the operations themselves give; `False` to be asked again.
 
     Raises:
@@ -39,7 +37,7 @@ def check_forward(
     if key in _passed:
         return True
     y, extra, saved = _unpack(fusion, call, out)
-    expected = _expected(binder, step, x, inputs, seeds)
+    expected = _expected(binder, step, x, {name: given[name] for name, _ in call.inputs})
     if expected is None:
         return True
     y_own, extra_own, records = expected
@@ -68,9 +66,7 @@ def check_forward(
     return True
 
 
-def check_form(
-    binder: Binder, step: Step, call: Call, x: Tensor, out: Any, inputs: Mapping[str, Tensor], seeds: Tensor | None
-) -> bool:
+def check_form(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
     """Check that an operation's own forward returns what its class declares.
 
     Raises:
@@ -81,6 +77,7 @@ def check_form(
     right = isinstance(out, tuple) and len(out) == (3 if names else 2) and isinstance(out[0], Tensor)
     if right and names:
         right = isinstance(out[1], Mapping) and set(out[1]) == set(names)
+        right = right and all(isinstance(made, Tensor) for made in out[1].values())
     if not right or type(out[-1]) is not record:
         form = f"(y, {{{', '.join(names)}}}, {record.__qualname__})" if names else f"(y, {record.__qualname__})"
         got = f"({', '.join(type(o).__name__ for o in out)})" if isinstance(out, tuple) else type(out).__name__
@@ -110,7 +107,7 @@ def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, dict[str
 
 
 def _expected(
-    binder: Binder, step: Step, x: Tensor, inputs: Mapping[str, Tensor], seeds: Tensor | None
+    binder: Binder, step: Step, x: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
     """What the operations themselves return, run on fake tensors; `None` if they cannot run so."""
     fusion: FusedOperation = step.operation
@@ -201,7 +198,15 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
         return False
 
 
-def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, out: Any) -> bool:
+def check_backward(
+    binder: Binder,
+    step: Step,
+    needs_of: Mapping[int, frozenset[str]],
+    back: Back,
+    d: Tensor,
+    out: Any,
+    given: Mapping[str, Any],
+) -> bool:
     """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again.
 
     Raises:
@@ -231,15 +236,15 @@ def check_backward(binder: Binder, step: Step, back: Back, d: Tensor, out: Any) 
         known |= {prefix + n: binder.parameters[id(owner), name] for n, (owner, name) in item.slots.items()}
         owners |= {prefix + n: slot for n, slot in item.slots.items()}
         known |= {prefix + n: None for n, _ in item.inputs}
-        needs = binder.wants.needs[position]
+        needs = needs_of[position]
         wanted |= {prefix + n for n in item.slots if n in needs}
         wanted |= {prefix + n for n, c in item.inputs if n in needs and not (fused and c in inside)}
     unknown = sorted(name for name, g in grads.items() if g is not None and name not in known)
     if unknown:
         raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
-    if not isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:
+    if not isinstance(dx, Tensor) and "x" in needs_of[step.covers.start]:
         raise wrong("bwd returned no gradient of x, which is wanted")
-    if isinstance(dx, Tensor) and "x" in binder.wants.needs[step.covers.start]:
+    if isinstance(dx, Tensor) and "x" in needs_of[step.covers.start]:
         own, leaving = binder.entering[step.covers.start], binder.entering[step.covers.stop]
         dims = slice(None) if d is not None and d.shape == leaving.shape else slice(-1, None)
         same = binder.dtypes is not None or dx.dtype == own.dtype or dx.dtype == binder.dtype_at(step.covers.start)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InputError, SeqfuseError
+from ..errors import InputError, PluginError, SeqfuseError
 from .fake import faking
 from .items import Item
 from .listing import Listing, Region
@@ -22,13 +22,17 @@ def validate(listing: Listing, region: Region, shape: Sequence[int]) -> list[tup
     for position in range(region.start, region.stop):
         operation: Any = listing.items[position].operation
         try:
-            shapes.append(operation.infer(shapes[-1]))
+            shape = operation.infer(shapes[-1])
         except ValueError as error:
             if isinstance(error, SeqfuseError):
                 raise
             name, at = listing.items[position].name, position
             hint = f"in {listing.items[position].path!r}" if listing.items[position].path else None
             raise InputError(str(error), code="SF101", operation=name, position=at, hint=hint) from None
+        if not isinstance(shape, tuple):
+            message = f"infer must return a shape, a tuple, not {shape!r}"
+            raise PluginError(message, code="SF305", operation=listing.items[position].name, position=position)
+        shapes.append(shape)
     return shapes
 
 

@@ -10,7 +10,7 @@ import torch.nn.modules.module as hooks_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..errors import PlanError
+from ..errors import PlanError, PluginError
 from ..operation import Changes, FusableOperation, UnfusedOperation
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -49,6 +49,12 @@ def plain_type(module: nn.Module) -> type:
     return kind.__bases__[0] if parametrize.is_parametrized(module) else kind
 
 
+def has_own_graph(module: nn.Module) -> bool:
+    """Whether a tensor with a graph of its own stands for a parameter: only plain autograd sees it."""
+    owners = module.modules() if isinstance(module, UnfusedOperation) else (module,)
+    return any(isinstance(value, Tensor) and value.requires_grad for owner in owners for value in vars(owner).values())
+
+
 def _alone(module: nn.Module, kind: type, hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
         return "not an operation of this library"
@@ -60,7 +66,7 @@ def _alone(module: nn.Module, kind: type, hidden: bool) -> str | None:
         return "it has a forward of its own instance"
     if module._compiled_call_impl is not None:
         return "it is compiled by itself"
-    if any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values()):
+    if has_own_graph(module):
         return "a tensor with a graph of its own stands for a parameter"
     if isinstance(module, nn.Sequential):
         return None if vars(kind).get("inlines") else "it is a subclass of a container"
@@ -89,6 +95,9 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
         if isinstance(module, UnfusedOperation):
             looked_at.extend(module.modules())
         members, start = module.expand(), len(items)
+        if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):
+            message = f"expand() must return a tuple of modules, not {members!r}"
+            raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
         keys: dict[int, list[str]] = {}
         for key, child in module._modules.items():
             keys.setdefault(id(child), []).append(key)
@@ -155,6 +164,10 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
     for position, item in enumerate(items):
         item.readers = readers
         channels, inputs, outputs = _channels_of(item, seen)
+        if not isinstance(channels, Mapping) or not set(channels) >= {*inputs, *outputs}:
+            names = ", ".join(repr(name) for name in (*inputs, *outputs))
+            message = f"channels must be a dictionary of {names}, not {channels!r}"
+            raise PluginError(message, code="SF305", operation=item.name, position=position)
         if by_itself:
             channels = {name: channel or name for name, channel in channels.items()}
         for name in inputs:

@@ -51,6 +51,7 @@ class Matcher:
         """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient."""
         found: list[Candidate] = []
         refused: list[Refusal] = []
+        still = dataclasses.replace(env, grad=False)
         kinds = [item.derives or item.kind for item in items[start:stop]]
         for i, kind in enumerate(kinds):
             starts = self._starts.get(kind)
@@ -68,7 +69,8 @@ class Matcher:
                     bound = _bind(cls, lengths, items, a)
                     reason = self._refuses(bound, items, a, b, live_from, env, fusing)
                     if reason is None:
-                        cost = self._cost(bound, env)
+                        # Where nothing wants a gradient a joint fusion is worth its forward only.
+                        cost = self._cost(bound, env if b > live_from or not env.grad else still)
                         if isinstance(cost, int):
                             found.append(Candidate(bound, a, b, cost, self.fusions.index(cls)))
                             continue
@@ -80,7 +82,7 @@ class Matcher:
         self, fusion: FusedOperation, items: Sequence[Item], a: int, b: int, live_from: int, env: Env, fusing: Fusing
     ) -> str | None:
         name = type(fusion).__name__
-        reason = fusing.allows(name)
+        reason = fusing.allows(type(fusion))
         if reason is not None:
             return reason
         if env.rows == 0:

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..autograd import Asked
 from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
 from ..operation import Signature, UnfusedOperation
-from ..saved import packing, reader, rebuilder
+from ..saved import Saved
 from .check import Like, check_backward, check_form, check_forward
 from .items import Item
 from .plan import Plan, Step, Wants
-from .segment import Back, Call, Path, Segment
+from .segment import Back, Call, Pack, Segment
 
-Slots = dict[tuple[int, str], int]
+Index = Mapping[tuple[int, str], int]
+Needs = Mapping[int, frozenset[str]]
 
 
 class Binder:
@@ -69,13 +71,19 @@ class Binder:
             for name, (owner, attribute) in self.items[position].slots.items()
             if name in self.wants.needs[position]
         )
-        self.uses = Counter(wanted)
+        shared = frozenset(i for i, count in Counter(wanted).items() if count > 1)
+
+        def backward(asked: Asked | None) -> tuple[Back, ...]:
+            needs = self.wants.needs if asked is None else self._asked(piece, index, asked)
+            steps = (s for s in reversed(back) if any(needs[p] for p in s.covers))
+            return tuple(self._back(s, index, needs, shared) for s in steps)
+
         joint = {s.covers.start for s in back if isinstance(s.operation, JointFusion)}
         return Segment(
             start=piece.start,
             stop=piece.stop,
             forward_calls=tuple(self._call(s, piece.stop, s.covers.start in joint) for s in ahead),
-            backward_calls=tuple(self._back(s, index) for s in reversed(back)),
+            backward_calls=backward,
             parameters=tuple(parameters.values()),
             inputs=inputs,
             outputs=outputs,
@@ -87,6 +95,23 @@ class Binder:
             live=self.wants.live_from < piece.stop,
             clearer=self.clearer,
         )
+
+    def _asked(self, piece: range, index: Index, asked: Asked) -> Needs:
+        """What is wanted of each position where the gradients of these parameters, x and channels are."""
+        parameters, x, channels = asked
+        needs: dict[int, frozenset[str]] = {}
+        carries = dict.fromkeys(channels, True)
+        for position in piece:
+            item = self.items[position]
+            wanted = {"x"} if x else set[str]()
+            wanted |= {name for name, channel in item.inputs if carries.get(channel)}
+            wanted |= {
+                n for n, (owner, attribute) in item.slots.items() if index.get((id(owner), attribute)) in parameters
+            }
+            needs[position] = self.wants.needs[position] & wanted
+            x = bool(wanted)
+            carries.update((channel, x) for _, channel in item.outputs)
+        return needs
 
     def _bind(
         self, fn: Callable[..., Any], signature: Signature, needs: frozenset[str], given: Iterable[str]
@@ -123,28 +148,18 @@ class Binder:
         outputs = [(n, c) for n, c in outputs if n in operation.outputs]
         ended = {c for p in range(a, b) for _, c in self.items[p].inputs if a <= max(readers[c]) < b}
         saves = not isinstance(operation, InferenceFusion) and not (isinstance(operation, JointFusion) and not joint)
-        packs: list[Any] = []
+        packs: list[Pack] = []
         for place, position in places.items() if saves and not joint else ():
-            needs = self.wants.needs[position]
-            if needs:
-                record = self.items[position].operation.Saved  # type: ignore[union-attr]
-                key = self._record_place(operation, place) if fused else None
-                kept = record.kept(needs)
-                if kept:
-                    packs.append((key, position, reader(record, kept), packing(record, kept)[0]))
+            record: type[Saved] = self.items[position].operation.Saved  # type: ignore[union-attr]
+            if kept := record.kept(self.wants.needs[position]):
+                packs.append((self._record_place(place) if fused else (), position, record, kept))
+        needs = self._needs(operation, a, b, self.wants.needs)
         if joint:
-            kept = operation.Saved.kept(self._needs(operation, a, b))
-            packs.append((None, ~a, reader(operation.Saved, kept), packing(operation.Saved, kept)[0]))
-        kind = _kind(operation)
-        parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
-        path: Path = "wired" if inputs or outputs else "simple"
-        if seeds or kind == "inference" or operation.layout != "any" or (outputs and fused):
-            path = "special"
-        if outputs and not getattr(operation, "dy_may_be_none", False):
-            path = "special"
+            packs.append(((), ~a, operation.Saved, operation.Saved.kept(needs)))
+        given = [name for name, _ in (*inputs, *seeds)]
         return Call(
-            fn=self._bind(operation.fwd, signature, self._needs(operation, a, b), [n for n, _ in (*inputs, *seeds)]),
-            kind=kind,
+            fn=self._bind(operation.fwd, signature, needs, given),
+            kind=_kind(operation),
             name=step.name,
             start=a,
             stop=b,
@@ -154,51 +169,44 @@ class Binder:
             outputs=tuple(outputs),
             done=tuple(c for c in dict.fromkeys([c for _, c in inputs]) if c in ended),
             packs=tuple(packs),
-            later=path,
             zeros=not getattr(operation, "dy_may_be_none", False),
             check=functools.partial(check_forward if fused else check_form, self, step),
-            unfused=functools.cache(lambda: tuple(self._call(s, stop) for s in parts)) if fused else None,
+            unfused=functools.cache(lambda: tuple(self._call(s, stop) for s in self._parts(a, b))) if fused else None,
         )
 
-    def _back(self, step: Step, index: Mapping[tuple[int, str], int]) -> Back:
+    def _back(self, step: Step, index: Index, needs: Needs, shared: frozenset[int]) -> Back:
         operation, (a, b) = step.operation, (step.covers.start, step.covers.stop)
         signature: Signature = operation.backward_signature
-        fused = isinstance(operation, FusedOperation)
+        fused, kind = isinstance(operation, FusedOperation), _kind(operation, backward=True)
         inside = {c for p in range(a, b) for _, c in self.items[p].outputs}
-        records: list[tuple[str, int, int | None, Any]] = []
+        records: list[Any] = []
         grads: list[tuple[str, int]] = []
         channel_grads: list[tuple[str, str]] = []
         incoming: list[tuple[str, str]] = []
         for place, position in self._places(operation, a):
-            item, needs = self.items[position], self.wants.needs[position]
+            item = self.items[position]
             key, under = (f"{place}.", f"{place.replace('.', '_')}_") if fused else ("", "")
             slot, _, number = place.partition(".")
-            own = item.operation.Saved  # type: ignore[union-attr]
-            rebuild = rebuilder(own, own.kept(needs))
-            records.append((slot, position, int(number) if number else None, rebuild))
+            own: type[Saved] = item.operation.Saved  # type: ignore[union-attr]
+            records.append((slot, position, int(number) if number else None, own, own.kept(self.wants.needs[position])))
             for name, (owner, attribute) in item.slots.items():
-                if name in needs:
+                if name in needs[position]:
                     grads.append((key + name, index[id(owner), attribute]))
             owned = inside if fused else set[str]()
-            channel_grads += [(key + n, c) for n, c in item.inputs if n in needs and c not in owned]
+            channel_grads += [(key + n, c) for n, c in item.inputs if n in needs[position] and c not in owned]
             wanted = [(f"d_{under}{n}", c) for n, c in item.outputs]
             incoming += [(n, c) for n, c in wanted if n in signature.extras]
-        parts = tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
-        kind = _kind(operation, backward=True)
-        named = [n for n, _ in incoming] + ([slot for slot, _, _, _ in records] if kind == "backward" else [])
-        recover = None
-        if kind == "joint" and hasattr(operation, "unfused"):
-            recover = functools.partial(self._recover, operation, a)
-        path: Path = "special"
-        shared = any(self.uses[i] > 1 for _, i in grads)
-        if operation.layout == "any" and self.dtypes is None and not shared:
-            if kind == "unfused":
-                takes_none = not item.outputs or getattr(operation, "dy_may_be_none", False)
-                path = "simple" if not (incoming or channel_grads) else "wired" if takes_none else "special"
-            elif kind == "backward" and not (incoming or channel_grads) and all(r[2] is None for r in records):
-                path = "fused"
+        named = [name for name, _ in incoming] + ([r[0] for r in records] if kind == "backward" else [])
+        if kind == "joint":
+            kept = operation.Saved.kept(self._needs(operation, a, b, self.wants.needs))
+            records = [("saved", ~a, None, operation.Saved, kept)]
+
+        def unfused() -> tuple[Back, ...]:
+            parts = (s for s in reversed(self._parts(a, b)) if needs[s.covers.start])
+            return tuple(self._back(s, index, needs, shared) for s in parts)
+
         return Back(
-            fn=self._bind(operation.bwd, signature, self._needs(operation, a, b), named),
+            fn=self._bind(operation.bwd, signature, self._needs(operation, a, b, needs), named),
             kind=kind,
             name=step.name,
             start=a,
@@ -208,36 +216,37 @@ class Binder:
             incoming=tuple(incoming),
             grads=tuple(grads),
             channel_grads=tuple(channel_grads),
+            shared=shared,
             dtype=None if self.dtypes is None else self.dtypes[a],
-            at=~a if kind == "joint" else a,
-            rebuild=rebuilder(operation.Saved, operation.Saved.kept(self._needs(operation, a, b)))
-            if kind == "joint"
-            else records[0][3],
-            later=path,
-            check=functools.partial(check_backward, self, step),
-            unfused=functools.cache(lambda: tuple(self._back(s, index) for s in reversed(parts))) if fused else None,
-            recover=recover,
+            zeros=not getattr(operation, "dy_may_be_none", False),
+            check=functools.partial(check_backward, self, step, needs),
+            unfused=functools.cache(unfused) if fused else None,
+            recover=functools.partial(self._recover, operation, a) if hasattr(operation, "unfused") else None,
         )
+
+    def _parts(self, a: int, b: int) -> tuple[Step, ...]:
+        return tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))
 
     def _recover(self, operation: Any, a: int, record: Any) -> dict[int, Any]:
         """What `unfused(saved)` gives, as the records of the operations themselves."""
         saved, packed = operation.unfused(record), dict[int, Any]()
         for place, position in self._places(operation, a):
-            slot = self._record_place(operation, place)
-            one = saved[slot] if isinstance(slot, str) else saved[slot[0]][slot[1]]
+            one: Any = saved
+            for key in self._record_place(place):
+                one = one[key]
             own = self.items[position].operation.Saved  # type: ignore[union-attr]
             if type(one) is not own:
                 raise TypeError(f"slot {place!r} needs a {own.__qualname__}, not a {type(one).__qualname__}")
             packed[position] = one
         return packed
 
-    def _needs(self, operation: Any, a: int, b: int) -> frozenset[str]:
+    def _needs(self, operation: Any, a: int, b: int, needs: Needs) -> frozenset[str]:
         if not isinstance(operation, FusedOperation):
-            return self.wants.needs[a]
-        needs = {"x"} & self.wants.needs[a]
+            return needs[a]
+        wanted = {"x"} & needs[a]
         for place, position in self._places(operation, a):
-            needs |= {f"{place}.{name}" for name in self.wants.needs[position] if name != "x"}
-        return frozenset(needs)
+            wanted |= {f"{place}.{name}" for name in needs[position] if name != "x"}
+        return frozenset(wanted)
 
     def _places(self, operation: Any, a: int) -> list[tuple[str, int]]:
         if not isinstance(operation, FusedOperation):
@@ -245,9 +254,9 @@ class Binder:
         return [(place, a + i) for i, (place, _) in enumerate(operation.named_operations())]
 
     @staticmethod
-    def _record_place(operation: FusedOperation, place: str) -> Any:
+    def _record_place(place: str) -> tuple[Any, ...]:
         slot, _, number = place.partition(".")
-        return (slot, int(number)) if number else slot
+        return (slot, int(number)) if number else (slot,)
 
 
 def _kind(operation: Any, backward: bool = False) -> Any:

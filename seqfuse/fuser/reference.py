@@ -73,8 +73,17 @@ def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mappi
             raise InputError(message, code="SF103", operation=where and where.name, position=at)
 
 
-def run_alone(item: Item, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
-    """Call a module through its own `__call__`, with the channels it reads and makes."""
+def run_alone(items: Sequence[Item], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
+    """Call a module through its own `__call__`, with the channels it reads and makes; an error is told its place."""
+    try:
+        return _alone(items[position], x, channels)
+    except Exception as error:
+        if not torch.compiler.is_compiling():
+            error.add_note(f"in {items[position].name} at position {position}")
+        raise
+
+
+def _alone(item: Item, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     if not item.inputs and not item.outputs:
         y = item.operation(x)
         if not isinstance(y, Tensor):
@@ -101,7 +110,7 @@ def walk_reference(
     for position in positions:
         item = items[position]
         if item.alone is not None:
-            x = run_alone(item, x, channels)
+            x = run_alone(items, position, x, channels)
             continue
         operation: Any = item.operation
         extras: dict[str, Any] = {name: channels[channel] for name, channel in item.inputs}

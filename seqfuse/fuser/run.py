@@ -22,7 +22,7 @@ from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .check import Like
 from .inputs import check_channel_devices, check_devices, clearer, dtypes_of, validate, validate_all
-from .items import Item, flatten, public_channels
+from .items import Item, flatten, has_own_graph, public_channels
 from .listing import Listing, Program, Region
 from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
@@ -100,7 +100,7 @@ class Fuser:
             if part.__class__ is Region:
                 x = self._run_region(listing, part, x, channels, seeds)
             else:
-                x = run_alone(listing.items[part], x, channels)
+                x = run_alone(listing.items, part, x, channels)
         return x
 
     def _run_region(
@@ -164,8 +164,7 @@ class Fuser:
         exact = all(p.__class__ in _PLAIN for p in parameters)
         if x.__class__ in _PLAIN:  # else fake tensors measure what plain ones would do
             exact = exact and all(channels[c].__class__ in _PLAIN for c in region.channels)
-        if any(isinstance(v, Tensor) and v.requires_grad for v in vars(self.root).values()):
-            exact = False  # a tensor with a graph of its own stands for a parameter
+        exact = exact and not has_own_graph(self.root)
         for item in listing.items[region.start : region.stop]:
             check_devices(listing, item, x)
         check_channel_devices(listing, region, x, channels)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import operation as sf
-from ._aten import silu_backward
+from ._aten import sigmoid_backward
 
 _K = 1.702
 
@@ -14,7 +14,7 @@ _K = 1.702
 class QuickGeLU(sf.Pointwise):
     """y = x sigmoid(1.702 x).
 
-    Backward: with t = 1.702 x and s = sigmoid(t), dx = dy s (1 + t (1 - s)), the derivative of SiLU at t.
+    Backward: with s = sigmoid(1.702 x), dx = dy (s + 1.702 x s (1 - s)).
 
     x, y: [*, H].  Saved: x.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
@@ -24,4 +24,6 @@ class QuickGeLU(sf.Pointwise):
         return x * torch.sigmoid(_K * x)
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
-        return silu_backward(dy, _K * saved.x), {}
+        # Not silu_backward at 1.702 x, which overflows before x does.
+        s = torch.sigmoid(_K * saved.x)
+        return torch.add(dy * s, sigmoid_backward(dy * saved.x, s), alpha=_K), {}

@@ -1,0 +1,224 @@
+"""The steps of a segment as straight-line code: what a loop would ask again on every call is decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..generated import Source, identifier
+from ..saved import Layout, Saved, packing, reader, rebuilder
+
+if TYPE_CHECKING:
+    from .segment import Back, Call
+
+# Records are packed under their position, a joint fusion's under `~position`. Below all of these: which of the saved
+# tensors each of the records' is, which fusions fell back, and, under `SHAPES - stop`, what zeros for an unused y are.
+Packed = dict[int, Any]
+ORDER = -(1 << 40)
+FELL = ORDER - 1
+SHAPES = ORDER - 2
+
+
+class ForwardFellBack(Exception):
+    """The forward of a joint fusion ran unfused, so its backward must as well."""
+
+
+def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run(x, channels, seeds, flat, packed)`: the forward steps; with `keep`, records go to `flat` and `packed`.
+
+    `failed(at, error, ...)` takes over where a step raises.
+    """
+    s = Source("forward", "x, channels, seeds, flat, packed")
+    s.constants.update(failed=failed, fit=fit, look=_look)
+    s.add("at = 0", "try:")
+    s.depth += 1
+    for i, call in enumerate(calls):
+        if i:
+            s.add(f"at = {i}")
+        fits = call.layout != "any"
+        layout = s.put(call.layout)
+        if fits:
+            s.add(f"x = fit(x, {layout})")
+        given: list[str] = []
+        for keyword, channel in call.inputs:
+            value = f"channels[{s.put(channel)}]"
+            given.append(f"{identifier(keyword)}={f'fit({value}, {layout})' if fits else value}")
+        for keyword, index in call.seeds:
+            given.append(f"{identifier(keyword)}={None if index is None else f'seeds[{index}]'}")
+        results = ["y", *["made"] * bool(call.outputs), *["saved"] * (call.kind != "inference")]
+        s.add(f"{', '.join(results)} = {_first(s, call)}({', '.join(['x', *given])})")
+        s.add(*(f"del channels[{s.put(channel)}]" for channel in call.done))
+        names = [(s.put(channel), s.put(name)) for name, channel in call.outputs]
+        s.add(*(f"channels[{channel}] = made[{name}]" for channel, name in names))
+        if keep:
+            if names and call.zeros:
+                s.add(f"packed[{SHAPES - call.stop}] = look(y, {{{', '.join(f'{c}: made[{n}]' for c, n in names)}}})")
+            for pack in call.packs:
+                _pack(s, *pack)
+        s.add("x = y")
+    s.add("return x")
+    s.depth -= 1
+    s.add("except Exception as error:", "    return failed(at, error, x, channels, seeds, flat, packed)")
+    return s.define()
+
+
+def _pack(s: Source, place: Any, position: int, record: type[Saved], kept: tuple[str, ...]) -> None:
+    where = "".join(f"[{s.put(key)}]" for key in place)
+    pack, read = s.put(packing(record, kept)[0]), reader(record, kept)
+    if read is None:
+        s.add(f"packed[{position}] = {pack}(saved{where}, {{}}, flat)")
+        return
+    s.add(
+        f"fields = saved{where}.__dict__",
+        f"if {s.put('_late')} in fields: packed[{position}] = {pack}(saved{where}, {{}}, flat)",
+        "else:",
+        f"    packed[{position}] = len(flat)",
+        f"    flat += {s.put(read)}(fields)",
+    )
+
+
+def _first(s: Source, step: Call | Back) -> str:
+    """The name by which the code calls a step: until its contract check has passed, through that."""
+    name = s.put(step.fn)
+    if step.check is not None:
+
+        def checked(x: Any, *args: Any, **kwargs: Any) -> Any:
+            out = step.fn(x, *args, **kwargs)
+            if step.check is None or step.check(step, x, out, kwargs):
+                step.check = None
+                s.constants[name] = step.fn
+            return out
+
+        s.constants[name] = checked
+    return name
+
+
+def back(backs: Sequence[Back], failed: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """`run(d, sides, packed, tensors, sums)`: the backward steps; gradients of parameters go to `sums`.
+
+    A step none of whose outputs the loss uses is passed by. `failed(at, error, ...)` takes over where a step raises:
+    until then, the step has changed nothing.
+    """
+    s = Source("backward", "d, sides, packed, tensors, sums")
+    s.constants.update(failed=failed, fit=fit, zeros=_zeros, plus=_plus, fell=ForwardFellBack)
+    s.add("at = 0", "try:")
+    s.depth += 1
+    for i, step in enumerate(backs):
+        if i:
+            s.add(f"at = {i}")
+        _one(s, step)
+    s.add("return d")
+    s.depth -= 1
+    s.add("except Exception as error:", "    return failed(at, error, d, sides, packed, tensors, sums)")
+    return s.define()
+
+
+def _one(s: Source, step: Back) -> None:
+    layout, fits = s.put(step.layout), step.layout != "any"
+    came = [(f"s{j}", s.put(channel)) for j, (_, channel) in enumerate(step.incoming)]
+    s.add(*(f"{name} = sides.get({channel})" for name, channel in came))
+    s.add(f"if {' or '.join(f'{name} is not None' for name, _ in [('d', ''), *came])}:")
+    s.depth += 1
+    if came and step.kind == "backward":
+        # Fusions are written for tensors; operations know a gradient that nobody gave.
+        absent = " or ".join(f"{name} is None" for name, _ in [("d", ""), *came])
+        s.add(f"if {absent}: d = {s.put(step.apart)}(d, sides, packed, tensors, sums)", "else:")
+        s.depth += 1
+    elif came and step.zeros:
+        s.add(f"if d is None: d = zeros(packed[{SHAPES - step.stop}][''])")
+        if step.kind == "joint":
+            for name, channel in came:
+                s.add(f"if {name} is None: {name} = zeros(packed[{SHAPES - step.stop}][{channel}])")
+    if fits:
+        s.add(
+            *(f"{name} = {name} if {name} is None else fit({name}, {layout})" for name in ["d", *(n for n, _ in came)])
+        )
+    if step.kind == "joint":
+        s.add(f"if {step.records[0][1]} not in packed: raise fell")
+    given = _records(s, step, layout if fits and step.kind == "backward" else None)
+    given += [f"{identifier(keyword)}={name}" for (keyword, _), (name, _) in zip(step.incoming, came, strict=True)]
+    s.add(f"dx, grads = {_first(s, step)}(d, {', '.join(given)})")
+    latest: dict[Any, str] = {}
+    for j, (key, target) in enumerate([*step.grads, *step.channel_grads]):
+        known = latest.get(target)
+        if known is None and isinstance(target, str):
+            known = f"sides.get({s.put(target)})"
+        elif known is None and target in step.shared:
+            known = f"sums[{target}]"
+        one = f"grads[{s.put(key)}]"
+        s.add(f"g{j} = {one if known is None else f'plus({known}, {one})'}")
+        latest[target] = f"g{j}"
+    if step.dtype is not None:
+        dtype = s.put(step.dtype)
+        s.add(f"d = dx if dx is None or dx.dtype is {dtype} else dx.to({dtype})")
+    else:
+        s.add("d = dx")
+    s.add(*(f"sides.pop({channel}, None)" for _, channel in came))
+    for target, name in latest.items():
+        s.add(f"sides[{s.put(target)}] = {name}" if isinstance(target, str) else f"sums[{target}] = {name}")
+    s.depth -= 2 if came and step.kind == "backward" else 1
+
+
+def _records(s: Source, step: Back, layout: str | None) -> list[str]:
+    """Write the lines that make a step's records again; returns them as arguments of its `bwd`."""
+    arguments: dict[str, list[str]] = {}
+    for j, (slot, position, number, record, kept) in enumerate(step.records):
+        rebuild = rebuilder(record, kept)
+        if not kept and step.kind != "joint":
+            name = s.put(rebuild(None, ()))
+        else:
+            name, end = f"r{j}", len(kept)
+            s.add(f"entry = packed.get({position})")
+            if reader(record, kept) is not None:
+                s.add(
+                    "if entry.__class__ is int:",
+                    f"    {name} = {s.put(record.__new__)}({s.put(record)})",
+                    f"    fields = {name}.__dict__",
+                    f"    {''.join(f'fields[{s.put(f)}], ' for f in kept)} = tensors[entry:entry + {end}]",
+                    "else:",
+                )
+                s.depth += 1
+            s.add(f"{name} = {s.put(rebuild)}(entry, tensors)")
+            s.depth -= reader(record, kept) is not None
+            if layout is not None:
+                s.add(f"{s.put(_fit_record)}({name}, {layout})")
+        arguments.setdefault(slot, []).append(name)
+        if number is not None and number == 0:
+            arguments[slot].insert(0, "")
+    if step.kind != "backward":
+        return [names[0] for names in arguments.values()]
+    given = []
+    for slot, names in arguments.items():
+        value = names[0] or f"({', '.join(names[1:])},)"
+        given.append(f"{identifier(slot)}={value}")
+    return given
+
+
+def fit(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor in the layout a step wants."""
+    if layout == "inner_contig" and x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1) and 0 not in x.stride():
+        return x
+    return x.contiguous()
+
+
+def _fit_record(record: Saved, layout: Layout) -> None:
+    for name in record.__dict__.keys() & set(record.fields):
+        value = record.__dict__[name]
+        if isinstance(value, Tensor):
+            record.__dict__[name] = fit(value, layout)
+
+
+def _look(y: Tensor, made: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {c: (t.shape, t.dtype, t.device) for c, t in {"": y, **made}.items()}
+
+
+def _zeros(like: tuple[Any, ...]) -> Tensor:
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:
+    return g if known is None else known if g is None else known + g

@@ -1,0 +1,56 @@
+"""The one place that runs generated code: functions written line by line for what was decided once."""
+
+from __future__ import annotations
+
+import functools
+import keyword
+from types import CodeType
+from typing import Any
+
+
+class Source:
+    """A function in the making.
+
+    Nothing that anybody named gets into the text but identifiers: every other value is a constant beside it, and the
+    text calls it by a number. Functions of one shape therefore share their code.
+
+    Args:
+        name: the function's.
+        parameters: its parameters, as they stand in a `def`.
+    """
+
+    def __init__(self, name: str, parameters: str) -> None:
+        self.name, self.depth = identifier(name), 1
+        self.constants: dict[str, Any] = {}
+        self._lines = [f"def {name}({parameters}):"]
+
+    def put(self, value: Any) -> str:
+        """Keep a value beside the function; returns what the text calls it."""
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def add(self, *lines: str) -> None:
+        """Write lines at the depth of now."""
+        self._lines += ["    " * self.depth + line for line in lines]
+
+    def define(self) -> Any:
+        """The function; its globals are the constants, which may be replaced."""
+        exec(_code(self.name, "\n".join(self._lines)), self.constants)
+        return self.constants.pop(self.name)
+
+
+def identifier(name: str) -> str:
+    """The name itself, if it may stand in generated code.
+
+    Raises:
+        ValueError: if it is no identifier.
+    """
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ValueError(f"{name!r} is not an identifier")
+    return name
+
+
+@functools.lru_cache(4096)
+def _code(name: str, text: str) -> CodeType:
+    return compile(text, f"<seqfuse {name}>", "exec")

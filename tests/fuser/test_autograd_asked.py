@@ -1,0 +1,59 @@
+"""What a backward computes and what it reads: the gradients asked for, and the record of its forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import seqfuse as sf
+from seqfuse import ops
+
+from .kit_b import draw, randomize
+
+
+def test_gradients_that_are_not_asked_for_are_not_computed():
+    model = sf.Sequential(ops.Linear(5, 7, bias=False), ops.Tanh(), ops.Linear(7, 3, bias=False)).double()
+    x = draw(3, 5).requires_grad_()
+    first, last = (2 * 3 * 5 * 7, 2 * 3 * 7 * 3)  # of one product of each
+    cases = [([x], first + last), ([model[0].weight], first + last), ([model[2].weight], last)]
+    for wanted, flops in cases:
+        y = model(x)
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(y, wanted, draw(3, 3))
+        assert counter.get_total_flops() == flops
+
+
+Change = tuple[Any, Any]
+CONFIGURATION: dict[str, Change] = {
+    "Dropout.p": (lambda: ops.Dropout(0.5), lambda op: setattr(op, "p", 0.1)),
+    "Dropout.training": (lambda: ops.Dropout(0.5), lambda op: op.eval()),
+    "LayerNorm.eps": (lambda: ops.LayerNorm(6), lambda op: setattr(op, "eps", 0.5)),
+    "RMSNorm.eps": (lambda: ops.RMSNorm(6), lambda op: setattr(op, "eps", 0.5)),
+    "Scale.factor": (lambda: ops.Scale(-0.5), lambda op: setattr(op, "factor", 3.0)),
+    "Reshape.shape": (lambda: ops.Reshape(2, 3), lambda op: setattr(op, "shape", (3, 2))),
+    "Linear.weight": (lambda: ops.Linear(6, 4), lambda op: setattr(op, "weight", nn.Parameter(draw(4, 6)))),
+    "Linear.bias": (lambda: ops.Linear(6, 4), lambda op: setattr(op, "bias", None)),
+}
+
+
+@pytest.mark.parametrize(("make", "change"), CONFIGURATION.values(), ids=CONFIGURATION)
+def test_what_changed_after_the_forward_does_not_reach_its_backward(make: Any, change: Any):
+    model = sf.Sequential(ops.Bias(6), make(), ops.Tanh())
+    randomize(model.double())
+    x = draw(3, 6)
+    results = []
+    for changed in (False, True):
+        torch.manual_seed(4)
+        leaf = x.clone().requires_grad_()
+        leaves = [leaf, *model.parameters()]
+        y = model(leaf)
+        if changed:
+            change(model[1])
+        results.append(torch.autograd.grad(y, leaves, draw(*y.shape, seed=2)))
+    for a, b in zip(*results, strict=True):
+        assert a.abs().max() > 0
+        assert torch.equal(a, b)

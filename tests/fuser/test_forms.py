@@ -1,0 +1,113 @@
+"""An operation is held to the form of what it returns and says of itself, and named where it breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import BiasReLU, fused_names, tensor
+
+
+def operation_with(fwd: Callable[[Any, Tensor], Any], made: tuple[str, ...] = ()) -> sf.UnfusedOperation:
+    class Wrong(sf.UnfusedOperation):
+        outputs = made
+
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Any:
+            return (2 * x, {"out": x}) if made else 2 * x
+
+        if made:
+
+            def bwd(self, dy: Tensor, saved: Any, *, d_out: Tensor) -> Any:
+                return 2 * dy + d_out, {}
+        else:
+
+            def bwd(self, dy: Tensor, saved: Any) -> Any:  # type: ignore[misc]
+                return 2 * dy, {}
+
+        def fwd(self, x: Tensor) -> Any:
+            return fwd(self, x)
+
+    return Wrong()
+
+
+FORMS: dict[str, tuple[Callable[[Any, Tensor], Any], tuple[str, ...]]] = {
+    "only_y": (lambda op, x: 2 * x, ()),
+    "no_record": (lambda op, x: (2 * x, None), ()),
+    "a_tuple_for_a_record": (lambda op, x: (2 * x, (x,)), ()),
+    "a_record_of_another_class": (lambda op, x: (2 * x, ops.GeLU.Saved(x=x)), ()),
+    "outputs_not_declared": (lambda op, x: (2 * x, {}, op.Saved(x=x)), ()),
+    "no_y": (lambda op, x: (None, op.Saved(x=x)), ()),
+    "outputs_missing": (lambda op, x: (2 * x, op.Saved(x=x)), ("out",)),
+    "an_output_missing": (lambda op, x: (2 * x, {}, op.Saved(x=x)), ("out",)),
+    "an_output_too_many": (lambda op, x: (2 * x, {"out": x, "more": x}, op.Saved(x=x)), ("out",)),
+    "an_output_that_is_none": (lambda op, x: (2 * x, {"out": None}, op.Saved(x=x)), ("out",)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize(("fwd", "made"), FORMS.values(), ids=FORMS.keys())
+def test_a_forward_of_an_operation_that_returns_another_form_is_named(
+    fwd: Any, made: tuple[str, ...], training: bool
+) -> None:
+    model = sf.Sequential(ops.Scale(3), operation_with(fwd, made), ops.Scale(1))
+    # A tensor of two or three rows can be unpacked like a pair.
+    for count in (7, 2, 2, 3):
+        with torch.set_grad_enabled(training), pytest.raises(sf.PluginError) as caught:
+            model(tensor(count, 5))
+        assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF302", "Wrong", 1)
+
+
+@pytest.mark.parametrize("what", ["channels", "expand", "infer"])
+def test_what_an_operation_says_of_itself_is_checked(what: str) -> None:
+    class Wrong(ops.Fork):
+        if what == "channels":
+            channels = property(lambda self: {"other": "r"})
+        if what == "expand":
+
+            def expand(self) -> Any:
+                return (self, 3)
+
+        if what == "infer":
+
+            def infer(self, shape: tuple[int, ...]) -> Any:
+                return None
+
+    with pytest.raises(sf.SeqfuseError) as caught:
+        sf.Sequential(ops.Scale(3), Wrong("r"), ops.Scale(1))(tensor(7, 5))
+    assert (caught.value.operation, caught.value.position) == ("Wrong", 1)
+
+
+def test_the_place_of_a_module_that_runs_alone_is_told_when_it_fails() -> None:
+    inner = sf.Sequential(ops.Tanh(), ops.Bias(4))
+    inner.register_forward_hook(lambda *_: None)
+    for alone in (inner, nn.Linear(4, 4)):
+        model = sf.Sequential(ops.Tanh(), ops.Tanh(), ops.Tanh(), alone)
+        with pytest.raises((sf.InputError, RuntimeError)) as caught:
+            model(tensor(7, 5))
+        assert any(type(alone).__name__ in note and "3" in note for note in getattr(caught.value, "__notes__", []))
+
+
+def test_two_fusions_of_one_name_are_told_apart_by_their_classes() -> None:
+    class Other(BiasReLU):
+        def saves(self, env: sf.Env) -> Any:
+            return sf.Savings(launches=5)
+
+    Other.__name__ = "BiasReLU"
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(BiasReLU, Other))
+    x = tensor(7, 5)
+    assert type(model.plan(x).forward[0].operation) is Other
+    with sf.fusing(only=[BiasReLU]):
+        assert type(model.plan(x).forward[0].operation) is BiasReLU
+    with sf.fusing(exclude=[Other]):
+        assert type(model.plan(x).forward[0].operation) is BiasReLU
+    with sf.fusing(exclude=["BiasReLU"]):
+        assert fused_names(model.plan(x)) == ([], [])
