@@ -1,0 +1,623 @@
+# pyright: basic
+# Device functions are Triton's language, which has no types.
+"""Chains of point-wise steps of any length in one kernel, in the direction of values or of gradients.
+
+A chain is data: a kind, device functions and numbers for each step, all fixed at compile time, beside a tuple of operand
+pointers. The kernel holds a tile of rows and columns in registers and walks the steps; what a step stores or sums over
+rows leaves on the way. A packed [gate; up] input is two tiles that become one, its gradient one that becomes two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._columns import column_sums
+from ._launch import cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._philox import dropped, threshold_and_scale
+from ._variants import TRITON_DTYPES, Type, Variant
+from .activations import ACTIVATIONS
+
+_ACT = tl.constexpr(0)
+_DACT = tl.constexpr(1)
+_GATED = tl.constexpr(2)
+_DGATED = tl.constexpr(3)
+_BIAS = tl.constexpr(4)
+_ADD = tl.constexpr(5)
+_SCALE = tl.constexpr(6)
+_DROPOUT = tl.constexpr(7)
+_STORE = tl.constexpr(8)
+_SUM = tl.constexpr(9)
+_EMIT = tl.constexpr(10)
+
+
+@triton.jit
+def _loaded(pointer, rows, cols, stride, width, mask, TILES: tl.constexpr, COMPUTE: tl.constexpr):
+    """A tile of each of the equal parts that a row consists of."""
+    tiles = ()
+    for j in tl.static_range(TILES):
+        at = rows[:, None] * stride + (cols + j * width)[None, :]
+        tiles = tiles + (tl.load(pointer + at, mask=mask, other=0.0).to(COMPUTE),)
+    return tiles
+
+
+@triton.jit
+def _stored(pointer, tiles, rows, cols, width, mask):
+    for j in tl.static_range(len(tiles)):
+        at = rows[:, None] * (width * len(tiles)) + (cols + j * width)[None, :]
+        tl.store(pointer + at, tiles[j].to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _act(tiles, VALUE: tl.constexpr, P: tl.constexpr):
+    results = ()
+    for j in tl.static_range(len(tiles)):
+        results = results + (VALUE(tiles[j], P),)
+    return results
+
+
+@triton.jit
+def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr):
+    results = ()
+    for j in tl.static_range(len(tiles)):
+        results = results + (tiles[j] * DERIVATIVE(saved[j], P),)
+    return results
+
+
+@triton.jit
+def _gated(tiles, VALUE: tl.constexpr, P: tl.constexpr):
+    results = ()
+    for j in tl.static_range(len(tiles) // 2):
+        results = results + (VALUE(tiles[j], P) * tiles[j + len(tiles) // 2],)
+    return results
+
+
+@triton.jit
+def _dgated(tiles, saved, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, P: tl.constexpr):
+    gates, ups = (), ()
+    for j in tl.static_range(len(tiles)):
+        gate, up = saved[j], saved[j + len(tiles)]
+        activated = VALUE(gate, P)
+        if OF_OUTPUT:
+            factor = DERIVATIVE(activated, P)
+        else:
+            factor = DERIVATIVE(gate, P)
+        gates = gates + (tiles[j] * up * factor,)
+        ups = ups + (tiles[j] * activated,)
+    return gates + ups
+
+
+@triton.jit
+def _bias(tiles, bias, cols, width, columns, COMPUTE: tl.constexpr):
+    results = ()
+    for j in tl.static_range(len(tiles)):
+        row = tl.load(bias + cols + j * width, mask=columns, other=0.0).to(COMPUTE)
+        results = results + (tiles[j] + row[None, :],)
+    return results
+
+
+@triton.jit
+def _plus(tiles, others):
+    results = ()
+    for j in tl.static_range(len(tiles)):
+        results = results + (tiles[j] + others[j],)
+    return results
+
+
+@triton.jit
+def _times(tiles, factor):
+    results = ()
+    for j in tl.static_range(len(tiles)):
+        results = results + (tiles[j] * factor,)
+    return results
+
+
+@triton.jit
+def _dropout(tiles, seed, rows, col, width, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr):
+    results = ()
+    for j in tl.static_range(len(tiles)):
+        kept = dropped(tiles[j], seed, rows, col + j * width, width * len(tiles), P, BLOCK_N, GROUPED)
+        results = results + (kept,)
+    return results
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr):
+    tiles = ()
+    for _ in tl.static_range(COUNT):
+        tiles = tiles + (tl.zeros((BLOCK_M, BLOCK_N), COMPUTE),)
+    return tiles
+
+
+@triton.jit
+def _walk(
+    x,
+    y,
+    operands,
+    outputs,
+    x_stride,
+    strides,
+    M,
+    width,
+    rows,
+    col,
+    KINDS: tl.constexpr,
+    FNS: tl.constexpr,
+    PS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """One tile through all steps; returns what the sums over rows get from it."""
+    cols = col + tl.arange(0, BLOCK_N)
+    columns = cols < width
+    mask = (rows < M)[:, None] & columns[None, :]
+    tiles = _loaded(x, rows, cols, x_stride, width, mask, TILES, COMPUTE)
+    summed = ()
+    for s in tl.static_range(len(KINDS)):
+        if KINDS[s] == _ACT:
+            tiles = _act(tiles, FNS[s][0], tl.constexpr(PS[s]))
+        elif KINDS[s] == _DACT:
+            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
+            tiles = _dact(tiles, saved, FNS[s][0], tl.constexpr(PS[s]))
+        elif KINDS[s] == _GATED:
+            tiles = _gated(tiles, FNS[s][0], tl.constexpr(PS[s]))
+        elif KINDS[s] == _DGATED:
+            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
+            tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], tl.constexpr(PS[s]))
+        elif KINDS[s] == _BIAS:
+            tiles = _bias(tiles, operands[s], cols, width, columns, COMPUTE)
+        elif KINDS[s] == _ADD:
+            tiles = _plus(tiles, _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE))
+        elif KINDS[s] == _SCALE:
+            tiles = _times(tiles, PS[s][0])
+        elif KINDS[s] == _DROPOUT:
+            tiles = _dropout(tiles, operands[s], rows, col, width, tl.constexpr(PS[s]), BLOCK_N, GROUPED)
+        elif KINDS[s] == _STORE:
+            _stored(outputs[s], tiles, rows, cols, width, mask)
+        elif KINDS[s] == _EMIT:
+            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
+            _stored(outputs[s], _act(saved, FNS[s][0], tl.constexpr(PS[s])), rows, cols, width, mask)
+        elif KINDS[s] == _SUM:
+            # Rows beyond the last hold what a step made of zeros.
+            summed = summed + _masked(tiles, mask)
+    if y is not None:
+        _stored(y, tiles, rows, cols, width, mask)
+    return summed
+
+
+@triton.jit
+def _masked(tiles, mask):
+    results = ()
+    for j in tl.static_range(len(tiles)):
+        results = results + (tl.where(mask, tiles[j], 0.0),)
+    return results
+
+
+@triton.jit
+def _chain_kernel(
+    x,
+    y,
+    operands,
+    outputs,
+    x_stride,
+    strides,
+    M,
+    width,
+    KINDS: tl.constexpr,
+    FNS: tl.constexpr,
+    PS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):
+    """One tile per program."""
+    width = tl.cast(width, tl.int64)
+    across = tl.cdiv(width, BLOCK_N)
+    pid = tl.program_id(0).to(tl.int64)
+    rows = (pid // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = (pid % across) * BLOCK_N
+    _walk(
+        x, y, operands, outputs, x_stride, strides, M, width, rows, col,
+        KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _chain_sums_kernel(
+    x,
+    y,
+    operands,
+    outputs,
+    partials,
+    x_stride,
+    strides,
+    M,
+    width,
+    steps,
+    KINDS: tl.constexpr,
+    FNS: tl.constexpr,
+    PS: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A column of tiles per program, and its sums over rows: partials[program down, sum, column]."""
+    width = tl.cast(width, tl.int64)
+    across = tl.cdiv(width, BLOCK_N)
+    pid = tl.program_id(0).to(tl.int64)
+    down = pid // across
+    col = (pid % across) * BLOCK_N
+    first = down * steps * BLOCK_M + tl.arange(0, BLOCK_M)
+    # Summed element by element; one reduction over the tile's rows at the end.
+    sums = _zeros(SUMS, BLOCK_M, BLOCK_N, COMPUTE)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        rows = first + tl.cast(step, tl.int64) * BLOCK_M
+        summed = _walk(
+            x, y, operands, outputs, x_stride, strides, M, width, rows, col,
+            KINDS, FNS, PS, TILES, BLOCK_N, GROUPED, COMPUTE,
+        )  # fmt: skip
+        sums = _plus(sums, summed)
+    cols = col + tl.arange(0, BLOCK_N)
+    for j in tl.static_range(SUMS):
+        tl.store(partials + (down * SUMS + j) * width + cols, tl.sum(sums[j], 0), mask=cols < width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of a chain; the functions below make them.
+
+    Args:
+        kind: what the kernel does.
+        name: for tables and errors.
+        functions: device functions, and for a gated gradient whether the derivative reads the activation's output.
+        P: configuration numbers of the functions, or of the step.
+        operand: `"row"` [N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"seed"` [] int64, or `None`.
+        output: `"matrix"` or `"row"` where it gives a tensor of its own.
+        gate: -1 where two parts become one, 1 where one becomes two.
+    """
+
+    kind: int
+    name: str
+    functions: tuple[Any, ...] = ()
+    P: tuple[Any, ...] = ()
+    operand: str | None = None
+    output: str | None = None
+    gate: int = 0
+
+
+def _name_of(activation: Any) -> str:
+    return getattr(activation.value, "__name__", "function") + (str(list(activation.P)) if activation.P else "")
+
+
+def act(activation: Any) -> Step:
+    """y = f(x). `activation` is anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
+    return Step(_ACT.value, _name_of(activation), (activation.value,), tuple(activation.P))
+
+
+def dact(activation: Any) -> Step:
+    """dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
+    return Step(_DACT.value, f"d_{_name_of(activation)}", (activation.derivative,), tuple(activation.P), "matrix")
+
+
+def gated(activation: Any) -> Step:
+    """y = f(gate) up for packed [gate; up]: half as many columns come out."""
+    return Step(_GATED.value, f"gated_{_name_of(activation)}", (activation.value,), tuple(activation.P), gate=-1)
+
+
+def dgated(activation: Any) -> Step:
+    """dx = [dy up f'(gate); dy f(gate)] with the packed [gate; up] as operand [*, 2 N]: twice the columns come out."""
+    functions = (activation.value, activation.derivative, activation.reads == "output")
+    return Step(_DGATED.value, f"d_gated_{_name_of(activation)}", functions, tuple(activation.P), "packed", gate=1)
+
+
+def bias() -> Step:
+    """y = x + b, b the operand [N]."""
+    return Step(_BIAS.value, "bias", operand="row")
+
+
+def add() -> Step:
+    """y = x + other, other the operand [*, N]."""
+    return Step(_ADD.value, "add", operand="matrix")
+
+
+def scale(factor: float) -> Step:
+    """y = factor x."""
+    return Step(_SCALE.value, f"scale[{factor:g}]", P=(float(factor),))
+
+
+def dropout(p: float, upscale: bool = True) -> Step:
+    """y = keep x / (1 - p), or keep x without `upscale`; the operand is the seed. Its own gradient."""
+    return Step(_DROPOUT.value, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed")
+
+
+def store() -> Step:
+    """Give what the chain holds here as a tensor [*, N] of its own."""
+    return Step(_STORE.value, "store", output="matrix")
+
+
+def column_sum() -> Step:
+    """Give the sum over all rows of what the chain holds here, [N]: the gradient of a bias."""
+    return Step(_SUM.value, "sum", output="row")
+
+
+def emit(activation: Any) -> Step:
+    """Give f(t) of an operand t [*, N] as a tensor of its own: an activation that was not kept."""
+    name = f"emit_{_name_of(activation)}"
+    return Step(_EMIT.value, name, (activation.value,), tuple(activation.P), "matrix", "matrix")
+
+
+class Chain:
+    """Steps made ready for launches: make one where a plan is made and keep it.
+
+    Raises:
+        ValueError: for a chain in which parts are split and joined in a way that has no width.
+    """
+
+    def __init__(self, *steps: Step) -> None:
+        self.steps = steps
+        self.kinds = tuple(step.kind for step in steps)
+        self.functions = tuple(step.functions for step in steps)
+        self.numbers = tuple(step.P for step in steps)
+        depth = lowest = 0
+        depths = [0]
+        for step in steps:
+            depth += step.gate
+            depths.append(depth)
+            lowest = min(lowest, depth)
+        # Parts that a row consists of before each step and at the end, in units of the narrowest place.
+        self.parts = tuple(2 ** (d - lowest) for d in depths)
+        if max(self.parts) > 4:
+            raise ValueError(f"{self}: at most two gated steps in one chain")
+        self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == _SUM.value)
+        self.name = ",".join(step.name for step in steps)
+        self._tiles: dict[tuple[int, bool, bool], tuple[int, int, dict[str, Any]]] = {}
+
+    def tile(self, width: int, double: bool) -> tuple[int, int, dict[str, Any]]:
+        """Rows and columns of a tile, and the constexprs of a launch, for parts of `width` columns."""
+        key = (min(next_power_of_2(width), 1024), double, width % 4 == 0)
+        found = self._tiles.get(key)
+        if found is None:
+            block_m, block_n = _blocks(width, self, double)
+            constexprs: dict[str, Any] = {
+                "KINDS": self.kinds,
+                "FNS": self.functions,
+                "PS": self.numbers,
+                "TILES": self.parts[0],
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "GROUPED": width % 4 == 0,
+                "COMPUTE": tl.float64 if double else tl.float32,
+            }
+            if self.sums:
+                constexprs |= {"SUMS": self.sums, "STAGES": _STAGES}
+            found = self._tiles[key] = (block_m, block_n, constexprs)
+        return found
+
+    def __repr__(self) -> str:
+        return f"Chain({', '.join(step.name for step in self.steps)})"
+
+
+def _blocks(width: int, chain: Chain, double: bool) -> tuple[int, int]:
+    """Rows and columns of a tile: 32 elements of float32 per thread and tensor at four warps, fewer where more live."""
+    elements = 4096 // max(chain.parts)
+    if chain.sums:
+        elements //= 2
+    if double:
+        elements //= 4
+    block_n = max(4, min(next_power_of_2(width), 128 if chain.sums else 1024, elements))
+    return elements // block_n, block_n
+
+
+_NUM_WARPS = 4
+_STAGES = 2
+
+
+def pointwise(
+    x: Tensor,
+    chain: Chain,
+    operands: Sequence[Tensor] = (),
+    *,
+    dtype: torch.dtype | None = None,
+    dtypes: Sequence[torch.dtype] = (),
+    result: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """Run a chain of point-wise steps: the last value, and what each step gives, in order.
+
+    x: [*, K], any floating dtype, one stride for all leading dimensions, last dimension contiguous.  operands: one per
+    step that takes one, in order.  Everything is computed in float32 (float64 for a float64 x) and rounded when stored.
+    Sums over rows are made in a fixed order: the same bits each time.
+
+    Args:
+        x: the input.
+        chain: the steps.
+        operands: in the order of the steps that take one.
+        dtype: of the result; x's by default.
+        dtypes: of what steps give; the result's by default.
+        result: whether the last value is wanted; `None` takes its place otherwise.
+
+    Raises:
+        ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
+    """
+    dtype = dtype or x.dtype
+    compute = torch.float64 if x.dtype is torch.float64 else torch.float32
+    lead, columns = tuple(x.shape[:-1]), x.shape[-1] if x.ndim else 1
+    if columns % chain.parts[0]:
+        raise ValueError(f"{chain}: {columns} columns do not divide into {chain.parts[0]} parts")
+    width = columns // chain.parts[0]
+    source = _rows("x", x, columns)
+    M = source.shape[0]
+
+    def fresh(parts: int, of: torch.dtype) -> Tensor:
+        return torch.empty((*lead, parts * width) if x.ndim else (), dtype=of, device=x.device)
+
+    given = iter(operands)
+    wanted = iter(dtypes or [dtype] * sum(step.output is not None for step in chain.steps))
+    taken: list[Tensor | None] = []
+    strides: list[int] = []
+    outputs: list[Tensor | None] = []
+    totals: list[tuple[int, int, torch.dtype]] = []
+    try:
+        for step, parts in zip(chain.steps, chain.parts, strict=False):
+            operand = next(given) if step.operand else None
+            if operand is not None:
+                operand = _fit(step, operand, lead, parts * width)
+            taken.append(operand)
+            strides.append(operand.stride(0) if operand is not None and operand.ndim == 2 else 0)
+            output = None
+            if step.output == "matrix":
+                output = fresh(parts, next(wanted))
+            elif step.output == "row":
+                totals.append((len(outputs), parts, next(wanted)))
+            outputs.append(output)
+    except StopIteration:
+        raise ValueError(f"{chain}: too few operands or dtypes") from None
+    if next(given, None) is not None:
+        raise ValueError(f"{chain}: more operands than steps that take one")
+    y = fresh(chain.parts[-1], dtype) if result else None
+    block_m, block_n, constexprs = chain.tile(width, compute is torch.float64)
+    head = (source, y, tuple(taken), tuple(outputs))
+    sizes = (source.stride(0), tuple(strides), M, width)
+    empty = M == 0 or width == 0
+    if not chain.sums:
+        grid = 0 if empty else cdiv(M, block_m) * cdiv(width, block_n)
+        if result or any(output is not None for output in outputs):
+            launch(_chain_kernel, grid, head + sizes, constexprs, _NUM_WARPS)
+    else:
+        across = cdiv(width, block_n)
+        down, steps = 1, 1
+        if not empty:
+            down = max(1, min(cdiv(M, block_m), 4 * processors(x.device) // across))
+            steps = cdiv(cdiv(M, block_m), down)
+            down = cdiv(cdiv(M, block_m), steps)
+            partials = workspace("pointwise", down * chain.sums * width, compute, x.device)
+            launch(
+                _chain_sums_kernel,
+                down * across,
+                (*head, partials, *sizes, steps),
+                constexprs,
+                _NUM_WARPS,
+            )
+        first = 0
+        for at, parts, of in totals:
+            if empty:
+                outputs[at] = torch.zeros(parts * width, dtype=of, device=x.device)
+                continue
+            table = partials[: down * chain.sums * width].view(down, chain.sums * width)
+            outputs[at] = column_sums(table[:, first:], parts * width, of)
+            first += parts * width
+    return (y, *(output for step, output in zip(chain.steps, outputs, strict=True) if step.output))
+
+
+def _rows(name: str, tensor: Tensor, columns: int) -> Tensor:
+    """The tensor as [M, columns] without a copy."""
+    if tensor.ndim == 2:
+        return inner_contiguous(name, tensor)
+    if tensor.numel() == 0:
+        return tensor.new_empty((0, columns))
+    try:
+        return inner_contiguous(name, tensor.view(-1, columns))
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must have one stride for its leading dimensions, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}"
+        ) from None
+
+
+def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
+    if step.operand == "seed":
+        if operand.numel() != 1 or operand.dtype is not torch.int64:
+            raise ValueError(f"{step.name} takes one int64 seed, got {operand.dtype} {tuple(operand.shape)}")
+        return operand.view(1)
+    if step.operand == "row":
+        if tuple(operand.shape) != (columns,):
+            raise ValueError(f"{step.name} takes shape ({columns},), got {tuple(operand.shape)}")
+        return inner_contiguous(step.name, operand)
+    columns = 2 * columns if step.operand == "packed" else columns
+    if operand.ndim and tuple(operand.shape) != (*lead, columns):
+        raise ValueError(f"{step.name} takes shape {(*lead, columns)}, got {tuple(operand.shape)}")
+    return _rows(step.name, operand, columns)
+
+
+def chain_variant(
+    chain: Chain, dtype: torch.dtype, width: int, *, operand: torch.dtype | None = None, result: bool = True
+) -> Variant:
+    """What a launch of `chain` compiles for x and results of `dtype`, with parts of `width` columns.
+
+    Args:
+        chain: the steps; this is how to check activations of your own.
+        dtype: of x and all results.
+        width: columns of the narrowest place in the chain.
+        operand: dtype of the operands, x's by default.
+        result: whether the last value is stored.
+    """
+    block_m, block_n, constexprs = chain.tile(width, dtype is torch.float64)
+    name, other = (TRITON_DTYPES[str(d).removeprefix("torch.")] for d in (dtype, operand or dtype))
+    operands = tuple(
+        "*i64" if step.operand == "seed" else f"*{other}" if step.operand else "none" for step in chain.steps
+    )
+    outputs = tuple(f"*{name}" if step.output == "matrix" else "none" for step in chain.steps)
+    strides: tuple[Type, ...] = tuple("i32" for _ in chain.steps)
+    signature: dict[str, Type] = {"x": f"*{name}", "y": f"*{name}", "operands": operands, "outputs": outputs}
+    if chain.sums:
+        signature["partials"] = "*fp64" if dtype is torch.float64 else "*fp32"
+    signature |= {"x_stride": "i32", "strides": strides, "M": "i32", "width": "i32"}
+    if chain.sums:
+        signature["steps"] = "i32"
+    aligned = width % 16 == 0
+    if not result:
+        del signature["y"]
+        constexprs = {**constexprs, "y": None}
+    kernel = _chain_sums_kernel if chain.sums else _chain_kernel
+    pointers = tuple(key for key in ("x", "y", "operands", "outputs", "partials") if key in signature)
+    return Variant(
+        name=f"{chain.name}{'' if result else ',-'} {name}{'' if other == name else '+' + other} {block_m}x{block_n}"
+        + ("" if aligned else " odd"),
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        divisible=(*pointers, *(("x_stride", "strides", "width") if aligned else ())),
+        num_warps=_NUM_WARPS,
+        num_stages=_STAGES,
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """Each activation in each place, and chains of the lengths and operands that fusions ask for."""
+    for activation in ACTIVATIONS.values():
+        for step in (act, dact, gated, dgated):
+            yield chain_variant(Chain(step(activation)), torch.bfloat16, 4096)
+        yield chain_variant(Chain(dact(activation), column_sum()), torch.bfloat16, 4096)
+        yield chain_variant(Chain(dgated(activation), column_sum()), torch.bfloat16, 4096)
+    gelu = ACTIVATIONS["gelu"]
+    chains = (
+        Chain(bias(), store(), act(gelu)),
+        Chain(bias(), store(), gated(gelu), dropout(0.1)),
+        Chain(bias(), dropout(0.1), add(), store()),
+        Chain(scale(0.5), add()),
+        Chain(bias(), act(gelu), act(gelu), scale(2.0), dropout(0.1), add(), act(gelu), store()),
+        Chain(dropout(0.1), dact(gelu), column_sum()),
+        Chain(dropout(0.1), dgated(gelu), column_sum()),
+        Chain(emit(gelu), dact(gelu), column_sum()),
+        Chain(add(), store(), dropout(0.1), column_sum()),
+        Chain(column_sum()),
+    )
+    for chain in chains:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            for width in (4096, 1001, 24, 7) if dtype is torch.bfloat16 else (4096,):
+                yield chain_variant(chain, dtype, width)
+        yield chain_variant(chain, torch.bfloat16, 4096, operand=torch.float32)
+    yield chain_variant(Chain(column_sum()), torch.bfloat16, 4096, result=False)
