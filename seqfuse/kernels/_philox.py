@@ -2,8 +2,9 @@
 # Device functions are Triton's language, which has no types.
 """Dropout on the device: the mask is a function of a seed and a position, made again wherever it is needed.
 
-Element i of the contiguous order takes word i & 3 of Philox4x32-10 at counter i >> 2 under the seed as key, and is kept
-iff that word is at least floor(p 2^32). Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
+Element i of the contiguous order takes word i & 3 of Philox4x32-10 at counter i >> 2 under the seed as key, and is
+kept iff that word is at least floor(p 2^32).
+Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 
 
 def threshold_and_scale(p: float, upscale: bool = True) -> tuple[int, float, bool]:
-    """What `dropped` takes as `P` for a probability: the least word kept, the factor of what is kept, whether none is."""
+    """What `dropped` takes as `P`: the least word kept, the factor of what is kept, and whether nothing is."""
     if not 0 <= p <= 1:
         raise ValueError(f"p must be between 0 and 1, got {p}")
     if p == 1:

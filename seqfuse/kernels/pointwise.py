@@ -1,15 +1,18 @@
-# pyright: basic
-# Device functions are Triton's language, which has no types.
+# pyright: basic, reportGeneralTypeIssues=false
+# ruff: noqa: RUF005
+# Device functions are Triton's language: it has no types, and tuples in it are joined by +.
 """Chains of point-wise steps of any length in one kernel, in the direction of values or of gradients.
 
-A chain is data: a kind, device functions and numbers for each step, all fixed at compile time, beside a tuple of operand
-pointers. The kernel holds a tile of rows and columns in registers and walks the steps; what a step stores or sums over
-rows leaves on the way. A packed [gate; up] input is two tiles that become one, its gradient one that becomes two.
+A chain is data: a kind, device functions and numbers for each step, all fixed at compile time, beside a tuple of
+operand pointers. The kernel holds a tile of rows and columns in registers and walks the steps; what a step stores or
+sums over rows leaves on the way. A packed [gate; up] input is two tiles that become one, its gradient one that becomes
+two.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -304,43 +307,46 @@ def _name_of(activation: Any) -> str:
 
 
 def act(activation: Any) -> Step:
-    """y = f(x). `activation` is anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
+    """A function, y = f(x): anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
     return Step(_ACT.value, _name_of(activation), (activation.value,), tuple(activation.P))
 
 
 def dact(activation: Any) -> Step:
-    """dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
+    """A function's gradient, dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
     return Step(_DACT.value, f"d_{_name_of(activation)}", (activation.derivative,), tuple(activation.P), "matrix")
 
 
 def gated(activation: Any) -> Step:
-    """y = f(gate) up for packed [gate; up]: half as many columns come out."""
+    """A gated unit, y = f(gate) up for packed [gate; up]: half as many columns come out."""
     return Step(_GATED.value, f"gated_{_name_of(activation)}", (activation.value,), tuple(activation.P), gate=-1)
 
 
 def dgated(activation: Any) -> Step:
-    """dx = [dy up f'(gate); dy f(gate)] with the packed [gate; up] as operand [*, 2 N]: twice the columns come out."""
+    """A gated unit's gradient, dx = [dy up f'(gate); dy f(gate)]: twice as many columns come out.
+
+    The operand is the packed [gate; up], [*, 2 N].
+    """
     functions = (activation.value, activation.derivative, activation.reads == "output")
     return Step(_DGATED.value, f"d_gated_{_name_of(activation)}", functions, tuple(activation.P), "packed", gate=1)
 
 
 def bias() -> Step:
-    """y = x + b, b the operand [N]."""
+    """A bias, y = x + b, b the operand [N]."""
     return Step(_BIAS.value, "bias", operand="row")
 
 
 def add() -> Step:
-    """y = x + other, other the operand [*, N]."""
+    """A residual, y = x + other, other the operand [*, N]."""
     return Step(_ADD.value, "add", operand="matrix")
 
 
 def scale(factor: float) -> Step:
-    """y = factor x."""
+    """A constant factor, y = factor x."""
     return Step(_SCALE.value, f"scale[{factor:g}]", P=(float(factor),))
 
 
 def dropout(p: float, upscale: bool = True) -> Step:
-    """y = keep x / (1 - p), or keep x without `upscale`; the operand is the seed. Its own gradient."""
+    """Dropout, y = keep x / (1 - p), or keep x without `upscale`; the operand is the seed. Its own gradient."""
     return Step(_DROPOUT.value, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed")
 
 
@@ -384,14 +390,14 @@ class Chain:
             raise ValueError(f"{self}: at most two gated steps in one chain")
         self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == _SUM.value)
         self.name = ",".join(step.name for step in steps)
-        self._tiles: dict[tuple[int, bool, bool], tuple[int, int, dict[str, Any]]] = {}
+        self._tiles: dict[tuple[int, int, int], tuple[int, int, dict[str, Any]]] = {}
 
-    def tile(self, width: int, double: bool) -> tuple[int, int, dict[str, Any]]:
+    def tile(self, width: int, itemsize: int) -> tuple[int, int, dict[str, Any]]:
         """Rows and columns of a tile, and the constexprs of a launch, for parts of `width` columns."""
-        key = (min(next_power_of_2(width), 1024), double, width % 4 == 0)
+        key = (min(next_power_of_2(width), 1024), itemsize, math.gcd(width, 16))
         found = self._tiles.get(key)
         if found is None:
-            block_m, block_n = _blocks(width, self, double)
+            block_m, block_n = _blocks(width, self, itemsize)
             constexprs: dict[str, Any] = {
                 "KINDS": self.kinds,
                 "FNS": self.functions,
@@ -400,7 +406,7 @@ class Chain:
                 "BLOCK_M": block_m,
                 "BLOCK_N": block_n,
                 "GROUPED": width % 4 == 0,
-                "COMPUTE": tl.float64 if double else tl.float32,
+                "COMPUTE": tl.float64 if itemsize == 8 else tl.float32,
             }
             if self.sums:
                 constexprs |= {"SUMS": self.sums, "STAGES": _STAGES}
@@ -411,12 +417,15 @@ class Chain:
         return f"Chain({', '.join(step.name for step in self.steps)})"
 
 
-def _blocks(width: int, chain: Chain, double: bool) -> tuple[int, int]:
-    """Rows and columns of a tile: 32 elements of float32 per thread and tensor at four warps, fewer where more live."""
-    elements = 4096 // max(chain.parts)
+def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
+    """Rows and columns of a tile: 64 bytes per thread and tensor at four warps, fewer where more of them live at once.
+
+    Where rows are not aligned each element has an address of its own, which costs two registers.
+    """
+    elements = 8192 // itemsize // max(chain.parts)
     if chain.sums:
         elements //= 2
-    if double:
+    if width % 16:
         elements //= 4
     block_n = max(4, min(next_power_of_2(width), 128 if chain.sums else 1024, elements))
     return elements // block_n, block_n
@@ -488,7 +497,7 @@ def pointwise(
     if next(given, None) is not None:
         raise ValueError(f"{chain}: more operands than steps that take one")
     y = fresh(chain.parts[-1], dtype) if result else None
-    block_m, block_n, constexprs = chain.tile(width, compute is torch.float64)
+    block_m, block_n, constexprs = chain.tile(width, x.element_size())
     head = (source, y, tuple(taken), tuple(outputs))
     sizes = (source.stride(0), tuple(strides), M, width)
     empty = M == 0 or width == 0
@@ -564,7 +573,7 @@ def chain_variant(
         operand: dtype of the operands, x's by default.
         result: whether the last value is stored.
     """
-    block_m, block_n, constexprs = chain.tile(width, dtype is torch.float64)
+    block_m, block_n, constexprs = chain.tile(width, dtype.itemsize)
     name, other = (TRITON_DTYPES[str(d).removeprefix("torch.")] for d in (dtype, operand or dtype))
     operands = tuple(
         "*i64" if step.operand == "seed" else f"*{other}" if step.operand else "none" for step in chain.steps
