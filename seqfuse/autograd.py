@@ -120,7 +120,10 @@ def _gradients(ctx: Any, segment: Segment, douts: Sequence[Any], tensors: tuple[
 
 def _asked(ctx: Any, segment: Segment) -> Asked | None:
     """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where they are all wanted."""
-    runs = [fn is None or _will_run(fn) for fn, _ in ctx.next_functions]
+    try:
+        runs = [fn is None or _executes(fn) for fn, _ in ctx.next_functions]
+    except RuntimeError:  # there is a leaf whose gradient is to be returned
+        runs = [fn is None or _will_run(fn) for fn, _ in ctx.next_functions]
     if all(runs):
         return None
     first = len(runs) - len(segment.parameters)
@@ -132,7 +135,7 @@ def _asked(ctx: Any, segment: Segment) -> Asked | None:
 def _will_run(fn: Any) -> bool:
     try:
         return _executes(fn)
-    except RuntimeError:  # a leaf whose gradient is to be returned
+    except RuntimeError:
         return True
 
 

@@ -58,6 +58,11 @@ class Listing:
                     self.parts.append(position)
                 start = position + 1
 
+        lone = self.parts[0] if len(self.parts) == 1 else None
+        special = self.random or self.inputs or self.outputs or self.parametrized
+        # The one region that everything is, where a call needs nothing beside it.
+        self.whole = lone if isinstance(lone, Region) and not special else None
+
     def _region(self, start: int, stop: int) -> Region:
         inside = self.items[start:stop]
         slots = list(dict.fromkeys(slot for item in inside for slot in item.slots.values()))

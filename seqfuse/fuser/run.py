@@ -31,7 +31,7 @@ from .reference import by_reference, check_channels, draw, random_positions, run
 from .show import Memory, measure
 
 KEPT_LISTS, KEPT_PROGRAMS = 8, 512
-_signature_of = operator.attrgetter("requires_grad", "dtype", "__class__")
+_requires, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 _PLAIN = (Tensor, nn.Parameter)
 _one_at_a_time = threading.RLock()
 _planning = threading.RLock()
@@ -82,6 +82,8 @@ class Fuser:
 
     def run(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """Run the planned list on plain tensors."""
+        if listing.whole is not None and not channels:
+            return self._run_region(listing, listing.whole, x, channels, None)
         if channels or listing.inputs:
             check_channels(listing.items, listing.inputs, channels)
         seeds = draw(len(listing.random), x) if listing.random else None
@@ -120,8 +122,8 @@ class Fuser:
             torch.are_deterministic_algorithms_enabled(),
             autocast_of(x.device.type) if any_autocast() else None,
             fusing_now(),
-            [*map(_signature_of, parameters)],
-            [_signature_of(channels[c]) for c in region.channels] if region.channels else None,
+            _signature(parameters),
+            _signature([channels[c] for c in region.channels]) if region.channels else None,
         )
         latest, program = region.latest
         if latest != key:
@@ -284,6 +286,10 @@ class Fuser:
         random = random_positions(items)
         inputs, outputs = public_channels(items)
         return by_reference(items, random, inputs, outputs, x, channels)
+
+
+def _signature(tensors: Sequence[Tensor]) -> list[Any]:
+    return [*map(_requires, tensors), *map(_dtype, tensors), *map(type, tensors)]
 
 
 def _checked(fusions: Any) -> tuple[type[FusedOperation], ...]:

@@ -34,7 +34,7 @@ class LinearBias(ForwardFusion):
         weight = parameter(self.linear, "weight")
         assert weight is not None
         y = F.linear(x, weight, self.bias.read())
-        return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.Saved()}
+        return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING}
 
 
 class LinearBiasBackward(BackwardFusion):

@@ -51,4 +51,4 @@ class LinearBiasAct(ForwardFusion):
         y = _IN_PLACE[type(self.act)](y)
         record = self.act.Saved(y=y)  # pyright: ignore[reportCallIssue]
         saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight), "act": record}
-        return y, saved if bias is None else {**saved, "bias": Bias.Saved()}
+        return y, saved if bias is None else {**saved, "bias": Bias.NOTHING}

@@ -44,5 +44,5 @@ class LinearBiasAdd(ForwardFusion):
             y.add_(add_other)
         else:
             y, _ = self.add.fwd(y, other=add_other)
-        saved = {"linear": Linear.Saved(x=x, weight=weight), "add": Add.Saved()}
-        return y, saved if bias is None else {**saved, "bias": Bias.Saved()}
+        saved = {"linear": Linear.Saved(x=x, weight=weight), "add": Add.NOTHING}
+        return y, saved if bias is None else {**saved, "bias": Bias.NOTHING}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -30,6 +31,8 @@ class Add(sf.UnfusedOperation):
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy alone."""
 
+    NOTHING: ClassVar[Saved] = Saved()
+
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
@@ -46,7 +49,7 @@ class Add(sf.UnfusedOperation):
     def fwd(self, x: Tensor, *, other: Tensor) -> tuple[Tensor, Saved]:
         if x.shape != other.shape:
             raise _unequal(x, other)
-        return x + other, self.Saved()
+        return x + other, self.NOTHING
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         return (dy if "x" in needs else None), {"other": dy if "other" in needs else None}

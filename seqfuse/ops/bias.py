@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ class Bias(sf.UnfusedOperation):
 
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy alone."""
+
+    NOTHING: ClassVar[Saved] = Saved()
 
     # A tuple, so that the owner is not registered as a submodule.
     _owner: tuple[nn.Module, ...] = ()
@@ -86,7 +88,7 @@ class Bias(sf.UnfusedOperation):
         return x + self._addend(x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return x + self._addend(x), self.Saved()
+        return x + self._addend(x), self.NOTHING
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         dbias = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,6 +28,8 @@ class Fork(sf.UnfusedOperation):
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy and d_out alone."""
 
+    NOTHING: ClassVar[Saved] = Saved()
+
     dy_may_be_none = True
 
     def __init__(self, name: str | None = None) -> None:
@@ -41,7 +44,7 @@ class Fork(sf.UnfusedOperation):
         return x, {"out": x}
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor], Saved]:
-        return x, {"out": x}, self.Saved()
+        return x, {"out": x}, self.NOTHING
 
     def bwd(self, dy: Tensor | None, saved: Saved, *, d_out: Tensor | None) -> tuple[Tensor | None, sf.Grads]:
         if dy is None or d_out is None:

@@ -38,6 +38,9 @@ class GeLU(sf.Pointwise):
     def reference(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate=self.approximate)
 
+    def fwd(self, x: Tensor) -> tuple[Tensor, sf.Saved]:
+        return F.gelu(x, approximate=self.approximate), self.record(x, x)
+
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
         return gelu_backward(dy, saved.x, approximate=self.approximate), {}
 

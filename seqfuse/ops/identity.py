@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ class Identity(sf.UnfusedOperation):
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy alone."""
 
+    NOTHING: ClassVar[Saved] = Saved()
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 
@@ -30,7 +32,7 @@ class Identity(sf.UnfusedOperation):
         return x
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return x, self.Saved()
+        return x, self.NOTHING
 
     def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
         return dy, {}

@@ -78,37 +78,45 @@ class LayerNorm(Norm):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight, bias, sizes = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
-        fit, gain = self._fit(x, weight)
+        fit, gain, stats = x, weight, torch.float32
+        if not (x.dtype is stats and weight is not None and weight.dtype is stats) or self.zero_centered:
+            stats = stats_dtype(x)
+            fit, gain = self._fit(x, weight)
         if bias is not None and bias.dtype is not (fit if gain is None else gain).dtype:
             bias = bias.to((fit if gain is None else gain).dtype)
         y, mean, rstd = torch.native_layer_norm(fit, sizes, gain, bias, self.eps)
-        if mean.dtype is not stats_dtype(x):  # fake tensors take it from x
-            mean, rstd = mean.to(stats_dtype(x)), rstd.to(stats_dtype(x))
-        rows = x.shape[: -len(sizes)]
-        return rounded(y, x), self.Saved(x=x, mean=mean.view(rows), rstd=rstd.view(rows), weight=weight)
+        for _ in sizes:
+            mean, rstd = mean.squeeze_(-1), rstd.squeeze_(-1)  # nobody else has seen them; a view costs more
+        if mean.dtype is not stats:  # fake tensors take it from x
+            mean, rstd = mean.to(stats), rstd.to(stats)
+        return y if fit is x and y.dtype is x.dtype else rounded(y, x), self.Saved(
+            x=x, mean=mean, rstd=rstd, weight=weight
+        )
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         if needs <= {"bias"}:
             return None, {"bias": self._dbias(dy)} if needs else {}
-        x, stats = saved.x, saved.mean.dtype
+        x, mean = saved.x, saved.mean
+        stats = mean.dtype
         wanted = ["x" in needs, "weight" in needs, "bias" in needs]
-        gain = self.gain(saved.weight if wanted[0] else None, stats)
+        gain = saved.weight if wanted[0] else None
+        if self.zero_centered:
+            gain = self.gain(gain, stats)
         exact = x.dtype is stats and dy.dtype is stats and (gain is None or gain.dtype is stats)
-        # ATen's kernel for the CPU sums half gradients in half: 5000 ones give 256 in bfloat16.
-        native = dy.device.type != "cpu" and x.dtype is dy.dtype and (gain is None or gain.dtype is x.dtype)
-        if not (exact or native):
-            x, dy, gain = x.to(stats), dy.to(stats), None if gain is None else gain.to(stats)
+        if not exact:
+            # ATen's kernel for the CPU sums half gradients in half: 5000 ones give 256 in bfloat16.
+            native = dy.device.type != "cpu" and x.dtype is dy.dtype and (gain is None or gain.dtype is x.dtype)
+            if not native:
+                x, dy, gain = x.to(stats), dy.to(stats), None if gain is None else gain.to(stats)
         if gain is None and (wanted[1] or wanted[2]):
             gain = x.new_ones(self.normalized_shape)  # where dx is not wanted, only its shape and dtype are read
-        dx, dweight, dbias = layer_norm_backward(
-            dy, x, self.normalized_shape, saved.mean, saved.rstd, gain, gain, wanted
-        )
+        dx, dweight, dbias = layer_norm_backward(dy, x, self.normalized_shape, mean, saved.rstd, gain, gain, wanted)
         grads: dict[str, Tensor | None] = {}
         if wanted[1]:
             grads["weight"] = dweight if exact else self.as_parameter(dweight, "weight")
         if wanted[2]:
             grads["bias"] = dbias if exact else self.as_parameter(dbias, "bias")
-        return (rounded(dx, saved.x) if wanted[0] else None), grads
+        return ((dx if exact else rounded(dx, saved.x)) if wanted[0] else None), grads
 
     def _dbias(self, dy: Tensor) -> Tensor:
         """The gradient of the bias alone, summed as the whole backward sums it; the kernel reads dy only."""

@@ -72,8 +72,9 @@ class RMSNorm(Norm):
             # An accelerator's kernel takes one dtype only, and autocast does not reach it.
             fit, gain = x.to(stats), None if gain is None else gain.to(stats)
         y, rstd = fused_rms_norm(fit, self.normalized_shape, gain, self.eps)
-        rows = x.shape[: -len(self.normalized_shape)]
-        return rounded(y, x), self.Saved(x=x, rstd=rstd.view(rows), weight=weight)
+        for _ in self.normalized_shape:
+            rstd = rstd.squeeze_(-1)  # nobody else has seen it; a view costs more
+        return rounded(y, x), self.Saved(x=x, rstd=rstd, weight=weight)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         x, rstd, weight = saved.x, saved.rstd, saved.weight if "x" in needs else None
