@@ -1,0 +1,227 @@
+"""Triton's interpreter with bfloat16 and float8 as a GPU has them.
+
+As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
+makes NaN of float8 overflow, and patches `triton.language` again at every call of a device function. Inside
+`corrected()` both formats go through float32 and come back rounded to nearest even, float8 saturating, and the patch is
+made once per launch, which is faster, too.
+
+It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
+is replaced; an unknown one is refused.
+"""
+
+# pyright: basic, reportGeneralTypeIssues=false
+# The parts replaced have no types.
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# What is replaced, and the arguments it must have after self.
+_METHODS = {
+    "cast_impl": ("src", "dst_type"),
+    "create_fp_to_fp": ("src", "dst_type", "rounding_mode"),
+    "binary_op": ("lhs", "rhs", "op"),
+    "ternary_op": ("lhs", "rhs", "other", "op"),
+    "unary_op": ("arg", "op"),
+    "create_fma": ("x", "y", "z"),
+    "create_dot": ("a", "b", "d", "input_precision", "max_num_imprecise_acc"),
+    "create_erf": ("arg",),
+    "create_rsqrt": ("arg",),
+}
+_REDUCTIONS = {"sum": ("input",), "min_max": ("input", "val_reduce_op", "idx_reduce_op")}
+
+_FLOAT8 = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp8e4b8": torch.float8_e4m3fnuz,
+    "fp8e5b16": torch.float8_e5m2fnuz,
+}
+
+
+@contextmanager
+def corrected() -> Generator[None]:
+    """A block in which interpreted kernels compute, and round to, bfloat16 and float8 as a GPU does.
+
+    Raises:
+        RuntimeError: for a version of Triton whose interpreter has other parts than the known ones.
+    """
+    from triton.runtime import interpreter
+
+    _probe(interpreter)
+    replaced: list[tuple[Any, str, Any]] = []
+    for owner, name, value in _replacements(interpreter):
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(replaced):
+            setattr(owner, name, value)
+
+
+def _probe(interpreter: Any) -> None:
+    import triton
+
+    unknown = [name for name in ("_patch_lang", "TensorHandle", "_get_np_dtype") if not hasattr(interpreter, name)]
+    for owner, wanted in (("InterpreterBuilder", _METHODS), ("ReduceOps", _REDUCTIONS)):
+        for name, arguments in wanted.items():
+            function = getattr(getattr(interpreter, owner, None), name, None)
+            if function is None or tuple(inspect.signature(function).parameters)[1:] != arguments:
+                unknown.append(f"{owner}.{name}")
+    if unknown:
+        raise RuntimeError(
+            f"Triton {triton.__version__} has another interpreter than the one that is corrected here: "
+            f"{', '.join(unknown)} not as known; versions 3.6 to 3.9 are"
+        )
+
+
+def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
+    import numpy as np
+    import triton.language as tl
+
+    TensorHandle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    plain = {name: getattr(builder, name) for name in _METHODS}
+
+    def scalar(handle: Any) -> Any:
+        return handle.dtype.scalar
+
+    def narrow(dtype: Any) -> bool:
+        return dtype == tl.bfloat16 or getattr(dtype, "name", "") in _FLOAT8
+
+    def decoded(data: Any, dtype: Any) -> Any:
+        """Float32 of a bit pattern; whatever is not one, such as a mask, stays."""
+        if not narrow(dtype) or data.dtype not in (np.uint16, np.uint8):
+            return data
+        if dtype == tl.bfloat16:
+            return (data.astype(np.uint32) << 16).view(np.float32)
+        return (
+            torch.from_numpy(np.ascontiguousarray(data)).view(_FLOAT8[dtype.name]).float().numpy().reshape(data.shape)
+        )
+
+    def encoded(values: Any, dtype: Any) -> Any:
+        """The bit pattern nearest to each value, ties to even; float8 ends at its largest finite number."""
+        values = np.asarray(values, dtype=np.float32)
+        if dtype == tl.bfloat16:
+            bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
+            rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+            return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+        kind = _FLOAT8[dtype.name]
+        most = torch.finfo(kind).max
+        return torch.from_numpy(np.clip(values, -most, most)).to(kind).view(torch.uint8).numpy().reshape(values.shape)
+
+    def handle_of(values: Any, dtype: Any) -> Any:
+        if values.dtype == np.bool_:
+            return TensorHandle(values, tl.int1)  # of a comparison
+        return TensorHandle(encoded(values, dtype), dtype)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        source, target = scalar(src), dst_type.scalar
+        if not narrow(source) and not narrow(target):
+            return plain["cast_impl"](self, src, dst_type)
+        values = decoded(src.data, source)
+        if narrow(target):
+            return TensorHandle(encoded(values, target), target)
+        return TensorHandle(values.astype(interpreter._get_np_dtype(target)), target)
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        source, target = scalar(src), dst_type.scalar
+        known = (tl.bfloat16, tl.float16, tl.float32, tl.float64)
+        if all(narrow(kind) or kind in known for kind in (source, target)):
+            return cast_impl(self, src, dst_type)
+        return plain["create_fp_to_fp"](self, src, dst_type, rounding_mode)
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        if not narrow(scalar(lhs)):
+            return plain["binary_op"](self, lhs, rhs, op)
+        return handle_of(op(decoded(lhs.data, scalar(lhs)), decoded(rhs.data, scalar(rhs))), scalar(lhs))
+
+    def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
+        if op is np.where or not narrow(scalar(other)):
+            return plain["ternary_op"](self, lhs, rhs, other, op)
+        return handle_of(op(*(decoded(h.data, scalar(h)) for h in (lhs, rhs, other))), scalar(other))
+
+    def unary_op(self: Any, arg: Any, op: Any) -> Any:
+        if not narrow(scalar(arg)):
+            return plain["unary_op"](self, arg, op)
+        return handle_of(op(decoded(arg.data, scalar(arg))), scalar(arg))
+
+    def create_rsqrt(self: Any, arg: Any) -> Any:
+        return unary_op(self, arg, lambda data: (1 / np.sqrt(data)).astype(data.dtype))
+
+    def create_erf(self: Any, arg: Any) -> Any:
+        # Through float64, as math.erf is, for all elements at once.
+        return unary_op(
+            self, arg, lambda data: torch.erf(torch.from_numpy(np.array(data, np.float64))).numpy().astype(data.dtype)
+        )
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if not narrow(scalar(z)):
+            return plain["create_fma"](self, x, y, z)
+        a, b, c = (decoded(h.data, scalar(h)) for h in (x, y, z))
+        return handle_of(a * b + c, scalar(z))
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        if not any(narrow(scalar(h)) for h in (a, b, d)):
+            return plain["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
+        left, right, total = (decoded(h.data, scalar(h)) for h in (a, b, d))
+        product = np.matmul(left, right, dtype=total.dtype) + total
+        return handle_of(product, scalar(d)) if narrow(scalar(d)) else TensorHandle(product, scalar(d))
+
+    reductions = {name: getattr(interpreter.ReduceOps, name) for name in _REDUCTIONS}
+
+    def reduced(self: Any, values: Any, dtype: Any) -> Any:
+        return self.to_tensor(encoded(values, dtype), dtype)
+
+    def total(self: Any, input: Any) -> Any:
+        if not narrow(input.dtype):
+            return reductions["sum"](self, input)
+        values = decoded(input.handle.data, input.dtype)
+        return reduced(self, np.sum(values, axis=self.axis, keepdims=self.keep_dims), input.dtype)
+
+    def min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
+        first = input[0] if isinstance(input, tuple) else input
+        if not narrow(first.dtype):
+            return reductions["min_max"](self, input, val_reduce_op, idx_reduce_op)
+        values = decoded(first.handle.data, first.dtype)
+        extreme = reduced(self, val_reduce_op(values, axis=self.axis, keepdims=self.keep_dims), first.dtype)
+        if idx_reduce_op is None:
+            return extreme
+        place = idx_reduce_op(values, axis=self.axis, keepdims=self.keep_dims)
+        return extreme, self.to_tensor(place, tl.int32)
+
+    methods = (
+        cast_impl, create_fp_to_fp, binary_op, ternary_op, unary_op, create_fma, create_dot, create_erf, create_rsqrt,
+    )  # fmt: skip
+    for method in methods:
+        yield builder, method.__name__, method
+    yield interpreter.ReduceOps, "sum", total
+    yield interpreter.ReduceOps, "min_max", min_max
+    yield interpreter, "_patch_lang", _patch_once(interpreter._patch_lang)
+
+
+def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`_patch_lang` for everything a launch may call, and nothing for the device functions called inside it."""
+    import triton.language as tl
+
+    everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    open_scopes: list[Any] = []
+
+    class Outer:
+        def __init__(self) -> None:
+            self.inner = patch(everything)
+            open_scopes.append(self)
+
+        def restore(self) -> None:
+            open_scopes.remove(self)
+            self.inner.restore()
+
+    class Nested:
+        def restore(self) -> None:
+            """The launch that is under way restores."""
+
+    return lambda fn: Nested() if open_scopes else Outer()
