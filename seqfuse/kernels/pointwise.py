@@ -409,7 +409,7 @@ class Chain:
                 "COMPUTE": tl.float64 if itemsize == 8 else tl.float32,
             }
             if self.sums:
-                constexprs |= {"SUMS": self.sums, "STAGES": _STAGES}
+                constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else _STAGES}
             found = self._tiles[key] = (block_m, block_n, constexprs)
         return found
 
@@ -420,19 +420,20 @@ class Chain:
 def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
     """Rows and columns of a tile: 64 bytes per thread and tensor at four warps, fewer where more of them live at once.
 
-    Where rows are not aligned each element has an address of its own, which costs two registers.
+    With sums, which live from tile to tile, 16 bytes, and the pipeline keeps several tiles in flight. Where rows are
+    not aligned each element has an address of its own, which costs two registers.
     """
-    elements = 8192 // itemsize // max(chain.parts)
-    if chain.sums:
-        elements //= 2
+    elements = 2048 // itemsize if chain.sums else 8192 // itemsize // max(chain.parts)
     if width % 16:
-        elements //= 4
+        elements = max(elements // 4, 256)
     block_n = max(4, min(next_power_of_2(width), 128 if chain.sums else 1024, elements))
     return elements // block_n, block_n
 
 
 _NUM_WARPS = 4
-_STAGES = 2
+_STAGES = 3
+# Per multiprocessor, of a kernel with sums.
+_PROGRAMS = 8
 
 
 def pointwise(
@@ -509,7 +510,7 @@ def pointwise(
         across = cdiv(width, block_n)
         down, steps = 1, 1
         if not empty:
-            down = max(1, min(cdiv(M, block_m), 4 * processors(x.device) // across))
+            down = max(1, min(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across))
             steps = cdiv(cdiv(M, block_m), down)
             down = cdiv(cdiv(M, block_m), steps)
             partials = workspace("pointwise", down * chain.sums * width, compute, x.device)
