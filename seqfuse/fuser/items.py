@@ -157,6 +157,9 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
     read: dict[str, int] = {}
     readers: dict[str, set[int]] = {}
     anonymous: list[tuple[str, int]] = []
+    closing: dict[int, list[range]] = {}
+    for inside in nested:
+        closing.setdefault(inside.stop, []).append(inside)
 
     def wrong(position: int, message: str) -> PlanError:
         return PlanError(message, code="SF201", operation=items[position].name, position=position)
@@ -195,9 +198,8 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
             made[channel] = position
             readers.setdefault(channel, set())
             item.outputs += ((name, channel),)
-        for inside in nested:
-            if inside.stop == position + 1:
-                _make_private(items, inside, made, read, readers)
+        for inside in closing.get(position + 1, ()):
+            _make_private(items, inside, made, read, readers)
     if anonymous:
         raise wrong(anonymous[-1][1], "its unnamed output is never read; close it with an unnamed Add or name it")
     open_until = [0] * (len(items) + 2)
@@ -214,7 +216,7 @@ def _make_private(
     items: list[Item], inside: range, made: dict[str, int], read: dict[str, int], readers: dict[str, set[int]]
 ) -> None:
     """Where a container closes: a channel made and read in it is its own, and others may use the name."""
-    for channel in [c for c, position in made.items() if position in inside and readers[c]]:
+    for channel in [c for position in inside for _, c in items[position].outputs if readers[c]]:
         private = f"{channel}@{inside.start}"
         readers[private] = readers.pop(channel)
         made[private] = made.pop(channel)
