@@ -30,6 +30,14 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _sigmoid_and_slope(z):
+    """Both s = sigmoid(z) and s (1 - s), which is exp(-|z|) / (1 + exp(-|z|))^2 without the cancellation of 1 - s."""
+    q = tl.exp(-tl.abs(z))
+    r = 1.0 / (1.0 + q)
+    return tl.where(z < 0.0, q * r, r), q * r * r
+
+
+@triton.jit
 def identity(x, P: tl.constexpr):
     """Identity: y = x."""
     return x
@@ -38,7 +46,7 @@ def identity(x, P: tl.constexpr):
 @triton.jit
 def identity_derivative(x, P: tl.constexpr):
     """dy/dx = 1."""
-    return x * 0.0 + 1.0
+    return tl.zeros_like(x) + 1.0
 
 
 @triton.jit
@@ -108,9 +116,9 @@ def silu(x, P: tl.constexpr):
 
 @triton.jit
 def silu_derivative(x, P: tl.constexpr):
-    """dy/dx = s (1 + x (1 - s)), s = sigmoid(x)."""
-    s = _sigmoid(x)
-    return s * (1.0 + x * (1.0 - s))
+    """dy/dx = s + x s (1 - s), s = sigmoid(x)."""
+    s, slope = _sigmoid_and_slope(x)
+    return s + x * slope
 
 
 @triton.jit
@@ -121,9 +129,9 @@ def quickgelu(x, P: tl.constexpr):
 
 @triton.jit
 def quickgelu_derivative(x, P: tl.constexpr):
-    """dy/dx = s (1 + 1.702 x (1 - s)), s = sigmoid(1.702 x)."""
-    s = _sigmoid(1.702 * x)
-    return s * (1.0 + 1.702 * x * (1.0 - s))
+    """dy/dx = s + 1.702 x s (1 - s), s = sigmoid(1.702 x)."""
+    s, slope = _sigmoid_and_slope(1.702 * x)
+    return s + x * slope * 1.702
 
 
 @triton.jit
@@ -148,8 +156,8 @@ def gelu_tanh(x, P: tl.constexpr):
 @triton.jit
 def gelu_tanh_derivative(x, P: tl.constexpr):
     """dy/dx = s + x s (1 - s) 2 u', s = sigmoid(2 u), u' = sqrt(2 / pi) (1 + 3 0.044715 x^2)."""
-    s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return s + x * (s * (1.0 - s)) * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
+    s, slope = _sigmoid_and_slope(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return s + x * slope * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
 
 
 ACTIVATIONS = {

@@ -12,17 +12,23 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+from seqfuse.testing.interpreter import corrected
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The interpreter computes with numpy, which reports what a GPU does not.
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:seqfuse.testing.interpreter")
     asked = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
     alone = all(path.is_relative_to(HERE) for path in asked)
     if alone and not torch.cuda.is_available() and "triton" not in sys.modules:
@@ -74,3 +80,38 @@ class InterpretedFailure(Exception):
 def device() -> torch.device:
     """Where kernels run in this process."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_as_on_a_gpu() -> Iterator[None]:
+    if torch.cuda.is_available():
+        yield
+    else:
+        with corrected():
+            yield
+
+
+@pytest.fixture
+def mutant(tmp_path: Path) -> Iterator[Callable[[ModuleType, str, str], ModuleType]]:
+    """`mutant(module, old, new)`: the module again with `old`, which must occur once, replaced in its source."""
+    made: list[str] = []
+
+    def make(module: ModuleType, old: str, new: str) -> ModuleType:
+        source = Path(str(module.__file__)).read_text()
+        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+        # Triton reads a kernel's source from the file; relative imports need the package of the original.
+        name = f"{module.__name__}_mutant_{len(made)}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        changed = importlib.util.module_from_spec(spec)
+        sys.modules[name] = changed
+        made.append(name)
+        spec.loader.exec_module(changed)
+        return changed
+
+    yield make
+    for name in made:
+        del sys.modules[name]

@@ -1,0 +1,124 @@
+"""Device functions of activations against torch: values, derivatives, ends of the range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqfuse.kernels import activations
+from seqfuse.kernels.pointwise import Chain, act, dact, pointwise
+from seqfuse.testing import FusedMismatch, assert_fused_close, in_regime
+
+TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x * 1,
+    "relu": torch.relu,
+    "squared_relu": lambda x: torch.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "silu": F.silu,
+    "quickgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def of_torch(name: str, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    y = TORCH[name](x)
+    y.backward(dy)
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad}
+
+
+def of_kernel(name: str, x: Tensor, dy: Tensor, module: ModuleType = activations) -> dict[str, Tensor]:
+    activation = module.ACTIVATIONS[name]
+    (y,) = pointwise(x, Chain(act(activation)))
+    saved = x if activation.reads == "input" else TORCH[name](x)
+    (dx,) = pointwise(dy, Chain(dact(activation)), (saved,))
+    assert y is not None
+    assert dx is not None
+    return {"y": y, "dx": dx}
+
+
+def check(name: str, x: Tensor, dy: Tensor, module: ModuleType = activations) -> None:
+    reference = of_torch(name, x.double(), dy.double())
+    assert_fused_close(of_kernel(name, x, dy, module), of_torch(name, x, dy), reference)
+
+
+def drawn(regime: str, dtype: torch.dtype, device: torch.device, rows: int = 17) -> tuple[Tensor, Tensor]:
+    shape = (rows, 40)
+    return in_regime(regime, shape, 1, dtype=dtype).to(device), in_regime("normal", shape, 2, dtype=dtype).to(device)
+
+
+def test_every_activation_has_a_reference_here() -> None:
+    assert TORCH.keys() == activations.ACTIVATIONS.keys()
+
+
+@pytest.mark.parametrize("regime", ["normal", "small", "offset", "heavy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", TORCH)
+def test_value_and_derivative_equal_torch(name: str, dtype: torch.dtype, regime: str, device: torch.device) -> None:
+    check(name, *drawn(regime, dtype, device))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_the_ends_of_the_range_are_those_of_torch(name: str, device: torch.device) -> None:
+    most = torch.finfo(torch.float32).max
+    ends = [0.0, 30.0, 100.0, 1e4, 1e-30, 1e18, most]
+    x = torch.tensor([[*ends, *(-end for end in ends)]], device=device)
+    check(name, x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_nan_and_infinity_come_out_where_they_do_in_torch(name: str, device: torch.device) -> None:
+    x = torch.tensor([[1.0, math.nan, math.inf, -math.inf]], device=device)
+    ours, theirs = of_kernel(name, x, torch.ones_like(x)), of_torch(name, x, torch.ones_like(x))
+    for key in ("y", "dx"):
+        # Vectorized GeLU of a CPU gives NaN at infinity, that of a GPU infinity.
+        assert torch.equal(ours[key].isnan() | ours[key].isinf(), theirs[key].isnan() | theirs[key].isinf()), key
+        assert ours[key][0, 1].isnan() == theirs[key][0, 1].isnan()
+
+
+TANH_GELU = "return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))"
+RELU = "return tl.where(x <= 0.0, 0.0, x)\n\n\n@triton.jit\ndef relu_derivative"
+MUTANTS = {
+    "erf for tanh": ("gelu_tanh", TANH_GELU, "return gelu(x, P)"),
+    "tanh that cancels": ("tanh", "tl.abs(x) < 0.625, near", "tl.abs(x) < 0.0, near"),
+    "gelu without its density": ("gelu", "x * 0.7071067811865476)) + x * phi", "x * 0.7071067811865476))"),
+    "silu's factor": ("silu", "return s + x * slope\n", "return s - x * slope\n"),
+    "quickgelu's constant": ("quickgelu", "return x * _sigmoid(1.702 * x)", "return x * _sigmoid(1.7 * x)"),
+    "relu that loses NaN": ("relu", RELU, RELU.replace("x <= 0.0, 0.0, x", "x > 0.0, x, 0.0")),
+    "leaking derivative": ("relu", "tl.where(y <= 0.0, 0.0, 1.0)", "tl.where(y < 0.0, 0.0, 1.0)"),
+    "squared relu's two": ("squared_relu", "return 2.0 * tl.where", "return tl.where"),
+    "sigmoid's derivative": ("sigmoid", "return y * (1.0 - y)", "return y * (1.0 - y * y)"),
+    "tanh's derivative": ("tanh", "return (1.0 - y) * (1.0 + y)", "return 1.0 - y"),
+    "slope that cancels": (
+        "gelu_tanh",
+        "return tl.where(z < 0.0, q * r, r), q * r * r",
+        "return tl.where(z < 0.0, q * r, r), r * (1.0 - r)",
+    ),
+    "identity's derivative": ("identity", "return tl.zeros_like(x) + 1.0", "return x"),
+}
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_wrong_function_is_found(fault: str, device: torch.device, mutant: Callable[..., ModuleType]) -> None:
+    name, old, new = MUTANTS[fault]
+    assert faults(name, mutant(activations, old, new), device)
+    assert not faults(name, activations, device)
+
+
+def faults(name: str, module: ModuleType, device: torch.device) -> list[FusedMismatch]:
+    found: list[FusedMismatch] = []
+    for regime in ("normal", "small", "offset", "one_nan"):
+        try:
+            check(name, *drawn(regime, torch.float32, device), module)
+        except FusedMismatch as mismatch:
+            found.append(mismatch)
+    return found
