@@ -1,0 +1,772 @@
+# pyright: basic
+# Device functions are Triton's language, which has no types.
+"""Matrix products with an epilogue: C = epilogue(A B), one persistent kernel for forward, dgrad and wgrad."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._columns import column_sums
+from ._gemm_tiles import DESCRIBED, Number, Tile, choose, family, weight_of
+from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
+from ._philox import dropped, threshold_and_scale
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@triton.jit
+def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Row and column of a tile: groups of `GROUP` rows of tiles, so that programs side by side share operands in L2."""
+    width = GROUP * tiles_n
+    first = tile // width * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    return first + (tile % width) % size, (tile % width) // size
+
+
+@triton.jit
+def _halves(acc):
+    rows: tl.constexpr = acc.shape[0]
+    columns: tl.constexpr = acc.shape[1]
+    return tl.split(tl.permute(tl.reshape(acc, (rows, 2, columns // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _parts(acc, SPLIT: tl.constexpr):
+    """The accumulator as a tuple of 1, 2 or 4 equal runs of columns."""
+    if SPLIT == 1:
+        return (acc,)
+    elif SPLIT == 2:
+        return _halves(acc)
+    else:
+        left, right = _halves(acc)
+        first, second = _halves(left)
+        third, fourth = _halves(right)
+        return (first, second, third, fourth)
+
+
+@triton.jit
+def _load_tile(ptr, desc, ld, rows, cols, inside, row, col, ACC: tl.constexpr):
+    if desc is not None:
+        return desc.load([row.to(tl.int32), col.to(tl.int32)]).to(ACC)
+    else:
+        return tl.load(ptr + rows[:, None] * ld + cols[None, :], mask=inside, other=0.0).to(ACC)
+
+
+@triton.jit
+def _store_tile(ptr, desc, ld, rows, cols, inside, row, col, value):
+    value = value.to(ptr.dtype.element_ty)
+    if desc is not None:
+        desc.store([row.to(tl.int32), col.to(tl.int32)], value)
+    else:
+        tl.store(ptr + rows[:, None] * ld + cols[None, :], value, mask=inside)
+
+
+@triton.jit
+def _gemm_kernel(
+    a,  # [M, K], or [K, M] where A_T
+    b,  # [K, N], or [N, K] where B_T; 2 N for N in the form "gated"
+    c,  # [M, N]; [M, 2 N] in the form "dgated"
+    pre,  # [M, N]; [M, 2 N] in the form "gated"; or None, as everything below
+    emitted,  # [M, N]
+    bias,  # [N]; [2 N] in the form "gated"
+    row_scale,  # [M]
+    residual,  # [M, N]
+    t,  # [M, N]; [M, 2 N] in the form "dgated"
+    seed,  # one int64
+    partials,  # float32, or float64 as ACC, [tiles_m, N]; [tiles_m, 2 N] in the form "dgated"
+    M,
+    N,
+    K,
+    lda,
+    ldb,
+    ldc,
+    ldp,
+    lde,
+    ldr,
+    ldt,
+    FORM: tl.constexpr,  # "plain", "gated", "dact", "dgated"
+    VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr,
+    P: tl.constexpr,
+    T_IS_OUTPUT: tl.constexpr,
+    READS_OUTPUT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    DROP: tl.constexpr,  # of `dropped`
+    GROUPED: tl.constexpr,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    LOADS: tl.constexpr,
+    TILES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    """C = epilogue(A B), a tile at a time, accumulated in float32 (float64 for float64)."""
+    ACC: tl.constexpr = tl.float64 if a.dtype.element_ty == tl.float64 else tl.float32
+    GATED: tl.constexpr = FORM == "gated"
+    DGATED: tl.constexpr = FORM == "dgated"
+    BS: tl.constexpr = BN // SPLIT
+
+    if LOADS:
+        width = 2 * N if GATED else N
+        if A_T:
+            a_desc = tl.make_tensor_descriptor(a, [K, M], [lda, 1], [BK, BM])
+        else:
+            a_desc = tl.make_tensor_descriptor(a, [M, K], [lda, 1], [BM, BK])
+        if B_T:
+            b_desc = tl.make_tensor_descriptor(b, [width, K], [ldb, 1], [BN, BK])
+        else:
+            b_desc = tl.make_tensor_descriptor(b, [K, width], [ldb, 1], [BK, BN])
+    # The two halves of a packed tensor have a descriptor each, whose end cuts the last tile off.
+    c_desc = tl.make_tensor_descriptor(c, [M, N], [ldc, 1], [BM, BS]) if TILES else None
+    c2_desc = tl.make_tensor_descriptor(c + N, [M, N], [ldc, 1], [BM, BS]) if TILES and DGATED else None
+    p_desc = tl.make_tensor_descriptor(pre, [M, N], [ldp, 1], [BM, BS]) if TILES and pre is not None else None
+    p2_desc = (
+        tl.make_tensor_descriptor(pre + N, [M, N], [ldp, 1], [BM, BS]) if TILES and GATED and pre is not None else None
+    )
+    e_desc = tl.make_tensor_descriptor(emitted, [M, N], [lde, 1], [BM, BS]) if TILES and emitted is not None else None
+    r_desc = tl.make_tensor_descriptor(residual, [M, N], [ldr, 1], [BM, BS]) if TILES and residual is not None else None
+    t_desc = tl.make_tensor_descriptor(t, [M, N], [ldt, 1], [BM, BS]) if TILES and t is not None else None
+    t2_desc = tl.make_tensor_descriptor(t + N, [M, N], [ldt, 1], [BM, BS]) if TILES and DGATED else None
+
+    # Whatever an address is made of has 64 bits.
+    tiles_m = tl.cdiv(M, BM).to(tl.int64)
+    tiles_n = tl.cdiv(N, BN).to(tl.int64)
+    k_tiles = tl.cdiv(K, BK)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tl.cdiv(N, BN), tl.num_programs(0), flatten=FLATTEN):
+        tile_m, tile_n = _place(tl.cast(tile, tl.int64), tiles_m, tiles_n, GROUP)
+        m0 = tile_m * BM
+        n0 = tile_n * BN
+        acc = tl.zeros((BM, BN), ACC)
+        acc2 = tl.zeros((BM, BN), ACC) if GATED else None
+        if not LOADS:
+            am = m0 + tl.arange(0, BM)
+            bn = n0 + tl.arange(0, BN)
+            ks = tl.arange(0, BK)
+            if A_T:
+                a_tile = a + ks.to(tl.int64)[:, None] * lda + am[None, :]
+            else:
+                a_tile = a + am[:, None] * lda + ks[None, :]
+            if B_T:
+                b_tile = b + bn[:, None] * ldb + ks[None, :]
+            else:
+                b_tile = b + ks.to(tl.int64)[:, None] * ldb + bn[None, :]
+        for k in tl.range(0, k_tiles):
+            k0 = k * BK
+            if LOADS:
+                x = a_desc.load([k0, m0.to(tl.int32)]).T if A_T else a_desc.load([m0.to(tl.int32), k0])
+                w = b_desc.load([n0.to(tl.int32), k0]).T if B_T else b_desc.load([k0, n0.to(tl.int32)])
+            else:
+                step = tl.cast(k, tl.int64) * BK
+                if A_T:
+                    x = tl.load(a_tile + step * lda, mask=(ks[:, None] < K - k0) & (am[None, :] < M), other=0.0).T
+                else:
+                    x = tl.load(a_tile + step, mask=(am[:, None] < M) & (ks[None, :] < K - k0), other=0.0)
+                if B_T:
+                    w = tl.load(b_tile + step, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
+                else:
+                    w = tl.load(b_tile + step * ldb, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
+            if INTERPRET:
+                x = x.to(ACC)
+                w = w.to(ACC)
+            acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+            if GATED:
+                if LOADS:
+                    n1 = N + n0.to(tl.int32)
+                    w2 = b_desc.load([n1, k0]).T if B_T else b_desc.load([k0, n1])
+                elif B_T:
+                    up = b_tile + (step + tl.cast(N, tl.int64) * ldb)
+                    w2 = tl.load(up, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
+                else:
+                    up = b_tile + (step * ldb + N)
+                    w2 = tl.load(up, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
+                if INTERPRET:
+                    w2 = w2.to(ACC)
+                acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
+
+        rows = m0 + tl.arange(0, BM)
+        parts = _parts(acc, SPLIT)
+        parts2 = _parts(acc2, SPLIT) if GATED else None
+        for s in tl.static_range(SPLIT):
+            col = n0 + s * BS
+            cols = col + tl.arange(0, BS)
+            inside = (rows[:, None] < M) & (cols[None, :] < N)
+            z = parts[s]
+            z2 = parts2[s] if GATED else None
+            if row_scale is not None:
+                factor = tl.load(row_scale + rows, mask=rows < M, other=0.0).to(ACC)[:, None]
+                z = z * factor
+                if GATED:
+                    z2 = z2 * factor
+            if bias is not None:
+                z += tl.load(bias + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
+                if GATED:
+                    z2 += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
+            if pre is not None:
+                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)
+                if GATED:
+                    _store_tile(pre + N, p2_desc, ldp, rows, cols, inside, m0, col, z2)
+            if FORM == "plain" and VALUE is not None:
+                z = VALUE(z, P)
+            if GATED:
+                z = VALUE(z, P) * z2
+            if seed is not None:
+                z = dropped(z, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
+            z2 = None
+            if FORM == "dact":
+                u = _load_tile(t, t_desc, ldt, rows, cols, inside, m0, col, ACC)
+                if T_IS_OUTPUT or (emitted is None and not READS_OUTPUT):
+                    v = u
+                else:
+                    v = VALUE(u, P)
+                if emitted is not None:
+                    h = dropped(v, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED) if seed is not None else v
+                    _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
+                z = z * DERIVATIVE(v if READS_OUTPUT else u, P)
+            if DGATED:
+                gate = _load_tile(t, t_desc, ldt, rows, cols, inside, m0, col, ACC)
+                up = _load_tile(t + N, t2_desc, ldt, rows, cols, inside, m0, col, ACC)
+                v = VALUE(gate, P)
+                if emitted is not None:
+                    h = v * up
+                    if seed is not None:
+                        h = dropped(h, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
+                    _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
+                z2 = z * v
+                z = z * up * DERIVATIVE(v if READS_OUTPUT else gate, P)
+            if residual is not None:
+                z += _load_tile(residual, r_desc, ldr, rows, cols, inside, m0, col, ACC)
+            if ACCUMULATE:
+                z += _load_tile(c, c_desc, ldc, rows, cols, inside, m0, col, ACC)
+            if partials is not None:
+                line = partials + tile_m * (tl.cast(N, tl.int64) * (2 if DGATED else 1)) + cols
+                tl.store(line, tl.sum(tl.where(inside, z, 0.0), 0), mask=cols < N)
+                if DGATED:
+                    tl.store(line + N, tl.sum(tl.where(inside, z2, 0.0), 0), mask=cols < N)
+            _store_tile(c, c_desc, ldc, rows, cols, inside, m0, col, z)
+            if DGATED:
+                _store_tile(c + N, c2_desc, ldc, rows, cols, inside, m0, col, z2)
+
+
+class _Operand(NamedTuple):
+    """A matrix as the kernel reads it: its storage, whether its columns are the contiguous ones, its other stride."""
+
+    tensor: Tensor
+    transposed: bool
+    ld: int
+
+    @property
+    def described(self) -> bool:
+        """Whether a descriptor can stand for it: 16-byte address and stride, and lines that do not overlap."""
+        size = self.tensor.element_size()
+        line = self.tensor.shape[0 if self.transposed else 1]
+        return self.tensor.data_ptr() & 15 == 0 and self.ld * size & 15 == 0 and line <= self.ld < 2**39
+
+
+def _matrix(name: str, tensor: Tensor) -> _Operand:
+    rows, columns = tensor.shape
+    if tensor.stride(1) == 1 or columns == 1:
+        return _Operand(tensor, False, tensor.stride(0) if rows > 1 else max(columns, 1))
+    if tensor.stride(0) == 1 or rows == 1:
+        return _Operand(tensor, True, tensor.stride(1))
+    raise ValueError(
+        f"{name} must be contiguous in its rows or in its columns, got shape {tuple(tensor.shape)} with strides "
+        f"{tensor.stride()}"
+    )
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    """All leading dimensions as one; a copy only where no stride can stand for them."""
+    if tensor.ndim == 2:
+        return tensor
+    if tensor.ndim == 0:
+        raise ValueError(f"{name} must have at least one dimension")
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _tile_operand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    return inner_contiguous(name, _flat(name, tensor))
+
+
+def _row_operand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
+    return tensor.reshape(-1).contiguous()
+
+
+def _ld(tensor: Tensor) -> int:
+    return tensor.stride(0) if tensor.shape[0] > 1 else max(tensor.shape[1], 1)
+
+
+def _factors(a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
+    if a.dtype not in _DTYPES:
+        raise ValueError(f"{a_name} of {a.dtype} cannot be multiplied here: float16, bfloat16, float32 or float64 can")
+    if a.dtype != b.dtype:
+        raise ValueError(f"{a_name} and {b_name} must have one dtype, got {a.dtype} and {b.dtype}")
+    if b.ndim != 2 and b_name == "weight":
+        raise ValueError(f"weight must have two dimensions, got shape {tuple(b.shape)}")
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where Triton puts descriptors; freed, and so used again, in the order of the stream."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _allow_scratch() -> None:
+    """Let Triton allocate: it forgets its allocator from thread to thread, and backward passes have their own."""
+    from triton.runtime import _allocation
+
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        triton.set_allocator(_scratch)
+
+
+class Dropout(NamedTuple):
+    """Dropout in an epilogue: element i of the contiguous result is kept by `_philox`'s rule.
+
+    Args:
+        seed: one int64 on the device, never read by the host.
+        p: probability of dropping an element.
+        upscale: whether what is kept is multiplied by 1 / (1 - p).
+    """
+
+    seed: Tensor
+    p: float
+    upscale: bool = True
+
+
+def _product(
+    a: _Operand,
+    b: _Operand,
+    c: Tensor,
+    shape: tuple[int, int, int],
+    a_t: bool,
+    b_t: bool,
+    *,
+    form: str = "plain",
+    act: Any = None,
+    pre: Tensor | None = None,
+    emitted: Tensor | None = None,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    t: Tensor | None = None,
+    t_is_output: bool = False,
+    dropout: Dropout | None = None,
+    sums: bool = False,
+    accumulate: bool = False,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> Tensor | None:
+    """Launch the kernel; returns the partial sums over rows where they are asked for."""
+    M, N, K = shape
+    if max(M, 2 * N, K) >= 2**31:
+        raise ValueError(f"a product of {M} x {K} by {K} x {N} has a dimension beyond 2^31 - 1")
+    device = c.device
+    if dropout is not None and dropout.p == 0:
+        dropout = None
+    described = K > 0 and a.described and b.described
+    tiles = (c, pre, emitted, residual, t)
+    if tile is None:
+        of = family(architecture(device))
+        if of in DESCRIBED and not described:
+            of += " pointers"
+        weight = weight_of(form, heavy=pre is not None or residual is not None or dropout is not None or accumulate)
+        tile = choose(of, _number(a.tensor.dtype, tf32), weight, M, N, processors(device))
+    loads = tile.descriptors and described
+    # The second half of a packed tensor begins N elements after the first.
+    moved = tile.descriptors and all(
+        x is None
+        or (x.data_ptr() & 15 == 0 and _ld(x) * x.element_size() & 15 == 0 and x.shape[1] <= _ld(x) < 2**39
+            and (form not in ("gated", "dgated") or N * x.element_size() & 15 == 0))
+        for x in tiles
+    )  # fmt: skip
+    if K == 0:
+        tile = tile._replace(flatten=False)  # two loops made one need a step in the inner one
+    partials = None
+    tiles_m = cdiv(M, tile.m)
+    count = tiles_m * cdiv(N, tile.n)
+    if count >= 2**31:
+        raise ValueError(f"a product of {M} x {N} has {count} tiles, at most 2^31 - 1 can be counted")
+    if sums:
+        width = 2 * N if form == "dgated" else N
+        dtype = torch.float64 if a.tensor.dtype == torch.float64 else torch.float32
+        partials = workspace("gemm", tiles_m * width, dtype, device)[: tiles_m * width].view(tiles_m, width)
+    if (loads or moved) and device.type == "cuda":
+        _allow_scratch()
+    strides = [0 if x is None else _ld(x) for x in tiles]
+    launch(
+        _gemm_kernel,
+        min(count, processors(device) * tile.per_processor),
+        (
+            a.tensor, b.tensor, c, pre, emitted, bias, row_scale, residual, t,
+            None if dropout is None else dropout.seed, partials, M, N, K, a.ld, b.ld, *strides,
+        ),
+        constexprs(
+            tile, form, act, t_is_output, accumulate,
+            None if dropout is None else threshold_and_scale(dropout.p, dropout.upscale),
+            N % 4 == 0, a_t, b_t, loads, moved, "tf32" if tf32 else "ieee", interpreted(),
+        ),
+        tile.num_warps,
+        tile.num_stages,
+    )  # fmt: skip
+    return partials
+
+
+def _number(dtype: torch.dtype, tf32: bool) -> Number:
+    if dtype == torch.float32:
+        return "tf32" if tf32 else "float32"
+    return "float64" if dtype == torch.float64 else "half"
+
+
+def constexprs(
+    tile: Tile,
+    form: str,
+    act: Any,
+    t_is_output: bool,
+    accumulate: bool,
+    drop: tuple[Any, ...] | None,
+    grouped: bool,
+    a_t: bool,
+    b_t: bool,
+    loads: bool,
+    moved: bool,
+    precision: str,
+    interpret: bool,
+) -> dict[str, Any]:
+    """The kernel's compile-time arguments, in its order."""
+    return {
+        "FORM": form,
+        "VALUE": None if act is None else act.value,
+        "DERIVATIVE": None if act is None or form not in ("dact", "dgated") else act.derivative,
+        "P": () if act is None else act.P,
+        "T_IS_OUTPUT": t_is_output,
+        "READS_OUTPUT": act is not None and act.reads == "output",
+        "ACCUMULATE": accumulate,
+        "DROP": drop,
+        "GROUPED": grouped,
+        "A_T": a_t,
+        "B_T": b_t,
+        "LOADS": loads,
+        "TILES": moved,
+        "PRECISION": precision,
+        "INTERPRET": interpret,
+        "BM": tile.m,
+        "BN": tile.n,
+        "BK": tile.k,
+        "GROUP": tile.group,
+        "SPLIT": tile.split,
+        "FLATTEN": tile.flatten,
+    }
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    act: Any = None,
+    store_pre: bool = False,
+    row_scale: Tensor | None = None,
+    dropout: Dropout | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A product and all that follows it up to a residual, in one launch; returns (y, z or `None`).
+
+    y = residual + dropout(act(z)), z = row_scale (x weight^T) + bias; what is not given is left out.
+
+    x: [*, K] and weight: [N, K] of one dtype, each contiguous in its rows or its columns; bias: [N]; row_scale: [*];
+    residual, y, z: [*, N].  Sums and the epilogue are float32 (float64 for float64), rounded when stored; K = 0 gives
+    the epilogue of 0.
+
+    Args:
+        x: the input.
+        weight: as in `torch.nn.functional.linear`.
+        bias: any floating dtype.
+        act: an activation, such as one of `activations.ACTIVATIONS`; `None` for none.
+        store_pre: whether z is wanted.
+        row_scale: a factor for each row.
+        dropout: after the activation, before the residual.
+        residual: any floating dtype, last dimension contiguous.
+        dtype: of y and z; x's by default.
+        tf32: whether float32 operands may be rounded to TF32.
+        tile: instead of the one the table has.
+
+    Raises:
+        ValueError: for shapes, strides or dtypes that cannot be multiplied.
+    """
+    return _forward("plain", x, weight, bias, act, store_pre, row_scale, dropout, residual, dtype, tf32, tile)
+
+
+def linear_gated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    act: Any,
+    store_pre: bool = False,
+    row_scale: Tensor | None = None,
+    dropout: Dropout | None = None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A product and a gated unit in one launch; returns (y, [gate; up] or `None`).
+
+    y = residual + dropout(act(gate) up), [gate; up] = row_scale (x weight^T) + bias.
+
+    x: [*, K], weight: [2 F, K] with the rows of the gate first, bias: [2 F], y: [*, F], [gate; up]: [*, 2 F].  The rest
+    is as in `linear`.
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    Raises:
+        ValueError: as `linear`, and for an odd number of rows of the weight.
+    """
+    return _forward("gated", x, weight, bias, act, store_pre, row_scale, dropout, residual, dtype, tf32, tile)
+
+
+def _forward(
+    form: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: Any,
+    store_pre: bool,
+    row_scale: Tensor | None,
+    dropout: Dropout | None,
+    residual: Tensor | None,
+    dtype: torch.dtype | None,
+    tf32: bool,
+    tile: Tile | None,
+) -> tuple[Tensor, Tensor | None]:
+    _factors("x", x, "weight", weight)
+    packed, K = weight.shape
+    N = packed
+    if form == "gated":
+        if packed % 2:
+            raise ValueError(f"a [gate; up] weight has an even number of rows, got shape {tuple(weight.shape)}")
+        N = packed // 2
+    flat = _flat("x", x)
+    if flat.shape[1] != K:
+        raise ValueError(f"x: expected last dimension {K}, got shape {tuple(x.shape)}")
+    lead = tuple(x.shape[:-1])
+    M = flat.shape[0]
+    dtype = dtype or x.dtype
+    y = torch.empty((M, N), dtype=dtype, device=x.device)
+    pre = torch.empty((M, packed), dtype=dtype, device=x.device) if store_pre else None
+    bias = None if bias is None else _row_operand("bias", bias, (packed,))
+    row_scale = None if row_scale is None else _row_operand("row_scale", row_scale, lead)
+    residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
+    if M and N:
+        a, b = _matrix("x", flat), _matrix("weight", weight)
+        _product(
+            a, b, y, (M, N, K), a.transposed, not b.transposed,
+            form=form, act=act, pre=pre, bias=bias, row_scale=row_scale, residual=residual, dropout=dropout,
+            tf32=tf32, tile=tile,
+        )  # fmt: skip
+    return y.view(*lead, N), None if pre is None else pre.view(*lead, packed)
+
+
+def linear_dgrad(
+    dy: Tensor,
+    weight: Tensor,
+    *,
+    act: Any = None,
+    t: Tensor | None = None,
+    t_is_output: bool = False,
+    row_scale: Tensor | None = None,
+    dropout: Dropout | None = None,
+    residual: Tensor | None = None,
+    sums: bool = False,
+    emit: bool = False,
+    dtype: torch.dtype | None = None,
+    sums_dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient of a product's input and of the activation and the bias before it; returns (dz, sum, x).
+
+    dz = residual + act'(t) dropout(row_scale (dy weight)), its sum over rows, and x = dropout(act(t)): what a `Linear`
+    hands to x = dropout(act(z)), z = ... + bias before it, the gradient of that bias and, where x was not kept, x
+    again. `None` stands for what is not asked for.
+
+    dy: [*, N] and weight: [N, K] of one dtype, each contiguous in its rows or its columns; row_scale: [*]; t, residual,
+    dz, x: [*, K]; sum: [K].  Sums over rows are of the unrounded float32 dz, in a fixed order.
+
+    Args:
+        dy: the gradient of the product.
+        weight: of the product.
+        act: the activation whose gradient is taken; `None` for the product alone.
+        t: the activation's input z, or its output.
+        t_is_output: whether t is the output: act(z) before dropout.
+        row_scale: a factor for each row.
+        dropout: the one between the activation and the product: it has the mask of the forward pass.
+        residual: a gradient that is added: of z, or of x where there is no activation.
+        sums: whether the sum over rows is wanted.
+        emit: whether dropout(act(t)) is wanted.
+        dtype: of dz and x; dy's by default.
+        sums_dtype: of the sum; that of dz by default.
+        tf32: whether float32 operands may be rounded to TF32.
+        tile: instead of the one the table has.
+
+    Raises:
+        ValueError: for shapes, strides or dtypes that cannot be multiplied; for an activation without t or t without an
+            activation, and for the output of one whose derivative reads its input.
+    """
+    if (act is None) != (t is None):
+        raise ValueError("act and t come together: the gradient of an activation is taken at t")
+    if emit and act is None:
+        raise ValueError("emit: there is no activation to compute again")
+    if act is not None and t_is_output and act.reads != "output":
+        raise ValueError(f"{_name_of(act)}: the derivative reads the input, so t cannot be the output")
+    return _backward(
+        "plain" if act is None else "dact", dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit,
+        dtype, sums_dtype, tf32, tile,
+    )  # fmt: skip
+
+
+def linear_dgrad_gated(
+    dy: Tensor,
+    weight: Tensor,
+    *,
+    act: Any,
+    t: Tensor,
+    row_scale: Tensor | None = None,
+    dropout: Dropout | None = None,
+    sums: bool = False,
+    emit: bool = False,
+    dtype: torch.dtype | None = None,
+    sums_dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradient of a product's input and of the gated unit before it; returns ([dgate; dup], sum, h).
+
+    dh = dropout(row_scale (dy weight)), dgate = dh up act'(gate), dup = dh act(gate), h = dropout(act(gate) up).
+    `None` stands for what is not asked for.
+
+    dy: [*, N], weight: [N, F], t = [gate; up] and its gradient: [*, 2 F], sum: [2 F], h: [*, F].  The rest is as in
+    `linear_dgrad`.
+
+    Raises:
+        ValueError: as `linear_dgrad`.
+    """
+    return _backward(
+        "dgated", dy, weight, act, t, False, row_scale, dropout, None, sums, emit, dtype, sums_dtype, tf32, tile
+    )
+
+
+def _backward(
+    form: str,
+    dy: Tensor,
+    weight: Tensor,
+    act: Any,
+    t: Tensor | None,
+    t_is_output: bool,
+    row_scale: Tensor | None,
+    dropout: Dropout | None,
+    residual: Tensor | None,
+    sums: bool,
+    emit: bool,
+    dtype: torch.dtype | None,
+    sums_dtype: torch.dtype | None,
+    tf32: bool,
+    tile: Tile | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    _factors("dy", dy, "weight", weight)
+    K, N = weight.shape
+    flat = _flat("dy", dy)
+    if flat.shape[1] != K:
+        raise ValueError(f"dy: expected last dimension {K}, got shape {tuple(dy.shape)}")
+    lead = tuple(dy.shape[:-1])
+    M = flat.shape[0]
+    width = 2 * N if form == "dgated" else N
+    dtype = dtype or dy.dtype
+    dz = torch.empty((M, width), dtype=dtype, device=dy.device)
+    emitted = torch.empty((M, N), dtype=dtype, device=dy.device) if emit else None
+    t = None if t is None else _tile_operand("t", t, (*lead, width))
+    row_scale = None if row_scale is None else _row_operand("row_scale", row_scale, lead)
+    residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
+    partials = None
+    if M and N:
+        a, b = _matrix("dy", flat), _matrix("weight", weight)
+        partials = _product(
+            a, b, dz, (M, N, K), a.transposed, b.transposed,
+            form=form, act=act, emitted=emitted, row_scale=row_scale, residual=residual, t=t, t_is_output=t_is_output,
+            dropout=dropout, sums=sums, tf32=tf32, tile=tile,
+        )  # fmt: skip
+    total = None
+    if sums:
+        total = (
+            torch.zeros(width, dtype=sums_dtype or dtype, device=dy.device)
+            if partials is None
+            else column_sums(partials, width, sums_dtype or dtype)
+        )
+    return dz.view(*lead, width), total, None if emitted is None else emitted.view(*lead, N)
+
+
+def linear_wgrad(
+    dy: Tensor,
+    x: Tensor,
+    *,
+    main_grad: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """The gradient of a weight, dweight = dy^T x over all rows: fresh, or added to `main_grad`, which is returned.
+
+    dy: [*, N] and x: [*, K] of one dtype, each contiguous in its rows or its columns; dweight, main_grad: [N, K].
+    The sum over rows is float32 (float64 for float64) and rounded once.
+
+    Args:
+        dy: the gradient of the product.
+        x: its input.
+        main_grad: a float32 (float64 for float64) buffer that is added to in place, last dimension contiguous.
+        dtype: of a fresh dweight; dy's by default.
+        tf32: whether float32 operands may be rounded to TF32.
+        tile: instead of the one the table has.
+
+    Raises:
+        ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
+    """
+    _factors("dy", dy, "x", x)
+    left, right = _flat("dy", dy), _flat("x", x)
+    if dy.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"dy and x must have the same rows, got shapes {tuple(dy.shape)} and {tuple(x.shape)}")
+    (K, M), N = left.shape, right.shape[1]
+    if main_grad is None:
+        out = torch.empty((M, N), dtype=dtype or dy.dtype, device=dy.device)
+    else:
+        out = _tile_operand("main_grad", main_grad, (M, N))
+        wanted = torch.float64 if dy.dtype == torch.float64 else torch.float32
+        if out.dtype != wanted:
+            raise ValueError(f"main_grad must be {wanted} for gradients of {dy.dtype}, got {out.dtype}")
+        if M > 1 and out.stride(0) < N:
+            raise ValueError(f"main_grad has rows that overlap: strides {main_grad.stride()}")
+    if M and N and (K or main_grad is None):
+        a, b = _matrix("dy", left), _matrix("x", right)
+        _product(
+            a, b, out, (M, N, K), not a.transposed, b.transposed, accumulate=main_grad is not None, tf32=tf32, tile=tile
+        )
+    return out
+
+
+def _name_of(act: Any) -> str:
+    return getattr(act.value, "__name__", "the activation")

@@ -1,0 +1,665 @@
+"""Matrix products with an epilogue: every part of it, every layout, every end of a matrix."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from seqfuse.kernels import gemm
+from seqfuse.kernels._gemm_tiles import Tile, choose, family, tiles
+from seqfuse.kernels._launch import interpreted
+from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.gemm import Dropout
+from seqfuse.ops._philox import drop_mask
+from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, exact, guarded, red_zones
+from seqfuse.testing.interpreter import corrected
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TILES = {
+    "pointers": Tile(32, 32, 32, 4, 1),
+    "descriptors": Tile(32, 64, 32, 4, 1, split=2, descriptors=True),
+    "quarters": Tile(64, 64, 16, 4, 1, split=4, descriptors=True, flatten=False),
+}
+M, N, K = 48, 40, 56
+
+EAGER: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x * 1,
+    "relu": F.relu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "silu": F.silu,
+    "quickgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu() -> Iterator[None]:
+    if interpreted():
+        with corrected():
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES.keys())
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=TILES.values(), ids=TILES.keys())
+def tile(request: pytest.FixtureRequest) -> Tile:
+    return request.param
+
+
+def data(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    # Asymmetric: what is even or odd in its argument must not pass for something else.
+    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    return ((torch.randn(shape, generator=generator) * 1.3 + 0.2) * scale).to(device, dtype)
+
+
+def a_seed(device: torch.device) -> Tensor:
+    return torch.tensor([7, -6148914691236517206, 9], device=device)[1]
+
+
+def drop(x: Tensor, dropout: Dropout | None) -> Tensor:
+    if dropout is None:
+        return x
+    return (x / (1 - dropout.p)).masked_fill(drop_mask(dropout.seed, x.shape, dropout.p), 0)
+
+
+def upcast(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def judge(fused: Any, eager: Callable[..., Any], args: dict[str, Any]) -> None:
+    """The rule, against the unfused operations in the working dtype and in float64."""
+    reference = eager(**{name: upcast(value) for name, value in args.items()})
+    assert_fused_close(fused, eager(**args), reference)
+
+
+def eager_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    act: str | None = None,
+    row_scale: Tensor | None = None,
+    dropout: Dropout | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+    store_pre: bool = False,
+) -> dict[str, Tensor | None]:
+    z = F.linear(x, weight)
+    if row_scale is not None:
+        z = z * row_scale.to(z.dtype).unsqueeze(-1)
+    if bias is not None:
+        z = z + bias
+    y = z
+    if gated:
+        gate, up = z.chunk(2, -1)
+        y = EAGER[act or "identity"](gate) * up
+    elif act is not None:
+        y = EAGER[act](y)
+    y = drop(y, dropout)
+    if residual is not None:
+        y = y + residual
+    return {"y": y.clone(), "z": z.clone() if store_pre else None}
+
+
+def check_linear(module: Any = gemm, tile: Tile | None = None, **args: Any) -> None:
+    gated = args.get("gated", False)
+    given = {k: v for k, v in args.items() if k != "gated"}
+    if given.get("act") is not None:
+        given["act"] = ACTIVATIONS[given["act"]]
+    with Untouched({k: v for k, v in given.items() if isinstance(v, Tensor)}):
+        y, z = (module.linear_gated if gated else module.linear)(**given, tile=tile)
+    judge({"y": y, "z": z}, eager_linear, args)
+
+
+def eager_dgrad(
+    dy: Tensor,
+    weight: Tensor,
+    act: str | None = None,
+    t: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    dropout: Dropout | None = None,
+    residual: Tensor | None = None,
+    gated: bool = False,
+) -> dict[str, Tensor]:
+    dx = dy @ weight
+    if row_scale is not None:
+        dx = dx * row_scale.to(dx.dtype).unsqueeze(-1)
+    if t is None:
+        dz = drop(dx, dropout)
+        x = dz
+    else:
+        t = t.detach().requires_grad_()
+        f = EAGER[act or "identity"]
+        x = drop(f(t.chunk(2, -1)[0]) * t.chunk(2, -1)[1] if gated else f(t), dropout)
+        (dz,) = torch.autograd.grad(x, t, dx)
+    if residual is not None:
+        dz = dz + residual
+    dz = dz.clone()
+    return {"dz": dz, "sum": dz.flatten(0, -2).sum(0), "x": x.detach().clone()}
+
+
+def check_dgrad(module: Any = gemm, tile: Tile | None = None, of_output: bool = False, **args: Any) -> None:
+    gated = args.get("gated", False)
+    given = {k: v for k, v in args.items() if k != "gated"}
+    emit = given.get("act") is not None
+    if emit:
+        if of_output:
+            given["t"] = EAGER[given["act"]](given["t"])
+            given["t_is_output"] = True
+        given["act"] = ACTIVATIONS[given["act"]]
+    dgrad = module.linear_dgrad_gated if gated else module.linear_dgrad
+    with Untouched({k: v for k, v in given.items() if isinstance(v, Tensor)}):
+        dz, total, x = dgrad(**given, sums=True, emit=emit, tile=tile)
+
+    def eager(**kwargs: Any) -> dict[str, Tensor]:
+        result = eager_dgrad(**kwargs)
+        if not emit:
+            del result["x"]
+        return result
+
+    judge({"dz": dz, "sum": total, **({"x": x} if emit else {})}, eager, args)
+
+
+def check_wgrad(module: Any = gemm, tile: Tile | None = None, accumulate: bool = False, **args: Any) -> None:
+    dy, x = args["dy"], args["x"]
+    start = data(dy.device, torch.float32, dy.shape[-1], x.shape[-1], seed=9)
+
+    def eager(dy: Tensor, x: Tensor) -> Tensor:
+        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        return dw if not accumulate else start.to(dw.dtype if dw.dtype == torch.float64 else torch.float32) + dw
+
+    main = start.clone() if accumulate else None
+    with Untouched({"dy": dy, "x": x}):
+        got = module.linear_wgrad(dy, x, main_grad=main, tile=tile)
+    assert main is None or got is main
+    judge(got, eager, args)
+
+
+def operands(device: torch.device, dtype: torch.dtype, m: int = M, n: int = N, k: int = K) -> SimpleNamespace:
+    return SimpleNamespace(
+        x=data(device, dtype, m, k, seed=1),
+        weight=data(device, dtype, n, k, seed=2, scale=k**-0.5),
+        bias=data(device, dtype, n, seed=3),
+        packed=data(device, dtype, 2 * n, k, seed=4, scale=k**-0.5),
+        packed_bias=data(device, dtype, 2 * n, seed=5),
+        residual=data(device, dtype, m, n, seed=6),
+        row_scale=data(device, torch.float32, m, seed=7),
+        dy=data(device, dtype, m, n, seed=8),
+        t=data(device, dtype, m, k, seed=10),
+        packed_t=data(device, dtype, m, 2 * k, seed=11),
+        d_residual=data(device, dtype, m, k, seed=12),
+        dropout=Dropout(a_seed(device), 0.3),
+    )
+
+
+@pytest.mark.parametrize("act", EAGER)
+def test_linear_with_every_activation(device: torch.device, dtype: torch.dtype, act: str) -> None:
+    o = operands(device, dtype)
+    check_linear(x=o.x, weight=o.weight, bias=o.bias, act=act, store_pre=True)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (),
+        ("bias",),
+        ("row_scale", "bias"),
+        ("residual",),
+        ("bias", "residual"),
+        ("dropout",),
+        ("bias", "dropout", "residual"),
+        ("row_scale", "bias", "dropout", "residual"),
+    ],
+    ids="+".join,
+)
+def test_linear_with_every_part_of_an_epilogue(
+    device: torch.device, dtype: torch.dtype, tile: Tile, parts: tuple[str, ...]
+) -> None:
+    o = operands(device, dtype)
+    check_linear(tile=tile, x=o.x, weight=o.weight, **{part: getattr(o, part) for part in parts})
+
+
+@pytest.mark.parametrize("act", [None, "gelu"], ids=["alone", "gelu"])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_everything_at_once(device: torch.device, dtype: torch.dtype, tile: Tile, act: str | None, gated: bool) -> None:
+    o = operands(device, dtype)
+    check_linear(
+        tile=tile, x=o.x, weight=o.packed if gated else o.weight, bias=o.packed_bias if gated else o.bias,
+        act=act or ("identity" if gated else None), store_pre=True, row_scale=o.row_scale, dropout=o.dropout,
+        residual=o.residual, gated=gated,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("act", EAGER)
+def test_gated_with_every_activation(device: torch.device, dtype: torch.dtype, act: str) -> None:
+    o = operands(device, dtype)
+    check_linear(x=o.x, weight=o.packed, bias=o.packed_bias, act=act, store_pre=True, gated=True)
+
+
+@pytest.mark.parametrize("act", EAGER)
+def test_dgrad_with_every_activation(device: torch.device, dtype: torch.dtype, act: str) -> None:
+    o = operands(device, dtype)
+    check_dgrad(dy=o.dy, weight=o.weight, act=act, t=o.t)
+
+
+@pytest.mark.parametrize("act", [name for name, a in ACTIVATIONS.items() if a.reads == "output"])
+def test_dgrad_from_the_output_of_an_activation(device: torch.device, act: str) -> None:
+    o = operands(device, torch.float32)
+    check_dgrad(dy=o.dy, weight=o.weight, act=act, t=o.t, of_output=True, dropout=o.dropout)
+
+
+@pytest.mark.parametrize("act", EAGER)
+def test_dgrad_of_every_gated_unit(device: torch.device, dtype: torch.dtype, act: str) -> None:
+    o = operands(device, dtype)
+    check_dgrad(dy=o.dy, weight=o.weight, act=act, t=o.packed_t, gated=True)
+
+
+@pytest.mark.parametrize("parts", [(), ("dropout",), ("row_scale", "d_residual")], ids="+".join)
+@pytest.mark.parametrize("kind", ["alone", "gelu", "gated"])
+def test_dgrad_with_every_part_of_an_epilogue(
+    device: torch.device, dtype: torch.dtype, tile: Tile, kind: str, parts: tuple[str, ...]
+) -> None:
+    o = operands(device, dtype)
+    given = {part.removeprefix("d_"): getattr(o, part) for part in parts}
+    if kind == "gated":
+        given.pop("residual", None)
+        given |= {"act": "silu", "t": o.packed_t, "gated": True}
+    elif kind == "gelu":
+        given |= {"act": "gelu", "t": o.t}
+    check_dgrad(tile=tile, dy=o.dy, weight=o.weight, **given)
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "main_grad"])
+def test_wgrad(device: torch.device, dtype: torch.dtype, tile: Tile, accumulate: bool) -> None:
+    o = operands(device, dtype)
+    check_wgrad(tile=tile, accumulate=accumulate, dy=o.dy, x=o.x)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 40, 56), (37, 1, 31), (1, 1, 1), (33, 65, 129), (31, 37, 7), (32, 32, 32), (5, 3, 64), (67, 36, 1)],
+)
+def test_sizes_that_fit_no_tile(device: torch.device, tile: Tile, m: int, n: int, k: int) -> None:
+    o = operands(device, torch.float32, m, n, k)
+    check_linear(
+        tile=tile, x=o.x, weight=o.weight, bias=o.bias, act="silu", store_pre=True, dropout=o.dropout,
+        residual=o.residual,
+    )  # fmt: skip
+    check_linear(tile=tile, x=o.x, weight=o.packed, act="silu", store_pre=True, gated=True)
+    check_dgrad(tile=tile, dy=o.dy, weight=o.weight, act="gelu", t=o.t, dropout=o.dropout)
+    check_dgrad(tile=tile, dy=o.dy, weight=o.weight, act="silu", t=o.packed_t, gated=True)
+    check_wgrad(tile=tile, dy=o.dy, x=o.x, accumulate=True)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "by columns": lambda x: x.t().contiguous().t(),
+    "strided rows": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "expanded rows": lambda x: x[:1].expand_as(x),
+    "misaligned": lambda x: F.pad(x, (1, 0))[:, 1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts_of_factors(device: torch.device, tile: Tile, layout: Callable[[Tensor], Tensor]) -> None:
+    o = operands(device, torch.float16)
+    x, weight, packed, dy = (layout(t) for t in (o.x, o.weight, o.packed, o.dy))
+    check_linear(tile=tile, x=x, weight=weight, bias=o.bias)
+    check_linear(tile=tile, x=x, weight=packed, act="silu", gated=True)
+    check_dgrad(tile=tile, dy=dy, weight=weight)
+    check_wgrad(tile=tile, dy=dy, x=x)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "by columns"])
+def test_layouts_of_tiles(device: torch.device, tile: Tile, layout: str) -> None:
+    o = operands(device, torch.float16)
+    residual, t, packed_t = (LAYOUTS[layout](x) for x in (o.residual, o.t, o.packed_t))
+    check_linear(tile=tile, x=o.x, weight=o.weight, residual=residual)
+    check_dgrad(tile=tile, dy=o.dy, weight=o.weight, act="gelu", t=t)
+    check_dgrad(tile=tile, dy=o.dy, weight=o.weight, act="silu", t=packed_t, gated=True)
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (2, 3), (2, 1, 3, 2)], ids=str)
+def test_any_number_of_leading_dimensions(device: torch.device, lead: tuple[int, ...]) -> None:
+    o = operands(device, torch.float32)
+    x, residual = data(device, torch.float32, *lead, K), data(device, torch.float32, *lead, N)
+    scale = data(device, torch.float32, *lead)
+    check_linear(x=x, weight=o.weight, bias=o.bias, row_scale=scale, dropout=o.dropout, residual=residual)
+    if lead:
+        check_dgrad(dy=residual, weight=o.weight, act="gelu", t=x)
+        check_wgrad(dy=residual, x=x)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0)])
+def test_empty_matrices(device: torch.device, tile: Tile, m: int, n: int, k: int) -> None:
+    o = operands(device, torch.float32, m, n, max(k, 1))
+    x, weight, packed = o.x[:, :k], o.weight[:, :k], o.packed[:, :k]
+    y, z = gemm.linear(x, weight, o.bias, act=ACTIVATIONS["gelu"], store_pre=True, residual=o.residual, tile=tile)
+    torch.testing.assert_close(y, F.gelu(o.bias.expand(m, n)) + o.residual)
+    torch.testing.assert_close(z, o.bias.expand(m, n).clone())
+    y, _ = gemm.linear_gated(x, packed, o.packed_bias, act=ACTIVATIONS["silu"], tile=tile)
+    torch.testing.assert_close(y, (F.silu(o.packed_bias[:n]) * o.packed_bias[n:]).expand(m, n).clone())
+    t = data(device, torch.float32, m, k)
+    dz, total, h = gemm.linear_dgrad(o.dy, weight, act=ACTIVATIONS["gelu"], t=t, sums=True, emit=True, tile=tile)
+    judge(
+        {"dz": dz, "sum": total, "x": h}, eager_dgrad, {"dy": o.dy, "weight": weight, "act": "gelu", "t": t}
+    )  # fmt: skip
+    main = data(device, torch.float32, n, k)
+    before = main.clone()
+    assert_bitwise_equal(gemm.linear_wgrad(o.dy[:0], x[:0], main_grad=main, tile=tile), before)
+    assert_bitwise_equal(gemm.linear_wgrad(o.dy[:0], x[:0], tile=tile), torch.zeros_like(main))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_bad_number_spreads_as_in_torch(device: torch.device, tile: Tile, value: float) -> None:
+    o = operands(device, torch.float32)
+    for name in ("x", "weight", "bias", "residual", "dy", "t"):
+        setattr(o, name, getattr(o, name).clone())
+        getattr(o, name).view(-1)[17] = value
+    # Eager GeLU makes NaN of Inf on a CPU.
+    for act in ("relu", "gelu", "tanh") if math.isnan(value) else ("relu", "tanh"):
+        check_linear(tile=tile, x=o.x, weight=operands(device, torch.float32).weight, bias=o.bias, act=act)
+        clean = operands(device, torch.float32)
+        check_linear(tile=tile, x=clean.x, weight=o.weight, act=act, residual=o.residual)
+        check_dgrad(tile=tile, dy=clean.dy, weight=clean.weight, act=act, t=o.t)
+
+
+def test_sums_leave_out_rows_beyond_the_last(device: torch.device, tile: Tile) -> None:
+    # The derivative is infinite at 0, which is what stands in rows that are not there.
+    class Root:
+        value, derivative, reads, P = _root, _root_derivative, "input", (2.0,)
+
+    o = operands(device, torch.float32, 33, N, K)
+    t = o.t.abs() + 0.5
+    _, total, _ = gemm.linear_dgrad(o.dy, o.weight, act=Root, t=t, sums=True, tile=tile)
+    torch.testing.assert_close(total, (o.dy @ o.weight / (2 * t.sqrt())).sum(0))
+
+
+@triton.jit
+def _root(x, P: tl.constexpr):
+    return tl.sqrt(x)
+
+
+@triton.jit
+def _root_derivative(x, P: tl.constexpr):
+    return 1.0 / (P[0] * tl.sqrt(x))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(33, 40, 56), (31, 33, 29)])
+def test_neither_reads_nor_writes_past_an_end(
+    device: torch.device, dtype: torch.dtype, tile: Tile, m: int, n: int, k: int
+) -> None:
+    o = operands(device, dtype, m, n, k)
+    for name, value in vars(o).items():
+        if isinstance(value, Tensor):
+            setattr(o, name, guarded(value).tensor)
+    act = ACTIVATIONS["gelu"]
+    with red_zones():
+        results = [
+            *gemm.linear(o.x, o.weight, o.bias, act=act, store_pre=True, row_scale=o.row_scale, residual=o.residual,
+                         dropout=o.dropout, tile=tile),
+            *gemm.linear_gated(o.x, o.packed, o.packed_bias, act=act, store_pre=True, tile=tile),
+            *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile),
+            *gemm.linear_dgrad_gated(o.dy, o.weight, act=act, t=o.packed_t, sums=True, emit=True, tile=tile),
+            gemm.linear_wgrad(o.dy, o.x, tile=tile),
+        ]  # fmt: skip
+    main = guarded(torch.zeros(n, k, device=device))
+    results.append(gemm.linear_wgrad(o.dy, o.x, main_grad=main.tensor, tile=tile))
+    main.check("main_grad")
+    assert len(results) == 12
+    for i, result in enumerate(results):
+        assert result is not None
+        assert result.isfinite().all(), f"result {i}"
+
+
+def test_adds_to_a_part_of_a_larger_buffer(device: torch.device, tile: Tile) -> None:
+    o = operands(device, torch.bfloat16)
+    buffer = torch.full((N, K + 24), math.nan, device=device)
+    buffer[:, :K] = 1.0
+    gemm.linear_wgrad(o.dy, o.x, main_grad=buffer[:, :K], tile=tile)
+    assert buffer[:, K:].isnan().all()
+    torch.testing.assert_close(buffer[:, :K], 1 + o.dy.float().t() @ o.x.float(), rtol=1e-4, atol=1e-3)
+
+
+def test_exact_inputs_give_exact_results(device: torch.device, dtype: torch.dtype, tile: Tile) -> None:
+    x, weight, dy, residual = (
+        exact("integers", s, i, dtype=dtype).to(device) for i, s in enumerate(((M, K), (N, K), (M, N), (M, N)))
+    )
+    y, _ = gemm.linear(x, weight, act=ACTIVATIONS["relu"], residual=residual, dtype=torch.float32, tile=tile)
+    want = F.relu(x.double() @ weight.double().t()) + residual.double()
+    assert_bitwise_equal(y, want.float())
+    dw = gemm.linear_wgrad(dy, x, dtype=torch.float32, tile=tile)
+    assert_bitwise_equal(dw, (dy.double().t() @ x.double()).float())
+    _, total, _ = gemm.linear_dgrad(dy, weight, sums=True, sums_dtype=torch.float32, tile=tile)
+    assert_bitwise_equal(total, (dy.double() @ weight.double()).sum(0).float())
+
+
+def test_twice_the_same_bits_whatever_the_order_of_tiles(device: torch.device, tile: Tile) -> None:
+    o = operands(device, torch.float32, 70, 70, 70)
+
+    def run(tile: Tile) -> list[Tensor | None]:
+        act = ACTIVATIONS["gelu"]
+        return [
+            *gemm.linear(o.x, o.weight, o.bias, act=act, dropout=o.dropout, tile=tile)[:1],
+            *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile),
+        ]
+
+    first = run(tile)
+    for other in (tile, tile._replace(group=1), tile._replace(group=3, per_processor=3), tile._replace(flatten=False)):
+        assert_bitwise_equal(run(other), first)
+
+
+def test_dropout_has_the_mask_of_the_operation(device: torch.device, tile: Tile) -> None:
+    for n in (40, 37):
+        o = operands(device, torch.float32, n=n)
+        y, _ = gemm.linear(o.x * 0, o.weight, o.bias * 0 + 1, dropout=o.dropout, tile=tile)
+        assert torch.equal(y == 0, drop_mask(o.dropout.seed, y.shape, o.dropout.p))
+        y, _ = gemm.linear(o.x * 0, o.weight, o.bias * 0 + 1, dropout=o.dropout._replace(upscale=False), tile=tile)
+        assert set(y.unique().tolist()) == {0.0, 1.0}
+        y, _ = gemm.linear(o.x, o.weight, dropout=o.dropout._replace(p=1.0), residual=o.residual, tile=tile)
+        assert_bitwise_equal(y, o.residual.clone())
+
+
+def test_float64_to_its_last_digits(device: torch.device, tile: Tile) -> None:
+    o = operands(device, torch.float64)
+    y, _ = gemm.linear(o.x, o.weight, o.bias, act=ACTIVATIONS["gelu"], residual=o.residual, tile=tile)
+    torch.testing.assert_close(y, F.gelu(F.linear(o.x, o.weight, o.bias)) + o.residual, rtol=1e-12, atol=1e-12)
+    main = torch.zeros_like(o.weight)
+    gemm.linear_wgrad(o.dy, o.x, main_grad=main, tile=tile)
+    torch.testing.assert_close(main, o.dy.t() @ o.x, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_further_apart_than_int32_counts(device: torch.device) -> None:
+    apart = 2**30 + 8
+    x = torch.empty_strided((4, 16), (apart, 1), dtype=torch.float16, device=device)
+    x.copy_(data(device, torch.float16, 4, 16))
+    weight = data(device, torch.float16, 16, 16)
+    check_linear(tile=TILES["pointers"], x=x, weight=weight, residual=x)
+    check_wgrad(tile=TILES["pointers"], dy=x, x=x)
+
+
+def test_the_dtype_of_results_can_be_chosen(device: torch.device) -> None:
+    o = operands(device, torch.bfloat16)
+    y, z = gemm.linear(o.x, o.weight, store_pre=True, dtype=torch.float32)
+    assert y.dtype == torch.float32
+    assert z is not None
+    torch.testing.assert_close(y, o.x.float() @ o.weight.float().t(), rtol=1e-4, atol=1e-4)
+    dz, total, _ = gemm.linear_dgrad(o.dy, o.weight, sums=True, sums_dtype=torch.float32)
+    assert (dz.dtype, total.dtype) == (torch.bfloat16, torch.float32)  # type: ignore[union-attr]
+
+
+REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {
+    "integers": ("cannot be multiplied", lambda o: gemm.linear(o.x.int(), o.weight.int())),
+    "two dtypes": ("one dtype", lambda o: gemm.linear(o.x, o.weight.half())),
+    "width": ("expected last dimension 56", lambda o: gemm.linear(o.x[:, 1:], o.weight)),
+    "rank of the weight": ("two dimensions", lambda o: gemm.linear(o.x, o.weight[None])),
+    "strides": ("rows or in its columns", lambda o: gemm.linear(o.x[:, ::2], o.weight[:, ::2])),
+    "shape of the residual": ("expected shape", lambda o: gemm.linear(o.x, o.weight, residual=o.bias)),
+    "strides of the residual": (
+        "contiguous in its last", lambda o: gemm.linear(o.x, o.weight, residual=o.residual.t().contiguous().t())
+    ),
+    "length of the bias": ("bias: expected shape", lambda o: gemm.linear(o.x, o.weight, o.bias[1:])),
+    "odd packed weight": ("even number", lambda o: gemm.linear_gated(o.x, o.packed[1:], act=ACTIVATIONS["silu"])),
+    "t alone": ("come together", lambda o: gemm.linear_dgrad(o.dy, o.weight, t=o.t)),
+    "emit without an activation": ("no activation", lambda o: gemm.linear_dgrad(o.dy, o.weight, emit=True)),
+    "derivative of the input": (
+        "reads the input",
+        lambda o: gemm.linear_dgrad(o.dy, o.weight, act=ACTIVATIONS["gelu"], t=o.t, t_is_output=True),
+    ),
+    "16-bit main_grad": (
+        "main_grad must be", lambda o: gemm.linear_wgrad(o.dy, o.x, main_grad=o.weight.half())
+    ),
+    "main_grad with overlapping rows": (
+        "overlap", lambda o: gemm.linear_wgrad(o.dy, o.x, main_grad=o.weight[:1].expand(N, K))
+    ),
+    "different rows": ("same rows", lambda o: gemm.linear_wgrad(o.dy[1:], o.x)),
+    "p": ("between 0 and 1", lambda o: gemm.linear(o.x, o.weight, dropout=o.dropout._replace(p=1.5))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sentence", "call"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_with_a_sentence(device: torch.device, sentence: str, call: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call(operands(device, torch.float32))
+
+
+def test_small_products_get_small_tiles() -> None:
+    large = choose("sm_90", "half", "light", 8192, 8192, 132)
+    assert large == tiles("sm_90", "half", "light")[0]
+    small = choose("sm_90", "half", "light", 64, 4096, 132)
+    assert small.m * small.n < large.m * large.n
+
+
+def test_every_architecture_has_tiles() -> None:
+    for architecture in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "interpreter"):
+        assert tiles(family(architecture), "half", "gated")
+
+
+# Each is a bug in the kernel, and the check that has to see it.
+MUTANTS: dict[str, tuple[str, str, str]] = {
+    "K is not masked": ("(am[:, None] < M) & (ks[None, :] < K - k0)", "(am[:, None] < M)", "ends"),
+    "the last column is lost": ("(cols[None, :] < N)", "(cols[None, :] < N - 1)", "forward"),
+    "the last step over K is lost": ("k_tiles = tl.cdiv(K, BK)", "k_tiles = K // BK", "forward"),
+    "the activation before the bias": ("if FORM == \"plain\" and VALUE", "if False and VALUE", "forward"),
+    "z after the activation": (
+        "                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)\n",
+        "                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, VALUE(z, P))\n",
+        "forward",
+    ),
+    "row_scale is left out": ("z = z * factor", "z = z", "forward"),
+    "the residual is scaled": ("z += _load_tile(residual, r", "z += 2 * _load_tile(residual, r", "forward"),
+    "gate and up swapped": ("z = VALUE(z, P) * z2", "z = VALUE(z2, P) * z", "gated"),
+    "up has the bias of the gate": ("bias + N + cols", "bias + cols", "gated"),
+    "value for derivative": ("z = z * DERIVATIVE(v if READS_OUTPUT else u, P)", "z = z * VALUE(u, P)", "dgrad"),
+    "the derivative of an output": ("DERIVATIVE(v if READS_OUTPUT else gate, P)", "DERIVATIVE(gate, P)", "dgated"),
+    "dup from the gate": ("z2 = z * v", "z2 = z * gate", "dgated"),
+    "x without dropout": ("h = dropped(v, seed, rows", "h = v if True else (v, seed, rows", "dgrad"),
+    "dropout by local columns": ("z = dropped(z, seed, rows, col,", "z = dropped(z, seed, rows, col - n0,", "forward"),
+    "sums of one tile only": ("partials + tile_m *", "partials + 0 * tile_m *", "dgrad"),
+    "sums of rows beyond the last": ("tl.where(inside, z, 0.0), 0)", "z, 0)", "root"),
+    "main_grad is overwritten": ("            if ACCUMULATE:", "            if False:", "wgrad"),
+    "tiles in another place": ("first + (tile % width) % size", "first", "forward"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not interpreted(), reason="a mutant of a compiled kernel would be compiled")
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_checks_kill(device: torch.device, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, check = MUTANTS[name]
+    mutant = mutated(old, new, tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        CHECKS[check](mutant, device)
+
+
+@pytest.mark.parametrize("check", ["forward", "gated", "dgrad", "dgated", "wgrad", "ends", "root"])
+def test_the_checks_of_mutants_pass_the_kernel(device: torch.device, check: str) -> None:
+    CHECKS[check](gemm, device)
+
+
+def mutated(old: str, new: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    source = Path(gemm.__file__).read_text()
+    assert source.count(old) >= 1, f"the kernel no longer has {old!r}"
+    path = folder / "gemm_mutant.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("seqfuse.kernels.gemm_mutant", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_forward(module: Any, device: torch.device) -> None:
+    o = operands(device, torch.float32)
+    check_linear(
+        module, TILES["pointers"], x=o.x, weight=o.weight, bias=o.bias, act="gelu", store_pre=True,
+        row_scale=o.row_scale, dropout=o.dropout, residual=o.residual,
+    )  # fmt: skip
+
+
+def _check_gated(module: Any, device: torch.device) -> None:
+    o = operands(device, torch.float32)
+    check_linear(module, TILES["pointers"], x=o.x, weight=o.packed, bias=o.packed_bias, act="silu", gated=True)
+
+
+def _check_dgrad(module: Any, device: torch.device) -> None:
+    o = operands(device, torch.float32)
+    check_dgrad(module, TILES["pointers"], dy=o.dy, weight=o.weight, act="gelu", t=o.t, dropout=o.dropout)
+
+
+def _check_dgated(module: Any, device: torch.device) -> None:
+    o = operands(device, torch.float32)
+    check_dgrad(module, TILES["pointers"], dy=o.dy, weight=o.weight, act="sigmoid", t=o.packed_t, gated=True)
+
+
+def _check_wgrad(module: Any, device: torch.device) -> None:
+    o = operands(device, torch.float32)
+    check_wgrad(module, TILES["pointers"], accumulate=True, dy=o.dy, x=o.x)
+
+
+def _check_ends(module: Any, device: torch.device) -> None:
+    o = operands(device, torch.float32)
+    x, weight = (guarded(t).tensor for t in (o.x, o.weight))
+    check_linear(module, TILES["pointers"], x=x, weight=weight)
+
+
+def _check_root(module: Any, device: torch.device) -> None:
+    class Root:
+        value, derivative, reads, P = _root, _root_derivative, "input", (2.0,)
+
+    o = operands(device, torch.float32, 33, N, K)
+    _, total, _ = module.linear_dgrad(
+        o.dy, o.weight, act=Root, t=o.t.abs() + 0.5, sums=True, tile=TILES["pointers"]
+    )  # fmt: skip
+    assert total.isfinite().all()
+
+
+CHECKS: dict[str, Callable[[Any, torch.device], None]] = {
+    "forward": _check_forward,
+    "gated": _check_gated,
+    "dgrad": _check_dgrad,
+    "dgated": _check_dgated,
+    "wgrad": _check_wgrad,
+    "ends": _check_ends,
+    "root": _check_root,
+}
