@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointError
 
 from .errors import StateError
@@ -25,10 +26,14 @@ class Segment(Protocol):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     consumed: tuple[str, ...]
-    parameters: Sequence[Any]
     device: str
     autocast: torch.dtype | None
     live: bool
+
+    @property
+    def parameters(self) -> Sequence[Any]:
+        """Where the tensors live that gradients are summed for."""
+        ...
 
     def run(self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
         """The forward, keeping nothing."""
@@ -97,7 +102,7 @@ class Seqfuse(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _own_casts() -> Iterator[None]:
+def _own_casts() -> Generator[None]:
     # Autocast keeps a parameter's cast for later uses; one made here, without a graph, would lose their gradients.
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -139,7 +144,7 @@ def _will_run(fn: Any) -> bool:
         return True
 
 
-_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore
+_executes: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore[reportPrivateUsage]
 
 
 def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
@@ -162,7 +167,7 @@ def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
 
 
 # Saved-tensor hooks are made once per checkpointed call: what ran under one pair is recomputed together.
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore
+_top_hooks: Callable[[bool], Any] = _top_saved_tensors_default_hooks
 _runs: WeakKeyDictionary[Any, list[Hashable]] = WeakKeyDictionary()
 
 
@@ -191,7 +196,7 @@ def _autocast_as(segment: Segment) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device, wanted or torch.get_autocast_dtype(device), enabled=wanted is not None)
 
 
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
 
 class _Once(torch.autograd.Function):
@@ -205,7 +210,7 @@ class _Once(torch.autograd.Function):
         links += [fn.variable for fn, _ in ctx.next_functions if hasattr(fn, "variable")]
         if not present or not links:
             return tuple(grads)
-        guarded: Any = iter(_Once.apply(len(present), *present, *links))  # pyright: ignore
+        guarded: Iterator[Any] = iter(_Once.apply(len(present), *present, *links))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         return tuple(None if g is None else next(guarded) for g in grads)
 
     @staticmethod
@@ -220,7 +225,7 @@ class _Once(torch.autograd.Function):
 
 
 # `Function.apply` first looks for functorch wrappers among its arguments; the fuser has already ruled them out.
-_apply: Callable[..., Any] = super(torch.autograd.Function, Seqfuse).apply  # type: ignore[misc]
+_apply: Callable[..., Any] = super(torch.autograd.Function, Seqfuse).apply  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
 
 
 def apply(

@@ -9,9 +9,9 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -133,7 +133,7 @@ def _bucket(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows > 0 else 0
 
 
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 """Whether any device's autocast is on: one call, where asking for a device by name costs several."""
 
 
@@ -148,7 +148,7 @@ def autocast_of(kind: str) -> torch.dtype | None:
 def _architecture(kind: str, index: int | None) -> str:
     if kind != "cuda" or not torch.cuda.is_available():
         return kind
-    properties: Any = torch.cuda.get_device_properties(index or 0)
+    properties = cast(Any, torch.cuda).get_device_properties(index or 0)
     return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
 
 
@@ -196,7 +196,7 @@ def settings() -> Settings:
     return Settings(**found)
 
 
-Chosen = frozenset[str | type]  # fusions by name or class
+Chosen = frozenset[str | type[Any]]  # fusions by name or class
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -231,7 +231,7 @@ def fusing_now() -> Fusing:
 
 @functools.cache
 def _default_fusing() -> Fusing:
-    return _fusing_of(settings().fusing, settings().on_error, (), frozenset())
+    return _fusing_of(settings().fusing, settings().on_error, (), Chosen())
 
 
 @functools.lru_cache(maxsize=256)
@@ -243,10 +243,10 @@ def _fusing_of(enabled: bool, on_error: OnError, only: tuple[Chosen, ...], exclu
 def fusing(
     enabled: bool | None = None,
     *,
-    only: str | type | Iterable[str | type] | None = None,
-    exclude: str | type | Iterable[str | type] = (),
+    only: str | type[Any] | Iterable[str | type[Any]] | None = None,
+    exclude: str | type[Any] | Iterable[str | type[Any]] = (),
     on_error: OnError | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Within the block, choose which fusions may be used; what is left out stays as it is outside.
 
     Args:
@@ -265,5 +265,5 @@ def fusing(
         _fusing.reset(token)
 
 
-def _several(fusions: str | type | Iterable[str | type]) -> Chosen:
+def _several(fusions: str | type[Any] | Iterable[str | type[Any]]) -> Chosen:
     return frozenset((fusions,) if isinstance(fusions, str | type) else fusions)

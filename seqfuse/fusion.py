@@ -78,7 +78,7 @@ class FusedOperation:
             )
         own = [
             _slot(cls, name, hint)
-            for name, hint in class_hints(cls, sys._getframe(1)).items()
+            for name, hint in class_hints(cls, sys._getframe(1)).items()  # pyright: ignore[reportPrivateUsage]
             if not _is_classvar(hint)
         ]
         cls.slots = cls.slots + tuple(own)
@@ -109,7 +109,7 @@ class FusedOperation:
                 cls._place(name, name, lambda op: (*op.forward_signature.extras, *_seed(op)))
         if cls.replaces_backward:
             plain = not any(s.variadic for s in cls.slots)
-            records = frozenset() if cls.has_record else frozenset(s.name for s in cls.slots)
+            records = frozenset[str]() if cls.has_record else frozenset(s.name for s in cls.slots)
             signature = Signature.of(cls, "bwd", ("dy", "saved") if cls.has_record else ("dy",), None)
             for name in signature.extras:
                 if name not in records:

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import typing
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,25 +34,22 @@ class Signature:
     @classmethod
     def of(cls, owner: type, function: str, positional: tuple[str, ...], allowed: frozenset[str] | None) -> Signature:
         """Read a signature; `allowed` bounds the extra names, `None` leaves them free."""
-        fn = inspect.unwrap(getattr(owner, function))
-        parameters = list(inspect.signature(fn).parameters.values())[1:]
+        parameters = list(inspect.signature(inspect.unwrap(getattr(owner, function))).parameters.values())[1:]
         first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(first) != len(positional) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
             wanted = ", ".join(("self", *positional))
             raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
-        extras: list[str] = []
-        for p in parameters[len(first) :]:
+        named = parameters[len(first) :]
+        for p in named:
             if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | _RESERVED):
                 known = ", ".join(sorted((allowed or frozenset()) | _RESERVED))
                 raise definition_error(owner, f"{function} names {p.name!r}, which is none of {known}", p.name)
-            if p.name not in _RESERVED:
-                extras.append(p.name)
-        names = {p.name for p in parameters[len(first) :]}
-        return cls(tuple(extras), "needs" in names, "env" in names, "seed" in names)
+        names = [p.name for p in named]
+        return cls(tuple(n for n in names if n not in _RESERVED), "needs" in names, "env" in names, "seed" in names)
 
 
 class Moment:
-    """A point in time, which is itself only."""
+    """A point in time, which is itself only; `object()` would be that too, but compilers do not trace it."""
 
 
 class Changes:
@@ -78,7 +75,7 @@ class FusableOperation(nn.Module):
         Changes.note()
 
     def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
+        super().__delattr__(name)  # pyright: ignore[reportUnknownMemberType]
         Changes.note()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -101,11 +98,11 @@ class FusableOperation(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": []}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
         # Other libraries put pickles here; nothing of ours is in them and nothing unpickles them.
         if state_dict.pop(f"{prefix}_extra_state", None) is not None:
             warnings.warn(f"ignored {prefix}_extra_state, which another library saved", UserWarning, stacklevel=2)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # pyright: ignore[reportUnknownMemberType]
 
 
 def alone(operation: FusableOperation) -> Any:
@@ -153,7 +150,7 @@ class UnfusedOperation(FusableOperation):
         for name in ("fwd", "bwd"):
             if getattr(cls, name) is getattr(UnfusedOperation, name):
                 raise definition_error(cls, f"an operation with a reference needs {name} as well", "class ")
-        if cls.Saved is Saved or not issubclass(cls.Saved, Saved):
+        if cls.Saved is Saved or not issubclass(cls.Saved, Saved):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise definition_error(cls, "an operation needs a class Saved(sf.Saved) of its own", "Saved")
         if cls.layout not in typing.get_args(Layout):
             known = ", ".join(typing.get_args(Layout))
@@ -191,12 +188,12 @@ class UnfusedOperation(FusableOperation):
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Where each parameter lives: local name to (owning module, attribute)."""
         slots: dict[str, tuple[nn.Module, str]] = {}
-        for prefix, module in self.named_modules():
+        for prefix, module in typing.cast(Iterable[tuple[str, nn.Module]], self.named_modules()):
             if ".parametrizations" in f".{prefix}":
                 continue
             names = [name for name, value in module._parameters.items() if value is not None]
             if parametrize.is_parametrized(module):
-                names += list(module.parametrizations)  # type: ignore[arg-type]
+                names += list(module.parametrizations)  # pyright: ignore[reportArgumentType]
             slots.update({f"{prefix}.{name}".lstrip("."): (module, name) for name in names})
         return slots
 
@@ -240,7 +237,7 @@ class Pointwise(UnfusedOperation, open=True):
 
     def record(self, x: Tensor, y: Tensor) -> Saved:
         """The record of a forward from `x` to `y`: the one of the two that the backward reads."""
-        return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # type: ignore[call-arg]
+        return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # pyright: ignore[reportCallIssue]
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         y = self.reference(x)
@@ -250,7 +247,7 @@ class Pointwise(UnfusedOperation, open=True):
         if self.reads == "output":
             return dy * self.derivative_reference(saved.y), {}
         with torch.enable_grad():
-            x = saved.x.detach().requires_grad_()
+            x: Tensor = saved.x.detach().requires_grad_()
             (dx,) = torch.autograd.grad(self.reference(x), x, dy)
         return dx, {}
 
@@ -271,11 +268,12 @@ class Gated(UnfusedOperation, open=True):
     """
 
     Saved = _SavedPacked
-    unit: ClassVar[Callable[[], Pointwise] | None] = None
+    unit: ClassVar[type[Pointwise] | None] = None
 
     def __init__(self, activation: Pointwise | None = None) -> None:
         super().__init__()
-        chosen = activation if activation is not None else self.unit and type(self).unit()  # type: ignore[misc]
+        unit = type(self).unit
+        chosen = activation if activation is not None else unit and unit()
         if not isinstance(chosen, Pointwise):
             raise TypeError(f"{type(self).__name__} needs a Pointwise activation, got {activation!r}")
         self.activation = chosen
@@ -286,7 +284,7 @@ class Gated(UnfusedOperation, open=True):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         gate, up = x.chunk(2, -1)
-        return self.activation.fwd(gate)[0] * up, self.Saved(x=x)  # type: ignore[call-arg]
+        return self.activation.fwd(gate)[0] * up, self.Saved(x=x)  # pyright: ignore[reportCallIssue]
 
     def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
         gate, up = saved.x.chunk(2, -1)

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from .errors import PluginError
 from .fusion import FusedOperation
@@ -53,7 +53,7 @@ def load(name: str) -> tuple[type[FusedOperation], ...]:
     plugin = _describe(points[0])
     try:
         offered: Any = points[0].load()
-        fusions: tuple[Any, ...] = tuple(offered) if isinstance(offered, Iterable) else (offered,)
+        fusions = tuple(cast(Iterable[Any], offered)) if isinstance(offered, Iterable) else (offered,)
     except (Exception, SystemExit) as error:
         raise PluginError(f"plug-in {plugin} raised {type(error).__name__}: {error}", code="SF304") from error
     for fusion in fusions:

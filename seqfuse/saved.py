@@ -76,7 +76,7 @@ class Saved:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        hints = class_hints(cls, sys._getframe(1))
+        hints = class_hints(cls, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
         for name in hints:
             if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in ("fields", "kept"):
                 raise definition_error(cls, f"field {name!r} must be a public identifier of its own", name)
@@ -84,7 +84,7 @@ class Saved:
                 known = "Tensor, Tensor | None, tuple[Tensor, ...] or plain data"
                 raise definition_error(cls, f"field {name!r} must be {known}", name)
         dataclasses.dataclass(frozen=True, kw_only=True, eq=False, init=False, repr=False)(cls)
-        declared = dataclasses.fields(cls)  # type: ignore[arg-type]
+        declared = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         cls.fields = tuple(f.name for f in declared)
         cls._plain = cls._plain | {name for name, hint in hints.items() if not _holds_tensor(hint)}
         cls._single = cls._single | {name for name, hint in hints.items() if _is_single(hint)}
@@ -165,7 +165,7 @@ def _make_init(cls: type[Saved], defaults: Mapping[str, Any]) -> Any:
     source.constants.update({f"default_{f}": value for f, value in given.items()}, Recompute=Recompute, late=_set_late)
     source.add("d = self.__dict__")
     for f in defaults:
-        if f not in cls._plain:
+        if f not in cls._plain:  # pyright: ignore[reportPrivateUsage]
             source.add(f"if {f}.__class__ is Recompute: late(d, '{f}', {f})", f"else: d['{f}'] = {f}")
         else:
             source.add(f"d['{f}'] = {f}")
@@ -195,7 +195,7 @@ def packing(cls: type[Saved], kept: tuple[str, ...]) -> tuple[Pack, Unpack]:
     pack.add("d = r.__dict__")
     unpack.add("r = new(cls)", "d = r.__dict__")
     for i, f in enumerate(map(identifier, kept)):
-        if f in cls._plain:
+        if f in cls._plain:  # pyright: ignore[reportPrivateUsage]
             pack.add(f"i{i} = d['{f}']")
             unpack.add(f"d['{f}'] = tokens[{i}]")
             continue
@@ -218,10 +218,12 @@ Rebuild = Callable[[Entry, Sequence[Any]], Saved]
 @functools.cache
 def reader(cls: type[Saved], kept: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]] | None:
     """What reads the kept fields of a record's dictionary at once, where each of them is one tensor or `None`."""
-    if not kept or not cls._single.issuperset(kept):
+    if not kept or not cls._single.issuperset(kept):  # pyright: ignore[reportPrivateUsage]
         return None
-    get = operator.itemgetter(*kept)
-    return get if len(kept) > 1 else lambda d: (get(d),)
+    if len(kept) == 1:
+        name = kept[0]
+        return lambda d: (d[name],)
+    return operator.itemgetter(*kept)  # pyright: ignore[reportUnknownVariableType]
 
 
 @functools.cache
@@ -231,14 +233,14 @@ def rebuilder(cls: type[Saved], kept: tuple[str, ...]) -> Rebuild:
     _, unpack = packing(cls, kept)
     empty = new(cls)
 
-    def rebuild(entry: Entry, tensors: Sequence[Any]) -> Saved:
+    def rebuild(entry: Any, tensors: Any) -> Saved:
         if entry.__class__ is int:
             record = new(cls)
             record.__dict__.update(zip(kept, tensors[entry : entry + length], strict=False))
             return record
         if entry is None:
             return empty
-        return unpack(entry, tensors) if entry.__class__ is tuple else entry  # type: ignore[arg-type, return-value]
+        return unpack(entry, tensors) if entry.__class__ is tuple else entry
 
     return rebuild
 
@@ -259,6 +261,8 @@ def _get(d: dict[str, Any], name: str, token: Any, t: tuple[Tensor, ...]) -> Non
     if token is None:
         d[name] = None
     elif token and callable(token[0]):
-        _set_late(d, name, Recompute(token[0], *(t[i] for i in token[1:])))
+        indices: tuple[int, ...] = token[1:]
+        _set_late(d, name, Recompute(token[0], *(t[i] for i in indices)))
     else:
-        d[name] = tuple(None if i is None else t[i] for i in token)
+        places: tuple[int | None, ...] = token
+        d[name] = tuple(None if i is None else t[i] for i in places)
