@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor
 
 from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
@@ -74,34 +75,47 @@ def check_form(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, give
     """
     operation: UnfusedOperation = step.operation
     names, record = operation.outputs, type(operation).Saved
-    right = isinstance(out, tuple) and len(out) == (3 if names else 2) and isinstance(out[0], Tensor)
+    right = _is_tuple(out, 3 if names else 2) and isinstance(out[0], Tensor)
     if right and names:
-        right = isinstance(out[1], Mapping) and set(out[1]) == set(names)
+        right = _is_mapping(out[1]) and set(out[1]) == set(names)
         right = right and all(isinstance(made, Tensor) for made in out[1].values())
     if not right or type(out[-1]) is not record:
         form = f"(y, {{{', '.join(names)}}}, {record.__qualname__})" if names else f"(y, {record.__qualname__})"
-        got = f"({', '.join(type(o).__name__ for o in out)})" if isinstance(out, tuple) else type(out).__name__
-        raise PluginError(f"fwd must return {form}, not {got}", code="SF302", operation=call.name, position=call.start)
+        message = f"fwd must return {form}, not {_form(out)}"
+        raise PluginError(message, code="SF302", operation=call.name, position=call.start)
     return True
 
 
-def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, dict[str, Any], Any]:
-    if isinstance(fusion, InferenceFusion):
-        pair = isinstance(out, tuple) and len(out) == 2
-        form = "(y, outputs)" if fusion.outputs else "y"
-        parts = ((*out, {}) if pair else None) if fusion.outputs else (out, {}, {})
+def _is_tuple(value: Any, length: int | None = None) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(value, tuple) and length in (None, len(cast(tuple[Any, ...], value)))
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(value, Mapping)
+
+
+def _form(out: Any) -> str:
+    return f"({', '.join(type(o).__name__ for o in out)})" if _is_tuple(out) else type(out).__name__
+
+
+def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
+    none: dict[str, Any] = {}
+    parts: tuple[Any, Any, Any] | None
+    if isinstance(fusion, InferenceFusion) and not fusion.outputs:
+        form, parts = "y", (out, none, none)
+    elif isinstance(fusion, InferenceFusion):
+        form, parts = "(y, outputs)", (out[0], out[1], none) if _is_tuple(out, 2) else None
     elif fusion.outputs:
-        form, parts = "(y, outputs, saved)", out if isinstance(out, tuple) and len(out) == 3 else None  # type: ignore[assignment]
+        form, parts = "(y, outputs, saved)", (out[0], out[1], out[2]) if _is_tuple(out, 3) else None
     else:
-        form = "(y, saved)"
-        parts = (out[0], {}, out[1]) if isinstance(out, tuple) and len(out) == 2 else None
+        form, parts = "(y, saved)", (out[0], none, out[1]) if _is_tuple(out, 2) else None
     if parts is None or not isinstance(parts[0], Tensor):
         message = f"fwd must return {form}"
         raise PluginError(message, code="SF302", operation=call.name, position=call.start)
-    kind = Saved if isinstance(fusion, JointFusion) else Mapping
-    if not isinstance(fusion, InferenceFusion) and not isinstance(parts[2], kind):
-        what = "its own Saved record" if kind is Saved else "a dictionary {slot: Saved}"
-        message = f"fwd must return {what} last, not a {type(parts[2]).__name__}"
+    joint, saved = isinstance(fusion, JointFusion), parts[2]
+    if not isinstance(fusion, InferenceFusion) and not (isinstance(saved, Saved) if joint else _is_mapping(saved)):
+        what = "its own Saved record" if joint else "a dictionary {slot: Saved}"
+        message = f"fwd must return {what} last, not a {type(saved).__name__}"
         raise PluginError(message, code="SF302", operation=call.name, position=call.start)
     return parts
 
@@ -145,7 +159,7 @@ def _raw(record: Saved, field: str) -> Any:
 
 
 def _compare(fusion: FusedOperation, step: Step, what: str, got: Any, own: Any) -> None:
-    if isinstance(own, tuple) and isinstance(got, tuple) and len(own) == len(got):
+    if _is_tuple(own) and _is_tuple(got, len(own)):
         for a, b in zip(got, own, strict=True):
             _compare(fusion, step, what, a, b)
         return
@@ -163,6 +177,15 @@ class Like(NamedTuple):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, t: Tensor) -> Like:
+        """What is like this tensor."""
+        return cls(t.shape, t.dtype, t.device)
+
+    def empty(self) -> Tensor:
+        """A tensor that looks so."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def _describe(value: Any) -> str:
@@ -183,7 +206,7 @@ def _key(binder: Binder, fusion: FusedOperation, covers: range, x: Tensor) -> An
 
 def _config(operation: UnfusedOperation) -> Any:
     plain = tuple(
-        (k, repr(v))
+        (k, repr(v))  # pyright: ignore[reportUnknownArgumentType]
         for k, v in vars(operation).items()
         if not k.startswith("_") and isinstance(v, str | int | float | tuple)
     )
@@ -193,7 +216,7 @@ def _config(operation: UnfusedOperation) -> Any:
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
     try:
-        return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        return a.untyped_storage()._cdata == b.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     except NotImplementedError:  # a batch of gradients, under vmap, has no storage to ask
         return False
 
@@ -203,7 +226,7 @@ def check_backward(
     step: Step,
     needs_of: Mapping[int, frozenset[str]],
     back: Back,
-    d: Tensor,
+    d: Tensor | None,
     out: Any,
     given: Mapping[str, Any],
 ) -> bool:
@@ -214,17 +237,16 @@ def check_backward(
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if isinstance(d, FakeTensor) or (d is not None and torch._C._functorch.is_batchedtensor(d)):
+    if isinstance(d, FakeTensor) or (d is not None and is_batchedtensor(d)):
         return False
     fused = isinstance(step.operation, FusedOperation)
 
     def wrong(message: str) -> PluginError:
         return PluginError(message, code="SF303", operation=step.name, position=step.covers.start)
 
-    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Mapping)):
-        got = f"({', '.join(type(o).__name__ for o in out)})" if isinstance(out, tuple) else type(out).__name__
-        raise wrong(f"bwd must return (dx, {{name: gradient}}), not {got}")
-    dx, grads = out
+    if not (_is_tuple(out, 2) and _is_mapping(out[1])):
+        raise wrong(f"bwd must return (dx, {{name: gradient}}), not {_form(out)}")
+    dx, grads = out[0], out[1]
     known: dict[str, Like | None] = {}
     owners: dict[str, tuple[nn.Module, str]] = {}
     wanted: set[str] = set()
@@ -262,8 +284,8 @@ def check_backward(
             raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")
         if fused and g.numel():
             owner, attribute = owners[name]
-            others = [(d, "the incoming gradient"), (dx, "the gradient of x"), *seen]
-            others.append((owner._parameters.get(attribute), "its parameter"))
+            others: list[tuple[Any, str]] = [(d, "the incoming gradient"), (dx, "the gradient of x"), *seen]
+            others.append((owner._parameters.get(attribute), "its parameter"))  # pyright: ignore[reportPrivateUsage]
             for other, what in others:
                 if isinstance(other, Tensor) and _same_storage(g, other):
                     raise wrong(f"gradient {name!r} shares its memory with {what}; return a tensor of its own")

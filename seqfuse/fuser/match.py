@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..env import Env, Fusing
+from ..errors import PluginError
 from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
 from .items import Item
 
@@ -35,6 +36,25 @@ class Refusal:
     fusion: str
     at: int
     reason: str
+
+
+def checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
+    """A rule set, if it is one: a fusion class or several.
+
+    Raises:
+        PluginError: naming what is not a fusion class, or lacks what a call needs.
+    """
+    chosen: tuple[Any, ...] = (fusions,)
+    if isinstance(fusions, Iterable) and not isinstance(fusions, type):
+        chosen = tuple(cast(Iterable[Any], fusions))
+    for fusion in chosen:
+        if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
+            raise PluginError(f"a rule set holds fusion classes, not {fusion!r}", code="SF301")
+        if fusion.is_contract:
+            what = "has slots but no fwd or bwd" if fusion.slots else "has no slots"
+            message = f"{fusion.__name__} {what}, so it cannot be used"
+            raise PluginError(message, code="SF301", operation=fusion.__name__)
+    return chosen
 
 
 class Matcher:
@@ -99,7 +119,7 @@ class Matcher:
         try:
             for holds, sentence in fusion.requires(env):
                 if not holds:
-                    return sentence if sentence and isinstance(sentence, str) else "it gives no reason"
+                    return sentence if sentence and isinstance(sentence, str) else "it gives no reason"  # pyright: ignore[reportUnnecessaryIsInstance]
         except Exception as error:
             return self._raised(name, "requires", error)
         return None

@@ -7,7 +7,7 @@ import functools
 import operator
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from torch.nn.utils import parametrize
 from .. import operation as operations
 from ..autograd import apply
 from ..env import Env, any_autocast, autocast_of, fusing_now
-from ..errors import PluginError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .check import Like
 from .inputs import check_channel_devices, check_devices, clearer, dtypes_of, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
 from .listing import Listing, Program, Region
-from .match import Matcher
+from .match import Matcher, checked
 from .plan import Plan, Wants, merge, plan_region
 from .program import Binder
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
@@ -56,7 +55,7 @@ class Fuser:
     """
 
     def __init__(self, root: FusableOperation, fusions: Sequence[type[FusedOperation]] = ()) -> None:
-        self.root, self.fusions = root, _checked(fusions)
+        self.root, self.fusions = root, checked(fusions)
         self._reset()
 
     def _reset(self) -> None:
@@ -100,9 +99,9 @@ class Fuser:
     def _run_parts(self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
         for part in listing.parts:
             if part.__class__ is Region:
-                x = self._run_region(listing, part, x, channels, seeds)
+                x = self._run_region(listing, part, x, channels, seeds)  # pyright: ignore[reportArgumentType]
             else:
-                x = run_alone(listing.items, part, x, channels)
+                x = run_alone(listing.items, part, x, channels)  # pyright: ignore[reportArgumentType]
         return x
 
     def _run_region(
@@ -180,33 +179,22 @@ class Fuser:
             dtypes = dtypes_of(listing, region, x, channels)
 
         named = zip(region.slots, parameters, strict=True)
-        likes = {(id(owner), name): Like(p.shape, p.dtype, p.device) for (owner, name), p in named}
+        likes = {(id(owner), name): Like.of(p) for (owner, name), p in named}
         shapes = validate(listing, region, x.shape)
         entering = {region.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes)}
-        channel_likes = {c: Like(t.shape, t.dtype, t.device) for c in region.channels for t in [channels[c]]}
+        channel_likes = {c: Like.of(channels[c]) for c in region.channels}
 
         @functools.cache
         def dtypes_now() -> list[torch.dtype | None]:
-            blank = {
-                c: torch.empty(like.shape, dtype=like.dtype, device=like.device) for c, like in channel_likes.items()
-            }
-            one = entering[region.start]
-            return dtypes_of(listing, region, torch.empty(one.shape, dtype=one.dtype, device=one.device), blank)
+            blank = {c: like.empty() for c, like in channel_likes.items()}
+            return dtypes_of(listing, region, entering[region.start].empty(), blank)
 
         def dtype_at(position: int) -> torch.dtype | None:
             return dtypes_now()[position]
 
+        clear = functools.partial(clearer, listing)
         binder = Binder(
-            listing.items,
-            wants,
-            env,
-            listing.random,
-            dtypes,
-            fusing.on_error,
-            likes,
-            entering,
-            dtype_at,
-            functools.partial(clearer, listing),
+            listing.items, wants, env, listing.random, dtypes, fusing.on_error, likes, entering, dtype_at, clear
         )
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
@@ -290,19 +278,6 @@ class Fuser:
 
 def _signature(tensors: Sequence[Tensor]) -> list[Any]:
     return [*map(_requires, tensors), *map(_dtype, tensors), *map(type, tensors)]
-
-
-def _checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
-    chosen = (fusions,) if isinstance(fusions, type) or not isinstance(fusions, Iterable) else tuple(fusions)
-    for fusion in chosen:
-        if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
-            raise PluginError(f"a rule set holds fusion classes, not {fusion!r}", code="SF301")
-        if fusion.is_contract:
-            what = "has slots but no fwd or bwd" if fusion.slots else "has no slots"
-            raise PluginError(
-                f"{fusion.__name__} {what}, so it cannot be used", code="SF301", operation=fusion.__name__
-            )
-    return chosen
 
 
 def _with(programs: dict[Any, Program], key: Any, program: Program) -> dict[Any, Program]:
