@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
 
 @contextlib.contextmanager
-def faking() -> Iterator[Any]:
+def faking() -> Generator[Any]:
     """A `FakeTensorMode` that takes real parameters too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
     # Autocast keeps casts of parameters for later: fake ones must not be among them.
     kept = torch.is_autocast_cache_enabled()

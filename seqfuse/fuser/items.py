@@ -55,7 +55,7 @@ def has_own_graph(module: nn.Module) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for owner in owners for value in vars(owner).values())
 
 
-def _alone(module: nn.Module, kind: type, hidden: bool) -> str | None:
+def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
         return "not an operation of this library"
     if any(_GLOBAL_HOOKS) and not hidden:  # a member that is no submodule is not among the user's modules
@@ -64,7 +64,7 @@ def _alone(module: nn.Module, kind: type, hidden: bool) -> str | None:
         return "it has hooks" + ("; fused inside by its own rule set" if isinstance(module, nn.Sequential) else "")
     if "forward" in vars(module):
         return "it has a forward of its own instance"
-    if module._compiled_call_impl is not None:
+    if module._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         return "it is compiled by itself"
     if has_own_graph(module):
         return "a tensor with a graph of its own stands for a parameter"
@@ -95,11 +95,11 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
         if isinstance(module, UnfusedOperation):
             looked_at.extend(module.modules())
         members, start = module.expand(), len(items)
-        if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):
+        if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"expand() must return a tuple of modules, not {members!r}"
             raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
         keys: dict[int, list[str]] = {}
-        for key, child in module._modules.items():
+        for key, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]
             keys.setdefault(id(child), []).append(key)
         for member in members:
             if member is module:
@@ -167,7 +167,7 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
     for position, item in enumerate(items):
         item.readers = readers
         channels, inputs, outputs = _channels_of(item, seen)
-        if not isinstance(channels, Mapping) or not set(channels) >= {*inputs, *outputs}:
+        if not isinstance(channels, Mapping) or not set(channels) >= {*inputs, *outputs}:  # pyright: ignore[reportUnnecessaryIsInstance]
             names = ", ".join(repr(name) for name in (*inputs, *outputs))
             message = f"channels must be a dictionary of {names}, not {channels!r}"
             raise PluginError(message, code="SF305", operation=item.name, position=position)
@@ -247,7 +247,7 @@ class Fingerprint:
         self._attributes = [m.__dict__ for m in self._modules]
         self._attributes_then = [dict(now) for now in self._attributes]
         self._types_then = [type(m) for m in self._modules]
-        self._children = [m._modules for m in self._modules if m._modules or isinstance(m, nn.Sequential)]
+        self._children = [m._modules for m in self._modules if m._modules or isinstance(m, nn.Sequential)]  # pyright: ignore[reportPrivateUsage]
         self._children_then = [dict(children) for children in self._children]
         self._keys_then = [list(children) for children in self._children]
         self._tensors = [v for now in self._attributes for v in now.values() if isinstance(v, Tensor)]
@@ -257,7 +257,7 @@ class Fingerprint:
         hooked = [getattr(m, name) for m in self._modules if m is not root for name in _HOOKS]
         self._empty = [h for h in (*hooked, *_GLOBAL_HOOKS) if not h]
         self._full = [h for h in (*hooked, *_GLOBAL_HOOKS) if h]
-        self._parameters = [(m._parameters, name) for m in self._modules for name in m._parameters]
+        self._parameters = [(m._parameters, name) for m in self._modules for name in m._parameters]  # pyright: ignore[reportPrivateUsage]
         self._absent_then = [parameters[name] is None for parameters, name in self._parameters]
 
     def holds(self) -> bool:

@@ -68,6 +68,6 @@ class Listing:
         slots = list(dict.fromkeys(slot for item in inside for slot in item.slots.values()))
         made = {c for item in inside for _, c in item.outputs}
         channels = tuple(dict.fromkeys(c for item in inside for _, c in item.inputs if c not in made))
-        direct = all(name in owner._parameters for owner, name in slots)
-        plain = [(owner._parameters, name) for owner, name in slots] if direct else None
+        direct = all(name in owner._parameters for owner, name in slots)  # pyright: ignore[reportPrivateUsage]
+        plain = [(owner._parameters, name) for owner, name in slots] if direct else None  # pyright: ignore[reportPrivateUsage]
         return Region(start, stop, slots, plain, channels)

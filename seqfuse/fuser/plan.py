@@ -120,7 +120,7 @@ class Wants:
             for name, (owner, attribute) in item.slots.items():
                 if _requires_grad(owner, attribute):
                     wanted.add(name)
-            wanted = wanted if grad else set()
+            wanted = wanted if grad else set[str]()
             needs[position] = frozenset(wanted)
             x = bool(wanted)
             if wanted and live_from == stop:
@@ -130,7 +130,7 @@ class Wants:
 
 
 def _requires_grad(owner: nn.Module, attribute: str) -> bool:
-    known = owner._parameters.get(attribute)
+    known = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
     if known is not None:
         return known.requires_grad
     if parametrize.is_parametrized(owner, attribute):

@@ -127,7 +127,7 @@ class Binder:
     def _call(self, step: Step, stop: int, joint: bool = False) -> Call:
         operation, (a, b) = step.operation, (step.covers.start, step.covers.stop)
         signature: Signature = operation.forward_signature
-        fused = isinstance(operation, FusedOperation)
+        fused, kind = isinstance(operation, FusedOperation), _kind(operation)
         places = dict(self._places(operation, a))
         inputs: list[tuple[str, str]] = []
         seeds: list[tuple[str, int | None]] = []
@@ -147,10 +147,10 @@ class Binder:
         ]
         outputs = [(n, c) for n, c in outputs if n in operation.outputs]
         ended = {c for p in range(a, b) for _, c in self.items[p].inputs if a <= max(readers[c]) < b}
-        saves = not isinstance(operation, InferenceFusion) and not (isinstance(operation, JointFusion) and not joint)
+        saves = kind != "inference" and (kind != "joint" or joint)
         packs: list[Pack] = []
         for place, position in places.items() if saves and not joint else ():
-            record: type[Saved] = self.items[position].operation.Saved  # type: ignore[union-attr]
+            record: type[Saved] = self.items[position].operation.Saved  # pyright: ignore[reportAssignmentType]
             if kept := record.kept(self.wants.needs[position]):
                 packs.append((self._record_place(place) if fused else (), position, record, kept))
         needs = self._needs(operation, a, b, self.wants.needs)
@@ -159,7 +159,7 @@ class Binder:
         given = [name for name, _ in (*inputs, *seeds)]
         return Call(
             fn=self._bind(operation.fwd, signature, needs, given),
-            kind=_kind(operation),
+            kind=kind,
             name=step.name,
             start=a,
             stop=b,
@@ -187,7 +187,7 @@ class Binder:
             item = self.items[position]
             key, under = (f"{place}.", f"{place.replace('.', '_')}_") if fused else ("", "")
             slot, _, number = place.partition(".")
-            own: type[Saved] = item.operation.Saved  # type: ignore[union-attr]
+            own: type[Saved] = item.operation.Saved  # pyright: ignore[reportAssignmentType]
             records.append((slot, position, int(number) if number else None, own, own.kept(self.wants.needs[position])))
             for name, (owner, attribute) in item.slots.items():
                 if name in needs[position]:
@@ -234,7 +234,7 @@ class Binder:
             one: Any = saved
             for key in self._record_place(place):
                 one = one[key]
-            own = self.items[position].operation.Saved  # type: ignore[union-attr]
+            own: type[Saved] = self.items[position].operation.Saved  # pyright: ignore[reportAssignmentType]
             if type(one) is not own:
                 raise TypeError(f"slot {place!r} needs a {own.__qualname__}, not a {type(one).__qualname__}")
             packed[position] = one

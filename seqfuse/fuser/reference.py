@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from ..errors import InputError
 from ..operation import UnfusedOperation
@@ -16,9 +17,13 @@ from .items import Item, call_name
 
 def transformed() -> bool:
     """Whether a functorch transform or forward-mode AD is active: those see the reference."""
-    if torch._C._get_tracing_state() is not None:  # torch.jit.trace, whose sizes are tensors
+    # torch.jit.trace counts too: in it, sizes are tensors.
+    if torch._C._get_tracing_state() is not None:  # pyright: ignore[reportPrivateUsage, reportUnnecessaryComparison]
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0  # type: ignore[attr-defined]
+    return _interpreter() is not None or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+
+
+_interpreter: Callable[[], Any] = peek_interpreter_stack
 
 
 def random_positions(items: Sequence[Item]) -> dict[int, int]:
@@ -57,7 +62,7 @@ def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mappi
             at = next(i for i, item in enumerate(items) if any(c == name for _, c in item.inputs))
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
             raise InputError(message, code="SF103", operation=items[at].name, position=at)
-        if not isinstance(channels[name], Tensor):
+        if not isinstance(channels[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             at, item = next((i, item) for i, item in enumerate(items) if any(c == name for _, c in item.inputs))
             message = f"channel {name!r} must be a tensor, not {type(channels[name]).__name__}"
             raise InputError(message, code="SF103", operation=item.name, position=at)

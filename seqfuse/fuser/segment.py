@@ -124,7 +124,8 @@ class Segment:
         """Run the backward steps: the gradients of x and of the parameters; `sides` are the channels'."""
         sums: list[Tensor | None] = [None] * len(self.parameters)
         if ORDER in packed:
-            tensors = tuple([tensors[i] for i in packed[ORDER]])
+            order: list[int] = packed[ORDER]
+            tensors = tuple([tensors[i] for i in order])
         run = self.made.get(asked)
         if run is None:
             run = self.made[asked] = self._back(self.backward_calls(asked))

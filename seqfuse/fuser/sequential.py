@@ -57,7 +57,7 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
     return new
 
 
-class Sequential(nn.Sequential, FusableOperation):
+class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A `torch.nn.Sequential` that covers its operations with fused ones: y = (... op_2(op_1(x))).
 
     Nested `Sequential`s and `Residual`s are expanded in place, and fusions cross their borders; a module that is no
@@ -83,7 +83,7 @@ class Sequential(nn.Sequential, FusableOperation):
                 self.add_module(key, module)
         else:
             for index, module in enumerate(operations):
-                self.add_module(str(index), module)  # type: ignore[arg-type]
+                self.add_module(str(index), module)  # pyright: ignore[reportArgumentType]
         self.fusions = self.default_fusions if fusions is None else fusions
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -95,7 +95,7 @@ class Sequential(nn.Sequential, FusableOperation):
     def expand(self) -> tuple[nn.Module, ...]:
         return tuple(self)
 
-    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+    def forward(self, x: Tensor, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs.
 
         Args:
@@ -119,10 +119,10 @@ class Sequential(nn.Sequential, FusableOperation):
             self.fusions = self.fusions
         return self._fuser
 
-    def _like(self, modules: Iterable[nn.Module] | OrderedDict[str, nn.Module]) -> Sequential:
+    def _like(self, modules: list[nn.Module] | OrderedDict[str, nn.Module]) -> Sequential:
         new = Sequential(fusions=self.fusions)
-        named = modules.items() if isinstance(modules, OrderedDict) else ((str(i), m) for i, m in enumerate(modules))
-        for key, module in named:
+        named = {str(i): m for i, m in enumerate(modules)} if isinstance(modules, list) else modules
+        for key, module in named.items():
             new.add_module(key, module)
         return new
 
@@ -137,7 +137,7 @@ class Sequential(nn.Sequential, FusableOperation):
         return self._like([*self, *other])
 
     def __mul__(self, other: int) -> Sequential:
-        if not isinstance(other, int):
+        if not isinstance(other, int):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"unsupported operand type(s) for *: {type(self)} and {type(other)}")
         if other <= 0:
             raise ValueError(f"Non-positive multiplication factor {other} for {type(self)}")
@@ -147,4 +147,4 @@ class Sequential(nn.Sequential, FusableOperation):
         return self * other
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Self:
-        return super().__iadd__(other)  # type: ignore[arg-type]
+        return super().__iadd__(other)  # pyright: ignore[reportUnknownMemberType]

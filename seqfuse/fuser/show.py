@@ -42,7 +42,7 @@ def measure(run: Callable[[Tensor, dict[str, Tensor]], None], x: Tensor, channel
         def pack(t: Tensor) -> Tensor:
             if isinstance(t, FakeTensor) and not isinstance(t, nn.Parameter):  # parameters stay real here
                 storage = t.untyped_storage()
-                kept[storage._cdata] = storage
+                kept[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
             return t
 
         with faking() as mode, FlopCounterMode(display=False) as counter:

@@ -190,7 +190,7 @@ def _records(s: Source, step: Back, layout: str | None) -> list[str]:
             arguments[slot].insert(0, "")
     if step.kind != "backward":
         return [names[0] for names in arguments.values()]
-    given = []
+    given: list[str] = []
     for slot, names in arguments.items():
         value = names[0] or f"({', '.join(names[1:])},)"
         given.append(f"{identifier(slot)}={value}")
