@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from ._launch import cdiv
@@ -43,17 +44,76 @@ class Tile(NamedTuple):
 
 
 DESCRIBED = frozenset({"sm_90", "sm_100"})
-"""Families whose tiles are moved by descriptors; each has tiles for what they cannot move under "<family> pointers"."""
+"""Families whose tiles are moved by descriptors."""
 
 _WEIGHTS: tuple[Weight, ...] = ("light", "heavy", "gradient", "gated", "dgated")
 _NUMBERS: tuple[Number, ...] = ("half", "tf32", "float32", "float64")
 
+
+def _described(*tiles: tuple[int, ...]) -> tuple[Tile, ...]:
+    return tuple(Tile(*tile)._replace(descriptors=True) for tile in tiles)
+
+
+def _pointers(*tiles: tuple[int, ...]) -> tuple[Tile, ...]:
+    return tuple(Tile(*tile)._replace(flatten=False) for tile in tiles)
+
+
+_GPUS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def _everywhere(
+    number: Number, tiles: tuple[Tile, ...], suffix: str
+) -> dict[tuple[str, Number, Weight], tuple[Tile, ...]]:
+    return {(of + suffix, number, weight): tiles for of in _GPUS for weight in _WEIGHTS}
+
+
+# m, n, k, warps, stages, split. Factors that are not aligned are in "<family> unaligned".
 _TABLE: dict[tuple[str, Number, Weight], tuple[Tile, ...]] = {
-    ("interpreter", number, weight): (Tile(32, 32, 32, 4, 1),) for number in _NUMBERS for weight in _WEIGHTS
+    **{
+        (f"interpreter{s}", n, w): (Tile(32, 32, 32, 4, 1),)
+        for s in ("", " unaligned")
+        for n in _NUMBERS
+        for w in _WEIGHTS
+    },
+    ("sm_90", "half", "light"): _described((128, 256, 64, 8, 4, 4), (128, 128, 64, 8, 4, 2), (64, 128, 64, 4, 4, 2)),
+    ("sm_90", "half", "heavy"): _described((128, 256, 64, 8, 3, 4), (128, 128, 64, 8, 4, 2), (64, 128, 64, 4, 4, 2)),
+    ("sm_90", "half", "gradient"): _described((128, 128, 64, 8, 4, 2), (64, 128, 64, 4, 4, 2)),
+    ("sm_90", "half", "gated"): _described((128, 128, 64, 8, 3, 2), (64, 128, 64, 4, 3, 2)),
+    ("sm_90", "half", "dgated"): _described((128, 128, 64, 8, 3, 4), (64, 128, 64, 4, 4, 4)),
+    ("sm_100", "half", "light"): _described((128, 256, 64, 8, 4, 4), (128, 128, 64, 8, 4, 2)),
+    ("sm_100", "half", "heavy"): _described((128, 256, 64, 8, 3, 4), (128, 128, 64, 8, 4, 2)),
+    ("sm_100", "half", "gradient"): _described((128, 128, 64, 8, 4, 4)),
+    ("sm_100", "half", "gated"): _described((128, 128, 64, 8, 3, 2)),
+    ("sm_100", "half", "dgated"): _described((128, 128, 64, 8, 3, 4, False)),
+    ("sm_80", "half", "light"): _pointers((128, 128, 32, 8, 4, 2), (64, 64, 64, 4, 3, 2)),
+    ("sm_80", "half", "heavy"): _pointers((128, 128, 32, 8, 4, 2), (64, 64, 64, 4, 3, 2)),
+    ("sm_80", "half", "gradient"): _pointers((128, 128, 32, 8, 4, 4), (64, 64, 64, 4, 3, 4)),
+    ("sm_80", "half", "gated"): _pointers((128, 64, 32, 8, 4, 1), (64, 64, 32, 4, 4, 1)),
+    ("sm_80", "half", "dgated"): _pointers((128, 64, 32, 8, 4, 4), (64, 64, 64, 4, 3, 4)),
+    ("gfx942", "half", "light"): _pointers((128, 128, 32, 8, 2, 2), (64, 64, 32, 4, 2, 1)),
+    ("gfx942", "half", "heavy"): _pointers((128, 128, 32, 8, 2, 2), (64, 64, 32, 4, 2, 1)),
+    ("gfx942", "half", "gradient"): _pointers((128, 128, 32, 8, 2, 4), (64, 64, 32, 4, 2, 2)),
+    ("gfx942", "half", "gated"): _pointers((128, 64, 32, 8, 2, 1)),
+    ("gfx942", "half", "dgated"): _pointers((128, 64, 32, 8, 2, 2)),
+    **_everywhere("half", _pointers((64, 64, 32, 8, 2, 2)), " unaligned"),
+    **_everywhere("tf32", _pointers((64, 64, 32, 8, 2, 2)), " unaligned"),
+    **_everywhere("tf32", _pointers((64, 64, 32, 8, 3, 2)), ""),
+    ("sm_90", "tf32", "light"): _described((128, 128, 32, 8, 4, 4), (64, 64, 32, 4, 4, 2)),
+    ("sm_90", "tf32", "heavy"): _described((128, 128, 32, 8, 3, 4), (64, 64, 32, 4, 3, 2)),
+    ("sm_90", "tf32", "gradient"): _described((128, 64, 32, 8, 3, 2)),
+    ("sm_90", "tf32", "gated"): _described((128, 64, 32, 8, 3, 2)),
+    ("sm_90", "tf32", "dgated"): _described((128, 64, 32, 8, 3, 4)),
+    **_everywhere("float32", _pointers((64, 64, 16, 8, 2, 2)), ""),
+    **_everywhere("float32", _pointers((64, 64, 16, 8, 2, 4)), " unaligned"),
+    **_everywhere("float64", _pointers((32, 32, 16, 4, 2, 2)), ""),
+    **_everywhere("float64", _pointers((32, 32, 16, 4, 2, 2)), " unaligned"),
 }
-for _of in ("sm_90",):
-    for _w in _WEIGHTS:
-        _TABLE[_of, "half", _w] = (Tile(128, 256, 64, 8, 3, 4, True, True), Tile(64, 128, 64, 4, 4, 2, True, True))
+
+
+def table() -> Iterator[tuple[str, Number, Weight, tuple[Tile, ...]]]:
+    """Every entry: family, number, weight and tiles."""
+    for (of, number, weight), candidates in _TABLE.items():
+        yield of, number, weight, candidates
 
 
 def family(architecture: str) -> str:
@@ -76,12 +136,25 @@ def tiles(of: str, number: Number, weight: Weight) -> tuple[Tile, ...]:
     return _TABLE[of, number, weight]
 
 
-def choose(of: str, number: Number, weight: Weight, M: int, N: int, processors: int) -> Tile:
+def stored_singly(weight: Weight, candidates: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """The tiles for results or added tiles that are not aligned.
+
+    Each element then has an address of its own in two registers, so fewer of them are worked on at a time.
+    """
+    if weight == "light":
+        return tuple(tile._replace(split=4) for tile in candidates if tile.m * tile.n <= 128 * 128)
+    last = candidates[-1]
+    return (last._replace(m=min(last.m, 64), n=min(last.n, 64), num_warps=8, split=4, flatten=False),)
+
+
+def choose(of: str, number: Number, weight: Weight, aligned: bool, M: int, N: int, processors: int) -> Tile:
     """The tile whose programs, all of them together, cover the fewest elements of C; the first of equals.
 
     A product of few tiles leaves processors idle, and the last round of a larger one may be almost empty.
     """
     candidates = _TABLE[of, number, weight]
+    if not aligned:
+        candidates = stored_singly(weight, candidates)
     if len(candidates) == 1:
         return candidates[0]
 

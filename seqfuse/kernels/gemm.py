@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import column_sums
-from ._gemm_tiles import DESCRIBED, Number, Tile, choose, family, weight_of
+from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
 from ._philox import dropped, threshold_and_scale
+from ._variants import Type, Variant
+from .activations import ACTIVATIONS
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -273,6 +276,11 @@ class _Operand(NamedTuple):
         line = self.tensor.shape[0 if self.transposed else 1]
         return self.tensor.data_ptr() & 15 == 0 and self.ld * size & 15 == 0 and line <= self.ld < 2**39
 
+    @property
+    def aligned(self) -> bool:
+        """Whether the compiler is told enough to load 16 bytes at a time: see `_launch`."""
+        return self.tensor.data_ptr() & 15 == 0 and self.ld & 15 == 0
+
 
 def _matrix(name: str, tensor: Tensor) -> _Operand:
     rows, columns = tensor.shape
@@ -309,6 +317,14 @@ def _row_operand(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _ld(tensor: Tensor) -> int:
     return tensor.stride(0) if tensor.shape[0] > 1 else max(tensor.shape[1], 1)
+
+
+def _fits(tensor: Tensor, half: int, described: bool) -> bool:
+    """Whether tiles of a tensor, and of what begins `half` elements into its rows, are moved 16 bytes at a time."""
+    ld, size = _ld(tensor), tensor.element_size()
+    if tensor.data_ptr() & 15 or half * size & 15:
+        return False
+    return ld * size & 15 == 0 and tensor.shape[1] <= ld < 2**39 if described else ld & 15 == 0
 
 
 def _factors(a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
@@ -377,22 +393,19 @@ def _product(
     device = c.device
     if dropout is not None and dropout.p == 0:
         dropout = None
-    described = K > 0 and a.described and b.described
     tiles = (c, pre, emitted, residual, t)
-    if tile is None:
-        of = family(architecture(device))
-        if of in DESCRIBED and not described:
-            of += " pointers"
-        weight = weight_of(form, heavy=pre is not None or residual is not None or dropout is not None or accumulate)
-        tile = choose(of, _number(a.tensor.dtype, tf32), weight, M, N, processors(device))
-    loads = tile.descriptors and described
+    of = family(architecture(device))
+    described = of in DESCRIBED if tile is None else tile.descriptors
     # The second half of a packed tensor begins N elements after the first.
-    moved = tile.descriptors and all(
-        x is None
-        or (x.data_ptr() & 15 == 0 and _ld(x) * x.element_size() & 15 == 0 and x.shape[1] <= _ld(x) < 2**39
-            and (form not in ("gated", "dgated") or N * x.element_size() & 15 == 0))
-        for x in tiles
-    )  # fmt: skip
+    packed = form in ("gated", "dgated")
+    fit = all(x is None or _fits(x, N if packed and x.shape[1] == 2 * N else 0, described) for x in tiles)
+    if tile is None:
+        weight = weight_of(form, heavy=pre is not None or residual is not None or dropout is not None or accumulate)
+        if not (a.described and b.described if described else a.aligned and b.aligned):
+            of += " unaligned"
+        tile = choose(of, _number(a.tensor.dtype, tf32), weight, fit, M, N, processors(device))
+    loads = tile.descriptors and K > 0 and a.described and b.described
+    moved = tile.descriptors and fit
     if K == 0:
         tile = tile._replace(flatten=False)  # two loops made one need a step in the inner one
     partials = None
@@ -770,3 +783,105 @@ def linear_wgrad(
 
 def _name_of(act: Any) -> str:
     return getattr(act.value, "__name__", "the activation")
+
+
+class _Kind(NamedTuple):
+    """An epilogue that a host function launches, for the offline check."""
+
+    name: str
+    form: str
+    operands: tuple[str, ...] = ()
+    act: str | None = None
+    a_t: bool = False
+    b_t: bool = False
+    accumulate: bool = False
+    t_is_output: bool = False
+
+
+# The last of each weight holds most.
+_KINDS: dict[Weight, tuple[_Kind, ...]] = {
+    "light": (
+        _Kind("forward", "plain", b_t=True),
+        _Kind("dgrad+sums", "plain", ("partials",)),
+        _Kind("wgrad", "plain", a_t=True),
+        _Kind("forward+bias,gelu", "plain", ("bias",), "gelu", b_t=True),
+    ),
+    "heavy": (
+        _Kind("wgrad+main_grad", "plain", a_t=True, accumulate=True),
+        _Kind("forward+bias,gelu,pre", "plain", ("bias", "pre"), "gelu", b_t=True),
+        _Kind("forward+bias,dropout,residual", "plain", ("bias", "seed", "residual"), b_t=True),
+        _Kind("forward+all", "plain", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
+    ),
+    "gradient": (
+        _Kind("dgrad+gelu", "dact", ("t",), "gelu"),
+        _Kind("dgrad+relu of output,sums", "dact", ("t", "partials"), "relu", t_is_output=True),
+        _Kind("dgrad+gelu,sums,emit", "dact", ("emitted", "t", "partials"), "gelu"),
+        _Kind("dgrad+all", "dact", ("emitted", "row_scale", "residual", "t", "seed", "partials"), "gelu"),
+    ),
+    "gated": (
+        _Kind("swiglu", "gated", (), "silu", b_t=True),
+        _Kind("swiglu+bias,pre", "gated", ("pre", "bias"), "silu", b_t=True),
+        _Kind("geglu+all", "gated", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
+    ),
+    "dgated": (
+        _Kind("dgrad+swiglu", "dgated", ("t",), "silu"),
+        _Kind("dgrad+swiglu,sums,emit", "dgated", ("emitted", "t", "partials"), "silu"),
+        _Kind("dgrad+geglu,all", "dgated", ("emitted", "row_scale", "t", "seed", "partials"), "gelu"),
+    ),
+}
+_OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials")
+_STRIDES = ("lda", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")
+_PREFIXES = {"sm_80": ("sm_8", "sm_12"), "sm_90": ("sm_90",), "sm_100": ("sm_10",), "gfx942": ("gfx",)}
+
+
+def variants() -> Iterator[Variant]:
+    """Each epilogue on the first tile of its weight, the one that holds most on all others and on unaligned tensors."""
+    for of, number, weight, candidates in table():
+        family_of, _, odd = of.partition(" ")
+        if family_of == "interpreter":
+            continue
+        for position, tile in enumerate(candidates):
+            for kind in _KINDS[weight] if position == 0 and number == "half" and not odd else _KINDS[weight][-1:]:
+                yield _variant(family_of, number, tile, kind, loads=not odd, moved=True)
+        for tile in stored_singly(weight, candidates):
+            yield _variant(family_of, number, tile, _KINDS[weight][-1], loads=not odd, moved=False)
+
+
+def _variant(of: str, number: Number, tile: Tile, kind: _Kind, *, loads: bool, moved: bool) -> Variant:
+    dtype = {"half": "bf16", "tf32": "fp32", "float32": "fp32", "float64": "fp64"}[number]
+    total = "fp64" if number == "float64" else "fp32"
+    out = total if kind.accumulate else dtype
+    types = {"c": out, "row_scale": "fp32", "seed": "i64", "partials": total}
+    present = ("a", "b", "c", *(name for name in _OPTIONAL if name in kind.operands))
+    signature: dict[str, Type] = {name: f"*{types.get(name, dtype)}" for name in present}
+    signature |= dict.fromkeys(("M", "N", "K", *_STRIDES), "i32")
+    act = None if kind.act is None else ACTIVATIONS[kind.act]
+    of_factors, of_tiles = ("a", "b", "lda", "ldb", "K"), (*present[2:], "M", "N", "ldc", "ldp", "lde", "ldr", "ldt")
+    numbers = constexprs(
+        tile,
+        kind.form,
+        act,
+        kind.t_is_output,
+        kind.accumulate,
+        threshold_and_scale(0.1) if "seed" in kind.operands else None,
+        moved,
+        kind.a_t,
+        kind.b_t,
+        loads and tile.descriptors,
+        moved and tile.descriptors,
+        "tf32" if number == "tf32" else "ieee",
+        False,
+    )
+    where = ("" if loads else " factors unaligned") + ("" if moved else " tiles unaligned")
+    return Variant(
+        name=f"gemm {of} {number} {kind.name} {tile.m}x{tile.n}x{tile.k}{where}",
+        kernel=_gemm_kernel,
+        signature=signature,
+        constexprs=numbers | {name: None for name in _OPTIONAL if name not in kind.operands},
+        divisible=(of_factors if loads else ()) + (of_tiles if moved else ()),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        # Matrix instructions multiply neither float32 exactly nor float64, on Hopper.
+        has_dot=number in ("half", "tf32"),
+        targets=_PREFIXES[of],
+    )

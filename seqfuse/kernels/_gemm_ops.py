@@ -1,0 +1,127 @@
+# pyright: basic
+# Schemas are text, and what is registered under them has no types of its own.
+"""The matrix products as operators, `torch.ops.seqfuse.linear` and the like: what traces and exports see.
+
+Arguments are those of the functions in `gemm`, but an activation is a name in `ACTIVATIONS`, dropout is three
+arguments, and a result that is asked for by a flag follows in a list. Importing this module registers them; eager code
+calls the functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import gemm
+from .activations import ACTIVATIONS
+
+_library = torch.library.Library("seqfuse", "FRAGMENT")
+
+_DROPOUT = "Tensor? seed=None, float p=0.0, bool upscale=True"
+_FORWARD = (
+    "(Tensor x, Tensor weight, Tensor? bias=None, *, str? act=None, bool store_pre=False, Tensor? row_scale=None, "
+    f"{_DROPOUT}, Tensor? residual=None, ScalarType? dtype=None, bool tf32=False) -> Tensor[]"
+)
+_DGRAD = (
+    "(Tensor dy, Tensor weight, *, str? act=None, Tensor? t=None, bool t_is_output=False, Tensor? row_scale=None, "
+    f"{_DROPOUT}, Tensor? residual=None, bool sums=False, bool emit=False, ScalarType? dtype=None, "
+    "ScalarType? sums_dtype=None, bool tf32=False) -> Tensor[]"
+)
+_DGRAD_GATED = (
+    f"(Tensor dy, Tensor weight, *, str act, Tensor t, Tensor? row_scale=None, {_DROPOUT}, bool sums=False, "
+    "bool emit=False, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> Tensor[]"
+)
+
+
+def _arguments(act: str | None, seed: Tensor | None, p: float, upscale: bool, rest: dict[str, Any]) -> dict[str, Any]:
+    if act is not None and act not in ACTIVATIONS:
+        raise ValueError(f"act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    return rest | {
+        "act": None if act is None else ACTIVATIONS[act],
+        "dropout": None if seed is None else gemm.Dropout(seed, p, upscale),
+    }
+
+
+def _product(function: Any) -> Any:
+    def run(
+        a: Tensor,
+        weight: Tensor,
+        *first: Any,
+        act: str | None = None,
+        seed: Tensor | None = None,
+        p: float = 0.0,
+        upscale: bool = True,
+        **rest: Any,
+    ) -> list[Tensor]:
+        results = function(a, weight, *first, **_arguments(act, seed, p, upscale, rest))
+        return [result for result in results if result is not None]
+
+    return run
+
+
+def _fake_forward(gated: bool) -> Any:
+    def fake(
+        x: Tensor, weight: Tensor, bias: Any = None, *, store_pre: bool = False, dtype: Any = None, **_: Any
+    ) -> list[Tensor]:
+        N = weight.shape[0]
+        shapes = [(*x.shape[:-1], N // 2 if gated else N)] + [(*x.shape[:-1], N)] * store_pre
+        return [x.new_empty(shape, dtype=dtype or x.dtype) for shape in shapes]
+
+    return fake
+
+
+def _fake_dgrad(gated: bool) -> Any:
+    def fake(
+        dy: Tensor,
+        weight: Tensor,
+        *,
+        sums: bool = False,
+        emit: bool = False,
+        dtype: Any = None,
+        sums_dtype: Any = None,
+        **_: Any,
+    ) -> list[Tensor]:
+        K = weight.shape[1]
+        width = 2 * K if gated else K
+        dtype = dtype or dy.dtype
+        results = [dy.new_empty((*dy.shape[:-1], width), dtype=dtype)]
+        if sums:
+            results.append(dy.new_empty((width,), dtype=sums_dtype or dtype))
+        if emit:
+            results.append(dy.new_empty((*dy.shape[:-1], K), dtype=dtype))
+        return results
+
+    return fake
+
+
+def _fake_wgrad(dy: Tensor, x: Tensor, *, dtype: Any = None, tf32: bool = False) -> Tensor:
+    return dy.new_empty((dy.shape[-1], x.shape[-1]), dtype=dtype or dy.dtype)
+
+
+def _wgrad(dy: Tensor, x: Tensor, *, dtype: torch.dtype | None = None, tf32: bool = False) -> Tensor:
+    return gemm.linear_wgrad(dy, x, dtype=dtype, tf32=tf32)
+
+
+def _wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
+    gemm.linear_wgrad(dy, x, main_grad=main_grad, tf32=tf32)
+
+
+def _register() -> None:
+    for name, schema, run, fake in (
+        ("linear", _FORWARD, _product(gemm.linear), _fake_forward(False)),
+        ("linear_gated", _FORWARD, _product(gemm.linear_gated), _fake_forward(True)),
+        ("linear_dgrad", _DGRAD, _product(gemm.linear_dgrad), _fake_dgrad(False)),
+        ("linear_dgrad_gated", _DGRAD_GATED, _product(gemm.linear_dgrad_gated), _fake_dgrad(True)),
+        ("linear_wgrad", "(Tensor dy, Tensor x, *, ScalarType? dtype=None, bool tf32=False) -> Tensor", _wgrad,
+         _fake_wgrad),
+        ("linear_wgrad_", "(Tensor(a!) main_grad, Tensor dy, Tensor x, *, bool tf32=False) -> ()", _wgrad_add,
+         lambda main_grad, dy, x, *, tf32=False: None),
+    ):  # fmt: skip
+        _library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order,))
+        _library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"seqfuse::{name}", fake, lib=_library)
+
+
+_register()
