@@ -96,9 +96,9 @@ def tanh(x, P: tl.constexpr):
     p = (z * -9.64399179425052238628e-1 - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
     q = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
     near = x + x * z * (p / q)
-    # exp of a negative number: no overflow, and the two ends are exact.
+    # exp of a negative number does not overflow, and what is taken from 1 is small, so that 1 - y keeps its digits.
     e = tl.exp(-2.0 * tl.abs(x))
-    size = (1.0 - e) / (1.0 + e)
+    size = 1.0 - 2.0 * e / (1.0 + e)
     return tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0.0, -size, size))
 
 

@@ -1,0 +1,480 @@
+"""Chains of point-wise steps against the same operations of torch, one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqfuse.kernels import _columns, _philox, pointwise
+from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.ops._philox import drop_mask
+from seqfuse.testing import (
+    Untouched,
+    assert_bitwise_equal,
+    assert_fused_close,
+    exact,
+    guarded,
+    in_regime,
+    red_zones,
+    seeded_randn,
+)
+
+SEED = torch.tensor(-6148914691236517205)
+P = 0.3
+GELU, SILU, RELU, TANH = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu", "tanh"))
+
+
+def dropped(x: Tensor, p: float = P) -> Tensor:
+    return (x * (1 / (1 - p))).masked_fill(drop_mask(SEED.to(x.device), x.shape, p), 0)
+
+
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.chunk(2, -1)
+    return gate, up
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A chain, the same in torch, and the shapes of what both take, in units of the narrowest width.
+
+    `torch(x, **operands)` gives the outputs in the kernel's order; with `gradient` the chain computes the gradients of
+    that function of operand `z` at dy = x, and the sum over rows is that of a bias added to `z`.
+    """
+
+    chain: Callable[[ModuleType], Any]
+    torch: Callable[..., tuple[Tensor, ...]]
+    x: int = 1
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    matrices: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    seed: int | None = None  # its place among the operands
+
+
+def gradient(function: Callable[[Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """The gradient of a function and of a bias before it, as a function of dy and the function's input z."""
+
+    def run(dy: Tensor, z: Tensor) -> tuple[Tensor, ...]:
+        z = z.clone().requires_grad_()
+        function(z).backward(dy)
+        assert z.grad is not None
+        return z.grad, summed(z.grad)
+
+    return run
+
+
+def summed(x: Tensor) -> Tensor:
+    """As `Bias` sums: in float32 and rounded once."""
+    wide = x.float() if x.dtype.itemsize == 2 else x
+    return wide.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
+
+
+CASES = {
+    "bias_gelu": Case(
+        lambda k: k.Chain(k.bias(), k.store(), k.act(GELU)),
+        lambda x, b: (F.gelu(x + b), x + b),
+        rows={"b": 1},
+    ),
+    "bias_dropout_add": Case(
+        lambda k: k.Chain(k.bias(), k.dropout(P), k.add()),
+        lambda x, b, other: (dropped(x + b) + other,),
+        rows={"b": 1},
+        matrices={"other": 1},
+        seed=1,
+    ),
+    "scale_add": Case(
+        lambda k: k.Chain(k.scale(-0.7), k.add()), lambda x, other: (x * -0.7 + other,), matrices={"other": 1}
+    ),
+    "bias_gated_dropout": Case(
+        lambda k: k.Chain(k.bias(), k.store(), k.gated(SILU), k.dropout(P)),
+        lambda x, b: (dropped(F.silu(halves(x + b)[0]) * halves(x + b)[1]), x + b),
+        x=2,
+        rows={"b": 2},
+        seed=1,
+    ),
+    "two_gated": Case(
+        lambda k: k.Chain(k.gated(GELU), k.gated(TANH)),
+        lambda x: ((lambda y: torch.tanh(halves(y)[0]) * halves(y)[1])(F.gelu(halves(x)[0]) * halves(x)[1]),),
+        x=4,
+    ),
+    "long": Case(
+        lambda k: k.Chain(k.bias(), k.act(TANH), k.scale(2.0), k.act(SILU), k.add(), k.store(), k.dropout(P)),
+        lambda x, b, other: (lambda z: (dropped(z), z))(F.silu(2 * torch.tanh(x + b)) + other),
+        rows={"b": 1},
+        matrices={"other": 1},
+        seed=2,
+    ),
+    "sum": Case(lambda k: k.Chain(k.column_sum()), lambda x: (x.clone(), summed(x))),
+    "d_gelu_sum": Case(
+        lambda k: k.Chain(k.dact(GELU), k.column_sum()), gradient(F.gelu), matrices={"z": 1}
+    ),
+    "d_dropout_gelu_sum": Case(
+        lambda k: k.Chain(k.dropout(P), k.dact(GELU), k.column_sum()),
+        gradient(lambda z: dropped(F.gelu(z))),
+        matrices={"z": 1},
+        seed=0,
+    ),
+    "d_gated_sum": Case(
+        lambda k: k.Chain(k.dgated(SILU), k.column_sum()),
+        gradient(lambda z: F.silu(halves(z)[0]) * halves(z)[1]),
+        matrices={"z": 2},
+    ),
+    "d_gated_of_output": Case(
+        lambda k: k.Chain(k.dgated(TANH), k.column_sum()),
+        gradient(lambda z: torch.tanh(halves(z)[0]) * halves(z)[1]),
+        matrices={"z": 2},
+    ),
+    "d_residual": Case(
+        lambda k: k.Chain(k.add(), k.store(), k.dropout(P), k.column_sum()),
+        lambda dy, other: (lambda d: (dropped(d), d, summed(dropped(d))))(dy + other),
+        matrices={"other": 1},
+        seed=1,
+    ),
+    "two_sums": Case(
+        lambda k: k.Chain(k.column_sum(), k.dgated(SILU), k.column_sum()),
+        lambda dy, z: (lambda d: (d[0], summed(dy), d[1]))(
+            gradient(lambda z: F.silu(halves(z)[0]) * halves(z)[1])(dy, z)
+        ),
+        matrices={"z": 2},
+    ),
+    "emit": Case(
+        lambda k: k.Chain(k.emit(SILU), k.scale(0.5), k.column_sum()),
+        lambda dy, z: (dy * 0.5, F.silu(z), summed(dy * 0.5)),
+        matrices={"z": 1},
+    ),
+}  # fmt: skip
+
+
+def drawn(case: Case, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str = "normal") -> list[Tensor]:
+    """x and the operands other than the seed."""
+    shapes = [(*lead, case.x * width), *((n * width,) for n in case.rows.values())]
+    shapes += [(*lead, n * width) for n in case.matrices.values()]
+    draw = (
+        seeded_randn if regime == "normal" else lambda shape, seed, dtype: in_regime(regime, shape, seed, dtype=dtype)
+    )
+    return [draw(shape, seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+
+
+def run(case: Case, tensors: list[Tensor], k: ModuleType = pointwise) -> list[Tensor]:
+    x, *operands = tensors
+    if case.seed is not None:
+        operands.insert(case.seed, SEED.to(x.device))
+    return [t for t in k.pointwise(x, case.chain(k), operands) if t is not None]
+
+
+def in_torch(case: Case, tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach() for t in case.torch(*tensors)]
+
+
+def check(case: Case, tensors: list[Tensor], k: ModuleType = pointwise) -> None:
+    with Untouched(tensors):
+        ours = run(case, tensors, k)
+    assert_fused_close(ours, in_torch(case, tensors), in_torch(case, [t.double() for t in tensors]))
+
+
+LEADS = [(1,), (7,), (33,), (2, 3), (), (1, 2, 1, 3)]
+WIDTHS = [1, 8, 127, 128, 130, 1025]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+REGIMES = ["normal", "small", "offset", "heavy"]
+# Each pair of neighbors in the four lists meets for some chain.
+SELECTION = [
+    pytest.param(name, LEADS[i % 6], WIDTHS[j % 6], dtype, REGIMES[(i + j) % 4], id=f"{name}-{i}-{str(dtype)[6:]}")
+    for i, name in enumerate(CASES)
+    for j, dtype in enumerate(DTYPES[:3], start=i)
+]
+
+
+@pytest.mark.parametrize(("name", "lead", "width", "dtype", "regime"), SELECTION)
+def test_a_chain_equals_the_operations_it_stands_for(
+    name: str, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str, device: torch.device
+) -> None:
+    case = CASES[name]
+    check(case, [t.to(device) for t in drawn(case, lead, width, dtype, regime)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_chain_equals_the_operations_it_stands_for_everywhere(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    case = CASES[name]
+    for lead, width, regime in itertools.product(LEADS, WIDTHS, REGIMES):
+        check(case, [t.to(device) for t in drawn(case, lead, width, dtype, regime)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float64_is_computed_in_float64(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    tensors = [t.to(device) for t in drawn(case, (5,), 12, torch.float64)]
+    torch.testing.assert_close(run(case, tensors), in_torch(case, tensors), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_may_have_any_stride(name: str, device: torch.device) -> None:
+    """Padded rows, rows that are one row, and a start that no vector load is aligned to."""
+    case = CASES[name]
+    tensors = [t.to(device) for t in drawn(case, (9,), 24, torch.float32)]
+    expected = run(case, tensors)
+
+    def padded(t: Tensor) -> Tensor:
+        return F.pad(t, (1, 4), value=torch.nan)[..., 1:-4] if t.ndim == 2 else t
+
+    assert_bitwise_equal(run(case, [padded(t) for t in tensors]), expected)
+    one = [t[:1].expand(t.shape) if t.ndim == 2 else t for t in tensors]
+    assert_bitwise_equal(run(case, one), run(case, [t.contiguous() for t in one]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_outside_the_tensors_is_read_or_written(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    for rows, width in ((3, 20), (1, 1)):
+        tensors = [t.to(device) for t in drawn(case, (rows,), width, torch.float32)]
+        with red_zones():
+            inside = run(case, [guarded(t).tensor for t in tensors])
+        assert_bitwise_equal([t.clone() for t in inside], run(case, tensors))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
+    case = CASES[name]
+    tensors = [t.to(device) for t in drawn(case, (70,), 130, torch.bfloat16)]
+    assert_bitwise_equal(run(case, tensors), run(case, tensors))
+
+
+@pytest.mark.parametrize("kind", ["integers", "signs"])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_sums_of_exact_numbers_are_exact(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    x = exact(kind, (301, 40), 3, dtype=dtype).to(device)
+    y, total = pointwise.pointwise(x, pointwise.Chain(pointwise.column_sum()))
+    assert_bitwise_equal([y, total], [x, x.double().sum(0).to(dtype)])
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 130])
+def test_partial_sums_are_all_summed(rows: int, device: torch.device) -> None:
+    partials = exact("integers", (rows, 90), 1).to(device)
+    assert_bitwise_equal([_columns.column_sums(partials[:, 3:], 70, torch.float16)], [partials[:, 3:73].sum(0).half()])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", CASES)
+def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float, device: torch.device) -> None:
+    case = CASES[name]
+    tensors = [t.to(device) for t in drawn(case, (6,), 8, torch.float32)]
+    tensors[0][2, 3] = value
+    reference = in_torch(case, [t.double() for t in tensors])
+    # Not torch in float32, whose vectorized GeLU makes NaN of infinity on a CPU.
+    assert_fused_close(run(case, tensors), [t.float() for t in reference], reference)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 8), (0,)], ids=str)
+def test_empty_tensors_give_empty_results_and_zero_sums(shape: tuple[int, ...], device: torch.device) -> None:
+    x = torch.empty(shape, device=device)
+    k = pointwise
+    y, z, total = k.pointwise(x, k.Chain(k.dropout(P), k.store(), k.column_sum()), (SEED.to(device),))
+    assert y is not None
+    assert z is not None
+    assert y.shape == z.shape == shape
+    assert_bitwise_equal([total], [torch.zeros(shape[-1:], device=device)])
+
+
+def test_a_number_is_a_tensor_too(device: torch.device) -> None:
+    x = torch.tensor(1.25, device=device)
+    (y,) = pointwise.pointwise(x, pointwise.Chain(pointwise.act(GELU)))
+    assert_fused_close(y, F.gelu(x), F.gelu(x.double()))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("width", [64, 7])
+def test_the_mask_is_that_of_the_unfused_operation(width: int, p: float, device: torch.device) -> None:
+    x = torch.ones(37, width, device=device)
+    for upscale in (True, False):
+        (y,) = pointwise.pointwise(x, pointwise.Chain(pointwise.dropout(p, upscale)), (SEED.to(device),))
+        expected = x.masked_fill(drop_mask(SEED.to(device), x.shape, p), 0)
+        assert_bitwise_equal([y], [expected * (1 / (1 - p) if upscale and p < 1 else 1)])
+
+
+def test_a_dropped_number_is_zero_whatever_it_was(device: torch.device) -> None:
+    x = torch.full((16, 16), torch.nan, device=device)
+    (y,) = pointwise.pointwise(x, pointwise.Chain(pointwise.dropout(0.5)), (SEED.to(device),))
+    assert y is not None
+    assert torch.equal(y == 0, drop_mask(SEED.to(device), x.shape, 0.5))
+
+
+def test_counters_beyond_32_bits_have_words_of_their_own(device: torch.device) -> None:
+    """Element 2^34 starts a counter that does not fit in one word; reached by the row number alone."""
+    import triton
+    import triton.language as tl
+
+    from seqfuse.kernels._launch import launch
+    from seqfuse.ops._philox import philox4x32, round_keys
+
+    @triton.jit
+    def _mask_kernel(seed, out, row, width, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
+        rows = row + tl.arange(0, 1).to(tl.int64)
+        keep = _philox.keep_mask(seed, rows, row * 0, width, 1 << 31, BLOCK, GROUPED)
+        tl.store(out + tl.arange(0, BLOCK), tl.reshape(keep, (BLOCK,)).to(tl.int8))
+
+    counter = torch.tensor([2**32, 2**32 + 1])
+    even, odd = torch.zeros(2, 2, 2, dtype=torch.int64).unbind()
+    even[0], odd[0] = counter & 0xFFFFFFFF, counter >> 32
+    words = philox4x32(even, odd, round_keys(SEED))
+    expected = torch.stack((words[0][0], words[1][0], words[0][1], words[1][1]), -1).flatten() >= 2**31
+    for grouped in (True, False):
+        out = torch.zeros(8, dtype=torch.int8, device=device)
+        launch(_mask_kernel, 1, (SEED.to(device).view(1), out, 2**31, 8), {"BLOCK": 8, "GROUPED": grouped})
+        assert torch.equal(out.bool().cpu(), expected)
+
+
+def test_results_take_the_dtypes_asked_for(device: torch.device) -> None:
+    k = pointwise
+    x, b = torch.randn(5, 8, device=device).bfloat16(), torch.randn(8, device=device)
+    chain = k.Chain(k.bias(), k.store(), k.column_sum())
+    y, z, total = k.pointwise(x, chain, (b,), dtype=torch.float32, dtypes=(torch.float16, torch.float64))
+    assert [t.dtype for t in (y, z, total) if t is not None] == [torch.float32, torch.float16, torch.float64]
+    assert_bitwise_equal([y, z], [x.float() + b, (x.float() + b).half()])
+
+
+def test_the_result_may_be_left_out(device: torch.device) -> None:
+    x = torch.randn(5, 8, device=device)
+    y, total = pointwise.pointwise(x, pointwise.Chain(pointwise.column_sum()), result=False)
+    assert y is None
+    assert total is not None
+    torch.testing.assert_close(total, x.sum(0))
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "columns": (lambda k, x: k.pointwise(x.mT, k.Chain(k.act(GELU))), "contiguous in its last dimension"),
+    "leading": (
+        lambda k, x: k.pointwise(x.view(2, 3, 8).transpose(0, 1), k.Chain(k.scale(1.0))),
+        "one stride for its leading",
+    ),
+    "bias": (lambda k, x: k.pointwise(x, k.Chain(k.bias()), (x,)), r"bias takes shape \(8,\), got \(6, 8\)"),
+    "residual": (lambda k, x: k.pointwise(x, k.Chain(k.add()), (x[0],)), r"add takes shape \(6, 8\), got \(8,\)"),
+    "packed": (lambda k, x: k.pointwise(x, k.Chain(k.dgated(GELU)), (x,)), r"takes shape \(6, 16\)"),
+    "seed": (lambda k, x: k.pointwise(x, k.Chain(k.dropout(0.1)), (x,)), "takes one int64 seed"),
+    "too few": (lambda k, x: k.pointwise(x, k.Chain(k.add())), "too few operands"),
+    "too many": (lambda k, x: k.pointwise(x, k.Chain(k.scale(1.0)), (x,)), "more operands"),
+    "odd width": (lambda k, x: k.pointwise(x[:, :7], k.Chain(k.gated(GELU))), "7 columns do not divide into 2"),
+    "three gated": (lambda k, x: k.Chain(k.gated(GELU), k.gated(GELU), k.gated(GELU)), "at most two gated"),
+    "p": (lambda k, x: k.dropout(1.5), "between 0 and 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_with_a_sentence(name: str, device: torch.device) -> None:
+    call, sentence = WRONG[name]
+    with pytest.raises(ValueError, match=sentence):
+        call(pointwise, torch.randn(6, 8, device=device))
+
+
+# Module, what is replaced, by what, and a chain that the fault is in.
+MUTANTS = {
+    # Off by one only: the writes of a kernel without a mask would end the process, not the test.
+    "column mask": (pointwise, "columns = cols < width\n", "columns = cols < width + 1\n", "bias_gelu"),
+    "row mask": (pointwise, "mask = (rows < M)[:, None] &", "mask = (rows < M - 1)[:, None] &", "bias_gelu"),
+    "first tile": (pointwise, "first = down * steps * BLOCK_M", "first = down * (steps + 1) * BLOCK_M", "sum"),
+    "swapped halves": (
+        pointwise,
+        "gate, up = saved[j], saved[j + len(tiles)]",
+        "up, gate = saved[j], saved[j + len(tiles)]",
+        "d_gated_sum",
+    ),
+    "gate's derivative": (
+        pointwise,
+        "gates = gates + (tiles[j] * up * factor,)",
+        "gates = gates + (tiles[j] * factor,)",
+        "d_gated_sum",
+    ),
+    "derivative of the wrong thing": (
+        pointwise,
+        'activation.reads == "output")',
+        "False)",
+        "d_gated_of_output",
+    ),
+    "bias of the first part": (
+        pointwise,
+        "row = tl.load(bias + cols + j * width,",
+        "row = tl.load(bias + cols,",
+        "bias_gated_dropout",
+    ),
+    "operand's stride": (
+        pointwise,
+        "tiles = _plus(tiles, _loaded(operands[s], rows, cols, strides[s],",
+        "tiles = _plus(tiles, _loaded(operands[s], rows, cols, x_stride,",
+        "d_residual",
+    ),
+    "store after the next step": (
+        pointwise,
+        "_stored(outputs[s], tiles, rows, cols, width, mask)",
+        "_stored(outputs[s], _times(tiles, 1.0001), rows, cols, width, mask)",
+        "bias_gelu",
+    ),
+    "sum not finished": (
+        _columns,
+        "for first in tl.range(0, R, BLOCK_R):",
+        "for first in tl.range(0, R - 1, BLOCK_R):",
+        "sum",
+    ),
+    "scale of dropout": (
+        _philox,
+        "1 / (1 - p) if upscale else 1.0, False",
+        "1 - p if upscale else 1.0, False",
+        "bias_dropout_add",
+    ),
+    "lanes": (
+        _philox,
+        "even = tl.join(w0.to(tl.uint32, bitcast=True), w2",
+        "even = tl.join(w2.to(tl.uint32, bitcast=True), w0",
+        "bias_dropout_add",
+    ),
+    "lanes one by one": (
+        _philox,
+        "lane = index & 3",
+        "lane = (index + 1) & 3",
+        "bias_dropout_add",
+    ),
+    "threshold": (
+        _philox,
+        "return word >= THRESHOLD",
+        "return word < THRESHOLD",
+        "d_dropout_gelu_sum",
+    ),
+}
+
+
+def wrong(case: Case, k: ModuleType, device: torch.device) -> bool:
+    """Whether the chain is found to be wrong in one of a few shapes."""
+    for (rows, width), padding in itertools.product(((37, 12), (130, 9), (9, 1100)), (0, 3)):
+        tensors = [t.to(device) for t in drawn(case, (rows,), width, torch.float32)]
+        # Rows that lie apart, so that neighbors and strides matter; what lies between is NaN.
+        laid = [F.pad(t, (0, padding + i), value=torch.nan)[..., : t.shape[-1]] for i, t in enumerate(tensors)]
+        laid = [t if u.ndim == 2 else u for t, u in zip(laid, tensors, strict=True)]
+        try:
+            with red_zones():
+                check(case, laid, k)
+        except AssertionError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]) -> None:
+    module, old, new, case = MUTANTS[name]
+    changed = mutant(module, old, new)
+    if module is not pointwise:
+        # The chain's own module again, on top of the changed one.
+        imported = f"from .{module.__name__.rpartition('.')[2]} import"
+        changed = mutant(pointwise, imported, f"from {changed.__name__} import")
+    assert wrong(CASES[case], changed, device)
+
+
+@pytest.mark.parametrize("name", sorted({case for *_, case in MUTANTS.values()}))
+def test_the_right_kernel_is_not(name: str, device: torch.device) -> None:
+    assert not wrong(CASES[name], pointwise, device)
