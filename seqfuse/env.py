@@ -8,6 +8,7 @@ import difflib
 import functools
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextvars import ContextVar
@@ -15,6 +16,8 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+
+from .errors import InputError
 
 OnError = Literal["fallback", "raise"]
 
@@ -42,6 +45,9 @@ _COSTS = {
     "sm_80": (4.0, 1.7e6, 2.5e8),
     "gpu": (4.0, 1.5e6, 2e8),
 }
+
+
+_ARCH = re.compile(r"\d+|sm_\d+a?|gfx[0-9a-f]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +91,17 @@ class Env:
         """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, or a device of this machine.
 
         Naming an architecture describes a machine that need not be here; Triton is taken to be there.
+
+        Raises:
+            InputError: (SF106) for a device or a dtype that is none.
         """
         kind, _, arch = str(device).partition(":")
+        if not _is_device(kind) or (arch and not _ARCH.fullmatch(arch)):
+            hint = "name it as cpu, cuda:0, cuda:sm_90 or cuda:gfx942"
+            raise InputError(f"there is no device {str(device)!r}", code="SF106", hint=hint)
+        for what, given in (("dtype", dtype), ("autocast", autocast)):
+            if given is not None and not isinstance(given, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(f"{what} must be a torch.dtype, not {given!r}", code="SF106")
         named = bool(arch) and not arch.isdigit()
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
@@ -117,6 +132,15 @@ class Env:
         parts += [f"~{self.rows} rows"] if self.rows else []
         parts += [] if self.grad else ["no grad"]
         return " ".join(parts)
+
+
+@functools.cache
+def _is_device(kind: str) -> bool:
+    try:
+        torch.device(kind)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _short(dtype: torch.dtype | None) -> str:
@@ -254,7 +278,14 @@ def fusing(
         only: names or classes of the fusions that may be used, of those that may outside.
         exclude: names or classes of fusions that may not be, beside those that may not outside.
         on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
+
+    Raises:
+        InputError: (SF106) for a value that is none of these.
     """
+    if enabled not in (None, True, False) or on_error not in (None, "fallback", "raise"):
+        given = f"enabled={enabled!r}, on_error={on_error!r}"
+        hint = 'enabled is True or False, on_error "fallback" or "raise"'
+        raise InputError(f"fusing({given})", code="SF106", hint=hint)
     outer = fusing_now()
     chosen = outer.only if only is None else tuple(dict.fromkeys((*outer.only, _several(only))))
     allowed = outer.enabled if enabled is None else enabled

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .env import Env, Savings
 from .errors import definition_error
-from .operation import Grads, Signature, UnfusedOperation
+from .operation import FusableOperation, Grads, Signature, UnfusedOperation
 from .saved import Layout, Saved, class_hints
 
 Requirements = Iterator[tuple[bool, str]]
@@ -243,7 +243,10 @@ def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], .
     parts: Sequence[Any] = typing.get_args(hint) if _is_union(typing.get_origin(hint)) else (hint,)
     for part in parts:
         if not (isinstance(part, type) and issubclass(part, UnfusedOperation)):
-            raise definition_error(cls, f"slot {name!r} has type {part!r}, which is not an operation class", name)
+            what = "which is not an operation class"
+            if isinstance(part, type) and issubclass(part, FusableOperation):
+                what = "a container: what it holds stands in the list, for a Residual between a Fork and an Add"
+            raise definition_error(cls, f"slot {name!r} has type {part!r}, {what}", name)
         if not part.is_open and not part.is_final:
             raise definition_error(
                 cls, f"slot {name!r}: {part.__name__} derives from a final operation and never matches", name

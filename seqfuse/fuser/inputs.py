@@ -16,6 +16,13 @@ from .listing import Listing, Region
 from .reference import walk_reference
 
 
+def expect_tensor(item: Item, x: Any) -> None:
+    """Check that what enters the first operation is a tensor."""
+    if not isinstance(x, Tensor):
+        message = f"expects a tensor, got {type(x).__name__}"
+        raise InputError(message, code="SF105", operation=item.name, position=0)
+
+
 def validate(listing: Listing, region: Region, shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Check that a region takes an input of this shape; the shapes that enter each position, and the one it gives."""
     shapes = [tuple(shape)]

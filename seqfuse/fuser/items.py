@@ -61,7 +61,7 @@ def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if any(_GLOBAL_HOOKS) and not hidden:  # a member that is no submodule is not among the user's modules
         return "global module hooks are registered"
     if any(getattr(module, name) for name in _HOOKS):
-        return "it has hooks" + ("; fused inside by its own rule set" if isinstance(module, nn.Sequential) else "")
+        return "it has hooks" + ("; what is in it is planned by itself" if isinstance(module, nn.Sequential) else "")
     if "forward" in vars(module):
         return "it has a forward of its own instance"
     if module._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
@@ -104,7 +104,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
         for member in members:
             if member is module:
                 assert isinstance(module, UnfusedOperation)
-                exact = module.is_final or module.is_open
+                exact = bool(getattr(kind, "is_final", False)) or module.is_open
                 derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
                 slots = _own_slots(module, members)
                 items.append(Item(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))

@@ -63,6 +63,12 @@ class Listing:
         # The one region that everything is, where a call needs nothing beside it.
         self.whole = lone if isinstance(lone, Region) and not special else None
 
+    def forget(self) -> None:
+        """Let go of every plan, to make it anew at the next call."""
+        for part in self.parts:
+            if isinstance(part, Region):
+                part.programs, part.shapes, part.latest = {}, {}, (None, None)
+
     def _region(self, start: int, stop: int) -> Region:
         inside = self.items[start:stop]
         slots = list(dict.fromkeys(slot for item in inside for slot in item.slots.values()))

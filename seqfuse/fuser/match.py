@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -11,6 +13,9 @@ from ..env import Env, Fusing
 from ..errors import PluginError
 from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
 from .items import Item
+
+MAX_FAILURES = 3
+"""A fusion that failed so often in one place is not tried there again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,11 +69,19 @@ class Matcher:
         self.fusions = tuple(fusions)
         self._starts: dict[type, tuple[type[FusedOperation], ...]] = {}
         self._warned: set[tuple[str, str]] = set()
+        self.failures: dict[tuple[str, int], tuple[int, str]] = {}
+
+    def note_failure(self, fusion: str, at: int, reason: str) -> bool:
+        """Count a failure of a fusion while it ran; whether it is refused from now on."""
+        count = self.failures.get((fusion, at), (0, ""))[0] + 1
+        self.failures[fusion, at] = count, reason
+        return count == MAX_FAILURES
 
     def find(
         self, items: Sequence[Item], start: int, stop: int, live_from: int, env: Env, fusing: Fusing
     ) -> tuple[list[Candidate], list[Refusal]]:
         """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient."""
+        _warn_of_unknown(fusing)
         found: list[Candidate] = []
         refused: list[Refusal] = []
         still = dataclasses.replace(env, grad=False)
@@ -107,6 +120,9 @@ class Matcher:
             return reason
         if env.rows == 0:
             return "the input has no rows"
+        count, failure = self.failures.get((name, a), (0, ""))
+        if count >= MAX_FAILURES:
+            return f"it failed {count} times: {failure}"
         if isinstance(fusion, BackwardFusion) and a < live_from:
             return (
                 "no gradient is wanted here" if b <= live_from else f"no gradient is wanted before position {live_from}"
@@ -136,6 +152,21 @@ class Matcher:
             self._warned.add((name, reason))
             warnings.warn(f"fusion {name} is refused: {reason}", UserWarning, stacklevel=2)
         return reason
+
+
+@functools.lru_cache(256)
+def _warn_of_unknown(fusing: Fusing) -> None:
+    """Warn about names in `sf.fusing` that no fusion has."""
+    named = {name for chosen in (*fusing.only, fusing.exclude) for name in chosen if isinstance(name, str)}
+    known: set[str] = set()
+    classes = [FusedOperation]
+    while classes:
+        known.update(cls.__name__ for cls in classes)
+        classes = [sub for cls in classes for sub in cls.__subclasses__()]
+    for name in sorted(named - known):
+        close = difflib.get_close_matches(name, known, 1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        warnings.warn(f"sf.fusing names {name!r}, and there is no such fusion{meant}", UserWarning, stacklevel=2)
 
 
 def _may_start(slots: Sequence[Slot], kind: type) -> bool:

@@ -148,17 +148,15 @@ def plan_region(
     found, refused = matcher.find(items, start, stop, live, env, fusing)
     forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     used = {id(c) for c in (*forward, *backward)}
-    winners: tuple[dict[int, set[str]], ...] = ({}, {})
-    for names, chosen in zip(winners, (forward, backward), strict=True):
+    winners: tuple[dict[int, Candidate], ...] = ({}, {})
+    for covered, chosen in zip(winners, (forward, backward), strict=True):
         for c in chosen:
-            for position in range(c.start, c.stop):
-                names.setdefault(position, set()).add(c.name)
+            covered.update(dict.fromkeys(range(c.start, c.stop), c))
     for c in found:
         if id(c) not in used:
-            rivals = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
-            over = set[str]().union(*(w.get(p, ()) for w in rivals for p in range(c.start, c.stop))) - {c.name}
-            reason = f"a cheaper cover was found: {', '.join(sorted(over))}" if over else _not_worth(c)
-            refused.append(Refusal(c.name, c.start, reason))
+            passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
+            rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
+            refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()])))
     refused.sort(key=lambda r: r.at)
     ahead, back = _steps(items, start, stop, forward), _steps(items, live, stop, backward, live)
     return Plan(
@@ -167,8 +165,14 @@ def plan_region(
     )  # fmt: skip
 
 
-def _not_worth(candidate: Candidate) -> str:
-    return "it saves nothing here" if candidate.cost >= 0 else "another match of the same fusion was cheaper"
+def _why_not(candidate: Candidate, rivals: Sequence[Candidate]) -> str:
+    names = ", ".join(sorted({r.name for r in rivals} - {candidate.name}))
+    if names:
+        theirs, own = (-sum(c.cost for c in several) / 1000 for several in (rivals, [candidate]))
+        return f"a cheaper cover was found: {names} (saves {theirs:.1f} us, this {own:.1f})"
+    if candidate.cost >= 0:
+        return "it saves nothing on this device"
+    return "another match of the same fusion was cheaper"
 
 
 def _steps(

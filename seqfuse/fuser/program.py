@@ -39,9 +39,11 @@ class Binder:
         entering: Mapping[int, Like],
         dtype_at: Callable[[int], torch.dtype | None],
         clearer: Callable[[range, BaseException, Any], BaseException],
+        note: Callable[[str, int, str], None],
     ) -> None:
         self.items, self.wants, self.env, self.random = items, wants, env, random
         self.dtypes, self.can_fall_back, self.clearer = dtypes, on_error == "fallback", clearer
+        self.note = note
         self.parameters, self.entering = parameters, entering
         self.dtype_at = dtype_at
 
@@ -94,6 +96,7 @@ class Binder:
             can_fall_back=self.can_fall_back,
             live=self.wants.live_from < piece.stop,
             clearer=self.clearer,
+            note=self.note,
         )
 
     def _asked(self, piece: range, index: Index, asked: Asked) -> Needs:

@@ -20,7 +20,7 @@ from ..env import Env, any_autocast, autocast_of, fusing_now
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .check import Like
-from .inputs import check_channel_devices, check_devices, clearer, dtypes_of, validate, validate_all
+from .inputs import check_channel_devices, check_devices, clearer, dtypes_of, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
 from .listing import Listing, Program, Region
 from .match import Matcher, checked
@@ -76,6 +76,8 @@ class Fuser:
         listings = self._listings
         listing = listings[0] if listings and listings[0].fingerprint.holds() else self.listing()
         if x.__class__ not in _PLAIN or transformed():
+            if listing.items and listing.items[0].fusable:
+                expect_tensor(listing.items[0], x)
             return by_reference(listing.items, listing.random, listing.inputs, listing.outputs, x, channels)
         return self.run(listing, x, channels)
 
@@ -194,7 +196,17 @@ class Fuser:
 
         clear = functools.partial(clearer, listing)
         binder = Binder(
-            listing.items, wants, env, listing.random, dtypes, fusing.on_error, likes, entering, dtype_at, clear
+            listing.items,
+            wants,
+            env,
+            listing.random,
+            dtypes,
+            fusing.on_error,
+            likes,
+            entering,
+            dtype_at,
+            clear,
+            self._note_failure,
         )
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
@@ -202,6 +214,12 @@ class Fuser:
         whole = [*range(len(parameters))]
         segments = [(s, None if indices == whole else indices) for s, indices in zip(bound, chosen, strict=True)]
         return Program(plan, segments, not exact)
+
+    def _note_failure(self, fusion: str, at: int, reason: str) -> None:
+        with _planning:
+            if self._matcher.note_failure(fusion, at, reason):
+                for listing in self._listings:
+                    listing.forget()
 
     def listing(self) -> Listing:
         """The list as it is now; read again only if its fingerprint no longer holds."""
@@ -215,6 +233,7 @@ class Fuser:
                     return listing
             kept = [known for known in self._listings if known.fingerprint.differs_in_training_only()]
             listing = Listing(self.root)
+            self._matcher.failures.clear()  # they are known by their positions
             self._listings = (listing, *kept[: KEPT_LISTS - 1])
             return listing
 

@@ -84,6 +84,7 @@ class Segment:
     can_fall_back: bool
     live: bool
     clearer: Callable[[range, BaseException, Any], BaseException]
+    note: Callable[[str, int, str], None]  # is told each failure
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
     # Steps by what they are of: those of the segment, of a fusion that failed, of what comes after it.
     made: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=lambda: dict[Any, Callable[..., Any]]())
@@ -243,8 +244,11 @@ class Segment:
 
     def _warn(self, step: Call | Back, error: Exception) -> None:
         """Say, once per reason, that the unfused operations ran in place of a failed fusion."""
+        if isinstance(error, InputError | ForwardFellBack):
+            return
         reason = step.name, f"{type(error).__name__}: {error}"
-        if reason not in self.warned and not isinstance(error, InputError | ForwardFellBack):
+        self.note(step.name, step.start, reason[1])
+        if reason not in self.warned:
             self.warned.add(reason)
             message = f"{step.name} at position {step.start} failed ({reason[1]}); its operations ran unfused"
             warnings.warn(message, FallbackWarning, stacklevel=2)

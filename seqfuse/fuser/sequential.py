@@ -26,7 +26,8 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
     Args:
         state: a state dictionary; its tensors are passed on as they are.
         names: old to new dotted prefixes, `{"norm1": "0.0", "layers.*.mlp.up": "*.1.1"}`. `*` stands for one component,
-            carried over. Of several that match a key the longest is taken; a key that none matches stays.
+            carried over, and `""` takes a prefix away: `{"_orig_mod": ""}`. Of several that match a key the longest is
+            taken; a key that none matches stays.
 
     Raises:
         InputError: if a name matches no key, or two keys become one.
@@ -44,6 +45,7 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
             if match is not None:
                 carried = iter(match.groups())
                 renamed = re.sub(r"\*", lambda _, c=carried: next(c), names[old]) + key[match.end() :]
+                renamed = renamed.removeprefix(".")  # what is left of a prefix that goes
                 used.add(old)
                 break
         if renamed in new:
@@ -112,6 +114,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
             env: an environment that need not be here, such as `Env.of("cuda:sm_90", dtype=torch.bfloat16)`.
             channels: the public extra inputs, by channel name.
         """
+        if env is not None and not isinstance(env, Env):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"env must be an Env, not {env!r}", code="SF106", hint="sf.Env.of(device, dtype=...)")
         return self._own().plan(x, env=env, **channels)
 
     def _own(self) -> Fuser:

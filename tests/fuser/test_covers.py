@@ -350,7 +350,9 @@ def test_the_cheaper_cover_wins_whatever_the_order_of_the_rule_set() -> None:
         model = sf.Sequential(ops.ReLU(), ops.Tanh(), ops.Sigmoid(), fusions=rules)
         plan = model.plan(tensor(7, 5))
         assert fused_names(plan)[0] == ["Cheap"]
-        assert [(r.fusion, r.at, r.reason) for r in plan.refused] == [("Dear", 0, "a cheaper cover was found: Cheap")]
+        assert [(r.fusion, r.at, r.reason) for r in plan.refused] == [
+            ("Dear", 0, "a cheaper cover was found: Cheap (saves 1.9 us, this 1.5)")
+        ]
 
 
 def test_planning_the_same_list_twice_gives_equal_plans() -> None:

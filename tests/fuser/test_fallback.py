@@ -211,10 +211,10 @@ def test_the_model_and_the_generator_are_as_they_would_be(fusion: Any, where: st
 @CASES
 def test_it_is_warned_once_per_plan_and_reason(fusion: Any, where: str):
     model = model_of(fusion)
-    Faults.at[where] = {n: RuntimeError("first reason" if n < 8 else "second reason") for n in range(100)}
+    Faults.at[where] = {n: RuntimeError("first reason" if n < 2 else "second reason") for n in range(100)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(6):  # two places, so calls 0 to 11
+        for _ in range(2):  # two places, so calls 0 to 3
             passes(model, draw(3, 5))
     texts = [str(w.message) for w in caught if w.category is FallbackWarning]
     reasons = ["(RuntimeError: first reason)", "(RuntimeError: second reason)"]
@@ -222,6 +222,27 @@ def test_it_is_warned_once_per_plan_and_reason(fusion: Any, where: str):
     assert all(text.startswith(f"{fusion.__name__} at position ") for text in texts)
     with pytest.warns(FallbackWarning):  # another row count is another plan
         passes(model, draw(33, 5))
+
+
+@CASES
+@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
+def test_what_fails_again_and_again_is_not_tried_for_ever(fusion: Any, where: str):
+    model, x = model_of(fusion), draw(3, 5)
+    want = passes(model, x)
+    Faults.always(where, BOOM)
+    calls = []
+    for _ in range(6):
+        assert_same(passes(model, x), want)
+        calls.append(Faults.calls[where])
+    assert calls[2] == calls[-1] > 0
+    name = fusion.__name__
+    assert model.plan(x).count(name) == 0
+    reasons = [r.reason for r in model.plan(x).refused if r.fusion == name]
+    assert reasons
+    assert set(reasons) == {"it failed 3 times: RuntimeError: out of resources"}
+    model.append(ops.Identity())  # another list: it is tried anew
+    Faults.clear()
+    assert model.plan(x).count(name) > 0
 
 
 @CASES

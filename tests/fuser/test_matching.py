@@ -362,7 +362,7 @@ def test_what_lost_to_a_cheaper_cover_says_to_which() -> None:
     plan = sf.Sequential(ops.Scale(2), ops.Bias(5), ops.ReLU(), fusions=(BiasReLU, Wide)).plan(tensor(7, 5))
     assert fused_names(plan)[0] == ["Wide"]
     assert [(r.fusion, r.at, r.reason) for r in plan.refused] == [
-        ("BiasReLU", 1, "a cheaper cover was found: Wide"),
+        ("BiasReLU", 1, "a cheaper cover was found: Wide (saves 3.0 us, this 1.5)"),
     ]
 
 
@@ -371,7 +371,7 @@ def test_what_saves_nothing_says_so() -> None:
         def saves(self, env: sf.Env) -> Any:
             return sf.Savings()
 
-    assert reasons(Pointless) == [("Pointless", 1, "it saves nothing here")]
+    assert reasons(Pointless) == [("Pointless", 1, "it saves nothing on this device")]
 
 
 def test_reasons_of_gradient_modes() -> None:
