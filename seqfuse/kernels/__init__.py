@@ -12,9 +12,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 
-MODULES = ("pointwise",)
-"""Names of the modules with `variants()`, which the offline compile check walks."""
-
 
 @functools.cache
 def triton_installed() -> bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -47,20 +48,21 @@ def column_sums(partials: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def variants() -> Iterator[Variant]:
-    """Every dtype and block."""
-    for dtype in ("float32", "bfloat16", "float16", "float64"):
-        for block in (1, 8, 64):
-            partial = "fp64" if dtype == "float64" else "fp32"
-            yield Variant(
-                name=f"column_sums {TRITON_DTYPES[dtype]} {block}",
-                kernel=_column_sums_kernel,
-                signature={
-                    "partials": f"*{partial}",
-                    "out": f"*{TRITON_DTYPES[dtype]}",
-                    "R": "i32",
-                    "N": "i32",
-                    "stride": "i32",
-                },
-                constexprs={"BLOCK_R": block, "BLOCK_N": _BLOCK_N},
-                divisible=("partials", "out", "N", "stride"),
-            )
+    """Every dtype and block, and one row or one column of partial sums, which Triton makes constants."""
+    for dtype, block in itertools.product(("float32", "bfloat16", "float16", "float64"), (1, 8, 64)):
+        yield _variant(dtype, block)
+    yield _variant("bfloat16", 1, "R")
+    yield _variant("bfloat16", 8, "N")
+    yield _variant("bfloat16", 8, "N", "stride")
+
+
+def _variant(dtype: str, block: int, *ones: str) -> Variant:
+    partial = "fp64" if dtype == "float64" else "fp32"
+    types = {"partials": f"*{partial}", "out": f"*{TRITON_DTYPES[dtype]}", "R": "i32", "N": "i32", "stride": "i32"}
+    return Variant(
+        name=f"column_sums {TRITON_DTYPES[dtype]} {block}" + "".join(f" {one}=1" for one in ones),
+        kernel=_column_sums_kernel,
+        signature={key: value for key, value in types.items() if key not in ones},
+        constexprs={"BLOCK_R": block, "BLOCK_N": _BLOCK_N, **dict.fromkeys(ones, 1)},
+        divisible=() if ones else ("partials", "out", "N", "stride"),
+    )

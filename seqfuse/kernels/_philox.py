@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false
 # Device functions are Triton's language, which has no types.
 """Dropout on the device: the mask is a function of a seed and a position, made again wherever it is needed.
 

@@ -1,4 +1,4 @@
-# pyright: basic
+# pyright: basic, reportGeneralTypeIssues=false
 # Device functions are Triton's language, which has no types.
 """Activations as device functions: a value and a derivative each, in the dtype they are given (float32 in kernels).
 

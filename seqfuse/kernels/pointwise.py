@@ -12,6 +12,7 @@ two.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -291,6 +292,7 @@ class Step:
         operand: `"row"` [N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"seed"` [] int64, or `None`.
         output: `"matrix"` or `"row"` where it gives a tensor of its own.
         gate: -1 where two parts become one, 1 where one becomes two.
+        text: what `parse` makes the step from again.
     """
 
     kind: int
@@ -300,25 +302,51 @@ class Step:
     operand: str | None = None
     output: str | None = None
     gate: int = 0
+    text: str = ""
+
+
+_ACTIVATIONS: dict[str, Any] = dict(ACTIVATIONS)
+"""Every activation a step was made from, by the text it has in a chain: an operator takes its chain as text."""
 
 
 def _name_of(activation: Any) -> str:
     return getattr(activation.value, "__name__", "function") + (str(list(activation.P)) if activation.P else "")
 
 
+def _text_of(activation: Any) -> str:
+    for name, known in ACTIVATIONS.items():
+        if activation is known:
+            return name
+    function = getattr(activation.value, "fn", activation.value)
+    numbers = ",".join(map(repr, activation.P))
+    first = text = f"{function.__module__}.{function.__qualname__}({numbers})"
+    count = 1
+    # Of two functions of one name, as a notebook defines them, each keeps a text of its own.
+    while _ACTIVATIONS.setdefault(text, activation).value is not activation.value:
+        count += 1
+        text = f"{first}#{count}"
+    return text
+
+
+def _unary(kind: Any, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> Step:
+    text = f"{prefix}:{_text_of(activation)}"
+    label = "" if prefix == "act" else prefix + "_"
+    return Step(kind.value, label + _name_of(activation), functions, tuple(activation.P), text=text, **rest)
+
+
 def act(activation: Any) -> Step:
     """A function, y = f(x): anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
-    return Step(_ACT.value, _name_of(activation), (activation.value,), tuple(activation.P))
+    return _unary(_ACT, "act", activation, (activation.value,))
 
 
 def dact(activation: Any) -> Step:
     """A function's gradient, dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
-    return Step(_DACT.value, f"d_{_name_of(activation)}", (activation.derivative,), tuple(activation.P), "matrix")
+    return _unary(_DACT, "dact", activation, (activation.derivative,), operand="matrix")
 
 
 def gated(activation: Any) -> Step:
     """A gated unit, y = f(gate) up for packed [gate; up]: half as many columns come out."""
-    return Step(_GATED.value, f"gated_{_name_of(activation)}", (activation.value,), tuple(activation.P), gate=-1)
+    return _unary(_GATED, "gated", activation, (activation.value,), gate=-1)
 
 
 def dgated(activation: Any) -> Step:
@@ -327,43 +355,73 @@ def dgated(activation: Any) -> Step:
     The operand is the packed [gate; up], [*, 2 N].
     """
     functions = (activation.value, activation.derivative, activation.reads == "output")
-    return Step(_DGATED.value, f"d_gated_{_name_of(activation)}", functions, tuple(activation.P), "packed", gate=1)
+    return _unary(_DGATED, "dgated", activation, functions, operand="packed", gate=1)
 
 
 def bias() -> Step:
     """A bias, y = x + b, b the operand [N]."""
-    return Step(_BIAS.value, "bias", operand="row")
+    return Step(_BIAS.value, "bias", operand="row", text="bias")
 
 
 def add() -> Step:
     """A residual, y = x + other, other the operand [*, N]."""
-    return Step(_ADD.value, "add", operand="matrix")
+    return Step(_ADD.value, "add", operand="matrix", text="add")
 
 
 def scale(factor: float) -> Step:
     """A constant factor, y = factor x."""
-    return Step(_SCALE.value, f"scale[{factor:g}]", P=(float(factor),))
+    factor = float(factor)
+    return Step(_SCALE.value, f"scale[{factor:g}]", P=(factor,), text=f"scale:{factor!r}")
 
 
 def dropout(p: float, upscale: bool = True) -> Step:
     """Dropout, y = keep x / (1 - p), or keep x without `upscale`; the operand is the seed. Its own gradient."""
-    return Step(_DROPOUT.value, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed")
+    text = f"dropout:{float(p)!r}:{int(upscale)}"
+    return Step(_DROPOUT.value, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed", text=text)
 
 
 def store() -> Step:
     """Give what the chain holds here as a tensor [*, N] of its own."""
-    return Step(_STORE.value, "store", output="matrix")
+    return Step(_STORE.value, "store", output="matrix", text="store")
 
 
 def column_sum() -> Step:
     """Give the sum over all rows of what the chain holds here, [N]: the gradient of a bias."""
-    return Step(_SUM.value, "sum", output="row")
+    return Step(_SUM.value, "sum", output="row", text="sum")
 
 
 def emit(activation: Any) -> Step:
     """Give f(t) of an operand t [*, N] as a tensor of its own: an activation that was not kept."""
-    name = f"emit_{_name_of(activation)}"
-    return Step(_EMIT.value, name, (activation.value,), tuple(activation.P), "matrix", "matrix")
+    return _unary(_EMIT, "emit", activation, (activation.value,), operand="matrix", output="matrix")
+
+
+_OF_ACTIVATION = {"act": act, "dact": dact, "gated": gated, "dgated": dgated, "emit": emit}
+_PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum}
+
+
+@functools.cache
+def parse(text: str) -> Chain:
+    """The chain whose `text` this is.
+
+    Raises:
+        ValueError: for what is no chain, or an activation that no step of this process was made from.
+    """
+    steps: list[Step] = []
+    for part in text.split(";") if text else ():
+        kind, *arguments = part.split(":")
+        if kind in _PLAIN and not arguments:
+            steps.append(_PLAIN[kind]())
+        elif kind in _OF_ACTIVATION and len(arguments) == 1:
+            if arguments[0] not in _ACTIVATIONS:
+                raise ValueError(f"{arguments[0]!r} is no activation that this process knows")
+            steps.append(_OF_ACTIVATION[kind](_ACTIVATIONS[arguments[0]]))
+        elif kind == "scale" and len(arguments) == 1:
+            steps.append(scale(float(arguments[0])))
+        elif kind == "dropout" and len(arguments) == 2:
+            steps.append(dropout(float(arguments[0]), arguments[1] == "1"))
+        else:
+            raise ValueError(f"{part!r} is no step of a chain")
+    return Chain(*steps)
 
 
 class Chain:
@@ -390,6 +448,7 @@ class Chain:
             raise ValueError(f"{self}: at most two gated steps in one chain")
         self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == _SUM.value)
         self.name = ",".join(step.name for step in steps)
+        self.text = ";".join(step.text for step in steps)
         self._tiles: dict[tuple[int, int, int], tuple[int, int, dict[str, Any]]] = {}
 
     def tile(self, width: int, itemsize: int) -> tuple[int, int, dict[str, Any]]:
@@ -563,7 +622,13 @@ def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Te
 
 
 def chain_variant(
-    chain: Chain, dtype: torch.dtype, width: int, *, operand: torch.dtype | None = None, result: bool = True
+    chain: Chain,
+    dtype: torch.dtype,
+    width: int,
+    *,
+    operand: torch.dtype | None = None,
+    result: bool = True,
+    ones: tuple[str, ...] = (),
 ) -> Variant:
     """What a launch of `chain` compiles for x and results of `dtype`, with parts of `width` columns.
 
@@ -573,6 +638,7 @@ def chain_variant(
         width: columns of the narrowest place in the chain.
         operand: dtype of the operands, x's by default.
         result: whether the last value is stored.
+        ones: numbers among the arguments that are 1, which Triton makes constants.
     """
     block_m, block_n, constexprs = chain.tile(width, dtype.itemsize)
     name, other = (TRITON_DTYPES[str(d).removeprefix("torch.")] for d in (dtype, operand or dtype))
@@ -588,14 +654,15 @@ def chain_variant(
     if chain.sums:
         signature["steps"] = "i32"
     aligned = width % 16 == 0
-    if not result:
-        del signature["y"]
-        constexprs = {**constexprs, "y": None}
+    fixed: dict[str, Any] = dict.fromkeys(ones, 1) if result else dict.fromkeys(ones, 1) | {"y": None}
+    signature = {key: value for key, value in signature.items() if key not in fixed}
+    constexprs = {**constexprs, **fixed}
     kernel = _chain_sums_kernel if chain.sums else _chain_kernel
     pointers = tuple(key for key in ("x", "y", "operands", "outputs", "partials") if key in signature)
     return Variant(
         name=f"{chain.name}{'' if result else ',-'} {name}{'' if other == name else '+' + other} {block_m}x{block_n}"
-        + ("" if aligned else " odd"),
+        + ("" if aligned else " odd")
+        + "".join(f" {one}=1" for one in ones),
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
@@ -631,3 +698,11 @@ def variants() -> Iterator[Variant]:
                 yield chain_variant(chain, dtype, width)
         yield chain_variant(chain, torch.bfloat16, 4096, operand=torch.float32)
     yield chain_variant(Chain(column_sum()), torch.bfloat16, 4096, result=False)
+    for chain, ones in (
+        (chains[1], ("M",)),
+        (chains[1], ("width", "x_stride")),
+        (chains[6], ("M", "steps")),
+        (chains[6], ("steps",)),
+        (chains[6], ("width", "x_stride")),
+    ):
+        yield chain_variant(chain, torch.bfloat16, 1 if "width" in ones else 4096, ones=ones)

@@ -6,6 +6,7 @@ failures of the compiler end the process, and one that listed interpreted kernel
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -20,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from .. import kernels
 from ..kernels._variants import Type, Variant
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -71,6 +73,16 @@ class Compiled:
     def dot_without_wgmma(self) -> bool:
         """Whether a product on sm_90 does without Hopper's own instruction."""
         return self.target == "sm_90" and self.has_dot and self.error is None and not self.mma
+
+
+def kernel_modules() -> tuple[str, ...]:
+    """Dotted names of the modules of `seqfuse.kernels` that define `variants()`; none is imported to find out."""
+    files = sorted(Path(str(kernels.__file__)).parent.glob("*.py"))
+    return tuple(f"{kernels.__name__}.{file.stem}" for file in files if _defines(file, "variants"))
+
+
+def _defines(file: Path, name: str) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.parse(file.read_text()).body)
 
 
 def compile_variants(

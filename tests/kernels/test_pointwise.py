@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse.kernels import _columns, _philox, pointwise
-from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.activations import ACTIVATIONS, Activation
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
     Untouched,
@@ -347,6 +347,47 @@ def test_the_result_may_be_left_out(device: torch.device) -> None:
     assert y is None
     assert total is not None
     torch.testing.assert_close(total, x.sum(0))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_operator_passes_the_checks_of_torch(name: str, device: torch.device) -> None:
+    import seqfuse.kernels._pointwise_ops  # noqa: F401  # registers it
+
+    case = CASES[name]
+    x, *operands = (t.to(device) for t in drawn(case, (3,), 8, torch.float32))
+    if case.seed is not None:
+        operands.insert(case.seed, SEED.to(device))
+    chain = case.chain(pointwise).text
+    torch.library.opcheck(torch.ops.seqfuse.pointwise.default, (x, chain, operands), {})
+    expected = [t for t in pointwise.pointwise(x, pointwise.parse(chain), operands) if t is not None]
+    assert_bitwise_equal(torch.ops.seqfuse.pointwise(x, chain, operands), expected)
+
+
+def test_a_chain_is_its_text_again() -> None:
+    for case in CASES.values():
+        chain = case.chain(pointwise)
+        again = pointwise.parse(chain.text)
+        assert (again.kinds, again.functions, again.numbers) == (chain.kinds, chain.functions, chain.numbers)
+
+
+def test_functions_of_one_name_have_texts_of_their_own() -> None:
+    def make() -> Activation:
+        def swish(x: Any, P: Any) -> Any:
+            return x
+
+        swish.__module__, swish.__qualname__ = "plugin", "swish"
+        return Activation(swish, swish, P=(2.0,))
+
+    first, second = make(), make()
+    texts = [pointwise.Chain(pointwise.act(a)).text for a in (first, second, first)]
+    assert texts == ["act:plugin.swish(2.0)", "act:plugin.swish(2.0)#2", "act:plugin.swish(2.0)"]
+    assert pointwise.parse(texts[1]).functions == ((second.value,),)
+
+
+@pytest.mark.parametrize("text", ["swish", "act:swish", "scale", "dropout:0.1", "bias:1"])
+def test_what_is_no_chain_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no"):
+        pointwise.parse(text)
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {

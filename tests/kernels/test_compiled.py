@@ -1,0 +1,147 @@
+"""The offline compile check, and a representative part of what it walks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seqfuse.testing.compiled import Compiled, compile_variants, int32_multiplications, kernel_modules
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+# One chain of each kind, aligned and not, and the sums they end in.
+POINTWISE = (
+    r"^(bias,store,gated_gelu,dropout\[0.1\] bf16 2x1024"
+    r"|dropout\[0.1\],dact_gelu,sum (fp16|fp32|bf16) \S+( odd)?"
+    r"|bias,store,gelu bf16\+fp32 \S+)$"
+)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_point_wise_chains_compile_without_spills(target: str) -> None:
+    compiled = list(compile_variants(["seqfuse.kernels.pointwise"], [target], only=POINTWISE, jobs=1))
+    assert len(compiled) >= 6
+    for one in compiled:
+        assert one.error is None, one
+        assert one.spills == 0, one
+        assert not one.over_shared, one
+        assert one.int32_multiplications == 0, one
+        # What is left are the seed and a row of partial sums.
+        if target.startswith("sm_") and "odd" not in one.variant:
+            assert one.wide > one.narrow, one
+
+
+def test_sums_over_rows_compile() -> None:
+    for one in compile_variants(["seqfuse.kernels._columns"], ["sm_90"], only="bf16|fp64", jobs=1):
+        assert one.error is None, one
+        assert one.spills == one.int32_multiplications == 0, one
+
+
+def test_every_module_with_kernels_is_walked() -> None:
+    folder = ROOT / "seqfuse" / "kernels"
+    launching = {
+        file.stem
+        for file in folder.glob("*.py")
+        if re.search(r"^    launch\(|[^`]launch\($", file.read_text(), re.MULTILINE)
+    }
+    assert launching - {"_launch"} <= {name.rpartition(".")[2] for name in kernel_modules()}
+
+
+BROKEN = """
+import os
+import triton
+import triton.language as tl
+from seqfuse.kernels._variants import Variant
+
+
+@triton.jit
+def _copy_kernel(x, y, n, B: tl.constexpr, FAULT: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    if FAULT == 1:
+        i = i + tl.program_id(0) * n
+    tl.static_assert(FAULT != 2, "refused here")
+    tl.store(y + i, tl.load(x + i, mask=i < n), mask=i < n)
+
+
+class Aborting:
+    arg_names = property(lambda self: os.abort())
+
+
+def variants():
+    for name, fault, divisible in (
+        ("good", 0, ("x", "y", "n")), ("narrow", 0, ()), ("wraps", 1, ()), ("refused", 2, ()), ("aborts", 3, ()),
+        ("after", 0, ("x", "y", "n")),
+    ):
+        yield Variant(
+            name=name,
+            kernel=Aborting() if name == "aborts" else _copy_kernel,
+            signature={"x": "*bf16", "y": "*bf16", "n": "i32"},
+            constexprs={"B": 1024, "FAULT": fault},
+            divisible=divisible,
+            has_dot=name == "narrow",
+        )
+    yield Variant(name="elsewhere", kernel=None, signature={}, constexprs={}, targets=("gfx",))
+"""
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
+    (tmp_path / "broken_kernels.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return {one.variant: one for one in compile_variants(["broken_kernels"], ["sm_90"])}
+
+
+def test_what_does_not_compile_is_reported_and_the_rest_goes_on(broken: dict[str, Compiled]) -> None:
+    assert list(broken) == ["good", "narrow", "wraps", "refused", "aborts", "after"]
+    failed = {name: one.error for name, one in broken.items() if one.error is not None}
+    assert failed.keys() == {"refused", "aborts"}
+    assert "refused here" in str(failed["refused"])
+    assert "the compiler ended with -6" in str(failed["aborts"])
+    assert broken["after"].wide == broken["good"].wide == 2
+    assert broken["good"].narrow == 0
+    assert broken["good"].registers > 0
+
+
+def test_faults_of_compiled_code_are_counted(broken: dict[str, Compiled]) -> None:
+    assert broken["narrow"].wide == 0
+    assert broken["narrow"].narrow > 0
+    assert broken["narrow"].dot_without_wgmma
+    assert not broken["good"].dot_without_wgmma
+    assert broken["good"].int32_multiplications == 1
+    assert broken["wraps"].int32_multiplications == 2
+
+
+def test_products_are_counted_where_an_address_is_made_of_them() -> None:
+    ttir = """
+    %0 = tt.get_program_id x : i32 loc(#loc)
+    %1 = arith.muli %0, %c1024_i32 : i32
+    %2 = arith.extsi %0 : i32 to i64
+    %3 = arith.muli %2, %c1024_i64 : i64
+    %4 = arith.muli %0, %arg3 : i32
+    %5:2 = scf.for %arg4 = %c0 to %arg3 step %c1 iter_args(%arg5 = %1, %arg6 = %4) -> (i32, i32) {
+      %6 = tt.splat %arg5 : i32 -> tensor<64xi32>
+      %7 = tt.addptr %8, %6 : tensor<64x!tt.ptr<f32>>, tensor<64xi32>
+      %9 = tt.addptr %arg0, %3 : !tt.ptr<f32>, i64
+    }
+    """
+    assert int32_multiplications(ttir) == 1
+
+
+def test_over_shared_memory_depends_on_the_target() -> None:
+    one = Compiled("kernels", "large", "sm_90", shared=200_000)
+    assert not one.over_shared
+    assert Compiled("kernels", "large", "sm_80", shared=200_000).over_shared
+    assert Compiled("kernels", "large", "gfx942", shared=70_000).over_shared
+
+
+def test_the_table_ends_with_what_was_found() -> None:
+    pytest.importorskip("rich")
+    command = [sys.executable, "benchmarks/kernels_table.py", "_columns", "--targets", "sm_90", "--only", "bf16 (1|8)$"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    last = done.stdout.strip().splitlines()[-1]
+    assert last == "kernels: 2 variants, 0 spilled, 0 over shared memory, 0 dots without wgmma on sm_90", done.stderr
+    assert done.returncode == 0
