@@ -204,10 +204,17 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def guard(ctx: Any, grads: Sequence[Any], read: Sequence[Any]) -> tuple[Any, ...]:
-        """Put every path from `grads` to what they depend on (tensors `read`, leaves of the node) behind the error."""
+        """Put every path from `grads` to what they depend on (tensors `read`, leaves of the node) behind the error.
+
+        Where no tensor is left that leads to one of the node's inputs, the error is raised at once.
+        """
         present = [g for g in grads if g is not None]
         links = [t for t in read if t is not None and t.requires_grad]
-        links += [fn.variable for fn, _ in ctx.next_functions if hasattr(fn, "variable")]
+        nodes = [fn for fn, _ in ctx.next_functions if fn is not None]
+        links += [fn.variable for fn in nodes if hasattr(fn, "variable")]
+        led_to = [t.grad_fn for t in links]
+        if present and not all(hasattr(fn, "variable") or any(fn is other for other in led_to) for fn in nodes):
+            raise _twice()
         if not present or not links:
             return tuple(grads)
         guarded: Iterator[Any] = iter(_Once.apply(len(present), *present, *links))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
@@ -219,9 +226,12 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
-        message = "double backward is not supported"
-        hint = "differentiate under torch.func, or run the operations' reference"
-        raise StateError(message, code="SF501", hint=hint)
+        raise _twice()
+
+
+def _twice() -> StateError:
+    hint = "differentiate under torch.func, or run the operations' reference"
+    return StateError("double backward is not supported", code="SF501", hint=hint)
 
 
 # `Function.apply` first looks for functorch wrappers among its arguments; the fuser has already ruled them out.

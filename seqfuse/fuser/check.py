@@ -13,7 +13,7 @@ from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
-from .fake import faking
+from .fake import faking, is_fake
 from .segment import Back, Call
 
 if TYPE_CHECKING:
@@ -29,10 +29,8 @@ def check_forward(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, g
     Raises:
         PluginError: naming fusion, slot and field.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
     fusion: FusedOperation = step.operation
-    if isinstance(x, FakeTensor):
+    if is_fake(x):
         return False
     key = _key(binder, fusion, step.covers, x)
     if key in _passed:
@@ -235,9 +233,7 @@ def check_backward(
     Raises:
         PluginError: naming fusion (or operation) and key.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if isinstance(d, FakeTensor) or (d is not None and is_batchedtensor(d)):
+    if is_fake(d) or (d is not None and is_batchedtensor(d)):
         return False
     fused = isinstance(step.operation, FusedOperation)
 

@@ -24,3 +24,10 @@ def faking() -> Generator[Any]:
             yield mode
     finally:
         torch.set_autocast_cache_enabled(kept)
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor is a fake one."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

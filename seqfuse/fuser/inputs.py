@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, PluginError, SeqfuseError
-from .fake import faking
+from .fake import faking, is_fake
 from .items import Item
 from .listing import Listing, Region
 from .reference import walk_reference
@@ -88,10 +88,8 @@ def dtypes_of(listing: Listing, region: Region, x: Tensor, channels: Mapping[str
     """Dtype of the tensor entering each position, from a run of the references on fake tensors; `None` from where
     they cannot run so.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
     found: list[torch.dtype | None] = [x.dtype] * region.start
-    fake = isinstance(x, FakeTensor)
+    fake = is_fake(x)
     try:
         with contextlib.nullcontext() if fake else faking() as mode, torch.no_grad():
             convert: Callable[[Tensor], Tensor] = (lambda t: t) if mode is None else mode.from_tensor

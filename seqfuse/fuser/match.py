@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from ..env import Env, Fusing
 from ..errors import PluginError
-from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
+from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
 from .items import Item
 
 MAX_FAILURES = 3
@@ -223,8 +223,12 @@ def _refuses_channels(fusion: FusedOperation, items: Sequence[Item], a: int, b: 
         made = made or bool(item.outputs)
         for name, channel in item.outputs:
             full = f"{place}_{name}"
-            if items[a].readers[channel] <= set(range(a, b)):
+            readers = items[a].readers[channel]
+            if readers and readers <= set(range(a, b)):
                 continue
+            needs_dy = not getattr(item.operation, "dy_may_be_none", False)
+            if isinstance(fusion, ForwardFusion) and needs_dy and not dead and item is not items[b - 1]:
+                return f"{item.name} needs a gradient of its y, whose shape is not kept where its {full} alone is used"
             if fusion.replaces_forward and full not in fusion.outputs:
                 return f"the extra output {full} is read elsewhere and is not among its outputs"
             if fusion.replaces_backward and not dead and f"d_{full}" not in backward:

@@ -198,7 +198,9 @@ class Binder:
             owned = inside if fused else set[str]()
             channel_grads += [(key + n, c) for n, c in item.inputs if n in needs[position] and c not in owned]
             wanted = [(f"d_{under}{n}", c) for n, c in item.outputs]
-            incoming += [(n, c) for n, c in wanted if n in signature.extras]
+            # What nobody outside reads has no gradient from outside.
+            ends = {c for _, c in item.outputs if fused and item.readers[c] and item.readers[c] <= set(range(a, b))}
+            incoming += [(n, c) for n, c in wanted if n in signature.extras and c not in ends]
         named = [name for name, _ in incoming] + ([r[0] for r in records] if kind == "backward" else [])
         if kind == "joint":
             kept = operation.Saved.kept(self._needs(operation, a, b, self.wants.needs))

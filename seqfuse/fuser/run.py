@@ -147,7 +147,7 @@ class Fuser:
         shape, *state, parameter_state, channel_state = key
         rows = Env.like(x).rows
         exact_key = (shape, *state, tuple(parameter_state), tuple(channel_state or ()))
-        bucket_key = (rows, *exact_key[1:])
+        bucket_key = (rows, shape[-1:], *exact_key[1:])
         with _planning:
             program = region.shapes.get(exact_key)
             if program is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..autograd import Asked
 from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError
 from ..saved import Layout, Saved, rebuilder
+from .fake import is_fake
 from .straight import FELL, ORDER, ForwardFellBack, Packed, ahead, back
 
 _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
@@ -130,7 +131,8 @@ class Segment:
         run = self.made.get(asked)
         if run is None:
             run = self.made[asked] = self._back(self.backward_calls(asked))
-        return run(dy, sides, packed, tensors, sums), sums
+        dx = run(dy, sides, packed, tensors, sums)
+        return dx if asked is None or asked[1] else None, sums
 
     def ran(self, packed: Packed) -> tuple[Any, ...]:
         """What ran: the plan, and the fusions that fell back."""
@@ -156,7 +158,7 @@ class Segment:
         self._may_fall_back(call, error, x)
         assert call.unfused is not None
         x = self._rest((call, keep), call.unfused, keep)(x, channels, seeds, flat, packed)
-        self._warn(call, error)
+        self._warn(call, error, x)
         if packed is not None:
             packed[FELL] = (*packed.get(FELL, ()), call.start)
         if at + 1 == len(calls):
@@ -192,6 +194,8 @@ class Segment:
         tensors: tuple[Tensor, ...],
         sums: list[Any],
     ) -> Tensor | None:
+        if at < 0:
+            raise error  # of the operations that ran in place of a fusion
         step = backs[at]
         if not isinstance(error, ForwardFellBack):
             if step.kind == "joint" and step.recover is None and not isinstance(error, SeqfuseError):
@@ -202,7 +206,7 @@ class Segment:
             if step.kind == "joint":
                 packed = {**packed, **self._recovered(step, error, packed, tensors)}
         d = self._apart(step, d, sides, packed, tensors, sums)
-        self._warn(step, error)
+        self._warn(step, error, d)
         if at + 1 == len(backs):
             return d
         key = step, len(backs)
@@ -242,9 +246,9 @@ class Segment:
         if not self.can_fall_back or torch.compiler.is_compiling() or _capturing(self.device):
             raise KernelError(f"{type(error).__name__}: {error}", code="SF401", **where) from error
 
-    def _warn(self, step: Call | Back, error: Exception) -> None:
+    def _warn(self, step: Call | Back, error: Exception, tensor: Any) -> None:
         """Say, once per reason, that the unfused operations ran in place of a failed fusion."""
-        if isinstance(error, InputError | ForwardFellBack):
+        if isinstance(error, InputError | ForwardFellBack) or is_fake(tensor):
             return
         reason = step.name, f"{type(error).__name__}: {error}"
         self.note(step.name, step.start, reason[1])

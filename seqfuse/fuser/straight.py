@@ -50,7 +50,6 @@ def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> C
             given.append(f"{identifier(keyword)}={None if index is None else f'seeds[{index}]'}")
         results = ["y", *["made"] * bool(call.outputs), *["saved"] * (call.kind != "inference")]
         s.add(f"{', '.join(results)} = {_first(s, call)}({', '.join(['x', *given])})")
-        s.add(*(f"del channels[{s.put(channel)}]" for channel in call.done))
         names = [(s.put(channel), s.put(name)) for name, channel in call.outputs]
         s.add(*(f"channels[{channel}] = made[{name}]" for channel, name in names))
         if keep:
@@ -58,6 +57,8 @@ def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> C
                 s.add(f"packed[{SHAPES - call.stop}] = look(y, {{{', '.join(f'{c}: made[{n}]' for c, n in names)}}})")
             for pack in call.packs:
                 _pack(s, *pack)
+        # Last, so that the operations find their channels where something above fails.
+        s.add(*(f"del channels[{s.put(channel)}]" for channel in call.done))
         s.add("x = y")
     s.add("return x")
     s.depth -= 1
@@ -87,7 +88,8 @@ def _first(s: Source, step: Call | Back) -> str:
 
         def checked(x: Any, *args: Any, **kwargs: Any) -> Any:
             out = step.fn(x, *args, **kwargs)
-            if step.check is None or step.check(step, x, out, kwargs):
+            check = step.check
+            if check is None or check(step, x, out, kwargs):
                 step.check = None
                 s.constants[name] = step.fn
             return out
@@ -122,10 +124,12 @@ def _one(s: Source, step: Back) -> None:
     s.add(*(f"{name} = sides.get({channel})" for name, channel in came))
     s.add(f"if {' or '.join(f'{name} is not None' for name, _ in [('d', ''), *came])}:")
     s.depth += 1
+    if step.kind == "joint":
+        s.add(f"if {step.records[0][1]} not in packed: raise fell")
     if came and step.kind == "backward":
         # Fusions are written for tensors; operations know a gradient that nobody gave.
         absent = " or ".join(f"{name} is None" for name, _ in [("d", ""), *came])
-        s.add(f"if {absent}: d = {s.put(step.apart)}(d, sides, packed, tensors, sums)", "else:")
+        s.add(f"if {absent}:", "    at = -1", f"    d = {s.put(step.apart)}(d, sides, packed, tensors, sums)", "else:")
         s.depth += 1
     elif came and step.zeros:
         s.add(f"if d is None: d = zeros(packed[{SHAPES - step.stop}][''])")
@@ -136,9 +140,7 @@ def _one(s: Source, step: Back) -> None:
         s.add(
             *(f"{name} = {name} if {name} is None else fit({name}, {layout})" for name in ["d", *(n for n, _ in came)])
         )
-    if step.kind == "joint":
-        s.add(f"if {step.records[0][1]} not in packed: raise fell")
-    given = _records(s, step, layout if fits and step.kind == "backward" else None)
+    given = _records(s, step, layout if fits else None)
     given += [f"{identifier(keyword)}={name}" for (keyword, _), (name, _) in zip(step.incoming, came, strict=True)]
     s.add(f"dx, grads = {_first(s, step)}(d, {', '.join(given)})")
     latest: dict[Any, str] = {}
@@ -205,10 +207,13 @@ def fit(x: Tensor, layout: Layout) -> Tensor:
 
 
 def _fit_record(record: Saved, layout: Layout) -> None:
-    for name in record.__dict__.keys() & set(record.fields):
-        value = record.__dict__[name]
+    fields = record.__dict__
+    for name in (fields.keys() | fields.get("_late", {}).keys()) & set(record.fields):
+        value = getattr(record, name)
         if isinstance(value, Tensor):
-            record.__dict__[name] = fit(value, layout)
+            fields[name] = fit(value, layout)
+        elif isinstance(value, tuple):
+            fields[name] = tuple(fit(v, layout) if isinstance(v, Tensor) else v for v in value)
 
 
 def _look(y: Tensor, made: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
