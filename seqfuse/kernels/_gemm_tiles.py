@@ -50,12 +50,15 @@ _WEIGHTS: tuple[Weight, ...] = ("light", "heavy", "gradient", "gated", "dgated")
 _NUMBERS: tuple[Number, ...] = ("half", "tf32", "float32", "float64")
 
 
-def _described(*tiles: tuple[int, ...]) -> tuple[Tile, ...]:
-    return tuple(Tile(*tile)._replace(descriptors=True) for tile in tiles)
+_Six = tuple[int, int, int, int, int, int]
 
 
-def _pointers(*tiles: tuple[int, ...]) -> tuple[Tile, ...]:
-    return tuple(Tile(*tile)._replace(flatten=False) for tile in tiles)
+def _described(*tiles: _Six, flatten: bool = True) -> tuple[Tile, ...]:
+    return tuple(Tile(*tile, flatten=flatten, descriptors=True) for tile in tiles)
+
+
+def _pointers(*tiles: _Six) -> tuple[Tile, ...]:
+    return tuple(Tile(*tile, flatten=False) for tile in tiles)
 
 
 _GPUS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -82,9 +85,9 @@ _TABLE: dict[tuple[str, Number, Weight], tuple[Tile, ...]] = {
     ("sm_90", "half", "dgated"): _described((128, 128, 64, 8, 3, 4), (64, 128, 64, 4, 4, 4)),
     ("sm_100", "half", "light"): _described((128, 256, 64, 8, 4, 4), (128, 128, 64, 8, 4, 2)),
     ("sm_100", "half", "heavy"): _described((128, 256, 64, 8, 3, 4), (128, 128, 64, 8, 4, 2)),
-    ("sm_100", "half", "gradient"): _described((128, 128, 64, 8, 4, 4)),
+    ("sm_100", "half", "gradient"): _described((128, 128, 64, 8, 4, 4), flatten=False),
     ("sm_100", "half", "gated"): _described((128, 128, 64, 8, 3, 2)),
-    ("sm_100", "half", "dgated"): _described((128, 128, 64, 8, 3, 4, False)),
+    ("sm_100", "half", "dgated"): _described((128, 128, 64, 8, 3, 4), flatten=False),
     ("sm_80", "half", "light"): _pointers((128, 128, 32, 8, 4, 2), (64, 64, 64, 4, 3, 2)),
     ("sm_80", "half", "heavy"): _pointers((128, 128, 32, 8, 4, 2), (64, 64, 64, 4, 3, 2)),
     ("sm_80", "half", "gradient"): _pointers((128, 128, 32, 8, 4, 4), (64, 64, 64, 4, 3, 4)),
@@ -104,9 +107,11 @@ _TABLE: dict[tuple[str, Number, Weight], tuple[Tile, ...]] = {
     ("sm_90", "tf32", "gated"): _described((128, 64, 32, 8, 3, 2)),
     ("sm_90", "tf32", "dgated"): _described((128, 64, 32, 8, 3, 4)),
     **_everywhere("float32", _pointers((64, 64, 16, 8, 2, 2)), ""),
-    **_everywhere("float32", _pointers((64, 64, 16, 8, 2, 4)), " unaligned"),
-    **_everywhere("float64", _pointers((32, 32, 16, 4, 2, 2)), ""),
-    **_everywhere("float64", _pointers((32, 32, 16, 4, 2, 2)), " unaligned"),
+    **_everywhere("float32", _pointers((64, 64, 16, 8, 2, 2)), " unaligned"),
+    **_everywhere("float64", _pointers((32, 16, 16, 4, 2, 1)), ""),
+    **_everywhere("float64", _pointers((32, 16, 16, 4, 2, 1)), " unaligned"),
+    **{(of, "float32", "gated"): _pointers((64, 32, 16, 4, 2, 2)) for of in _GPUS},
+    **{(of, "tf32", "gated"): _pointers((64, 32, 32, 4, 3, 2)) for of in _GPUS if of != "sm_90"},
 }
 
 
@@ -144,7 +149,8 @@ def stored_singly(weight: Weight, candidates: tuple[Tile, ...]) -> tuple[Tile, .
     if weight == "light":
         return tuple(tile._replace(split=4) for tile in candidates if tile.m * tile.n <= 128 * 128)
     last = candidates[-1]
-    return (last._replace(m=min(last.m, 64), n=min(last.n, 64), num_warps=8, split=4, flatten=False),)
+    m, n = min(last.m, 64), min(last.n, 64)
+    return (last._replace(m=m, n=n, num_warps=max(4, n // 8), split=4 if n > 16 else 1, flatten=False),)
 
 
 def choose(of: str, number: Number, weight: Weight, aligned: bool, M: int, N: int, processors: int) -> Tile:

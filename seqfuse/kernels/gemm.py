@@ -1,5 +1,6 @@
-# pyright: basic
-# Device functions are Triton's language, which has no types.
+# pyright: basic, reportOptionalSubscript=false, reportOptionalCall=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# Device functions are Triton's language: it has no types, and what is None in it was decided when it was compiled.
 """Matrix products with an epilogue: C = epilogue(A B), one persistent kernel for forward, dgrad and wgrad."""
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ def _gemm_kernel(
     t2_desc = tl.make_tensor_descriptor(t + N, [M, N], [ldt, 1], [BM, BS]) if TILES and DGATED else None
 
     # Whatever an address is made of has 64 bits.
-    tiles_m = tl.cdiv(M, BM).to(tl.int64)
-    tiles_n = tl.cdiv(N, BN).to(tl.int64)
+    tiles_m = tl.cast(tl.cdiv(M, BM), tl.int64)
+    tiles_n = tl.cast(tl.cdiv(N, BN), tl.int64)
     k_tiles = tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tl.cdiv(N, BN), tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = _place(tl.cast(tile, tl.int64), tiles_m, tiles_n, GROUP)
@@ -845,16 +846,25 @@ def variants() -> Iterator[Variant]:
                 yield _variant(family_of, number, tile, kind, loads=not odd, moved=True)
         for tile in stored_singly(weight, candidates):
             yield _variant(family_of, number, tile, _KINDS[weight][-1], loads=not odd, moved=False)
+        if number == "half":
+            # A number that is 1 is a constant to the compiler.
+            ones = (("M",), ("K",), ("N", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")) if odd else (("M",),)
+            for one in ones:
+                yield _variant(
+                    family_of, number, candidates[0], _KINDS[weight][-1], loads=not odd, moved=not odd, one=one
+                )
 
 
-def _variant(of: str, number: Number, tile: Tile, kind: _Kind, *, loads: bool, moved: bool) -> Variant:
+def _variant(
+    of: str, number: Number, tile: Tile, kind: _Kind, *, loads: bool, moved: bool, one: tuple[str, ...] = ()
+) -> Variant:
     dtype = {"half": "bf16", "tf32": "fp32", "float32": "fp32", "float64": "fp64"}[number]
     total = "fp64" if number == "float64" else "fp32"
     out = total if kind.accumulate else dtype
     types = {"c": out, "row_scale": "fp32", "seed": "i64", "partials": total}
     present = ("a", "b", "c", *(name for name in _OPTIONAL if name in kind.operands))
     signature: dict[str, Type] = {name: f"*{types.get(name, dtype)}" for name in present}
-    signature |= dict.fromkeys(("M", "N", "K", *_STRIDES), "i32")
+    signature |= {name: "i32" for name in ("M", "N", "K", *_STRIDES) if name not in one}
     act = None if kind.act is None else ACTIVATIONS[kind.act]
     of_factors, of_tiles = ("a", "b", "lda", "ldb", "K"), (*present[2:], "M", "N", "ldc", "ldp", "lde", "ldr", "ldt")
     numbers = constexprs(
@@ -872,12 +882,16 @@ def _variant(of: str, number: Number, tile: Tile, kind: _Kind, *, loads: bool, m
         "tf32" if number == "tf32" else "ieee",
         False,
     )
-    where = ("" if loads else " factors unaligned") + ("" if moved else " tiles unaligned")
+    where = (
+        ("" if loads else " factors unaligned")
+        + ("" if moved else " tiles unaligned")
+        + (f" {one[0]}=1" if one else "")
+    )
     return Variant(
         name=f"gemm {of} {number} {kind.name} {tile.m}x{tile.n}x{tile.k}{where}",
         kernel=_gemm_kernel,
         signature=signature,
-        constexprs=numbers | {name: None for name in _OPTIONAL if name not in kind.operands},
+        constexprs=numbers | {name: None for name in _OPTIONAL if name not in kind.operands} | dict.fromkeys(one, 1),
         divisible=(of_factors if loads else ()) + (of_tiles if moved else ()),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

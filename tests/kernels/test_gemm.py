@@ -21,6 +21,7 @@ from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.gemm import Dropout
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, exact, guarded, red_zones
+from seqfuse.testing.compiled import compile_variants
 
 assert _gemm_ops is not None  # registers operators
 
@@ -564,6 +565,40 @@ def test_an_operator_refuses_an_unknown_activation(device: torch.device) -> None
     o = operands(device, torch.float32, 5, 6, 7)
     with pytest.raises(ValueError, match="act must be one of"):
         torch.ops.seqfuse.linear(o.x, o.weight, act="swish")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "only", "count"),
+    [
+        ("sm_90", r"half (forward\+bias,gelu,pre|dgrad\+gelu,sums,emit|swiglu\+bias,pre|wgrad\+main_grad) \S+$", 4),
+        ("sm_90", r"half forward\+all \S+ factors unaligned tiles unaligned (M|N|K)=1$", 3),
+        ("sm_80", r"half (forward\+bias,gelu|dgrad\+gelu) 128\S+$", 2),
+        ("gfx942", r"half (forward|wgrad) 128\S+$", 2),
+    ],
+    ids=["sm_90", "sm_90 ones", "sm_80", "gfx942"],
+)
+def test_compiles_for_gpus_that_are_not_here(target: str, only: str, count: int) -> None:
+    compiled = list(compile_variants(["seqfuse.kernels.gemm"], [target], only=only))
+    assert len(compiled) == count
+    for one in compiled:
+        assert one.error is None, one
+        assert not one.over_shared, one
+        assert not one.dot_without_wgmma, one
+        assert one.int32_multiplications == 0, one
+        assert one.mma, one
+        if target.startswith("sm_"):
+            assert not one.spills, one
+
+
+def test_variants_have_names_of_their_own_and_cover_the_table() -> None:
+    names = [variant.name for variant in gemm.variants()]
+    assert len(names) == len(set(names))
+    for of in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        for number in ("half", "tf32", "float32", "float64"):
+            for weight in ("light", "heavy", "gradient", "gated", "dgated"):
+                for suffix in ("", " unaligned"):
+                    assert choose(of + suffix, number, weight, False, 1000, 1000, 100)  # type: ignore[arg-type]
 
 
 # Each is a bug in the kernel, and the check that has to see it.
