@@ -20,7 +20,16 @@ from seqfuse.kernels._launch import interpreted
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.gemm import Dropout
 from seqfuse.ops._philox import drop_mask
-from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, exact, guarded, red_zones
+from seqfuse.testing import (
+    REGIMES,
+    Untouched,
+    assert_bitwise_equal,
+    assert_fused_close,
+    exact,
+    guarded,
+    in_regime,
+    red_zones,
+)
 from seqfuse.testing.compiled import compile_variants
 
 assert _gemm_ops is not None  # registers operators
@@ -276,6 +285,49 @@ def test_dgrad_with_every_part_of_an_epilogue(
     elif kind == "gelu":
         given |= {"act": "gelu", "t": o.t}
     check_dgrad(tile=tile, dy=o.dy, weight=o.weight, **given)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_in_every_regime(device: torch.device, dtype: torch.dtype, regime: str) -> None:
+    def made(seed: int, *shape: int) -> Tensor:
+        return in_regime(regime, shape, seed, dtype=dtype).to(device)
+
+    x, dy, t, packed_t = made(1, M, K), made(2, M, N), made(3, M, K), made(4, M, 2 * K)
+    o = operands(device, dtype)
+    check_linear(x=x, weight=o.weight, bias=made(5, N), act="gelu_tanh", residual=made(6, M, N), store_pre=True)
+    check_linear(x=x, weight=o.packed, bias=made(7, 2 * N), act="silu", gated=True)
+    check_dgrad(dy=dy, weight=o.weight, act="gelu", t=t)
+    check_dgrad(dy=dy, weight=o.weight, act="silu", t=packed_t, gated=True)
+    check_wgrad(dy=dy, x=x, accumulate=True)
+
+
+class _LinearThenGated(torch.autograd.Function):
+    """dropout(gelu(x w^T)), then a gated product with a bias: every gradient by a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, packed: Tensor, bias: Tensor, out: Tensor, seed: Tensor) -> Tensor:
+        ctx.dropout = Dropout(seed, 0.25)
+        h, z = gemm.linear(x, w, act=ACTIVATIONS["gelu"], store_pre=True, dropout=ctx.dropout)
+        g, t = gemm.linear_gated(h, packed, bias, act=ACTIVATIONS["sigmoid"], store_pre=True)
+        ctx.save_for_backward(x, w, packed, out, z, t)
+        return gemm.linear(g, out)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, packed, out, z, t = ctx.saved_tensors
+        dt, dbias, g = gemm.linear_dgrad_gated(grads[0], out, act=ACTIVATIONS["sigmoid"], t=t, sums=True, emit=True)
+        dz, _, h = gemm.linear_dgrad(dt, packed, act=ACTIVATIONS["gelu"], t=z, dropout=ctx.dropout, emit=True)
+        assert g is not None
+        assert h is not None
+        dx = gemm.linear_dgrad(dz, w)[0]
+        return dx, gemm.linear_wgrad(dz, x), gemm.linear_wgrad(dt, h), dbias, gemm.linear_wgrad(grads[0], g), None
+
+
+def test_gradients_are_those_of_finite_differences(device: torch.device) -> None:
+    shapes = ((3, 4), (5, 4), (6, 5), (6,), (2, 3))
+    inputs = [data(device, torch.float64, *shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    seed = a_seed(device)
+    torch.autograd.gradcheck(lambda *a: _LinearThenGated.apply(*a, seed), inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["fresh", "main_grad"])
