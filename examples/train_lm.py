@@ -193,17 +193,19 @@ def continued(model: GPT, prompt: Tensor, length: int) -> str:
 def readable(text: Tensor) -> str:
     """Bytes as indented lines, without what a terminal would act on."""
     decoded = bytes(text.tolist()).decode(errors="replace")
-    return textwrap.indent("".join(c if " " <= c <= "~" or c == "\n" else "?" for c in decoded), "    ")
+    lines = "".join(c if " " <= c <= "~" or c == "\n" else "?" for c in decoded).split("\n")
+    short = [part for line in lines for part in textwrap.wrap(line, 76, drop_whitespace=False) or [""]]
+    return textwrap.indent("\n".join(short), "    ")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--data", type=Path, default=stdlib, help="a text file, or a folder of Python sources")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=600, help="of training; 600 take about two minutes")
     parser.add_argument("--dim", type=int, default=128, help=f"width of the model, a multiple of {HEAD}")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layers", type=int, default=2, help="blocks of attention and MLP")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and data order")
     args = parser.parse_args()
     if min(args.steps, args.layers, args.dim) < 1 or args.dim % HEAD:
         parser.error(f"steps and layers must be positive, dim a positive multiple of {HEAD}")
@@ -214,7 +216,7 @@ def main() -> None:
 
     text, held_out = read_bytes(args.data)
     entropy = unigram_entropy(held_out)
-    print(f"data: {args.data}: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB held out")
+    print(f"data: {args.data}\n      {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB held out")
 
     fused, unfused = Run(args, fusing=True), Run(args, fusing=False)
     windows = windows_at(text, torch.arange(BATCH) * CONTEXT)
@@ -225,8 +227,8 @@ def main() -> None:
     kept_unfused = saved_for_backward(unfused, windows)
     count = sum(p.numel() for p in fused.model.parameters())
     print(
-        f"model: {count:,} parameters, {len(plan.names)} operations in {len(plan.segments)} segments, "
-        f"{forward} fused forward, {backward} fused backward, {len(plan.alone)} alone; its first block:\n"
+        f"model: {count:,} parameters, {len(plan.names)} operations in {len(plan.segments)} segments,\n"
+        f"       {forward} fused forward, {backward} fused backward, {len(plan.alone)} alone; its first block:\n"
     )
     print(f"{fused.model.chain[0].plan(x)}\n")
 
@@ -235,14 +237,15 @@ def main() -> None:
     after, after_unfused = fused.validate(held_out), unfused.validate(held_out)
 
     gaps = [abs(a - b) for a, b in zip(fused.losses, unfused.losses, strict=True)]
-    print(f"\n{'step':>6} {'fused':>10} {'unfused':>10} {'gap':>10}")
+    print(f"\ntraining loss, at six of {args.steps} steps\n{'step':>6} {'fused':>10} {'unfused':>10} {'gap':>10}")
     for i in sorted({round(k * (args.steps - 1) / 5) for k in range(6)}):
         print(f"{i + 1:>6} {fused.losses[i]:>10.6f} {unfused.losses[i]:>10.6f} {gaps[i]:>10.1e}")
-    print(
-        f"\nafter\n{readable(held_out[:CONTEXT])}\nthe model writes\n{continued(fused.model, held_out[:CONTEXT], 160)}"
-    )
+    prompt = held_out[:CONTEXT]
+    print(f"\nprompt:\n{readable(prompt)}\nthe model goes on:\n{continued(fused.model, prompt, 160)}")
     print(f"\nvalidation loss {after:.4f} nats per byte (unfused {after_unfused:.4f})")
     print(f"unigram entropy {entropy:.4f} nats per byte: the loss of guessing without context")
+    if after >= entropy:
+        print("the model is not better than that yet: give it more steps")
     print(
         f"demo: loss {before:.4f} -> {after:.4f} in {args.steps} steps, "
         f"max |fused - unfused| loss gap {max(gaps):.2g}, "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import keyword
+import linecache
+import zlib
 from types import CodeType
 from typing import Any
 
@@ -53,4 +55,6 @@ def identifier(name: str) -> str:
 
 @functools.lru_cache(4096)
 def _code(name: str, text: str) -> CodeType:
-    return compile(text, f"<seqfuse {name}>", "exec")
+    file = f"<seqfuse {name} {zlib.crc32(text.encode()):08x}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # so that tracebacks show the line
+    return compile(text, file, "exec")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -213,7 +213,8 @@ def _fit_record(record: Saved, layout: Layout) -> None:
         if isinstance(value, Tensor):
             fields[name] = fit(value, layout)
         elif isinstance(value, tuple):
-            fields[name] = tuple(fit(v, layout) if isinstance(v, Tensor) else v for v in value)
+            several = cast(tuple[Any, ...], value)
+            fields[name] = tuple(fit(v, layout) if isinstance(v, Tensor) else v for v in several)
 
 
 def _look(y: Tensor, made: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:

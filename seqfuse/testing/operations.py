@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
+from ..fuser.items import Item
 from ..fuser.plan import Wants
 from ..operation import Pointwise, UnfusedOperation
 from ..saved import Saved, packing
@@ -144,8 +145,10 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
             for at, item in enumerate(items):
                 (ahead,) = observer.passes("fwd", item.operation)
                 saved.setdefault(at, set()).update(_fields(ahead.out[-1]))
+                _check_parameters(ahead.out[-1], item)
                 for back in observer.passes("bwd", item.operation):
-                    assert_only_wanted(back, wants.needs[at], (*item.slots, *(name for name, _ in item.inputs)))
+                    if "needs" in back.kwargs:
+                        assert_only_wanted(back, wants.needs[at], (*item.slots, *(name for name, _ in item.inputs)))
                     _check_dx(back.out[0], ahead.args[0])
                     read.setdefault(at, set()).update(_fields_read(back))
     for at, fields in read.items():
@@ -153,6 +156,19 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
         if unread:
             raise AssertionError(f"{specimen.items[at].name} saves {unread[0]!r} and its bwd never reads it")
     return full
+
+
+def _check_parameters(record: Saved, item: Item) -> None:
+    """A parameter is kept as itself: a copy would not be seen to change, and is kept beside it."""
+    for name in _fields(record):
+        value = vars(record)[name]
+        for parameter, (owner, attribute) in item.slots.items():
+            own: Tensor = getattr(owner, attribute)
+            if not isinstance(value, Tensor) or value is own or value.shape != own.shape or own.numel() < 2:
+                continue
+            if value.dtype is own.dtype and torch.equal(value, own):
+                message = f"field {name!r} must be the parameter {parameter!r} itself, not a copy or a view of it"
+                raise AssertionError(message)
 
 
 def _check_dx(dx: Tensor | None, x: Tensor) -> None:

@@ -531,6 +531,11 @@ def test_remapping_renames_whole_components_longest_first_and_keeps_the_tensors(
     assert next(iter(state)) == "up.weight"
 
 
+def test_remapping_to_nothing_takes_a_prefix_away() -> None:
+    state = {"_orig_mod.0.weight": torch.ones(2), "_orig_mod.1.bias": torch.zeros(2)}
+    assert list(sf.remap_keys(state, {"_orig_mod": ""})) == ["0.weight", "1.bias"]
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -79,3 +87,30 @@ def test_a_misspelled_variable_is_warned_about_once_with_what_was_meant(tmp_path
     assert "SEQFUSE_ON_EROR; did you mean SEQFUSE_ON_ERROR?" in text
     assert "unknown environment variable SEQFUSE_PLUGIN" in text
     assert "SEQFUSE_FUSING='evil:Class' is none of 0, 1; ignored" in text
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [lambda: sf.fusing("off"), lambda: sf.fusing(on_error="warn"), lambda: sf.Env.of("h100"),
+     lambda: sf.Env.of("sm_90"),
+     lambda: sf.Env.of("cuda:sm90"), lambda: sf.Env.of("cuda", dtype="bf16"), lambda: sf.Sequential().plan(env="cuda")],
+    ids=["enabled", "on_error", "a card", "no kind", "an architecture", "a dtype", "an env"],
+)  # fmt: skip
+def test_a_setting_that_is_none_is_an_error(choose: Any) -> None:
+    with pytest.raises(sf.InputError) as caught, contextlib.ExitStack() as stack:
+        stack.enter_context(choose())
+    assert caught.value.code == "SF106"
+    assert caught.value.hint is not None or "dtype" in str(caught.value)
+
+
+def test_a_name_that_no_fusion_has_is_warned_about() -> None:
+    model, x = sf.Sequential(ops.Linear(4, 4), ops.ReLU()), torch.ones(3, 4)
+    with sf.fusing(exclude=["LinaerBiasAct"]), pytest.warns(UserWarning, match="did you mean 'LinearBiasAct'"):
+        model(x)
+
+
+@pytest.mark.parametrize("given", [(torch.ones(3, 4),), torch.ones(3, 4).numpy()], ids=["tuple", "array"])
+def test_what_is_no_tensor_is_an_error(given: Any) -> None:
+    with pytest.raises(sf.InputError, match="expects a tensor") as caught:
+        sf.Sequential(ops.Linear(4, 4), ops.ReLU())(given)
+    assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF105", "Linear", 0)

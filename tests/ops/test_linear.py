@@ -65,7 +65,8 @@ def test_checkpoints_of_torch_load_strictly():
 
 
 @pytest.mark.parametrize(
-    ("needs", "products"), [({"x"}, 1), ({"weight"}, 1), ({"x", "weight"}, 2), (set(), 0)],
+    ("needs", "products"),
+    [({"x"}, 1), ({"weight"}, 1), ({"x", "weight"}, 2), (set(), 0)],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 @pytest.mark.parametrize("shape", [(4, 5), (2, 3, 5)], ids=str)

@@ -48,6 +48,20 @@ def test_passes_an_operation_of_ones_own():
     check_op(Correct(), X, dtypes=(torch.float32, torch.float16, torch.float64))
 
 
+def test_a_backward_that_does_not_ask_what_is_wanted_may_compute_all():
+    class Whole(Affine):
+        class Saved(sf.Saved):
+            x: torch.Tensor
+            weight: torch.Tensor
+
+        reference = Affine.reference
+
+        def bwd(self, dy, saved):
+            return super().bwd(dy, saved, needs=frozenset({"x", "weight", "bias"}))
+
+    check_op(Whole(), X)
+
+
 @pytest.mark.parametrize(("operation", "message"), MUTANTS, ids=[operation.__name__ for operation, _ in MUTANTS])
 def test_catches(operation: type[sf.UnfusedOperation], message: str):
     with pytest.raises((AssertionError, PluginError), match=message) as error:

@@ -37,7 +37,15 @@ class Affine(sf.UnfusedOperation, open=True):
         return dx, {"weight": dweight, "bias": dbias}
 
 
-# What it computes.
+# What it computes and keeps.
+
+
+@caught("field 'weight' must be the parameter 'weight' itself")
+class KeepsACopyOfTheWeight(Affine):
+    reference = Affine.reference
+
+    def fwd(self, x):
+        return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x, weight=self.weight.detach().clone())
 
 
 @caught("weight.grad: (max|rms|tile|element|bias)")
