@@ -1,7 +1,25 @@
 # pyright: basic, reportOptionalSubscript=false, reportOptionalCall=false, reportArgumentType=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 # Device functions are Triton's language: it has no types, and what is None in it was decided when it was compiled.
-"""Matrix products with an epilogue: C = epilogue(A B), one persistent kernel for forward, dgrad and wgrad."""
+"""Matrix products with an epilogue: C = epilogue(A B), one persistent kernel for forward, dgrad and wgrad.
+
+A program walks over tiles of C. An epilogue is fixed at compile time: what is `None` is not there, and activations are
+device functions, so a new one needs no new kernel. In this order, in float32 (float64 for float64):
+
+| step | in forms |
+| --- | --- |
+| multiply by a factor for each row, add a bias | all |
+| store the pre-activation | plain, gated |
+| `value(z)`, or `value(gate) up` from two accumulators | plain, gated |
+| dropout | all |
+| multiply by `derivative(t)`, give `value(t)` again; or make [dgate; dup] of a packed t | dact; dgated |
+| add a residual, or what C holds | plain, gated, dact |
+| partial sums over the tile's rows | plain, dact, dgated |
+
+`linear` and `linear_gated` are forward, `linear_dgrad`, `linear_dgrad_gated` and `linear_wgrad` backward. On Hopper and
+later, descriptors (TMA) move tiles of factors, and separately those of everything else, where addresses and strides are
+multiples of 16 bytes. Not yet run on a GPU.
+"""
 
 from __future__ import annotations
 
