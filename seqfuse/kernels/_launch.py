@@ -257,3 +257,18 @@ def inner_contiguous(name: str, tensor: Tensor) -> Tensor:
             f"strides {tensor.stride()}"
         )
     return tensor
+
+
+def as_rows(name: str, tensor: Tensor, columns: int) -> Tensor:
+    """The tensor as [M, columns] without a copy; raises `ValueError` where its leading dimensions need one."""
+    if tensor.ndim == 2:
+        return inner_contiguous(name, tensor)
+    if tensor.numel() == 0:
+        return tensor.new_empty((0, columns))
+    try:
+        return inner_contiguous(name, tensor.view(-1, columns))
+    except RuntimeError:
+        raise ValueError(
+            f"{name} must have one stride for its leading dimensions, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}"
+        ) from None

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import column_sums
-from ._launch import cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
 from .activations import ACTIVATIONS
@@ -527,7 +527,7 @@ def pointwise(
     if columns % chain.parts[0]:
         raise ValueError(f"{chain}: {columns} columns do not divide into {chain.parts[0]} parts")
     width = columns // chain.parts[0]
-    source = _rows("x", x, columns)
+    source = as_rows("x", x, columns)
     M = source.shape[0]
 
     def fresh(parts: int, of: torch.dtype) -> Tensor:
@@ -591,21 +591,6 @@ def pointwise(
     return (y, *(output for step, output in zip(chain.steps, outputs, strict=True) if step.output))
 
 
-def _rows(name: str, tensor: Tensor, columns: int) -> Tensor:
-    """The tensor as [M, columns] without a copy."""
-    if tensor.ndim == 2:
-        return inner_contiguous(name, tensor)
-    if tensor.numel() == 0:
-        return tensor.new_empty((0, columns))
-    try:
-        return inner_contiguous(name, tensor.view(-1, columns))
-    except RuntimeError:
-        raise ValueError(
-            f"{name} must have one stride for its leading dimensions, got shape {tuple(tensor.shape)} with "
-            f"strides {tensor.stride()}"
-        ) from None
-
-
 def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
     if step.operand == "seed":
         if operand.numel() != 1 or operand.dtype is not torch.int64:
@@ -618,7 +603,7 @@ def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Te
     columns = 2 * columns if step.operand == "packed" else columns
     if operand.ndim and tuple(operand.shape) != (*lead, columns):
         raise ValueError(f"{step.name} takes shape {(*lead, columns)}, got {tuple(operand.shape)}")
-    return _rows(step.name, operand, columns)
+    return as_rows(step.name, operand, columns)
 
 
 def chain_variant(

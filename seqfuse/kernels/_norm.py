@@ -1,0 +1,652 @@
+# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
+"""What the two norms share: one forward kernel, one backward kernel, and sums over rows for rows too wide for it.
+
+A row is normalized in registers where it fits, else read twice in chunks. The backward grid is persistent: a program
+keeps its part of the parameters' gradients in registers from row to row and writes it once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._columns import column_sums
+from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._philox import dropped, threshold_and_scale
+from ._variants import TRITON_DTYPES, Variant
+from .activations import ACTIVATIONS
+
+MAX_COLUMNS = 65536
+"""The widest row."""
+
+
+@triton.jit
+def _prologue(
+    x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N,
+    P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """What is normalized, of one chunk of columns, and where it is."""
+    cols = col + tl.arange(0, BLOCK_N)
+    columns = cols < N
+    mask = (rows < M)[:, None] & columns[None, :]
+    z = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if bias is not None:
+        z += tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
+    if seed is not None:
+        z = dropped(z, seed, rows, col, N, P, BLOCK_N, GROUPED)
+    if residual is not None:
+        z += tl.load(residual + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if stream is not None:
+        # The backward pass reads the stream as it is stored, so the statistics are those of the stored one.
+        z = z.to(stream.dtype.element_ty).to(COMPUTE)
+    return tl.where(mask, z, 0.0), mask, cols, columns
+
+
+@triton.jit
+def _moments(z, mask, count, CENTERED: tl.constexpr):
+    """Mean and sum of squared deviations of `count` columns; without CENTERED, 0 and the sum of squares."""
+    if CENTERED:
+        mean = tl.sum(z, 1) / count
+        d = tl.where(mask, z - mean[:, None], 0.0)
+        # What rounding left in the mean is taken out again: of a constant row it is all there is.
+        rest = tl.sum(d, 1) / count
+        mean += rest
+        squares = tl.sum(d * d, 1) - rest * rest * count
+    else:
+        mean = tl.zeros((z.shape[0],), z.dtype)
+        squares = tl.sum(z * z, 1)
+    return mean, squares
+
+
+@triton.jit
+def _gain(weight, cols, columns, ZERO_CENTERED: tl.constexpr, COMPUTE: tl.constexpr):
+    gain = tl.load(weight + cols, mask=columns, other=0.0).to(COMPUTE)
+    if ZERO_CENTERED:
+        gain += 1.0
+    return gain[None, :]
+
+
+@triton.jit
+def _finish(
+    z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N,
+    ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, ACT_P: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    at = rows[:, None] * N + cols[None, :]
+    if stream is not None:
+        tl.store(stream + at, z.to(stream.dtype.element_ty), mask=mask)
+    out = (z - mean[:, None]) * rstd[:, None]
+    if weight is not None:
+        out *= _gain(weight, cols, columns, ZERO_CENTERED, COMPUTE)
+    if beta is not None:
+        out += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
+    if VALUE is not None:
+        out = VALUE(out, ACT_P)
+    tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_fwd_kernel(
+    x, residual, bias, seed, weight, beta, y, stream, mean_out, rstd_out, x_stride, residual_stride, M, N,
+    EPS: tl.constexpr, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, VALUE: tl.constexpr,
+    ACT_P: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    N = tl.cast(N, tl.int64)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if CHUNKS == 1:
+        z, mask, cols, columns = _prologue(
+            x, residual, bias, seed, stream, rows, N * 0, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED, COMPUTE
+        )
+        mean, squares = _moments(z, mask, N.to(COMPUTE), CENTERED)
+    else:
+        mean = tl.zeros((BLOCK_M,), COMPUTE)
+        squares = tl.zeros((BLOCK_M,), COMPUTE)
+        for chunk in tl.range(0, CHUNKS):
+            col = tl.cast(chunk, tl.int64) * BLOCK_N
+            z, mask, cols, columns = _prologue(
+                x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED,
+                COMPUTE,
+            )  # fmt: skip
+            count = tl.minimum(N - col, BLOCK_N).to(COMPUTE)
+            chunk_mean, chunk_squares = _moments(z, mask, count, CENTERED)
+            squares += chunk_squares
+            if CENTERED:
+                # Chan, Golub and LeVeque 1979: no difference of large sums.
+                seen = col.to(COMPUTE)
+                delta = chunk_mean - mean
+                squares += delta * delta * (seen * count / (seen + count))
+                mean += delta * (count / (seen + count))
+    rstd = 1.0 / tl.sqrt(squares / N.to(COMPUTE) + EPS)
+    if mean_out is not None:
+        tl.store(mean_out + rows, mean, mask=rows < M)
+    tl.store(rstd_out + rows, rstd, mask=rows < M)
+    if CHUNKS == 1:
+        _finish(
+            z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N, ZERO_CENTERED, VALUE, ACT_P, COMPUTE
+        )
+    else:
+        for chunk in tl.range(0, CHUNKS):
+            col = tl.cast(chunk, tl.int64) * BLOCK_N
+            z, mask, cols, columns = _prologue(
+                x, residual, bias, seed, stream, rows, col, x_stride, residual_stride, M, N, P, BLOCK_N, GROUPED,
+                COMPUTE,
+            )  # fmt: skip
+            _finish(
+                z, mean, rstd, weight, beta, y, stream, rows, cols, columns, mask, N, ZERO_CENTERED, VALUE, ACT_P,
+                COMPUTE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gradients(
+    dy, x, mean, rstd, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of what the activation took, the normalized row, and the gradient of that."""
+    d = tl.load(dy + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    xhat = tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if CENTERED:
+        xhat -= mean[:, None]
+    xhat = tl.where(mask, xhat * rstd[:, None], 0.0)
+    if weight is not None:
+        gain = _gain(weight, cols, columns, ZERO_CENTERED, COMPUTE)
+    if VALUE is not None:
+        pre = xhat
+        if weight is not None:
+            pre *= gain
+        if beta is not None:
+            pre += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
+        if OF_OUTPUT:
+            pre = VALUE(pre, ACT_P)
+        d = tl.where(mask, d * DERIVATIVE(pre, ACT_P), 0.0)
+    g = d
+    if weight is not None:
+        g = d * gain
+    return d, xhat, g
+
+
+@triton.jit
+def _spread(
+    g, xhat, by_xhat, plain, rstd, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
+    CENTERED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, GROUPED: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient of the normalized row and of what dropout took; returns the latter."""
+    out = g - xhat * by_xhat[:, None]
+    if CENTERED:
+        out -= plain[:, None]
+    out *= rstd[:, None]
+    if dstream is not None:
+        at = rows[:, None] * dstream_stride + cols[None, :]
+        out += tl.load(dstream + at, mask=mask, other=0.0).to(COMPUTE)
+    at = rows[:, None] * N + cols[None, :]
+    if dx is not None:
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=mask)
+    if seed is not None:
+        out = dropped(out, seed, rows, col, N, P, BLOCK_N, GROUPED)
+    if dbranch is not None:
+        tl.store(dbranch + at, out.to(dbranch.dtype.element_ty), mask=mask)
+    return out
+
+
+@triton.jit
+def _norm_bwd_kernel(
+    dy, x, mean, rstd, weight, beta, dstream, seed, dx, dbranch, partials, dy_stride, x_stride, dstream_stride, M, N,
+    steps,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, P: tl.constexpr, VALUE: tl.constexpr,
+    DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, DWEIGHT: tl.constexpr,
+    DBETA: tl.constexpr, DBIAS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows of one program, one after the other: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream."""
+    N = tl.cast(N, tl.int64)
+    pid = tl.program_id(0).to(tl.int64)
+    zero = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    dweight, dbeta, dbias = zero, zero, zero
+    for step in tl.range(0, steps, num_stages=STAGES):
+        rows = (pid * steps + tl.cast(step, tl.int64)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        r = tl.load(rstd + rows, mask=rows < M, other=0.0)
+        m = r
+        if CENTERED:
+            m = tl.load(mean + rows, mask=rows < M, other=0.0)
+        if CHUNKS == 1:
+            cols = N * 0 + tl.arange(0, BLOCK_N)
+            columns = cols < N
+            mask = (rows < M)[:, None] & columns[None, :]
+            d, xhat, g = _gradients(
+                dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+            )  # fmt: skip
+            by_xhat = tl.sum(g * xhat, 1) / N.to(COMPUTE)
+            plain = tl.sum(g, 1) / N.to(COMPUTE)
+            out = _spread(
+                g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, N * 0, cols, mask, dstream_stride, N,
+                CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
+            )  # fmt: skip
+            if DWEIGHT:
+                dweight += d * xhat
+            if DBETA:
+                dbeta += d
+            if DBIAS:
+                dbias += tl.where(mask, out, 0.0)
+        else:
+            by_xhat = tl.zeros((BLOCK_M,), COMPUTE)
+            plain = tl.zeros((BLOCK_M,), COMPUTE)
+            for chunk in tl.range(0, CHUNKS):
+                cols = tl.cast(chunk, tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+                columns = cols < N
+                mask = (rows < M)[:, None] & columns[None, :]
+                d, xhat, g = _gradients(
+                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                )  # fmt: skip
+                by_xhat += tl.sum(g * xhat, 1)
+                plain += tl.sum(g, 1)
+            by_xhat = by_xhat / N.to(COMPUTE)
+            plain = plain / N.to(COMPUTE)
+            for chunk in tl.range(0, CHUNKS):
+                col = tl.cast(chunk, tl.int64) * BLOCK_N
+                cols = col + tl.arange(0, BLOCK_N)
+                columns = cols < N
+                mask = (rows < M)[:, None] & columns[None, :]
+                d, xhat, g = _gradients(
+                    dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+                    CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+                )  # fmt: skip
+                _spread(
+                    g, xhat, by_xhat, plain, r, dstream, seed, dx, dbranch, rows, col, cols, mask, dstream_stride, N,
+                    CENTERED, P, BLOCK_N, GROUPED, COMPUTE,
+                )  # fmt: skip
+    cols = tl.arange(0, BLOCK_N).to(tl.int64)
+    place = partials
+    if partials is not None:
+        place = partials + pid * (DWEIGHT + DBETA + DBIAS) * N + cols
+    if DWEIGHT:
+        tl.store(place, tl.sum(dweight, 0), mask=cols < N)
+        place += N
+    if DBETA:
+        tl.store(place, tl.sum(dbeta, 0), mask=cols < N)
+        place += N
+    if DBIAS:
+        tl.store(place, tl.sum(dbias, 0), mask=cols < N)
+
+
+@triton.jit
+def _norm_sums_kernel(
+    dy, x, mean, rstd, weight, beta, dbranch, partials, dy_stride, x_stride, M, N, steps,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr,
+    OF_OUTPUT: tl.constexpr, ACT_P: tl.constexpr, DWEIGHT: tl.constexpr, DBETA: tl.constexpr, DBIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums over rows alone, a block of columns per program: for rows too wide to keep them while making dx."""
+    N = tl.cast(N, tl.int64)
+    across = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0).to(tl.int64)
+    down = pid // across
+    cols = (pid % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = cols < N
+    zero = tl.zeros((BLOCK_M, BLOCK_N), COMPUTE)
+    dweight, dbeta, dbias = zero, zero, zero
+    for step in tl.range(0, steps, num_stages=STAGES):
+        rows = (down * steps + tl.cast(step, tl.int64)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & columns[None, :]
+        r = tl.load(rstd + rows, mask=rows < M, other=0.0)
+        m = r
+        if CENTERED:
+            m = tl.load(mean + rows, mask=rows < M, other=0.0)
+        d, xhat, _ = _gradients(
+            dy, x, m, r, weight, beta, rows, cols, columns, mask, dy_stride, x_stride,
+            CENTERED, ZERO_CENTERED, VALUE, DERIVATIVE, OF_OUTPUT, ACT_P, COMPUTE,
+        )  # fmt: skip
+        if DWEIGHT:
+            dweight += d * xhat
+        if DBETA:
+            dbeta += d
+        if DBIAS:
+            dbias += tl.load(dbranch + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    place = partials + down * (DWEIGHT + DBETA + DBIAS) * N + cols
+    if DWEIGHT:
+        tl.store(place, tl.sum(dweight, 0), mask=columns)
+        place += N
+    if DBETA:
+        tl.store(place, tl.sum(dbeta, 0), mask=columns)
+        place += N
+    if DBIAS:
+        tl.store(place, tl.sum(dbias, 0), mask=columns)
+
+
+class Forward(NamedTuple):
+    """Results of a forward pass; `stream` is what was normalized, where a prologue made it."""
+
+    y: Tensor  # [*, N]
+    stream: Tensor | None  # [*, N]
+    mean: Tensor | None  # [*] float32
+    rstd: Tensor  # [*] float32
+
+
+class Backward(NamedTuple):
+    """Results of a backward pass; `None` for what was not asked for.
+
+    `dx` is the gradient of what was normalized, and so of the residual; `dbranch` that of what dropout took.
+    """
+
+    dx: Tensor | None  # [*, N]
+    dweight: Tensor | None  # [N]
+    dbias: Tensor | None  # [N]
+    dbranch: Tensor | None  # [*, N]
+    dpre_bias: Tensor | None  # [N]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A launch: rows and columns at a time, chunks of a row, warps, stages of the pipeline."""
+
+    m: int
+    n: int
+    chunks: int
+    num_warps: int
+    stages: int = 1
+
+
+def forward_tile(columns: int, itemsize: int) -> Tile:
+    """A row in registers, 16 or 32 numbers per thread, up to 16,384 columns; chunks of half as many beyond.
+
+    Where rows are not aligned each number has an address of its own, which costs two registers, and half as many fit.
+    """
+    widest = (4096 if itemsize == 8 else 16384) // (2 if columns % 16 else 1)
+    n = next_power_of_2(columns)
+    chunk = n if n <= widest else widest // 2
+    m = max(1, (1024 if columns % 16 else 2048) // chunk)
+    return Tile(m, chunk, cdiv(columns, chunk), max(4, min(16, m * chunk // 512)))
+
+
+def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
+    """As forward, with two tensors and two or three running sums in registers up to 8,192 columns.
+
+    Up to half of it where an activation or dropout, `heavy`, needs registers as well.
+    """
+    widest = (2048 if itemsize == 8 else 8192) // (2 if heavy or columns % 16 else 1)
+    n = next_power_of_2(columns)
+    chunk = n if n <= widest else widest // 2
+    m = max(1, 1024 // chunk)
+    stages = 1 if itemsize == 8 or columns % 16 or chunk * itemsize > 8192 else 2
+    return Tile(m, chunk, cdiv(columns, chunk), max(4, min(16, m * chunk // 256)), stages)
+
+
+def sums_tile(itemsize: int) -> Tile:
+    """16 bytes per thread and tensor."""
+    return Tile(max(1, 16 // itemsize), 128, 1, 4, 1 if itemsize == 8 else 2)
+
+
+def _compute(x: Tensor) -> tuple[torch.dtype, Any]:
+    return (torch.float64, tl.float64) if x.dtype is torch.float64 else (torch.float32, tl.float32)
+
+
+def _checked(x: Tensor, **rows: Tensor | None) -> int:
+    N = x.shape[-1] if x.ndim else 0
+    if not x.ndim:
+        raise ValueError("a norm needs at least one dimension")
+    if not 0 < N <= MAX_COLUMNS:
+        raise ValueError(f"rows of {N} columns: at least 1 and at most {MAX_COLUMNS} can be normalized")
+    for name, row in rows.items():
+        if row is not None and tuple(row.shape) != (N,):
+            raise ValueError(f"{name} must have shape ({N},), got {tuple(row.shape)}")
+        if row is not None:
+            inner_contiguous(name, row)
+    return N
+
+
+def _same(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
+    if tensor is None:
+        return None
+    if tensor.shape != x.shape:
+        raise ValueError(f"{name} must have shape {tuple(x.shape)}, got {tuple(tensor.shape)}")
+    return as_rows(name, tensor, x.shape[-1])
+
+
+def forward(
+    centered: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    pre_bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    residual: Tensor | None = None,
+    act: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Forward:
+    """Either norm forward; the arguments are those of `layernorm_fwd`."""
+    N = _checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
+    source, other = as_rows("x", x, N), _same("residual", residual, x)
+    M = source.shape[0]
+    compute, triton_compute = _compute(x)
+    prologue = pre_bias is not None or seed is not None or residual is not None
+    y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    stream = torch.empty(x.shape, dtype=x.dtype, device=x.device) if prologue else None
+    mean = torch.empty(x.shape[:-1], dtype=compute, device=x.device) if centered else None
+    rstd = torch.empty(x.shape[:-1], dtype=compute, device=x.device)
+    tile = forward_tile(N, x.element_size())
+    launch(
+        _norm_fwd_kernel,
+        cdiv(M, tile.m),
+        (
+            source, other, pre_bias, None if seed is None else seed.view(1), weight, bias, y, stream, mean, rstd,
+            source.stride(0), 0 if other is None else other.stride(0), M, N,
+        ),
+        forward_constexprs(
+            tile, eps, centered, zero_centered, None if seed is None else p, act, N % 4 == 0, triton_compute
+        ),
+        tile.num_warps,
+    )  # fmt: skip
+    return Forward(y, stream, mean, rstd)
+
+
+def forward_constexprs(
+    tile: Tile, eps: float, centered: bool, zero_centered: bool, p: float | None, act: Any, grouped: bool, compute: Any
+) -> dict[str, Any]:
+    """In the order of the kernel."""
+    return {
+        "EPS": float(eps),
+        "CENTERED": centered,
+        "ZERO_CENTERED": zero_centered,
+        "P": None if p is None else threshold_and_scale(p),
+        "VALUE": None if act is None else act.value,
+        "ACT_P": () if act is None else tuple(act.P),
+        "CHUNKS": tile.chunks,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "GROUPED": grouped,
+        "COMPUTE": compute,
+    }
+
+
+def backward(
+    centered: bool,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    zero_centered: bool = False,
+    dstream: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+    act: Any = None,
+    dx: bool = True,
+    dweight: torch.dtype | None = None,
+    dbias: torch.dtype | None = None,
+    dbranch: bool = False,
+    dpre_bias: torch.dtype | None = None,
+) -> Backward:
+    """Either norm backward; the arguments are those of `layernorm_bwd`."""
+    N = _checked(x, weight=weight, bias=bias)
+    d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
+    assert d is not None
+    M = source.shape[0]
+    compute, triton_compute = _compute(x)
+    tile = backward_tile(N, x.element_size(), act is not None or seed is not None)
+    wide = tile.chunks > 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx else None
+    # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
+    written = dbranch or (wide and dpre_bias is not None)
+    branch = torch.empty(x.shape, dtype=x.dtype, device=x.device) if written else None
+    wanted = (dweight, dbias, dpre_bias)
+    sums = sum(kind is not None for kind in wanted)
+    if M == 0:
+        zeros = (None if kind is None else torch.zeros(N, dtype=kind, device=x.device) for kind in wanted)
+        first, second, third = zeros
+        return Backward(out, first, second, branch, third)
+    statistics = (None if mean is None else mean.reshape(-1), rstd.reshape(-1))
+    shared = (d, source, *statistics, weight, bias)
+    function = _activation_constexprs(centered, zero_centered, act)
+    flags = {name: kind is not None for name, kind in zip(("DWEIGHT", "DBETA", "DBIAS"), wanted, strict=True)}
+    programs = min(cdiv(M, tile.m), processors(x.device) * max(1, min(8, 8192 // N)))
+    steps = cdiv(cdiv(M, tile.m), programs)
+    programs = cdiv(cdiv(M, tile.m), steps)
+    partials: Tensor | None = None
+    in_rows = flags if not wide else dict.fromkeys(flags, False)
+    if not wide and sums:
+        partials = workspace("norm", programs * sums * N, compute, x.device)
+    if dx or branch is not None or (sums and not wide):
+        launch(
+            _norm_bwd_kernel,
+            programs,
+            (
+                *shared, added, None if seed is None else seed.view(1), out, branch, partials, d.stride(0),
+                source.stride(0), 0 if added is None else added.stride(0), M, N, steps,
+            ),
+            backward_constexprs(tile, function, None if seed is None else p, in_rows, N % 4 == 0, triton_compute),
+            tile.num_warps,
+        )  # fmt: skip
+    if wide and sums:
+        s = sums_tile(x.element_size())
+        across = cdiv(N, s.n)
+        programs = max(1, min(cdiv(M, s.m), 8 * processors(x.device) // across))
+        steps = cdiv(cdiv(M, s.m), programs)
+        programs = cdiv(cdiv(M, s.m), steps)
+        partials = workspace("norm", programs * sums * N, compute, x.device)
+        launch(
+            _norm_sums_kernel,
+            programs * across,
+            (*shared, branch, partials, d.stride(0), source.stride(0), M, N, steps),
+            sums_constexprs(function, flags, x.element_size(), triton_compute),
+            s.num_warps,
+        )
+    totals: list[Tensor | None] = []
+    if partials is not None:
+        table = partials[: programs * sums * N].view(programs, sums * N)
+    first = 0
+    for kind in wanted:
+        totals.append(None if kind is None else column_sums(table[:, first:], N, kind))
+        first += 0 if kind is None else N
+    return Backward(out, totals[0], totals[1], branch if dbranch else None, totals[2])
+
+
+def _activation_constexprs(centered: bool, zero_centered: bool, act: Any) -> dict[str, Any]:
+    return {
+        "CENTERED": centered,
+        "ZERO_CENTERED": zero_centered,
+        "VALUE": None if act is None else act.value,
+        "DERIVATIVE": None if act is None else act.derivative,
+        "OF_OUTPUT": act is not None and act.reads == "output",
+        "ACT_P": () if act is None else tuple(act.P),
+    }
+
+
+def backward_constexprs(
+    tile: Tile, function: dict[str, Any], p: float | None, flags: dict[str, bool], grouped: bool, compute: Any
+) -> dict[str, Any]:
+    """In the order of the kernel."""
+    head = {name: function[name] for name in ("CENTERED", "ZERO_CENTERED")}
+    rest = {name: function[name] for name in ("VALUE", "DERIVATIVE", "OF_OUTPUT", "ACT_P")}
+    return {
+        **head,
+        "P": None if p is None else threshold_and_scale(p),
+        **rest,
+        **flags,
+        "CHUNKS": tile.chunks,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "GROUPED": grouped,
+        "COMPUTE": compute,
+        "STAGES": tile.stages,
+    }
+
+
+def sums_constexprs(function: dict[str, Any], flags: dict[str, bool], itemsize: int, compute: Any) -> dict[str, Any]:
+    """In the order of the kernel."""
+    s = sums_tile(itemsize)
+    return {**function, **flags, "BLOCK_M": s.m, "BLOCK_N": s.n, "COMPUTE": compute, "STAGES": s.stages}
+
+
+_AROUND = ("pre_bias", "seed", "residual", "act")
+_DTYPES = {torch.bfloat16: tl.float32, torch.float16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def norm_variants(centered: bool) -> Iterator[Variant]:
+    """Every tile for bfloat16, one width for the other dtypes, an unaligned width for each tile's size."""
+    for columns in (64, 1024, 2048, 4096, 8192, 16384, 65536, 1001, 4095, 5000, 16383, 65535):
+        for around in ((), _AROUND):
+            yield from _of_width(centered, torch.bfloat16, columns, around)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        for columns in (1024, 4096, 8192, 16384, 65536):
+            yield from _of_width(centered, dtype, columns, _AROUND)
+
+
+def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[str, ...]) -> Iterator[Variant]:
+    item, stats = TRITON_DTYPES[str(dtype).removeprefix("torch.")], "fp64" if dtype is torch.float64 else "fp32"
+    aligned, grouped, compute = columns % 16 == 0, columns % 4 == 0, _DTYPES[dtype]
+    act = ACTIVATIONS["gelu"] if "act" in around else None
+    p = 0.1 if "seed" in around else None
+    label = f"{'layernorm' if centered else 'rmsnorm'}{'+' + ','.join(around) if around else ''} {item} {columns}"
+
+    def variant(kernel: Any, name: str, tile: Tile, present: dict[str, str], constexprs: dict[str, Any]) -> Variant:
+        numbers = [n for n in kernel.arg_names if n not in constexprs and n.endswith(("stride", "M", "N", "steps"))]
+        pointers = [n for n in kernel.arg_names if n not in constexprs and n not in numbers]
+        return Variant(
+            name=f"{label} {name} {tile.m}x{tile.n}",
+            kernel=kernel,
+            signature={n: f"*{present[n]}" for n in pointers if n in present} | dict.fromkeys(numbers, "i32"),
+            constexprs=constexprs | {n: None for n in pointers if n not in present},
+            divisible=(*pointers, *((n for n in numbers if n not in ("M", "steps")) if aligned else ())),
+            num_warps=tile.num_warps,
+        )
+
+    extra = {"pre_bias": "bias", "seed": "seed", "residual": "residual"}
+    tile = forward_tile(columns, dtype.itemsize)
+    present = dict.fromkeys(("x", "weight", "y"), item) | {"rstd_out": stats}
+    present |= {"beta": item, "mean_out": stats} if centered else {}
+    present |= {extra[name]: "i64" if name == "seed" else item for name in around if name in extra}
+    present |= {"stream": item} if around else {}
+    constexprs = forward_constexprs(tile, 1e-5, centered, False, p, act, grouped, compute)
+    yield variant(_norm_fwd_kernel, "fwd", tile, present, constexprs)
+
+    tile = backward_tile(columns, dtype.itemsize, bool(around))
+    function = _activation_constexprs(centered, False, act)
+    wide = tile.chunks > 1
+    flags = {"DWEIGHT": True, "DBETA": centered, "DBIAS": bool(around)}
+    present = dict.fromkeys(("dy", "x", "weight", "dx"), item) | {"rstd": stats}
+    present |= {"beta": item, "mean": stats} if centered else {}
+    shared = dict(present)
+    present |= {"seed": "i64", "dstream": item, "dbranch": item} if around else {}
+    present |= {} if wide else {"partials": stats}
+    inside = dict.fromkeys(flags, False) if wide else flags
+    constexprs = backward_constexprs(tile, function, p, inside, grouped, compute)
+    yield variant(_norm_bwd_kernel, "bwd", tile, present, constexprs)
+    if wide:
+        shared |= {"partials": stats} | ({"dbranch": item} if around else {})
+        constexprs = sums_constexprs(function, flags, dtype.itemsize, compute)
+        yield variant(_norm_sums_kernel, "sums", sums_tile(dtype.itemsize), shared, constexprs)

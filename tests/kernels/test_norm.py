@@ -1,0 +1,337 @@
+"""LayerNorm and RMSNorm with what may stand around them, against the operations of torch, one at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqfuse.kernels import _norm
+from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
+from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from seqfuse.ops._philox import drop_mask
+from seqfuse.testing import (
+    Untouched,
+    assert_bitwise_equal,
+    assert_fused_close,
+    guarded,
+    in_regime,
+    red_zones,
+    seeded_randn,
+)
+
+EPS, P = 1e-5, 0.3
+SEED = torch.tensor(0x1234_5678_9ABC_DEF)
+TORCH_ACT: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "tanh": torch.tanh}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What stands around the norm."""
+
+    centered: bool
+    affine: bool = True
+    zero_centered: bool = False
+    around: bool = False  # a bias, dropout and a residual before it, and the gradient of the stream after it
+    act: str | None = None
+
+
+CASES = {
+    "layernorm": Case(True),
+    "rmsnorm": Case(False),
+    "layernorm_plain": Case(True, affine=False),
+    "rmsnorm_plain": Case(False, affine=False),
+    "layernorm_zero_centered": Case(True, zero_centered=True),
+    "rmsnorm_zero_centered": Case(False, zero_centered=True),
+    "layernorm_gelu": Case(True, act="gelu"),
+    "rmsnorm_tanh": Case(False, act="tanh"),
+    "layernorm_around": Case(True, around=True),
+    "rmsnorm_around": Case(False, around=True),
+    "layernorm_all": Case(True, around=True, act="gelu", zero_centered=True),
+}
+
+
+def drawn(case: Case, lead: tuple[int, ...], N: int, dtype: torch.dtype, regime: str = "normal") -> dict[str, Tensor]:
+    def make(seed: int, *shape: int) -> Tensor:
+        return seeded_randn(shape, seed, dtype=dtype)
+
+    tensors = {"x": in_regime(regime, (*lead, N), 1, dtype=dtype), "dy": make(2, *lead, N)}
+    if case.affine:
+        tensors |= {"weight": make(3, N)} | ({"bias": make(4, N)} if case.centered else {})
+    if case.around:
+        tensors |= {"pre_bias": make(5, N), "residual": make(6, *lead, N), "dstream": make(7, *lead, N)}
+    return tensors
+
+
+def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients by autograd; statistics in float32, as ATen has them for half dtypes on a GPU."""
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items() if name not in ("dy", "dstream")}
+    x = leaves["x"]
+    stats = torch.promote_types(x.dtype, torch.float32)
+    z = x
+    if case.around:
+        branch = x + leaves["pre_bias"]
+        z = (branch * (1 / (1 - P))).masked_fill(drop_mask(SEED, x.shape, P), 0) + leaves["residual"]
+    weight, bias = (None if t is None else t.to(stats) for t in (leaves.get("weight"), leaves.get("bias")))
+    if case.zero_centered and weight is not None:
+        weight = weight + 1
+    if case.centered:
+        y = F.layer_norm(z.to(stats), z.shape[-1:], weight, bias, EPS).to(x.dtype)
+    else:
+        y = F.rms_norm(z.to(stats), z.shape[-1:], weight, EPS).to(x.dtype)
+    if case.act is not None:
+        y = TORCH_ACT[case.act](y)
+    results = {"y": y}
+    if case.around:
+        results["stream"] = z
+        torch.autograd.backward((y, z), (tensors["dy"], tensors["dstream"]))
+    else:
+        y.backward(tensors["dy"])
+    return {k: t.detach() for k, t in results.items()} | {
+        f"d_{k}": t.grad for k, t in leaves.items() if t.grad is not None
+    }
+
+
+def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> dict[str, Tensor]:
+    x, dtype = tensors["x"], tensors["x"].dtype
+    weight, bias = tensors.get("weight"), tensors.get("bias")
+    act = None if case.act is None else ACTIVATIONS[case.act]
+    dropout: dict[str, Any] = {"seed": SEED, "p": P} if case.around else {}
+    before = {name: tensors[name] for name in ("pre_bias", "residual")} if case.around else {}
+    f = k.forward(case.centered, x, weight, bias, EPS, zero_centered=case.zero_centered, act=act, **before, **dropout)
+    b = k.backward(
+        case.centered,
+        tensors["dy"],
+        x if f.stream is None else f.stream,
+        f.mean,
+        f.rstd,
+        weight,
+        bias,
+        zero_centered=case.zero_centered,
+        act=act,
+        dweight=dtype if weight is not None else None,
+        dbias=dtype if bias is not None else None,
+        dstream=tensors.get("dstream"),
+        dbranch=case.around,
+        dpre_bias=dtype if case.around else None,
+        **dropout,
+    )
+    results = {
+        "y": f.y,
+        "stream": f.stream,
+        "d_x": b.dbranch if case.around else b.dx,
+        "d_residual": b.dx if case.around else None,
+        "d_weight": b.dweight,
+        "d_bias": b.dbias,
+        "d_pre_bias": b.dpre_bias,
+    }
+    return {name: t for name, t in results.items() if t is not None}
+
+
+def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> None:
+    with Untouched(tensors):
+        ours = run(case, tensors, k)
+    reference = in_torch(case, {name: t.double() for name, t in tensors.items()})
+    theirs = in_torch(case, tensors)
+    assert_fused_close(dict(sorted(ours.items())), dict(sorted(theirs.items())), dict(sorted(reference.items())))
+
+
+LEADS = [(1,), (7,), (33,), (2, 3), ()]
+WIDTHS = [1, 8, 127, 128, 130, 1025]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+REGIMES = ["normal", "small", "offset", "heavy"]
+SELECTION = [
+    pytest.param(name, LEADS[i % 5], WIDTHS[j % 6], dtype, REGIMES[(i + j) % 4], id=f"{name}-{str(dtype)[6:]}")
+    for i, name in enumerate(CASES)
+    for j, dtype in enumerate(DTYPES, start=i)
+]
+
+
+@pytest.mark.parametrize(("name", "lead", "width", "dtype", "regime"), SELECTION)
+def test_a_norm_equals_the_operations_it_stands_for(
+    name: str, lead: tuple[int, ...], width: int, dtype: torch.dtype, regime: str
+) -> None:
+    check(CASES[name], drawn(CASES[name], lead, width, dtype, regime))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype: torch.dtype) -> None:
+    for lead in LEADS:
+        for width in WIDTHS:
+            for regime in REGIMES:
+                check(CASES[name], drawn(CASES[name], lead, width, dtype, regime))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_all"])
+def test_rows_too_wide_for_registers_go_in_chunks(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _norm.Tile
+    monkeypatch.setattr(_norm, "forward_tile", lambda columns, itemsize: plain(4, 32, -(-columns // 32), 4))
+    monkeypatch.setattr(_norm, "backward_tile", lambda columns, itemsize, heavy: plain(2, 32, -(-columns // 32), 4))
+    for width in (70, 96):
+        check(CASES[name], drawn(CASES[name], (9,), width, dtype, "offset" if width == 96 else "normal"))
+
+
+def test_the_widest_row_is_normalized() -> None:
+    case = dataclasses.replace(CASES["layernorm"], affine=False)
+    tensors = drawn(case, (1,), _norm.MAX_COLUMNS, torch.float32)
+    check(case, tensors)
+
+
+def test_a_row_that_is_too_wide_is_refused() -> None:
+    with pytest.raises(ValueError, match="65537 columns: at least 1 and at most 65536"):
+        rmsnorm_fwd(torch.ones(1, 65537), None, EPS)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float64_is_computed_in_float64(name: str) -> None:
+    tensors = drawn(CASES[name], (5,), 12, torch.float64)
+    ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
+    for key, t in theirs.items():
+        torch.testing.assert_close(ours[key], t, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
+    case = CASES[name]
+    tensors = drawn(case, (5,), 20, torch.float32)
+    with red_zones():
+        inside = run(case, {key: guarded(t).tensor for key, t in tensors.items()})
+    assert_bitwise_equal({k: t.clone() for k, t in inside.items()}, run(case, tensors))
+
+
+@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
+def test_rows_may_have_any_stride(name: str) -> None:
+    case = CASES[name]
+    tensors = drawn(case, (9,), 24, torch.float32)
+    padded = {k: F.pad(t, (1, 4), value=torch.nan)[..., 1:-4] if t.ndim == 2 else t for k, t in tensors.items()}
+    assert_bitwise_equal(run(case, padded), run(case, tensors))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "layernorm_around"])
+def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) -> None:
+    tensors = drawn(CASES[name], (6,), 8, torch.float32)
+    tensors["x"][2, 3] = value
+    ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
+    for key, t in theirs.items():
+        assert torch.equal(ours[key].isfinite(), t.isfinite()), key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_rows_give_zero_gradients(name: str) -> None:
+    case = CASES[name]
+    ours = run(case, drawn(case, (0,), 8, torch.float32))
+    assert ours["y"].shape == (0, 8)
+    for key in ("d_weight", "d_bias", "d_pre_bias"):
+        if key in ours:
+            assert_bitwise_equal(ours[key], torch.zeros(8))
+
+
+@pytest.mark.parametrize("regime", ["zeros", "constant_rows"])
+def test_rows_without_variance_stay_finite(regime: str) -> None:
+    for name in ("layernorm", "rmsnorm"):
+        check(CASES[name], drawn(CASES[name], (5,), 64, torch.float32, regime))
+
+
+def test_only_what_is_wanted_is_made() -> None:
+    x = torch.randn(4, 8)
+    f = layernorm_fwd(x, None, None, EPS)
+    assert f.stream is None
+    b = layernorm_bwd(x, x, f.mean, f.rstd, None, dx=False, dbias=torch.float64)
+    assert [b.dx, b.dweight, b.dbranch, b.dpre_bias] == [None] * 4
+    torch.testing.assert_close(b.dbias, x.double().sum(0))
+    r = rmsnorm_bwd(x, x, rmsnorm_fwd(x, None, EPS).rstd, None)
+    assert r.dx is not None
+    assert r.dweight is None
+
+
+MUTANTS = {
+    "eps": (
+        "squares / N.to(COMPUTE) + EPS)",
+        "squares / N.to(COMPUTE))",
+        "layernorm",
+        "zeros",
+    ),
+    "N - 1": (
+        "squares / N.to(COMPUTE) + EPS)",
+        "squares / (N.to(COMPUTE) - 1.0) + EPS)",
+        "layernorm",
+        "normal",
+    ),
+    "padding in the variance": (
+        "d = tl.where(mask, z - mean[:, None], 0.0)",
+        "d = z - mean[:, None]",
+        "layernorm",
+        "normal",
+    ),
+    "zero-centered gain": (
+        "        gain += 1.0\n",
+        "        gain += 0.0\n",
+        "rmsnorm_zero_centered",
+        "normal",
+    ),
+    "mean of g": (
+        "out -= plain[:, None]",
+        "out -= 0.0 * plain[:, None]",
+        "layernorm",
+        "normal",
+    ),
+    "mean of g xhat": (
+        "out = g - xhat * by_xhat[:, None]",
+        "out = g",
+        "rmsnorm",
+        "normal",
+    ),
+    "gradient of the stream": (
+        "        out += tl.load(dstream + at, mask=mask, other=0.0).to(COMPUTE)",
+        "        out *= 1.0",
+        "layernorm_around",
+        "normal",
+    ),
+    "mask of the backward": (
+        "        out = dropped(out, seed, rows, col, N, P, BLOCK_N, GROUPED)",
+        "        out *= 1.0",
+        "rmsnorm_around",
+        "normal",
+    ),
+    "activation's derivative": (
+        "d = tl.where(mask, d * DERIVATIVE(pre, ACT_P), 0.0)",
+        "d = tl.where(mask, d * 1.0, 0.0)",
+        "layernorm_gelu",
+        "normal",
+    ),
+    "activation's output": (
+        "        if OF_OUTPUT:\n            pre = VALUE(pre, ACT_P)\n",
+        "",
+        "rmsnorm_tanh",
+        "normal",
+    ),
+    "last row of dweight": (
+        "            if DWEIGHT:\n                dweight += d * xhat",
+        "            if DWEIGHT:\n                dweight += tl.where((rows < M - 1)[:, None], d * xhat, 0.0)",
+        "rmsnorm",
+        "normal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType]) -> None:
+    old, new, case, regime = MUTANTS[name]
+    tensors = drawn(CASES[case], (7,), 24, torch.float32, regime)
+    check(CASES[case], tensors)
+    changed = mutant(_norm, old, new)
+    with pytest.raises(AssertionError):
+        check(CASES[case], tensors, changed)
