@@ -257,6 +257,27 @@ def test_only_what_is_wanted_is_made() -> None:
     assert r.dweight is None
 
 
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "layernorm_all", "rmsnorm_plain"])
+def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
+    import seqfuse.kernels._norm_ops  # noqa: F401  # registers them
+
+    case = CASES[name]
+    tensors = drawn(case, (3,), 8, torch.float32)
+    x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
+    both: dict[str, Any] = {"zero_centered": case.zero_centered, "act": case.act}
+    both |= {"seed": SEED, "p": P} if case.around else {}
+    before = {key: tensors[key] for key in ("pre_bias", "residual")} if case.around else {}
+    kind = "layernorm" if case.centered else "rmsnorm"
+    forward = getattr(torch.ops.seqfuse, kind)
+    torch.library.opcheck(forward.default, (x, weight, bias, EPS), both | before)
+    results = forward(x, weight, bias, EPS, **both, **before)
+    mean, rstd = results[-2] if case.centered else None, results[-1]
+    after: dict[str, Any] = {"dweight": torch.float32} if weight is not None else {}
+    after |= {"dstream": tensors["dstream"], "dbranch": True, "dpre_bias": torch.float64} if case.around else {}
+    args = (tensors["dy"], results[1] if case.around else x, mean, rstd, weight, bias)
+    torch.library.opcheck(getattr(torch.ops.seqfuse, f"{kind}_backward").default, args, both | after)
+
+
 MUTANTS = {
     "eps": (
         "squares / N.to(COMPUTE) + EPS)",
