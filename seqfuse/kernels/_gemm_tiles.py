@@ -131,6 +131,7 @@ _TABLE: dict[tuple[str, Number, Weight], tuple[Tile, ...]] = {
     **_everywhere("float32", _pointers((64, 64, 16, 8, 2, 2)), " unaligned"),
     **_everywhere("float64", _pointers((32, 16, 16, 4, 2, 1)), ""),
     **_everywhere("float64", _pointers((32, 16, 16, 4, 2, 1)), " unaligned"),
+    ("sm_100 unaligned", "half", "dgated"): _pointers((64, 16, 32, 4, 2, 1)),
     **{(of, "float32", "gated"): _pointers((64, 32, 16, 4, 2, 2)) for of in _GPUS},
     **{(of, "tf32", "gated"): _pointers((64, 32, 32, 4, 3, 2)) for of in _GPUS if of != "sm_90"},
 }
