@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,21 @@ _compiled: dict[Any, Any] = {}
 # The interpreter patches triton.language while a kernel runs: one at a time.
 _interpreting = threading.RLock()
 _local = threading.local()
+
+
+class Constexprs(dict[str, Any]):
+    """Compile-time arguments made once and launched often: what a launch looks up is a number.
+
+    Equal ones share their number, and everything in them is kept, since functions are told apart by identity. They
+    must not be changed.
+    """
+
+    _numbers: ClassVar[dict[Any, tuple[int, Any]]] = {}
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__(arguments)
+        self.all = tuple(arguments.values())
+        self.number = self._numbers.setdefault(_identity(self.all), (len(self._numbers), self.all))[0]
 
 
 def interpreted() -> bool:
@@ -51,7 +66,7 @@ def launch(
         kernel: a `triton.jit` function whose constexpr parameters stand last.
         grid: number of programs; grids are one-dimensional.
         args: positional arguments.
-        constexprs: compile-time arguments by name.
+        constexprs: compile-time arguments by name; `Constexprs` where they are used again.
         num_warps: warps per program.
         num_stages: stages of the software pipeline.
         options: further options of Triton's compiler, such as `maxnreg`.
@@ -88,8 +103,12 @@ def _run(
     arguments: tuple[Any, ...],
 ) -> None:
     # `id` rather than the function itself, whose hash is that of its source; the entry keeps it alive.
-    values = tuple(constexprs.values())
-    key = (id(kernel), device, arguments, _identity(values), num_warps, num_stages, *options.items())
+    if type(constexprs) is Constexprs:
+        values, identity = constexprs.all, constexprs.number
+    else:
+        values = tuple(constexprs.values())
+        identity = _identity(values)
+    key = (id(kernel), device, arguments, identity, num_warps, num_stages, *options.items())
     entry = _compiled.get(key)
     runtime = knobs.runtime
     hooked = _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook)
@@ -110,13 +129,15 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
     device: int | None = None
     key: list[Any] = []
     for arg in args:
-        if isinstance(arg, Tensor):
+        if arg is None:
+            key.append(None)
+        elif isinstance(arg, Tensor):
             where = arg.get_device()
             if device is None:
                 device = where
             key.append((arg.dtype, where, arg.data_ptr() & 15 == 0))
-        elif isinstance(arg, bool) or arg is None:
-            key.append(bool if arg is not None else None)
+        elif isinstance(arg, bool):
+            key.append(bool)
         elif isinstance(arg, int):
             # One becomes a constant, multiples of 16 are known as such, and the width is that of the number.
             key.append(1 if arg == 1 else (arg & 15 == 0, -(2**31) <= arg < 2**31, arg < 2**63))

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import column_sums
-from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._launch import Constexprs, as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
 from .activations import ACTIVATIONS
@@ -449,9 +449,9 @@ class Chain:
         self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == _SUM.value)
         self.name = ",".join(step.name for step in steps)
         self.text = ";".join(step.text for step in steps)
-        self._tiles: dict[tuple[int, int, int], tuple[int, int, dict[str, Any]]] = {}
+        self._tiles: dict[tuple[int, int, int], tuple[int, int, Constexprs]] = {}
 
-    def tile(self, width: int, itemsize: int) -> tuple[int, int, dict[str, Any]]:
+    def tile(self, width: int, itemsize: int) -> tuple[int, int, Constexprs]:
         """Rows and columns of a tile, and the constexprs of a launch, for parts of `width` columns."""
         key = (min(next_power_of_2(width), 1024), itemsize, math.gcd(width, 16))
         found = self._tiles.get(key)
@@ -469,7 +469,7 @@ class Chain:
             }
             if self.sums:
                 constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else _STAGES}
-            found = self._tiles[key] = (block_m, block_n, constexprs)
+            found = self._tiles[key] = (block_m, block_n, Constexprs(constexprs))
         return found
 
     def __repr__(self) -> str:
@@ -641,7 +641,6 @@ def chain_variant(
     aligned = width % 16 == 0
     fixed: dict[str, Any] = dict.fromkeys(ones, 1) if result else dict.fromkeys(ones, 1) | {"y": None}
     signature = {key: value for key, value in signature.items() if key not in fixed}
-    constexprs = {**constexprs, **fixed}
     kernel = _chain_sums_kernel if chain.sums else _chain_kernel
     pointers = tuple(key for key in ("x", "y", "operands", "outputs", "partials") if key in signature)
     return Variant(
@@ -650,7 +649,7 @@ def chain_variant(
         + "".join(f" {one}=1" for one in ones),
         kernel=kernel,
         signature=signature,
-        constexprs=constexprs,
+        constexprs={**constexprs, **fixed},
         divisible=(*pointers, *(("x_stride", "strides", "width") if aligned else ())),
         num_warps=_NUM_WARPS,
         num_stages=_STAGES,

@@ -155,6 +155,19 @@ def test_other_numbers_of_the_same_class_share_an_entry(gpu: Kernel) -> None:
     assert len(gpu.launches) == 1
 
 
+def test_constexprs_made_once_are_those_of_equal_dictionaries(gpu: Kernel) -> None:
+    def first() -> None: ...
+    def second() -> None: ...
+
+    made = [_launch.Constexprs({"B": b, "F": (f,)}) for b, f in ((1, first), (1, first), (True, first), (1, second))]
+    assert made[0].number == made[1].number
+    assert len({one.number for one in made}) == 3
+    for one in made:
+        launch(gpu, 1, (BUFFER,), one)
+    assert len(gpu.launches) == 3
+    assert gpu.compiled.runs[0][-3:] == (BUFFER, 1, (first,))
+
+
 def test_a_tensor_on_another_device_is_launched_there(gpu: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     entered: list[int] = []
 
