@@ -35,6 +35,18 @@ def test_point_wise_chains_compile_without_spills(target: str) -> None:
             assert one.wide > one.narrow, one
 
 
+@pytest.mark.parametrize(("module", "target"), [("layernorm", "sm_90"), ("rmsnorm", "sm_80")])
+def test_norms_compile_without_spills(module: str, target: str) -> None:
+    only = r"(norm bf16|act bf16) (1024|8192|16384|1001) "
+    compiled = list(compile_variants([f"seqfuse.kernels.{module}"], [target], only=only, jobs=1))
+    assert len(compiled) >= 16
+    for one in compiled:
+        assert one.error is None, one
+        assert one.spills == one.int32_multiplications == 0, one
+        if " 1001 " not in one.variant and " sums " not in one.variant:
+            assert one.wide > one.narrow, one
+
+
 def test_sums_over_rows_compile() -> None:
     for one in compile_variants(["seqfuse.kernels._columns"], ["sm_90"], only="bf16|fp64", jobs=1):
         assert one.error is None, one
