@@ -356,13 +356,13 @@ class Tile:
 
 
 def forward_tile(columns: int, itemsize: int) -> Tile:
-    """A row in registers, 16 or 32 numbers per thread, up to 16,384 columns; chunks of half as many beyond.
+    """A row in registers, 16 or 32 numbers per thread, up to 16,384 columns; chunks of a quarter beyond.
 
     Where rows are not aligned each number has an address of its own, which costs two registers, and half as many fit.
     """
     widest = (4096 if itemsize == 8 else 16384) // (2 if columns % 16 else 1)
     n = next_power_of_2(columns)
-    chunk = n if n <= widest else widest // 2
+    chunk = n if n <= widest else widest // 4
     m = max(1, (1024 if columns % 16 else 2048) // chunk)
     return Tile(m, chunk, cdiv(columns, chunk), max(4, min(16, m * chunk // 512)))
 
@@ -370,13 +370,14 @@ def forward_tile(columns: int, itemsize: int) -> Tile:
 def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
     """As forward, with two tensors and two or three running sums in registers up to 8,192 columns.
 
-    Up to half of it where an activation or dropout, `heavy`, needs registers as well.
+    Up to half of it where an activation or dropout, `heavy`, needs registers as well, and again where rows are not
+    aligned.
     """
-    widest = (2048 if itemsize == 8 else 8192) // (2 if heavy or columns % 16 else 1)
+    widest = (2048 if itemsize == 8 else 8192) // (2 if heavy else 1) // (2 if columns % 16 else 1)
     n = next_power_of_2(columns)
     chunk = n if n <= widest else widest // 2
     m = max(1, 1024 // chunk)
-    stages = 1 if itemsize == 8 or columns % 16 or chunk * itemsize > 8192 else 2
+    stages = 1 if heavy or itemsize == 8 or columns % 16 or chunk * itemsize > 8192 else 2
     return Tile(m, chunk, cdiv(columns, chunk), max(4, min(16, m * chunk // 256)), stages)
 
 

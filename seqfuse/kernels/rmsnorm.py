@@ -83,8 +83,8 @@ def rmsnorm_bwd(
     """RMSNorm's gradients: dx = rstd (g - xhat E[g xhat]) + dstream.
 
     g = dy act' gain, xhat the normalized row. Sums over rows are made in a fixed order: the same bits each time.
-    Beyond 8,192 columns, 4,096 with an activation or dropout or without alignment, they take a second pass over dy and
-    x.
+    Beyond 8,192 columns they take a second pass over dy and x; half of that with an activation or dropout, and half
+    again for rows that are not aligned.
 
     Args:
         dy: gradient of the result.
