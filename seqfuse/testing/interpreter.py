@@ -214,6 +214,8 @@ def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
     class Outer:
         def __init__(self) -> None:
             self.inner = patch(everything)
+            # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
+            self.inner.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
             open_scopes.append(self)
 
         def restore(self) -> None:

@@ -1,0 +1,71 @@
+"""The corrected interpreter: casts to and from bfloat16 and float8, arithmetic, sums and products in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from seqfuse.kernels._launch import launch
+from seqfuse.testing.interpreter import corrected
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+
+
+@triton.jit
+def _cast_kernel(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
+
+
+@triton.jit
+def _arithmetic_kernel(x, y, z, s, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b = tl.load(x + i), tl.load(y + i)
+    tl.store(z + i, tl.where((a < b) & (a > -1.0), tl.abs(a) * b - a, tl.maximum(a, b)))
+    tl.store(s, tl.sum(a, 0))
+    tl.store(s + 1, tl.max(a, 0))
+
+
+@triton.jit
+def _dot_kernel(x, y, z, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(z + at, tl.dot(tl.load(x + at), tl.load(y + at)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_casts_round_to_nearest_even(dtype: torch.dtype) -> None:
+    # A step through all bit patterns of float32: subnormals, ties, overflow, infinities and NaN.
+    x = torch.arange(0, 2**32, 65521)[:65536].to(torch.int32).view(torch.float32).clone()
+    y = torch.empty(65536, dtype=dtype)
+    launch(_cast_kernel, 1, (x, y), {"N": 65536})
+    most = torch.finfo(dtype).max
+    expected = (x if dtype is torch.bfloat16 else x.clamp(-most, most)).to(dtype).float()
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=0, equal_nan=True)
+    back = torch.empty(65536)
+    launch(_cast_kernel, 1, (y, back), {"N": 65536})
+    torch.testing.assert_close(back, y.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_bfloat16_arithmetic_is_that_of_torch() -> None:
+    a, b = torch.randn(2, 256).bfloat16().unbind()
+    z, s = torch.empty_like(a), torch.empty(2)
+    launch(_arithmetic_kernel, 1, (a, b, z, s), {"N": 256})
+    assert torch.equal(z, torch.where((a < b) & (a > -1), a.abs() * b - a, torch.maximum(a, b)))
+    assert s.tolist() == [a.float().sum().bfloat16().item(), a.max().item()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_products_of_matrices_are_exact(dtype: torch.dtype) -> None:
+    a, b = torch.randint(-4, 5, (2, 32, 32)).to(dtype).unbind()
+    z = torch.empty(32, 32)
+    launch(_dot_kernel, 1, (a, b, z), {"N": 32})
+    assert torch.equal(z, a.float() @ b.float())
+
+
+def test_an_unknown_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", lambda self, x: x)
+    with pytest.raises(RuntimeError, match=r"another interpreter .*create_fma"), corrected():
+        pass
