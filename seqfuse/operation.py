@@ -216,10 +216,19 @@ class Pointwise(UnfusedOperation, open=True):
 
     A subclass states `reference`. With `reads = "input"` the backward pass keeps `x`; with `reads = "output"` it keeps
     `y`, and `derivative_reference(y)` is dy/dx as a function of y. `fwd` and `bwd` follow from these and may be
-    overridden with something faster.
+    overridden with something faster. With device functions `value` and `derivative` it also fuses into kernels.
     """
 
     reads: ClassVar[Literal["input", "output"]] = "input"
+    value: ClassVar[Any] = None
+    """The same as `reference`, a `triton.jit` function `value(x, P)` of float32 that kernels are made with."""
+    derivative: ClassVar[Any] = None
+    """dy/dx, a `triton.jit` function `derivative(t, P)` of x or y as `reads` says; not multiplied by dy."""
+
+    @property
+    def P(self) -> tuple[float, ...]:
+        """Configuration numbers that `value` and `derivative` are compiled with."""
+        return ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "Saved" not in vars(cls):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import operation as sf
 from ._aten import gelu_backward
+from ._device import device_functions
 
 
 class GeLU(sf.Pointwise):
@@ -28,6 +29,13 @@ class GeLU(sf.Pointwise):
     Raises:
         ValueError: for any other `approximate`.
     """
+
+    value, derivative = device_functions()
+
+    @property
+    def device_name(self) -> str:
+        """The name of its device functions."""
+        return "gelu_tanh" if self.approximate == "tanh" else "gelu"
 
     def __init__(self, approximate: Literal["none", "tanh"] = "none") -> None:
         super().__init__()

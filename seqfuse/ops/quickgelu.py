@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import operation as sf
 from ._aten import sigmoid_backward
+from ._device import device_functions
 
 _K = 1.702
 
@@ -19,6 +20,8 @@ class QuickGeLU(sf.Pointwise):
     x, y: [*, H].  Saved: x.
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """
+
+    value, derivative = device_functions("quickgelu")
 
     def reference(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(_K * x)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import operation as sf
 from ._aten import threshold_backward
+from ._device import device_functions
 
 
 class ReLU(sf.Pointwise):
@@ -17,6 +18,8 @@ class ReLU(sf.Pointwise):
     x, y: [*, H].  Saved: y, which the next product keeps anyway.
     Source: Nair and Hinton 2010, ICML.
     """
+
+    value, derivative = device_functions("relu")
 
     reads = "output"
 

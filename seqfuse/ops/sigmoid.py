@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import operation as sf
 from ._aten import sigmoid_backward
+from ._device import device_functions
 
 
 class Sigmoid(sf.Pointwise):
@@ -17,6 +18,8 @@ class Sigmoid(sf.Pointwise):
     x, y: [*, H].  Saved: y.
     Source: Rumelhart, Hinton and Williams 1986, Nature 323.
     """
+
+    value, derivative = device_functions("sigmoid")
 
     reads = "output"
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import operation as sf
 from ._aten import silu_backward
+from ._device import device_functions
 
 
 class SiLU(sf.Pointwise):
@@ -17,6 +18,8 @@ class SiLU(sf.Pointwise):
     x, y: [*, H].  Saved: x.
     Source: Elfwing et al. 2017, arXiv:1702.03118.
     """
+
+    value, derivative = device_functions("silu")
 
     def reference(self, x: Tensor) -> Tensor:
         return F.silu(x)

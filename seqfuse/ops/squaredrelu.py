@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import operation as sf
+from ._device import device_functions
 
 
 class SquaredReLU(sf.Pointwise):
@@ -16,6 +17,8 @@ class SquaredReLU(sf.Pointwise):
     x, y: [*, H].  Saved: x.
     Source: So et al. 2021, arXiv:2109.08668.
     """
+
+    value, derivative = device_functions("squared_relu")
 
     def reference(self, x: Tensor) -> Tensor:
         return torch.relu(x).square()

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .. import operation as sf
 from ._aten import tanh_backward
+from ._device import device_functions
 
 
 class Tanh(sf.Pointwise):
@@ -17,6 +18,8 @@ class Tanh(sf.Pointwise):
     x, y: [*, H].  Saved: y.
     Source: LeCun et al. 1998, Efficient BackProp.
     """
+
+    value, derivative = device_functions("tanh")
 
     reads = "output"
 
