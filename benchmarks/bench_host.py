@@ -58,7 +58,10 @@ def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
             row = {"operations": operations, "what": what, "seqfuse": mine, "eager": theirs, "ratio": mine / theirs}
             if operations == 6 and what == "forward+backward":
                 row["hand_written_ratio"] = instructions(statement.format(m="hand"), operations, number) / theirs
-            print(f"{operations:>3} operations, {what:<17} {mine:>12,.0f} {theirs:>12,.0f}  {row['ratio']:.3f}", flush=True)
+            print(
+                f"{operations:>3} operations, {what:<17} {mine:>12,.0f} {theirs:>12,.0f}  {row['ratio']:.3f}",
+                flush=True,
+            )
             rows.append(row)
     return rows
 
@@ -68,7 +71,13 @@ def planning() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     x = torch.randn(4, H)
     for count in (10, 100, 1000, 10_000):
-        make = [lambda: ops.LayerNorm(H), lambda: ops.Linear(H, H), ops.GeLU, lambda: ops.Linear(H, H, bias=False), ops.ReLU]
+        make = [
+            lambda: ops.LayerNorm(H),
+            lambda: ops.Linear(H, H),
+            ops.GeLU,
+            lambda: ops.Linear(H, H, bias=False),
+            ops.ReLU,
+        ]
         model = sf.Sequential(*(make[i % 5]() for i in range(count)))
         began = time.perf_counter()
         model.plan(x)
@@ -81,7 +90,10 @@ def planning() -> list[dict[str, Any]]:
                 listing.fingerprint.holds()
             times.append((time.perf_counter() - began) / 10)
         rows.append({"operations": count, "plan_seconds": first, "lookup_microseconds": statistics.median(times) * 1e6})
-        print(f"{count:>6} operations: plan {first * 1e3:.1f} ms, look-up {rows[-1]['lookup_microseconds']:.1f} us", flush=True)
+        print(
+            f"{count:>6} operations: plan {first * 1e3:.1f} ms, look-up {rows[-1]['lookup_microseconds']:.1f} us",
+            flush=True,
+        )
     return rows
 
 

@@ -34,7 +34,9 @@ def eager(operations: int) -> nn.Sequential:
     """The same in torch."""
     if operations == 1:
         return nn.Sequential(nn.GELU())
-    block = [PlainResidual(nn.LayerNorm(H), nn.Linear(H, H), nn.GELU(), nn.Linear(H, H)) for _ in range(operations // 6)]
+    block = [
+        PlainResidual(nn.LayerNorm(H), nn.Linear(H, H), nn.GELU(), nn.Linear(H, H)) for _ in range(operations // 6)
+    ]
     return nn.Sequential(*block)
 
 
