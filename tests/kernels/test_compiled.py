@@ -60,7 +60,8 @@ def test_every_module_with_kernels_is_walked() -> None:
         for file in folder.glob("*.py")
         if re.search(r"^    launch\(|[^`]launch\($", file.read_text(), re.MULTILINE)
     }
-    assert launching - {"_launch"} <= {name.rpartition(".")[2] for name in kernel_modules()}
+    # The kernels of _norm are listed by the two norms.
+    assert launching - {"_launch", "_norm"} <= {name.rpartition(".")[2] for name in kernel_modules()}
 
 
 BROKEN = """
