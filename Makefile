@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full check format format-check lint types docs bench clean
+.PHONY: help demo test test-full check format format-check lint types docs bench kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ docs: $(VENV)/.has-docs  ## build docs/_build/html, warnings are errors
 
 bench: $(VENV)/.has-bench  ## count what the engine costs on the host
 	$(BIN)/python benchmarks/bench_host.py $(ARGS)
+
+kernels: $(VENV)/.has-bench  ## compile every kernel for GPUs that are not here
+	$(BIN)/python benchmarks/kernels_table.py $(ARGS)
 
 clean:  ## remove what was built; the environment stays
 	rm -rf build dist docs/_build .hypothesis .pytest_cache .ruff_cache
