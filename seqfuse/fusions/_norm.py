@@ -1,0 +1,111 @@
+"""What fusions around a norm share: what its kernels take, and its own record from what they return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..env import Env
+from ..fusion import Requirements
+from ..ops import LayerNorm, RMSNorm
+from ..ops._norm import stats_dtype
+from ..ops._read import parameter
+
+if TYPE_CHECKING:
+    from ..kernels._norm import Backward, Forward
+
+# `kernels._norm.MAX_COLUMNS`, which cannot be asked where Triton is not installed.
+_MAX_COLUMNS = 65536
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Taken where the number of rows is not known.
+_ROWS = 1024
+
+Record = LayerNorm.Saved | RMSNorm.Saved
+
+
+def kernels_take(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
+    """What the kernels ask of a norm and its input."""
+    yield env.triton, "needs a Triton device"
+    yield env.autocast is None, "autocast is left to the operations"
+    yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
+    yield len(norm.normalized_shape) == 1, "its kernel normalizes over one dimension"
+    width = norm.normalized_shape[-1]
+    yield 0 < width <= _MAX_COLUMNS, f"its kernel is for 1 to {_MAX_COLUMNS:,} columns, not {width:,}"
+
+
+def pass_bytes(norm: LayerNorm | RMSNorm, env: Env) -> float:
+    """Bytes of a tensor of the norm's shape: one pass over it."""
+    return float((env.rows or _ROWS) * norm.normalized_shape[-1] * env.dtype.itemsize)
+
+
+def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:
+    """The bias of a norm, if it has one."""
+    return parameter(norm, "bias") if isinstance(norm, LayerNorm) else None
+
+
+def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Forward, Record]:
+    """The norm with what stands around it, and the norm's own record; `around` is for the kernel."""
+    weight, bias = parameter(norm, "weight"), shift(norm)
+    gain = _in_one_piece(weight)
+    if isinstance(norm, LayerNorm):
+        from ..kernels.layernorm import layernorm_fwd
+
+        out = layernorm_fwd(x, gain, _in_one_piece(bias), norm.eps, zero_centered=norm.zero_centered, **around)
+        source = x if out.stream is None else out.stream
+        assert out.mean is not None
+        return out, LayerNorm.Saved(x=source, mean=out.mean, rstd=out.rstd, weight=weight)
+    from ..kernels.rmsnorm import rmsnorm_fwd
+
+    eps = torch.finfo(stats_dtype(x)).eps if norm.eps is None else norm.eps
+    out = rmsnorm_fwd(x, gain, eps, zero_centered=norm.zero_centered, **around)
+    return out, RMSNorm.Saved(x=x if out.stream is None else out.stream, rstd=out.rstd, weight=weight)
+
+
+def norm_bwd(
+    norm: LayerNorm | RMSNorm,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    needs: frozenset[str],
+    **around: Any,
+) -> tuple[Backward, dict[str, Tensor | None]]:
+    """What the kernel gives, and of that what is wanted of the slot `norm`, by name."""
+    wanted = [name for name in ("weight", "bias") if f"norm.{name}" in needs]
+    sums = {f"d{name}": owner.dtype for name in wanted if (owner := parameter(norm, name)) is not None}
+    gain = _in_one_piece(weight)
+    if isinstance(norm, LayerNorm):
+        from ..kernels.layernorm import layernorm_bwd
+
+        assert mean is not None
+        out = layernorm_bwd(
+            dy, x, mean, rstd, gain, _in_one_piece(bias), zero_centered=norm.zero_centered, **sums, **around
+        )
+    else:
+        from ..kernels.rmsnorm import rmsnorm_bwd
+
+        out = rmsnorm_bwd(dy, x, rstd, gain, zero_centered=norm.zero_centered, **sums, **around)
+    return out, {f"norm.{name}": getattr(out, f"d{name}") for name in wanted}
+
+
+def recorded_bwd(
+    norm: LayerNorm | RMSNorm, dy: Tensor, saved: Record, needs: frozenset[str], *, dx: bool, **around: Any
+) -> tuple[Backward | None, dict[str, Tensor | None]]:
+    """As `norm_bwd`, from the norm's own record; `dx` is whether anything before the norm wants a gradient.
+
+    Where that is not so and the weight wants none either, the record is empty, and the sum of dy is the operation's.
+    """
+    if not dx and "norm.weight" not in needs:
+        bias: Any = norm.bwd(dy, saved, needs=frozenset({"bias"}))[1]["bias"]  # pyright: ignore[reportArgumentType]
+        return None, {"norm.bias": bias}
+    mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
+    weight = saved.weight if dx else None
+    return norm_bwd(norm, dy, saved.x, mean, saved.rstd, weight, None, needs, dx=dx, **around)
+
+
+def _in_one_piece(row: Tensor | None) -> Tensor | None:
+    return None if row is None else row.contiguous()

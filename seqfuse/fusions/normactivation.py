@@ -1,0 +1,143 @@
+"""A norm and the activation after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import saved as context
+from ..env import Env, Savings
+from ..fusion import ForwardFusion, JointFusion, Requirements
+from ..operation import Grads, Pointwise
+from ..ops import LayerNorm, RMSNorm
+from ..ops._read import parameter
+from ._norm import Record, kernels_take, norm_bwd, norm_fwd, pass_bytes, shift
+
+
+class NormActivation(ForwardFusion):
+    """y = act(norm(x)) in one pass over memory, for any `Pointwise` with device functions.
+
+    The norm's result is not rounded on its way. x, y: [*, H]. Saves what the operations save: an activation that keeps
+    its input gets it made again, from x, when a backward reads it. That costs more than is saved here, so that in
+    training `NormActivationJoint` is the better one.
+    """
+
+    norm: LayerNorm | RMSNorm
+    act: Pointwise
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_take(self.norm, env)
+        yield from _device_functions(self.act)
+
+    def saves(self, env: Env) -> Savings:
+        # Made again in float32, an operator of torch at a time.
+        launches, tensors = (-4, -16) if env.grad and self.act.reads == "input" else (1, 2)
+        return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        norm, act = self.norm, self.act
+        out, record = norm_fwd(norm, x, act=act)
+        own: Any = out.y if act.reads == "output" else _result_later(norm, record)
+        return out.y, {"norm": record, "act": act.record(own, own)}
+
+
+class NormActivationJoint(JointFusion):
+    """y = act(norm(x)) and its gradients; the norm's result is made again in the backward, in registers.
+
+    z = xhat gain + bias, y = act(z);  with d = dy act'(z) and g = d gain, dx is the norm's from g, dweight the sum of
+    d xhat and dbias that of d over all rows. Each pass reads and writes every tensor once.
+
+    x, y: [*, H], weight, bias: [H], mean, rstd: [*].
+    """
+
+    norm: LayerNorm | RMSNorm
+    act: Pointwise
+
+    class Saved(context.Saved):
+        x: Tensor  # [*, H]
+        mean: Tensor | None  # [*] float32, of LayerNorm
+        rstd: Tensor  # [*] float32
+        weight: Tensor | None  # [H], the parameter itself
+        bias: Tensor | None  # [H], the parameter itself
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_take(self.norm, env)
+        yield from _device_functions(self.act)
+
+    def saves(self, env: Env) -> Savings:
+        # Backward: the activation's three passes, and a second look at dy and x for the sums.
+        launches, tensors = (3, 7) if env.grad else (1, 2)
+        return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        norm = self.norm
+        out, _ = norm_fwd(norm, x, act=self.act)
+        saved = self.Saved(x=x, mean=out.mean, rstd=out.rstd, weight=parameter(norm, "weight"), bias=shift(norm))
+        return out.y, saved
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        weight, bias, dx = saved.weight, saved.bias, "x" in needs
+        out, grads = norm_bwd(self.norm, dy, saved.x, saved.mean, saved.rstd, weight, bias, needs, act=self.act, dx=dx)
+        return out.dx, grads
+
+    def unfused(self, saved: Saved) -> dict[str, context.Saved]:
+        """The operations' own records."""
+        x, mean, rstd, weight = saved.x, saved.mean, saved.rstd, saved.weight
+        if mean is None:
+            record: Record = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
+        else:
+            record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
+        z = _normalized(x, mean, rstd, weight, saved.bias, self.norm.zero_centered)
+        return {"norm": record, "act": self.act.record(z, self.act.reference(z))}
+
+
+def _device_functions(act: Pointwise) -> Requirements:
+    name = type(act).__name__
+    yield act.value is not None and act.derivative is not None, f"{name} has no device functions"
+    wanted = ("x",) if act.reads == "input" else ("y",)
+    yield act.Saved.fields == wanted, f"{name} keeps a record of its own making"
+
+
+def _result_later(norm: LayerNorm | RMSNorm, record: Record) -> context.Recompute:
+    """A stand-in for the norm's result, made of what its record keeps."""
+    parameters = [t for t in (record.weight, shift(norm)) if t is not None]
+    if isinstance(record, LayerNorm.Saved):
+        fn = _layernorm_about_one if norm.zero_centered else _layernorm
+        return context.Recompute(fn, record.x, record.mean, record.rstd, *parameters)
+    fn = _rmsnorm_about_one if norm.zero_centered else _rmsnorm
+    return context.Recompute(fn, record.x, record.rstd, *parameters)
+
+
+def _layernorm(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    return _normalized(x, mean, rstd, weight, bias, False)
+
+
+def _layernorm_about_one(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    return _normalized(x, mean, rstd, weight, bias, True)
+
+
+def _rmsnorm(x: Tensor, rstd: Tensor, weight: Tensor | None = None) -> Tensor:
+    return _normalized(x, None, rstd, weight, None, False)
+
+
+def _rmsnorm_about_one(x: Tensor, rstd: Tensor, weight: Tensor | None = None) -> Tensor:
+    return _normalized(x, None, rstd, weight, None, True)
+
+
+def _normalized(
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, about_one: bool
+) -> Tensor:
+    """The norm's result from its statistics, in their dtype, rounded to that of x."""
+    stats = rstd.dtype
+    z = x.to(stats) if mean is None else x.to(stats) - mean.unsqueeze(-1)
+    z = z * rstd.unsqueeze(-1)
+    if weight is not None:
+        gain = weight.to(stats) + 1 if about_one else weight.to(stats)
+        z = z * gain if bias is None else torch.addcmul(bias.to(stats), z, gain)
+    return z.to(x.dtype)

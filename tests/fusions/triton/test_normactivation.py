@@ -1,0 +1,119 @@
+"""A norm and an activation, in one pass each way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import normactivation
+from seqfuse.fusions.normactivation import NormActivation, NormActivationJoint
+from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
+
+BOTH = pytest.mark.parametrize("fusion", [NormActivation, NormActivationJoint], ids=lambda fusion: fusion.__name__)
+
+
+def norms(kind: str, width: int) -> sf.UnfusedOperation:
+    return {
+        "layernorm": lambda: ops.LayerNorm(width),
+        "no_bias": lambda: ops.LayerNorm(width, bias=False, zero_centered=True),
+        "no_weight": lambda: ops.LayerNorm(width, elementwise_affine=False),
+        "rmsnorm": lambda: ops.RMSNorm(width, eps=1e-5),
+        "rmsnorm_zero_centered": lambda: ops.RMSNorm(width, zero_centered=True),
+    }[kind]()
+
+
+@BOTH
+@pytest.mark.parametrize("act", [ops.GeLU(), ops.Sigmoid()], ids=["keeps its input", "keeps its output"])
+def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], act: sf.Pointwise, device: torch.device):
+    x = seeded_randn((5, 8), 0).to(device)
+    check_fusion(fusion, x, norms("layernorm", 8).to(device), act)
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["no_bias", "no_weight", "rmsnorm", "rmsnorm_zero_centered"])
+def test_takes_every_form_of_norm(fusion: type[sf.FusedOperation], kind: str, device: torch.device):
+    x = seeded_randn((2, 3, 8), 0).to(device)
+    dtypes = [torch.float16 if kind == "rmsnorm" else torch.float32]
+    check_fusion(fusion, x, norms(kind, 8).to(device), ops.SiLU(), dtypes=dtypes)
+
+
+@pytest.mark.parametrize("act", [ops.ReLU, ops.QuickGeLU], ids=lambda act: act.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_trains_a_list_to_the_same_gradients(act: type[sf.Pointwise], dtype: torch.dtype, device: torch.device):
+    fusions = (NormActivation, NormActivationJoint)
+    model = sf.Sequential(ops.Linear(6, 8), ops.LayerNorm(8), act(), ops.Linear(8, 6), fusions=fusions)
+    x, dy = (seeded_randn((20, 6), i, dtype=dtype).to(device) for i in range(2))
+    model = model.to(device, dtype)
+
+    def run(model: sf.Sequential, only: tuple[type[sf.FusedOperation], ...], dtype: torch.dtype) -> list[Tensor]:
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        with sf.fusing(only=only):
+            plan, y = model.plan(leaf), model(leaf)
+        worth = NormActivationJoint in only or act is ops.ReLU
+        assert not only or bool(plan.count(only[0].__name__)) == worth
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy.to(dtype))]
+
+    unfused, exact = run(model, (), dtype), run(copy.deepcopy(model).double(), (), torch.float64)
+    for fusion in fusions:
+        assert_fused_close(run(model, (fusion,), dtype), unfused, exact)
+
+
+def test_training_takes_the_joint_form_and_inference_either(device: torch.device):
+    model = sf.Sequential(ops.LayerNorm(8), ops.GeLU(), fusions=(NormActivation, NormActivationJoint)).to(device)
+    x = seeded_randn((5, 8), 0).to(device)
+    assert model.plan(x).count("NormActivationJoint")
+    with torch.no_grad():
+        assert model.plan(x).count("NormActivation") == 1
+
+
+@BOTH
+def test_an_activation_without_device_functions_is_refused(fusion: type[sf.FusedOperation], device: torch.device):
+    class Cube(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            return x**3
+
+    model = sf.Sequential(ops.LayerNorm(8), Cube(), fusions=(fusion,)).to(device)
+    (refusal,) = model.plan(seeded_randn((5, 8), 0).to(device)).refused
+    assert refusal.reason == "Cube has no device functions"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("norm", "dtype", "reason"),
+    [
+        (ops.LayerNorm((2, 4)), torch.float32, "one dimension"),
+        (ops.LayerNorm(8), torch.float64, "float32, float16 and bfloat16"),
+        (ops.RMSNorm(70000, elementwise_affine=False), torch.float32, "columns, not 70,000"),
+    ],
+    ids=["two dimensions", "float64", "wide"],
+)
+def test_what_the_kernels_do_not_take_is_refused(
+    fusion: type[sf.FusedOperation], norm: sf.UnfusedOperation, dtype: torch.dtype, reason: str
+):
+    model = sf.Sequential(norm, ops.ReLU(), fusions=(fusion,))
+    (refusal,) = model.plan(env=sf.Env.of("cuda:sm_90", dtype=dtype)).refused
+    assert reason in refusal.reason
+
+
+@pytest.mark.parametrize(
+    ("fusion", "old", "new"),
+    [
+        ("NormActivation", "z = z * rstd.unsqueeze(-1)", "z = z * rstd.unsqueeze(-1) ** 1.01"),
+        ("NormActivationJoint", "weight, bias, needs, act=self.act", "weight, None, needs, act=self.act"),
+    ],
+    ids=["NormActivation", "NormActivationJoint"],
+)
+def test_a_mutant_is_found(
+    mutant: Callable[[ModuleType, str, str], ModuleType], fusion: str, old: str, new: str, device: torch.device
+):
+    changed = getattr(mutant(normactivation, old, new), fusion)
+    x = seeded_randn((5, 8), 0).to(device)
+    with pytest.raises(AssertionError):
+        check_fusion(changed, x, norms("layernorm", 8).to(device), ops.GeLU(), dtypes=[torch.float32])
