@@ -99,7 +99,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
             message = f"expand() must return a tuple of modules, not {members!r}"
             raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
         keys: dict[int, list[str]] = {}
-        for key, child in module._modules.items():  # pyright: ignore[reportPrivateUsage]
+        for key, child in [*module._modules.items()]:  # pyright: ignore[reportPrivateUsage]
             keys.setdefault(id(child), []).append(key)
         for member in members:
             if member is module:

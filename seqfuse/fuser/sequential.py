@@ -95,7 +95,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         super().__setattr__(name, value)
 
     def expand(self) -> tuple[nn.Module, ...]:
-        return tuple(self)
+        return tuple(self._modules.values())  # pyright: ignore[reportReturnType] # at once: another thread may append
 
     def forward(self, x: Tensor, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs.
