@@ -40,6 +40,11 @@ def pass_bytes(norm: LayerNorm | RMSNorm, env: Env) -> float:
     return float((env.rows or _ROWS) * norm.normalized_shape[-1] * env.dtype.itemsize)
 
 
+def second_look(norm: LayerNorm | RMSNorm) -> int:
+    """Passes of ATen's backward for the sums over rows: it reads dy and x again."""
+    return 2 if norm.elementwise_affine else 0
+
+
 def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:
     """The bias of a norm, if it has one."""
     return parameter(norm, "bias") if isinstance(norm, LayerNorm) else None

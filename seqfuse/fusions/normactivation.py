@@ -13,7 +13,7 @@ from ..fusion import ForwardFusion, JointFusion, Requirements
 from ..operation import Grads, Pointwise
 from ..ops import LayerNorm, RMSNorm
 from ..ops._read import parameter
-from ._norm import Record, kernels_take, norm_bwd, norm_fwd, pass_bytes, shift
+from ._norm import Record, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
 
 
 class NormActivation(ForwardFusion):
@@ -67,8 +67,9 @@ class NormActivationJoint(JointFusion):
         yield from _device_functions(self.act)
 
     def saves(self, env: Env) -> Savings:
-        # Backward: the activation's three passes, and a second look at dy and x for the sums.
-        launches, tensors = (3, 7) if env.grad else (1, 2)
+        launches, tensors = 1, 2
+        if env.grad:  # the activation's three passes, too
+            launches, tensors = 2, 5 + second_look(self.norm)
         return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:

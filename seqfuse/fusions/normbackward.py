@@ -1,0 +1,42 @@
+"""The backward of a norm, and of the fork before it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import BackwardFusion, Requirements
+from ..operation import Grads
+from ..ops import Fork, LayerNorm, RMSNorm
+from ._norm import kernels_take, pass_bytes, recorded_bwd, second_look
+
+
+class NormBackward(BackwardFusion):
+    """dx = norm'(dy) + d_fork_out, and the sums over rows for the norm's parameters, from one pass over dy and x.
+
+    The gradient of the residual stream is added before dx is written. Sums are made in float32, in a fixed order, and
+    rounded once. ATen reads dy and x a second time for them. dy, d_fork_out, dx: [*, H].
+    """
+
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_take(self.norm, env)
+
+    def saves(self, env: Env) -> Savings:
+        forked = self.fork is not None
+        tensors = second_look(self.norm) + 2 * forked
+        return Savings(launches=int(forked), bytes=tensors * pass_bytes(self.norm, env))
+
+    def bwd(
+        self,
+        dy: Tensor,
+        *,
+        norm: LayerNorm.Saved | RMSNorm.Saved,
+        fork: Fork.Saved | None = None,
+        d_fork_out: Tensor | None = None,
+        needs: frozenset[str],
+    ) -> tuple[Tensor | None, Grads]:
+        out, grads = recorded_bwd(self.norm, dy, norm, needs, dx="x" in needs, dstream=d_fork_out)
+        return None if out is None else out.dx, grads

@@ -1,0 +1,153 @@
+"""The boundary of two residual blocks in one pass, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import blockboundary
+from seqfuse.fusions.blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
+from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
+
+ALL = (BlockBoundary, BiasDropoutAddNorm, BlockBoundaryBackward)
+
+
+def boundary(kind: str, *, fork: bool, norm: type[sf.UnfusedOperation], p: float = 0.3) -> list[sf.UnfusedOperation]:
+    before = {
+        "all": [ops.Bias(8), ops.Dropout(p)],
+        "bias": [ops.Bias(8)],
+        "dropout": [ops.Dropout(p)],
+        "nothing": [],
+    }[kind]
+    return [*before, ops.Add("other"), *([ops.Fork("out")] if fork else []), norm(8)]
+
+
+def on(device: torch.device, operations: list[sf.UnfusedOperation]) -> list[sf.UnfusedOperation]:
+    return [operation.to(device) for operation in operations]
+
+
+@pytest.mark.parametrize(
+    ("fusion", "kind", "fork", "norm"),
+    [
+        (BlockBoundary, "all", True, ops.LayerNorm),
+        (BiasDropoutAddNorm, "dropout", False, ops.RMSNorm),
+        (BlockBoundaryBackward, "all", True, ops.LayerNorm),
+        (BlockBoundaryBackward, "bias", False, ops.RMSNorm),
+    ],
+    ids=["BlockBoundary", "BiasDropoutAddNorm", "BlockBoundaryBackward", "BlockBoundaryBackward, no fork"],
+)
+def test_takes_the_place_of_what_it_replaces(
+    fusion: type[sf.FusedOperation], kind: str, fork: bool, norm: type[sf.UnfusedOperation], device: torch.device
+):
+    check_fusion(fusion, seeded_randn((5, 8), 0).to(device), *on(device, boundary(kind, fork=fork, norm=norm)))
+
+
+@pytest.mark.parametrize("kind", ["bias", "dropout", "nothing"])
+@pytest.mark.parametrize(
+    ("fusion", "dtype"), [(BlockBoundary, torch.float16), (BlockBoundaryBackward, torch.float32)], ids=str
+)
+def test_bias_and_dropout_may_be_absent(
+    fusion: type[sf.FusedOperation], dtype: torch.dtype, kind: str, device: torch.device
+):
+    operations = boundary(kind, fork=True, norm=ops.RMSNorm)
+    check_fusion(fusion, seeded_randn((5, 8), 0).to(device), *on(device, operations), dtypes=[dtype])
+
+
+def blocks(dtype: torch.dtype, device: torch.device, p: float = 0.25) -> sf.Sequential:
+    model = sf.Sequential(
+        ops.Residual(ops.LayerNorm(8), ops.Linear(8, 12), ops.ReLU(), ops.Linear(12, 8), ops.Dropout(p)),
+        ops.Residual(ops.LayerNorm(8), ops.Linear(8, 8), ops.Dropout(p)),
+        ops.RMSNorm(8),
+        fusions=ALL,
+    )
+    return model.to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+def test_a_stack_of_blocks_trains_to_the_same_gradients(dtype: torch.dtype, p: float, device: torch.device):
+    model = blocks(dtype, device, p)
+    x, dy = (seeded_randn((2, 9, 8), i, dtype=dtype).to(device) for i in range(2))
+    plan = model.plan(x)
+    counts = [plan.count(fusion.__name__) for fusion in ALL]
+    assert counts == [1, 1, 2]
+
+    def run(model: sf.Sequential, only: tuple[type[sf.FusedOperation], ...]) -> list[Tensor]:
+        torch.manual_seed(5)
+        leaf = x.to(model[2].weight.dtype, copy=True).requires_grad_()
+        with sf.fusing(only=only, on_error="raise"):
+            y = model(leaf)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy.to(y.dtype))]
+
+    unfused, exact = run(model, ()), run(copy.deepcopy(model).double(), ())
+    for only in (ALL[:2], ALL[2:], ALL):
+        assert_fused_close(run(model, only), unfused, exact)
+
+
+def test_nothing_is_dropped_in_evaluation(device: torch.device):
+    model = blocks(torch.float32, device).eval()
+    x = seeded_randn((5, 8), 0).to(device)
+    assert model.plan(x).count("BlockBoundary") == 1
+    with sf.fusing(False):
+        unfused = model(x).detach()
+        exact = copy.deepcopy(model).double()(x.double()).detach()
+    assert_fused_close(model(x).detach(), unfused, exact)
+
+
+def test_the_stream_takes_the_dtype_of_the_sum(device: torch.device):
+    model = sf.Sequential(ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8), fusions=ALL).to(device)
+    x, other = seeded_randn((5, 8), 0, dtype=torch.bfloat16).to(device), seeded_randn((5, 8), 1).to(device)
+    with sf.fusing(on_error="raise"):
+        y, stream = model(x, other=other)
+    assert y.dtype is stream.dtype is torch.float32
+    assert_bitwise_equal(stream.detach(), x + other)
+
+
+def test_leaves_the_residual_as_it_was(device: torch.device):
+    model = sf.Sequential(*boundary("all", fork=True, norm=ops.LayerNorm), fusions=ALL).to(device)
+    x, other = (seeded_randn((5, 8), i).to(device) for i in range(2))
+    before = other.clone()
+    model(x, other=other)
+    assert_bitwise_equal(other, before)
+
+
+@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
+def test_another_shape_is_the_error_of_the_add(device: torch.device):
+    model = sf.Sequential(ops.Add("other"), ops.LayerNorm(8), fusions=ALL).to(device)
+    with pytest.raises(sf.InputError, match="adds tensors of one shape"):
+        model(seeded_randn((5, 8), 0).to(device), other=torch.ones(8, device=device))
+
+
+def test_the_other_mode_of_dropout_is_refused():
+    dropout = ops.Dropout(0.3, mode="downscale_in_infer")
+    model = sf.Sequential(dropout, ops.Add("other"), ops.LayerNorm(8), fusions=ALL)
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16))
+    # What stands behind it still fuses.
+    assert plan.count("BiasDropoutAddNorm") == 1
+    assert any("upscale_in_train" in refusal.reason for refusal in plan.refused)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "old", "new"),
+    [
+        ("BlockBoundary", '{"fork_out": stream}', '{"fork_out": add_other.clone()}'),
+        ("BiasDropoutAddNorm", '{"seed": seed, "p": dropout.p}', '{"seed": seed, "p": dropout.p / 2}'),
+        ("BlockBoundaryBackward", "dstream=d_fork_out", "dstream=None"),
+        ("BlockBoundaryBackward", 'out.dbranch if "seed" in around else out.dx', "out.dx"),
+    ],
+    ids=["another stream", "another mask", "no gradient of the stream", "no mask in the backward"],
+)
+def test_a_mutant_is_found(
+    mutant: Callable[[ModuleType, str, str], ModuleType], fusion: str, old: str, new: str, device: torch.device
+):
+    changed = getattr(mutant(blockboundary, old, new), fusion)
+    operations = on(device, boundary("dropout", fork=fusion != "BiasDropoutAddNorm", norm=ops.LayerNorm))
+    with pytest.raises(AssertionError):
+        check_fusion(changed, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[torch.float32])

@@ -1,0 +1,93 @@
+"""A norm's backward with the gradient of the residual stream."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import normbackward
+from seqfuse.fusions.normbackward import NormBackward
+from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
+
+
+@pytest.mark.parametrize("fork", [True, False], ids=["fork", "alone"])
+@pytest.mark.parametrize("norm", [ops.LayerNorm, ops.RMSNorm], ids=lambda norm: norm.__name__)
+def test_takes_the_place_of_what_it_replaces(norm: type[sf.UnfusedOperation], fork: bool, device: torch.device):
+    operations = [*([ops.Fork("out")] if fork else []), norm(8).to(device)]
+    check_fusion(NormBackward, seeded_randn((5, 8), 0).to(device), *operations)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        ops.LayerNorm(8, bias=False, zero_centered=True),
+        ops.LayerNorm(8, elementwise_affine=False),
+        ops.RMSNorm(8, zero_centered=True),
+    ],
+    ids=["no bias, zero-centered", "no weight", "zero-centered"],
+)
+def test_takes_every_form_of_norm(norm: sf.UnfusedOperation, device: torch.device):
+    x = seeded_randn((2, 3, 8), 0).to(device)
+    check_fusion(NormBackward, x, ops.Fork("out"), norm.to(device), dtypes=[torch.float16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_block_trains_to_the_same_gradients(dtype: torch.dtype, device: torch.device):
+    model = sf.Sequential(
+        ops.Residual(ops.LayerNorm(8), ops.Linear(8, 8), ops.Tanh()),
+        ops.Residual(ops.RMSNorm(8), ops.Linear(8, 8)),
+        fusions=(NormBackward,),
+    ).to(device, dtype)
+    x, dy = (seeded_randn((18, 8), i, dtype=dtype).to(device) for i in range(2))
+    assert model.plan(x).count("NormBackward") == 2
+
+    def run(model: sf.Sequential, enabled: bool) -> list[Tensor]:
+        leaf = x.to(model[0][1].weight.dtype, copy=True).requires_grad_()
+        with sf.fusing(enabled, on_error="raise"):
+            y = model(leaf)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy.to(y.dtype))]
+
+    assert_fused_close(run(model, True), run(model, False), run(copy.deepcopy(model).double(), False))
+
+
+def test_parameters_in_another_dtype_get_their_own(device: torch.device):
+    model = sf.Sequential(ops.LayerNorm(8), fusions=(NormBackward,)).to(device)
+    x, dy = (seeded_randn((40, 8), i, dtype=torch.bfloat16).to(device) for i in range(2))
+
+    def run(model: sf.Sequential, enabled: bool, dtype: torch.dtype) -> list[Tensor]:
+        leaf = x.to(dtype, copy=True).requires_grad_()
+        with sf.fusing(enabled, on_error="raise"):
+            y = model(leaf)
+        return list(torch.autograd.grad(y, [leaf, *model.parameters()], dy.to(y.dtype)))
+
+    fused = run(model, True, torch.bfloat16)
+    assert [gradient.dtype for gradient in fused] == [torch.bfloat16, torch.float32, torch.float32]
+    exact = run(copy.deepcopy(model).double(), False, torch.float64)
+    assert_fused_close(fused, run(model, False, torch.bfloat16), exact)
+
+
+def test_a_norm_without_parameters_is_left_to_the_operation():
+    model = sf.Sequential(ops.Linear(8, 8), ops.LayerNorm(8, elementwise_affine=False), fusions=(NormBackward,))
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096))
+    assert not plan.count("NormBackward")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("dstream=d_fork_out", "dstream=None"), ('dx="x" in needs', "dx=bool(needs)")],
+    ids=["no gradient of the stream", "what nobody wants"],
+)
+def test_a_mutant_is_found(
+    mutant: Callable[[ModuleType, str, str], ModuleType], old: str, new: str, device: torch.device
+):
+    changed = mutant(normbackward, old, new).NormBackward
+    operations = [ops.Fork("out"), ops.LayerNorm(8).to(device)]
+    with pytest.raises((AssertionError, sf.SeqfuseError)):
+        check_fusion(changed, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[torch.float32])
