@@ -9,14 +9,21 @@ replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it,
 * `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
 * `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
 
-Not here, because ATen has nothing for them: add and norm in one pass, and any backward that makes a bias gradient or
-an activation's gradient inside a product.
+Not among these, because ATen has nothing for them: add and norm in one pass, and any backward that makes a bias
+gradient or an activation's gradient inside a product. Those are in `triton`, made of Triton kernels, which have not yet
+run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
+
+* `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue; in training the
+  pre-activation is stored where the activation's gradient reads it.
+* `ActivationLinearBackward`: the activation's gradient and the bias gradient in the product that makes dx.
 """
 
 from ..fusion import FusedOperation
+from .activationlinear import ActivationLinearBackward
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
+from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
 from .linearbiasadd import LinearBiasAdd
 from .scaleadd import ScaleAdd
 
@@ -29,12 +36,22 @@ default: tuple[type[FusedOperation], ...] = (
     LinearBiasBackward,
 )
 
+triton: tuple[type[FusedOperation], ...] = (
+    LinearBiasActivationInference,
+    LinearBiasActivation,
+    ActivationLinearBackward,
+)
+
 __all__ = [
+    "ActivationLinearBackward",
     "LinearBias",
     "LinearBiasAct",
     "LinearBiasActOneDNN",
+    "LinearBiasActivation",
+    "LinearBiasActivationInference",
     "LinearBiasAdd",
     "LinearBiasBackward",
     "ScaleAdd",
     "default",
+    "triton",
 ]

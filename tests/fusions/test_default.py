@@ -1,4 +1,4 @@
-"""The default rule set as a value."""
+"""The rule sets as values."""
 
 import copy
 
@@ -11,19 +11,20 @@ from seqfuse.testing import assert_fused_close, seeded_randn
 
 
 def test_holds_every_fusion_of_the_room():
-    named = {getattr(fusions, name) for name in fusions.__all__ if name != "default"}
-    assert set(fusions.default) == named
-    assert len(fusions.default) == len(named)
+    named = {getattr(fusions, name) for name in fusions.__all__ if name not in ("default", "triton")}
+    both = (*fusions.default, *fusions.triton)
+    assert set(both) == named
+    assert len(both) == len(named)
 
 
 def test_names_are_distinct():
-    names = [fusion.__name__ for fusion in fusions.default]
+    names = [fusion.__name__ for fusion in (*fusions.default, *fusions.triton)]
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("fusion", fusions.default, ids=lambda fusion: fusion.__name__)
+@pytest.mark.parametrize("fusion", [*fusions.default, *fusions.triton], ids=lambda fusion: fusion.__name__)
 def test_every_fusion_says_why_it_is_there(fusion: type[sf.FusedOperation]):
-    assert fusion.__name__ in fusions.__doc__
+    assert f"`{fusion.__name__}`" in fusions.__doc__
     assert fusion.__doc__
 
 

@@ -1,0 +1,90 @@
+"""The gradients of Bias, activation and Linear in one Triton product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import activationlinear
+from seqfuse.fusions.activationlinear import ActivationLinearBackward
+from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
+from tests.fusions.triton.fourways import four_ways
+
+
+def bias(width: int, device: torch.device) -> ops.Bias:
+    made = ops.Bias(width)
+    torch.nn.init.normal_(made.bias)
+    return made.to(device)
+
+
+def linear(k: int, n: int, device: torch.device) -> ops.Linear:
+    return ops.Linear(k, n, bias=False).to(device)
+
+
+def test_takes_the_place_of_what_it_replaces(device: torch.device):
+    x = seeded_randn((5, 6), 0).to(device)
+    list_ = (bias(6, device), ops.SiLU(), linear(6, 9, device))
+    check_fusion(ActivationLinearBackward, x, *list_, dtypes=[torch.float32, torch.float16])
+
+
+@pytest.mark.parametrize("act", [ops.ReLU(), ops.GeLU("tanh")], ids=["keeps its output", "keeps its input"])
+def test_without_a_bias_and_in_three_dimensions(act: sf.Pointwise, device: torch.device):
+    x = seeded_randn((2, 3, 7), 0).to(device)
+    check_fusion(ActivationLinearBackward, x, act, linear(7, 5, device), dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("act", [ops.GeLU(), ops.Sigmoid(), ops.SquaredReLU()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reaches_across_layers(act: sf.Pointwise, dtype: torch.dtype, device: torch.device):
+    layers = [ops.Linear(12, 36), act, ops.Linear(36, 20), act, ops.Linear(20, 9)]
+    model = sf.Sequential(*layers, fusions=ActivationLinearBackward).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), ActivationLinearBackward, at_least=2)
+
+
+def test_only_wanted_gradients_are_made(device: torch.device):
+    model = sf.Sequential(bias(6, device), ops.SiLU(), linear(6, 9, device), fusions=ActivationLinearBackward)
+    x = seeded_randn((5, 6), 0).to(device)
+    step = model.plan(x.clone().requires_grad_()).backward[0]
+    assert step.name == "ActivationLinearBackward"
+    dy, weight = seeded_randn((5, 9), 1).to(device), model[2].weight
+    records = {"bias": ops.Bias.NOTHING, "act": ops.SiLU.Saved(x=x), "linear": ops.Linear.Saved(x=x, weight=weight)}
+    for needs in ({"x"}, {"bias.bias"}, {"linear.weight"}, {"x", "linear.weight"}):
+        dx, grads = step.operation.bwd(dy, **records, needs=frozenset(needs))
+        made = {name for name, g in {"x": dx, **grads}.items() if g is not None}
+        assert made == needs
+
+
+def test_twice_is_bit_for_bit(device: torch.device):
+    model = sf.Sequential(bias(40, device), ops.GeLU(), linear(40, 9, device), fusions=ActivationLinearBackward)
+    x = seeded_randn((70, 40), 0).to(device).requires_grad_()
+    y = model(x)
+    dy = seeded_randn((70, 9), 1).to(device)
+    wanted = [x, *model.parameters()]
+    first, second = (torch.autograd.grad(y, wanted, dy, retain_graph=True) for _ in range(2))
+    assert_bitwise_equal(second, first)
+
+
+MUTANTS = {
+    "weight's gradient of dy alone": ("weight_grad(dy, linear.x)", "weight_grad(dy, linear.x.abs())"),
+    "sum of what was not asked": ('sums="bias.bias" in needs', "sums=True"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+    changed = mutant(activationlinear, *MUTANTS[name])
+    x = seeded_randn((5, 6), 0).to(device)
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(
+            changed.ActivationLinearBackward,
+            x,
+            bias(6, device),
+            ops.SiLU(),
+            linear(6, 9, device),
+            dtypes=[torch.float32],
+        )

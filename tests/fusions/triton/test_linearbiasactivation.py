@@ -1,0 +1,106 @@
+"""Linear, Bias and an activation in one Triton product, forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import linearbiasactivation
+from seqfuse.fusions.activationlinear import ActivationLinearBackward
+from seqfuse.fusions.linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
+from seqfuse.testing import check_fusion, seeded_randn
+from tests.fusions.triton.fourways import four_ways
+
+BOTH = pytest.mark.parametrize(
+    "fusion", [LinearBiasActivation, LinearBiasActivationInference], ids=lambda fusion: fusion.__name__
+)
+
+
+@BOTH
+def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((5, 6), 0).to(device)
+    # Of Inf torch's exact GeLU makes NaN in float32, so the other one is compared.
+    check_fusion(fusion, x, ops.Linear(6, 8).to(device), ops.GeLU("tanh"), dtypes=[torch.float32, torch.float16])
+
+
+@BOTH
+@pytest.mark.parametrize("act", [ops.ReLU(), ops.SiLU()], ids=["keeps its output", "keeps its input"])
+def test_without_a_bias_and_in_three_dimensions(
+    fusion: type[sf.FusedOperation], act: sf.Pointwise, device: torch.device
+):
+    x = seeded_randn((2, 3, 7), 0).to(device)
+    check_fusion(fusion, x, ops.Linear(7, 5, bias=False).to(device), act, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("act", [ops.GeLU(), ops.Tanh(), ops.SquaredReLU(), ops.QuickGeLU(), ops.Sigmoid()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_meets_the_fused_backward_in_the_records(act: sf.Pointwise, dtype: torch.dtype, device: torch.device):
+    fusions = (LinearBiasActivation, ActivationLinearBackward)
+    model = sf.Sequential(ops.Linear(12, 36), act, ops.Linear(36, 9), fusions=fusions).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *fusions)
+
+
+@pytest.mark.parametrize("act", [ops.ReLU(), ops.SiLU()], ids=["keeps its output", "keeps its input"])
+def test_saves_one_tensor_beside_the_input(act: sf.Pointwise, device: torch.device):
+    model = sf.Sequential(ops.Linear(6, 8), act, fusions=LinearBiasActivation).to(device)
+    x = seeded_randn((5, 6), 0).to(device)
+    assert model.plan(x).count("LinearBiasActivation") == 1
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x)
+    storages = {t.untyped_storage().data_ptr() for t in kept} - {p.data_ptr() for p in model.parameters()}
+    assert len(storages) == 2
+    assert (y.data_ptr() in storages) == (act.reads == "output")
+
+
+def test_inference_writes_no_pre_activation():
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096)
+    fusions = (LinearBiasActivation, LinearBiasActivationInference)
+    model = sf.Sequential(ops.Linear(1024, 4096), ops.GeLU(), fusions=fusions).to(torch.bfloat16)
+    assert model.plan(env=env).count("LinearBiasActivation") == 1
+    still = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096, grad=False)
+    assert model.plan(env=still).count("LinearBiasActivationInference") == 1
+
+
+class Clipped(sf.Pointwise):
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("act", "env", "reason"),
+    [
+        (ops.GeLU(), sf.Env(triton=False), "needs a Triton device"),
+        (ops.GeLU(), sf.Env(triton=True, autocast=torch.bfloat16), "autocast is left to the operations"),
+        (ops.GeLU(), sf.Env(triton=True, dtype=torch.float64), "its kernel is for float32, float16 and bfloat16"),
+        (ops.GeLU(), sf.Env(triton=True, dtype=torch.bfloat16), "input, weight and bias must have one dtype"),
+        (Clipped(), sf.Env(triton=True), "Clipped has no device functions"),
+    ],
+)
+def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
+    fusion = LinearBiasActivation(linear=(linear := ops.Linear(8, 8)), bias=linear.expand()[1], act=act)
+    assert next(sentence for holds, sentence in fusion.requires(env) if not holds) == reason
+
+
+MUTANTS = {
+    "the output for the input": ("act.record(y if z is None else z, y)", "act.record(y, y)"),
+    "no bias": ("x, weight, bias_of(self.bias), act=device(act), store", "x, weight, None, act=device(act), store"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+    changed = mutant(linearbiasactivation, *MUTANTS[name])
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(
+            changed.LinearBiasActivation,
+            seeded_randn((5, 6), 0).to(device),
+            ops.Linear(6, 8).to(device),
+            ops.SiLU(),
+            dtypes=[torch.float32],
+        )
