@@ -16,15 +16,22 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 * `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue; in training the
   pre-activation is stored where the activation's gradient reads it.
 * `ActivationLinearBackward`: the activation's gradient and the bias gradient in the product that makes dx.
+* `BlockBoundary`, `BiasDropoutAddNorm`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each
+  way; the residual stream is written once and no mask is stored.
+* `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
+* `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 """
 
 from ..fusion import FusedOperation
 from .activationlinear import ActivationLinearBackward
+from .blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
 from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
 from .linearbiasadd import LinearBiasAdd
+from .normactivation import NormActivation, NormActivationJoint
+from .normbackward import NormBackward
 from .scaleadd import ScaleAdd
 
 default: tuple[type[FusedOperation], ...] = (
@@ -40,10 +47,19 @@ triton: tuple[type[FusedOperation], ...] = (
     LinearBiasActivationInference,
     LinearBiasActivation,
     ActivationLinearBackward,
+    BlockBoundary,
+    BiasDropoutAddNorm,
+    NormActivationJoint,
+    NormActivation,
+    BlockBoundaryBackward,
+    NormBackward,
 )
 
 __all__ = [
     "ActivationLinearBackward",
+    "BiasDropoutAddNorm",
+    "BlockBoundary",
+    "BlockBoundaryBackward",
     "LinearBias",
     "LinearBiasAct",
     "LinearBiasActOneDNN",
@@ -51,6 +67,9 @@ __all__ = [
     "LinearBiasActivationInference",
     "LinearBiasAdd",
     "LinearBiasBackward",
+    "NormActivation",
+    "NormActivationJoint",
+    "NormBackward",
     "ScaleAdd",
     "default",
     "triton",

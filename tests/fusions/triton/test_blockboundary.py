@@ -62,9 +62,9 @@ def test_bias_and_dropout_may_be_absent(
 
 def blocks(dtype: torch.dtype, device: torch.device, p: float = 0.25) -> sf.Sequential:
     model = sf.Sequential(
-        ops.Residual(ops.LayerNorm(8), ops.Linear(8, 12), ops.ReLU(), ops.Linear(12, 8), ops.Dropout(p)),
-        ops.Residual(ops.LayerNorm(8), ops.Linear(8, 8), ops.Dropout(p)),
-        ops.RMSNorm(8),
+        ops.Residual(ops.LayerNorm(9), ops.Linear(9, 12), ops.ReLU(), ops.Linear(12, 9), ops.Dropout(p)),
+        ops.Residual(ops.LayerNorm(9), ops.Linear(9, 9), ops.Dropout(p)),
+        ops.RMSNorm(9),
         fusions=ALL,
     )
     return model.to(device, dtype)
@@ -74,7 +74,7 @@ def blocks(dtype: torch.dtype, device: torch.device, p: float = 0.25) -> sf.Sequ
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
 def test_a_stack_of_blocks_trains_to_the_same_gradients(dtype: torch.dtype, p: float, device: torch.device):
     model = blocks(dtype, device, p)
-    x, dy = (seeded_randn((2, 9, 8), i, dtype=dtype).to(device) for i in range(2))
+    x, dy = (seeded_randn((2, 9, 9), i, dtype=dtype).to(device) for i in range(2))
     plan = model.plan(x)
     counts = [plan.count(fusion.__name__) for fusion in ALL]
     assert counts == [1, 1, 2]
@@ -93,7 +93,7 @@ def test_a_stack_of_blocks_trains_to_the_same_gradients(dtype: torch.dtype, p: f
 
 def test_nothing_is_dropped_in_evaluation(device: torch.device):
     model = blocks(torch.float32, device).eval()
-    x = seeded_randn((5, 8), 0).to(device)
+    x = seeded_randn((5, 9), 0).to(device)
     assert model.plan(x).count("BlockBoundary") == 1
     with sf.fusing(False):
         unfused = model(x).detach()
