@@ -20,6 +20,7 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
   way; the residual stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
+* `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
 """
 
 from ..fusion import FusedOperation
@@ -32,6 +33,7 @@ from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInfe
 from .linearbiasadd import LinearBiasAdd
 from .normactivation import NormActivation, NormActivationJoint
 from .normbackward import NormBackward
+from .normforward import NormForward
 from .scaleadd import ScaleAdd
 
 default: tuple[type[FusedOperation], ...] = (
@@ -52,6 +54,7 @@ triton: tuple[type[FusedOperation], ...] = (
     NormActivationJoint,
     NormActivation,
     BlockBoundaryBackward,
+    NormForward,
     NormBackward,
 )
 
@@ -70,6 +73,7 @@ __all__ = [
     "NormActivation",
     "NormActivationJoint",
     "NormBackward",
+    "NormForward",
     "ScaleAdd",
     "default",
     "triton",

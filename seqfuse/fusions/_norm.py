@@ -40,9 +40,20 @@ def pass_bytes(norm: LayerNorm | RMSNorm, env: Env) -> float:
     return float((env.rows or _ROWS) * norm.normalized_shape[-1] * env.dtype.itemsize)
 
 
-def second_look(norm: LayerNorm | RMSNorm) -> int:
-    """Passes of ATen's backward for the sums over rows: it reads dy and x again."""
-    return 2 if norm.elementwise_affine else 0
+def converts(norm: LayerNorm | RMSNorm, env: Env) -> bool:
+    """Whether ATen needs x in float32: its kernels for half inputs take parameters of their dtype only."""
+    weight = parameter(norm, "weight")
+    return env.dtype.itemsize == 2 and weight is not None and (norm.zero_centered or weight.dtype is not env.dtype)
+
+
+def copies(norm: LayerNorm | RMSNorm, env: Env) -> int:
+    """Passes over a half tensor that float32 copies of x and y cost: 20 bytes per element are moved, and not 4."""
+    return 8 if converts(norm, env) else 0
+
+
+def second_look(norm: LayerNorm | RMSNorm, env: Env) -> int:
+    """Passes of ATen's backward for the sums over rows, where it reads dy and x again, and for float32 copies."""
+    return (2 if norm.elementwise_affine else 0) + (14 if converts(norm, env) else 0)
 
 
 def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:

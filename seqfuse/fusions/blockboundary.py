@@ -11,7 +11,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
-from ._norm import kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
 
 
 class BiasDropoutAddNorm(ForwardFusion):
@@ -84,7 +84,7 @@ class BlockBoundaryBackward(BackwardFusion):
     def saves(self, env: Env) -> Savings:
         # The sum with d_fork_out, which is read in any case; dropout's pass, which is written; the bias's sum.
         launches = (self.fork is not None) + _drops(self.dropout) + (self.bias is not None)
-        tensors = second_look(self.norm) + launches + (self.fork is not None)
+        tensors = second_look(self.norm, env) + launches + (self.fork is not None)
         return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
 
     def bwd(
@@ -130,7 +130,7 @@ def _requirements(norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) 
 def _forward_savings(norm: LayerNorm | RMSNorm, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:
     # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
     before = (bias is not None) + _drops(dropout)
-    return Savings(launches=1 + before, bytes=(1 + 2 * before) * pass_bytes(norm, env))
+    return Savings(launches=1 + before, bytes=(1 + 2 * before + copies(norm, env)) * pass_bytes(norm, env))
 
 
 def _forward(

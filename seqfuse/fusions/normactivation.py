@@ -13,7 +13,7 @@ from ..fusion import ForwardFusion, JointFusion, Requirements
 from ..operation import Grads, Pointwise
 from ..ops import LayerNorm, RMSNorm
 from ..ops._read import parameter
-from ._norm import Record, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
+from ._norm import Record, copies, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
 
 
 class NormActivation(ForwardFusion):
@@ -34,6 +34,7 @@ class NormActivation(ForwardFusion):
     def saves(self, env: Env) -> Savings:
         # Made again in float32, an operator of torch at a time.
         launches, tensors = (-4, -16) if env.grad and self.act.reads == "input" else (1, 2)
+        tensors += copies(self.norm, env)
         return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -67,9 +68,9 @@ class NormActivationJoint(JointFusion):
         yield from _device_functions(self.act)
 
     def saves(self, env: Env) -> Savings:
-        launches, tensors = 1, 2
+        launches, tensors = 1, 2 + copies(self.norm, env)
         if env.grad:  # the activation's three passes, too
-            launches, tensors = 2, 5 + second_look(self.norm)
+            launches, tensors = 2, tensors + 3 + second_look(self.norm, env)
         return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:

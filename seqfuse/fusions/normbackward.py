@@ -26,7 +26,7 @@ class NormBackward(BackwardFusion):
 
     def saves(self, env: Env) -> Savings:
         forked = self.fork is not None
-        tensors = second_look(self.norm) + 2 * forked
+        tensors = second_look(self.norm, env) + 2 * forked
         return Savings(launches=int(forked), bytes=tensors * pass_bytes(self.norm, env))
 
     def bwd(

@@ -1,0 +1,64 @@
+"""Transformer blocks with every fusion of both rule sets at once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.testing import assert_fused_close, seeded_randn
+
+EVERY = (*fusions.triton, *fusions.default)
+
+
+def block(width: int, norm: type[sf.UnfusedOperation], act: sf.Pointwise) -> sf.Sequential:
+    up, down = ops.Linear(width, 2 * width), ops.Linear(2 * width, width)
+    return ops.Residual(norm(width), up, act, down, ops.Dropout(0.25))
+
+
+def stack() -> sf.Sequential:
+    return sf.Sequential(
+        block(16, ops.LayerNorm, ops.GeLU()),
+        block(16, ops.RMSNorm, ops.ReLU()),
+        ops.LayerNorm(16),
+        ops.SiLU(),
+        fusions=EVERY,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_train_to_the_same_gradients(dtype: torch.dtype, device: torch.device):
+    model = stack().to(device, dtype)
+    x, dy = (seeded_randn((3, 8, 16), i, dtype=dtype).to(device) for i in range(2))
+
+    def run(model: sf.Sequential, enabled: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        leaf = x.to(next(model.parameters()).dtype, copy=True).requires_grad_()
+        with sf.fusing(enabled, on_error="raise"):
+            y = model(leaf)
+        return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy.to(y.dtype))]
+
+    assert_fused_close(run(model, True), run(model, False), run(copy.deepcopy(model).double(), False))
+
+
+def test_infer_the_same(device: torch.device):
+    model = stack().to(device).eval()
+    x = seeded_randn((3, 8, 16), 0).to(device)
+    with torch.no_grad():
+        y = model(x)
+        with sf.fusing(False):
+            assert_fused_close(y, model(x), copy.deepcopy(model).double()(x.double()))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_no_norm_is_left_alone_between_blocks(grad: bool):
+    norms = (fusions.BlockBoundary, fusions.BiasDropoutAddNorm, fusions.BlockBoundaryBackward, fusions.NormBackward)
+    model = sf.Sequential(*stack(), fusions=(*norms, *fusions.default)).bfloat16().train(grad)
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, grad=grad, rows=8192))
+    assert plan.count("BlockBoundary") == plan.count("BiasDropoutAddNorm") == 1
+    assert plan.count("BlockBoundaryBackward") == 2 * grad
+    assert plan.count("NormBackward") == grad
