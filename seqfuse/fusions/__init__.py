@@ -15,7 +15,12 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 
 * `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue; in training the
   pre-activation is stored where the activation's gradient reads it.
-* `ActivationLinearBackward`: the activation's gradient and the bias gradient in the product that makes dx.
+* `LinearGated`, `LinearGatedInference`: a gated unit there, from two accumulators.
+* `LinearBiasDropoutAdd`: dropout and the residual sum there.
+* `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
+  before it in the product that makes dx.
+* `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
+  torch.
 * `BlockBoundary`, `BiasDropoutAddNorm`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each
   way; the residual stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
@@ -25,12 +30,16 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 
 from ..fusion import FusedOperation
 from .activationlinear import ActivationLinearBackward
+from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
+from .gatedlinear import GatedLinearBackward
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
 from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
 from .linearbiasadd import LinearBiasAdd
+from .linearbiasdropoutadd import LinearBiasDropoutAdd
+from .lineargated import LinearGated, LinearGatedInference
 from .normactivation import NormActivation, NormActivationJoint
 from .normbackward import NormBackward
 from .normforward import NormForward
@@ -47,8 +56,15 @@ default: tuple[type[FusedOperation], ...] = (
 
 triton: tuple[type[FusedOperation], ...] = (
     LinearBiasActivationInference,
+    LinearGatedInference,
+    BiasActivationInference,
     LinearBiasActivation,
+    LinearGated,
+    LinearBiasDropoutAdd,
+    BiasActivation,
     ActivationLinearBackward,
+    GatedLinearBackward,
+    BiasActivationBackward,
     BlockBoundary,
     BiasDropoutAddNorm,
     NormActivationJoint,
@@ -60,9 +76,13 @@ triton: tuple[type[FusedOperation], ...] = (
 
 __all__ = [
     "ActivationLinearBackward",
+    "BiasActivation",
+    "BiasActivationBackward",
+    "BiasActivationInference",
     "BiasDropoutAddNorm",
     "BlockBoundary",
     "BlockBoundaryBackward",
+    "GatedLinearBackward",
     "LinearBias",
     "LinearBiasAct",
     "LinearBiasActOneDNN",
@@ -70,6 +90,9 @@ __all__ = [
     "LinearBiasActivationInference",
     "LinearBiasAdd",
     "LinearBiasBackward",
+    "LinearBiasDropoutAdd",
+    "LinearGated",
+    "LinearGatedInference",
     "NormActivation",
     "NormActivationJoint",
     "NormBackward",

@@ -1,0 +1,64 @@
+"""Linear, an optional Bias, an optional Dropout and the Add that closes a residual, in one Triton product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import ForwardFusion, Requirements
+from ..ops import Add, Bias, Dropout, Linear
+from ._gemm import bias_of, kernel_takes, tf32, weight_of, worth
+
+# What torch launches to make a mask from a seed, in 64-bit integers, and the passes of 2 bytes that this is worth.
+_MASK_LAUNCHES, _MASK_PASSES = 160, 300
+
+
+class LinearBiasDropoutAdd(ForwardFusion):
+    """y = other + dropout(x weight^T + bias) in one product, made of its float32 sums and rounded once.
+
+    The mask is the one that the operations make of the same seed; none is stored.
+
+    x: [*, in_features], other, y: [*, out_features]; where `other` has another dtype, y has the one torch promotes to.
+    Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias | None
+    dropout: Dropout | None
+    add: Add
+
+    layout = "inner_contig"
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernel_takes(self.linear, self.bias, env)
+        drop = self.dropout
+        scales = drop is not None and drop.mode == "downscale_in_infer" and drop.p > 0 and not drop.training
+        yield not scales, "in evaluation this Dropout is a scale"
+
+    def saves(self, env: Env) -> Savings:
+        launches, passes = (1, 2) if self.bias is None else (2, 4)
+        if self.dropout is not None and self.dropout.random:
+            launches, passes = launches + 2 + _MASK_LAUNCHES, passes + 4 + _MASK_PASSES
+        return worth(self.linear, env, launches, passes, self.linear.out_features)
+
+    def fwd(self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        from ..kernels import gemm
+
+        weight, drop = weight_of(self.linear), self.dropout
+        shape = (*x.shape[:-1], weight.shape[0])
+        if add_other.shape != shape:
+            self.add.fwd(x.new_empty(shape), other=add_other)  # raises, saying what does not fit
+        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight), "add": Add.NOTHING}
+        if self.bias is not None:
+            saved["bias"] = Bias.NOTHING
+        dropout = None
+        if drop is not None:
+            seed = dropout_seed if drop.random else None
+            saved["dropout"] = Dropout.Saved(seed=seed, p=drop.p)
+            dropout = None if seed is None else gemm.Dropout(seed, drop.p, drop.mode == "upscale_in_train")
+        dtype = torch.promote_types(x.dtype, add_other.dtype)
+        y, _ = gemm.linear(x, weight, bias_of(self.bias), dropout=dropout, residual=add_other, dtype=dtype, tf32=tf32())
+        return y, saved

@@ -1,0 +1,84 @@
+"""Linear, Bias and a gated unit in one Triton product, each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import gatedlinear, lineargated
+from seqfuse.fusions.gatedlinear import GatedLinearBackward
+from seqfuse.fusions.lineargated import LinearGated, LinearGatedInference
+from seqfuse.testing import check_fusion, seeded_randn
+from tests.fusions.triton.fourways import four_ways
+
+FORWARD = pytest.mark.parametrize("fusion", [LinearGated, LinearGatedInference], ids=lambda fusion: fusion.__name__)
+
+
+def bias(width: int) -> ops.Bias:
+    made = ops.Bias(width)
+    torch.nn.init.normal_(made.bias)
+    return made
+
+
+@FORWARD
+def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((5, 6), 0).to(device)
+    check_fusion(fusion, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32, torch.float16])
+
+
+@FORWARD
+def test_without_a_bias_and_in_three_dimensions(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((2, 3, 7), 0).to(device)
+    check_fusion(fusion, x, ops.Linear(7, 6, bias=False).to(device), ops.ReGLU(), dtypes=[torch.bfloat16])
+
+
+def test_the_backward_takes_the_place_of_what_it_replaces(device: torch.device):
+    x = seeded_randn((5, 8), 0).to(device)
+    list_ = (bias(8).to(device), ops.SwiGLU(), ops.Linear(4, 9, bias=False).to(device))
+    check_fusion(GatedLinearBackward, x, *list_, dtypes=[torch.float32, torch.float16])
+
+
+def test_the_backward_without_a_bias_and_in_three_dimensions(device: torch.device):
+    x = seeded_randn((2, 3, 6), 0).to(device)
+    check_fusion(GatedLinearBackward, x, ops.GLU(), ops.Linear(3, 5, bias=False).to(device), dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("unit", [ops.SwiGLU(), ops.GEGLU(), ops.GEGLU("tanh"), ops.ReGLU(), ops.GLU()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_meet_in_the_records(unit: sf.Gated, dtype: torch.dtype, device: torch.device):
+    fusions = (LinearGated, GatedLinearBackward)
+    model = sf.Sequential(ops.Linear(12, 72), unit, ops.Linear(36, 9), fusions=fusions).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *fusions)
+
+
+class Clamped(sf.Gated):
+    unit = ops.SiLU
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return super().reference(x).clamp(-1, 1)
+
+
+def test_a_gated_unit_of_another_kind_is_refused():
+    fusion = LinearGated(linear=ops.Linear(8, 8, bias=False), bias=None, gated=Clamped())
+    reasons = [sentence for holds, sentence in fusion.requires(sf.Env(triton=True)) if not holds]
+    assert reasons == ["Clamped states a gated unit of its own"]
+
+
+def test_a_wrong_forward_is_found(device: torch.device, mutant: Callable[..., ModuleType]):
+    changed = mutant(lineargated, "gated.Saved(x=packed)", "gated.Saved(x=packed.flip(-1))")
+    x = seeded_randn((5, 6), 0).to(device)
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(changed.LinearGated, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32])
+
+
+def test_a_wrong_backward_is_found(device: torch.device, mutant: Callable[..., ModuleType]):
+    changed = mutant(gatedlinear, "t=gated.x", "t=gated.x.roll(linear.weight.shape[1], -1)")
+    x = seeded_randn((5, 8), 0).to(device)
+    list_ = (bias(8).to(device), ops.SwiGLU(), ops.Linear(4, 9, bias=False).to(device))
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(changed.GatedLinearBackward, x, *list_, dtypes=[torch.float32])
