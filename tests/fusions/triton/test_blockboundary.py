@@ -34,30 +34,28 @@ def on(device: torch.device, operations: list[sf.UnfusedOperation]) -> list[sf.U
 
 
 @pytest.mark.parametrize(
-    ("fusion", "kind", "fork", "norm"),
+    ("fusion", "kind", "fork", "norm", "dtype"),
     [
-        (BlockBoundary, "all", True, ops.LayerNorm),
-        (BiasDropoutAddNorm, "dropout", False, ops.RMSNorm),
-        (BlockBoundaryBackward, "all", True, ops.LayerNorm),
-        (BlockBoundaryBackward, "bias", False, ops.RMSNorm),
+        (BlockBoundary, "all", True, ops.LayerNorm, torch.float32),
+        (BlockBoundary, "dropout", True, ops.RMSNorm, torch.bfloat16),
+        (BiasDropoutAddNorm, "bias", False, ops.RMSNorm, torch.float32),
+        (BiasDropoutAddNorm, "dropout", False, ops.LayerNorm, torch.float16),
+        (BlockBoundaryBackward, "all", True, ops.LayerNorm, torch.float32),
+        (BlockBoundaryBackward, "dropout", True, ops.RMSNorm, torch.bfloat16),
+        (BlockBoundaryBackward, "nothing", False, ops.LayerNorm, torch.float16),
     ],
-    ids=["BlockBoundary", "BiasDropoutAddNorm", "BlockBoundaryBackward", "BlockBoundaryBackward, no fork"],
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_takes_the_place_of_what_it_replaces(
-    fusion: type[sf.FusedOperation], kind: str, fork: bool, norm: type[sf.UnfusedOperation], device: torch.device
+    fusion: type[sf.FusedOperation],
+    kind: str,
+    fork: bool,
+    norm: type[sf.UnfusedOperation],
+    dtype: torch.dtype,
+    device: torch.device,
 ):
-    check_fusion(fusion, seeded_randn((5, 8), 0).to(device), *on(device, boundary(kind, fork=fork, norm=norm)))
-
-
-@pytest.mark.parametrize("kind", ["bias", "dropout", "nothing"])
-@pytest.mark.parametrize(
-    ("fusion", "dtype"), [(BlockBoundary, torch.float16), (BlockBoundaryBackward, torch.float32)], ids=str
-)
-def test_bias_and_dropout_may_be_absent(
-    fusion: type[sf.FusedOperation], dtype: torch.dtype, kind: str, device: torch.device
-):
-    operations = boundary(kind, fork=True, norm=ops.RMSNorm)
-    check_fusion(fusion, seeded_randn((5, 8), 0).to(device), *on(device, operations), dtypes=[dtype])
+    operations = on(device, boundary(kind, fork=fork, norm=norm))
+    check_fusion(fusion, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[dtype])
 
 
 def blocks(dtype: torch.dtype, device: torch.device, p: float = 0.25) -> sf.Sequential:

@@ -31,7 +31,7 @@ def test_takes_the_place_of_what_it_replaces(norm: type[sf.UnfusedOperation], fo
         ops.LayerNorm(8, elementwise_affine=False),
         ops.RMSNorm(8, zero_centered=True),
     ],
-    ids=["no bias, zero-centered", "no weight", "zero-centered"],
+    ids=["no bias, zero-centered", "no weight", "RMSNorm, zero-centered"],
 )
 def test_takes_every_form_of_norm(norm: sf.UnfusedOperation, device: torch.device):
     x = seeded_randn((2, 3, 8), 0).to(device)
