@@ -21,6 +21,7 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
   before it in the product that makes dx.
 * `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
   torch.
+* `BiasDropoutAdd`, `BiasDropoutAddBackward`: the same of dropout between a bias and a residual sum.
 * `BlockBoundary`, `BiasDropoutAddNorm`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each
   way; the residual stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
@@ -31,6 +32,7 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 from ..fusion import FusedOperation
 from .activationlinear import ActivationLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
+from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
 from .gatedlinear import GatedLinearBackward
 from .linearbias import LinearBias, LinearBiasBackward
@@ -62,9 +64,11 @@ triton: tuple[type[FusedOperation], ...] = (
     LinearGated,
     LinearBiasDropoutAdd,
     BiasActivation,
+    BiasDropoutAdd,
     ActivationLinearBackward,
     GatedLinearBackward,
     BiasActivationBackward,
+    BiasDropoutAddBackward,
     BlockBoundary,
     BiasDropoutAddNorm,
     NormActivationJoint,
@@ -79,6 +83,8 @@ __all__ = [
     "BiasActivation",
     "BiasActivationBackward",
     "BiasActivationInference",
+    "BiasDropoutAdd",
+    "BiasDropoutAddBackward",
     "BiasDropoutAddNorm",
     "BlockBoundary",
     "BlockBoundaryBackward",

@@ -1,0 +1,112 @@
+"""An optional Bias, Dropout and an optional Add, each way in one pass over memory by a Triton kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import BackwardFusion, ForwardFusion, Requirements
+from ..operation import Grads
+from ..ops import Add, Bias, Dropout
+from ._pointwise import kernel_takes_chain, passes
+
+if TYPE_CHECKING:
+    from ..kernels.pointwise import Chain
+
+
+class BiasDropoutAdd(ForwardFusion):
+    """y = other + dropout(x + bias) in one pass, rounded once; the mask is that of the operations, and is not stored.
+
+    x, other, y: [*, H]; where `other` has another dtype, y has the one torch promotes to. Saves what the operations
+    save.
+    """
+
+    bias: Bias | None
+    dropout: Dropout
+    add: Add | None
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernel_takes_chain(self.bias, env)
+        yield self.dropout.random, "nothing is dropped here"
+
+    def saves(self, env: Env) -> Savings:
+        steps = (self.bias is not None) + (self.add is not None)
+        return _worth(self.bias, env, steps, 2 * steps)
+
+    def fwd(
+        self, x: Tensor, *, add_other: Tensor | None = None, dropout_seed: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        from ..kernels.pointwise import pointwise
+
+        drop = self.dropout
+        saved: dict[str, Any] = {"dropout": Dropout.Saved(seed=dropout_seed, p=drop.p)}
+        operands: list[Any] = [dropout_seed]
+        dtype = x.dtype
+        if self.bias is not None:
+            operands.insert(0, self.bias.read())
+            saved["bias"] = Bias.NOTHING
+        if self.add is not None:
+            assert add_other is not None
+            if add_other.shape != x.shape:
+                self.add.fwd(x, other=add_other)  # raises, saying what does not fit
+            operands.append(add_other)
+            saved["add"] = Add.NOTHING
+            dtype = torch.promote_types(dtype, add_other.dtype)
+        steps = _chain(self.bias is not None, drop.p, drop.mode == "upscale_in_train", self.add is not None, False)
+        y: Any = pointwise(x, steps, operands, dtype=dtype)[0]
+        return y, saved
+
+
+class BiasDropoutAddBackward(BackwardFusion):
+    """dx = dropout(dy) and its sum over all rows, which is dbias, in one pass;  dother = dy.
+
+    The mask is made again from the seed; the sum is of float32 numbers and in a fixed order. dy, dx: [*, H].
+    """
+
+    bias: Bias | None
+    dropout: Dropout
+    add: Add | None
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernel_takes_chain(self.bias, env)
+        yield self.dropout.random, "nothing is dropped here"
+
+    def saves(self, env: Env) -> Savings:
+        sums = self.bias is not None
+        return _worth(self.bias, env, sums, sums)
+
+    def bwd(
+        self, dy: Tensor, *, bias: Bias.Saved | None, dropout: Any, add: Add.Saved | None, needs: frozenset[str]
+    ) -> tuple[Tensor | None, Grads]:
+        from ..kernels.pointwise import pointwise
+
+        grads: dict[str, Tensor | None] = {}
+        if "add.other" in needs:
+            grads["add.other"] = dy
+        dx: Tensor | None = None
+        if "x" in needs or "bias.bias" in needs:
+            sums = "bias.bias" in needs
+            steps = _chain(False, dropout.p, self.dropout.mode == "upscale_in_train", False, sums)
+            dx, *totals = pointwise(dy, steps, (dropout.seed,), result="x" in needs)
+            if sums and self.bias is not None and totals[0] is not None:
+                grads["bias.bias"] = totals[0].to(self.bias.read().dtype)
+        return dx, grads
+
+
+def _worth(bias: Bias | None, env: Env, launches: int, tensors: int) -> Savings:
+    # By itself it makes the mask in one launch, which torch does not; half of one leaves wider fusions the better ones.
+    launched = launches + 0.5
+    return Savings(launches=launched) if bias is None else passes(bias, env, launched, tensors)
+
+
+@functools.lru_cache(256)
+def _chain(bias: bool, p: float, upscale: bool, add: bool, sums: bool) -> Chain:
+    from ..kernels import pointwise as steps
+
+    before = [steps.bias()] if bias else []
+    after = ([steps.add()] if add else []) + ([steps.column_sum()] if sums else [])
+    return steps.Chain(*before, steps.dropout(p, upscale), *after)

@@ -1,0 +1,80 @@
+"""Bias, Dropout and Add in one pass each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import biasdropoutadd
+from seqfuse.fusions.biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
+from seqfuse.testing import check_fusion, seeded_randn
+from tests.fusions.triton.fourways import four_ways
+
+BOTH = pytest.mark.parametrize("fusion", [BiasDropoutAdd, BiasDropoutAddBackward], ids=lambda fusion: fusion.__name__)
+
+
+def bias(width: int) -> ops.Bias:
+    made = ops.Bias(width)
+    torch.nn.init.normal_(made.bias)
+    return made
+
+
+@BOTH
+def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((5, 8), 0).to(device)
+    check_fusion(fusion, x, bias(8).to(device), ops.Dropout(0.3), ops.Add("other"), dtypes=[torch.float32])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "list_",
+    [(ops.Dropout(0.3),), (ops.Dropout(0.2, "downscale_in_infer"), ops.Add("other"))],
+    ids=["dropout alone", "no bias"],
+)
+def test_in_its_other_forms(
+    fusion: type[sf.FusedOperation], list_: tuple[sf.UnfusedOperation, ...], device: torch.device
+):
+    check_fusion(fusion, seeded_randn((2, 3, 4), 0).to(device), *list_, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [36, 13])
+def test_meet_in_the_records(dtype: torch.dtype, width: int, device: torch.device):
+    fusions = (BiasDropoutAdd, BiasDropoutAddBackward)
+    inner = (ops.Linear(width, width), ops.Dropout(0.4))
+    model = sf.Sequential(ops.Residual(*inner), ops.Tanh(), fusions=fusions).to(device, dtype)
+    four_ways(model, seeded_randn((19, width), 0, dtype=dtype).to(device), *fusions)
+
+
+@pytest.mark.parametrize("drop", [ops.Dropout(0.3).eval(), ops.Dropout(0.0)], ids=["evaluation", "p = 0"])
+def test_is_refused_where_nothing_is_dropped(drop: ops.Dropout):
+    fusion = BiasDropoutAdd(bias=None, dropout=drop, add=None)
+    assert [why for holds, why in fusion.requires(sf.Env(triton=True)) if not holds] == ["nothing is dropped here"]
+
+
+MUTANTS = {
+    "dropout before the bias": (
+        "BiasDropoutAdd",
+        "Chain(*before, steps.dropout(p, upscale), *after)",
+        "Chain(steps.dropout(p, upscale), *before, *after)",
+    ),
+    "the other scale": (
+        "BiasDropoutAddBackward",
+        'dropout.p, self.dropout.mode == "upscale_in_train"',
+        "dropout.p, False",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+    fusion, old, new = MUTANTS[name]
+    changed = mutant(biasdropoutadd, old, new)
+    list_ = (bias(8).to(device), ops.Dropout(0.3), ops.Add("other"))
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(getattr(changed, fusion), seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
