@@ -22,6 +22,7 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 * `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
   torch.
 * `BiasDropoutAdd`, `BiasDropoutAddBackward`: the same of dropout between a bias and a residual sum.
+* `BiasGated`, `BiasGatedBackward`: the same of a gated unit.
 * `BlockBoundary`, `BiasDropoutAddNorm`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each
   way; the residual stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
@@ -33,6 +34,7 @@ from ..fusion import FusedOperation
 from .activationlinear import ActivationLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
+from .biasgated import BiasGated, BiasGatedBackward
 from .blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
 from .gatedlinear import GatedLinearBackward
 from .linearbias import LinearBias, LinearBiasBackward
@@ -64,10 +66,12 @@ triton: tuple[type[FusedOperation], ...] = (
     LinearGated,
     LinearBiasDropoutAdd,
     BiasActivation,
+    BiasGated,
     BiasDropoutAdd,
     ActivationLinearBackward,
     GatedLinearBackward,
     BiasActivationBackward,
+    BiasGatedBackward,
     BiasDropoutAddBackward,
     BlockBoundary,
     BiasDropoutAddNorm,
@@ -86,6 +90,8 @@ __all__ = [
     "BiasDropoutAdd",
     "BiasDropoutAddBackward",
     "BiasDropoutAddNorm",
+    "BiasGated",
+    "BiasGatedBackward",
     "BlockBoundary",
     "BlockBoundaryBackward",
     "GatedLinearBackward",

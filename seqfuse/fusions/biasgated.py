@@ -1,0 +1,69 @@
+"""An optional Bias and a gated unit, each way in one pass over memory by a Triton kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import BackwardFusion, ForwardFusion, Requirements
+from ..operation import Gated, Grads
+from ..ops import Bias
+from ._gemm import kernel_takes_gated
+from ._pointwise import chain, kernel_takes_chain, passes
+
+
+class BiasGated(ForwardFusion):
+    """y = act(gate) up, [gate; up] = x + bias, in one pass; the sum is stored for the gated unit's gradient.
+
+    x, [gate; up]: [*, 2 F], y: [*, F]. Saves what the operations save.
+    """
+
+    bias: Bias | None
+    gated: Gated
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernel_takes_chain(self.bias, env)
+        yield from kernel_takes_gated(self.gated)
+
+    def saves(self, env: Env) -> Savings:
+        # The operations read and write the sum, and act(gate) is a tensor of its own.
+        return Savings(launches=1) if self.bias is None else passes(self.bias, env, 2, 4, parts=2)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        from ..kernels.pointwise import pointwise
+
+        gated, bias = self.gated, self.bias
+        if bias is None:
+            y: Any = pointwise(x, chain(gated.activation, "gated"))[0]
+            return y, {"gated": gated.Saved(x=x)}  # pyright: ignore[reportCallIssue]
+        y, packed = pointwise(x, chain(gated.activation, "bias", "store", "gated"), (bias.read(),))
+        return y, {"bias": Bias.NOTHING, "gated": gated.Saved(x=packed)}  # pyright: ignore[reportCallIssue]
+
+
+class BiasGatedBackward(BackwardFusion):
+    """dx = [dgate; dup], dgate = dy up act'(gate), dup = dy act(gate), and its sum over all rows, which is dbias.
+
+    One pass; the sum is of float32 numbers and in a fixed order. dy: [*, F], dx: [*, 2 F].
+    """
+
+    bias: Bias | None
+    gated: Gated
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernel_takes_chain(self.bias, env)
+        yield from kernel_takes_gated(self.gated)
+
+    def saves(self, env: Env) -> Savings:
+        # The operations make act(gate) again, dy up, dgate and dup, and join the two: 15 passes, here 5.
+        return Savings(launches=4) if self.bias is None else passes(self.bias, env, 5, 12, parts=2)
+
+    def bwd(
+        self, dy: Tensor, *, bias: Bias.Saved | None, gated: Any, needs: frozenset[str]
+    ) -> tuple[Tensor | None, Grads]:
+        from ..kernels.pointwise import pointwise
+
+        steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
+        dx, *sums = pointwise(dy, chain(self.gated.activation, *steps), (gated.x,), result="x" in needs)
+        return dx, {"bias.bias": sums[0]} if sums else {}
