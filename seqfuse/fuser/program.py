@@ -170,6 +170,7 @@ class Binder:
             inputs=tuple(inputs),
             seeds=tuple(seeds),
             outputs=tuple(outputs),
+            declares=bool(operation.outputs),
             done=tuple(c for c in dict.fromkeys([c for _, c in inputs]) if c in ended),
             packs=tuple(packs),
             zeros=not getattr(operation, "dy_may_be_none", False),

@@ -37,6 +37,7 @@ class Call:
     inputs: tuple[tuple[str, str], ...]  # keyword, channel
     seeds: tuple[tuple[str, int | None], ...]  # keyword, index into the seed vector
     outputs: tuple[tuple[str, str], ...]  # name in the returned dictionary, channel
+    declares: bool  # whether that dictionary is returned, empty where optional slots are
     done: tuple[str, ...]  # channels whose last reader this is
     packs: tuple[Pack, ...]
     zeros: bool  # its backward cannot do without the gradient of y

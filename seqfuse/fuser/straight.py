@@ -48,7 +48,7 @@ def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> C
             given.append(f"{identifier(keyword)}={f'fit({value}, {layout})' if fits else value}")
         for keyword, index in call.seeds:
             given.append(f"{identifier(keyword)}={None if index is None else f'seeds[{index}]'}")
-        results = ["y", *["made"] * bool(call.outputs), *["saved"] * (call.kind != "inference")]
+        results = ["y", *["made"] * call.declares, *["saved"] * (call.kind != "inference")]
         s.add(f"{', '.join(results)} = {_first(s, call)}({', '.join(['x', *given])})")
         names = [(s.put(channel), s.put(name)) for name, channel in call.outputs]
         s.add(*(f"channels[{channel}] = made[{name}]" for channel, name in names))

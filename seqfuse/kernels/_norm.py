@@ -58,7 +58,8 @@ def _moments(z, mask, count, CENTERED: tl.constexpr):
         # What rounding left in the mean is taken out again: of a constant row it is all there is.
         rest = tl.sum(d, 1) / count
         mean += rest
-        squares = tl.sum(d * d, 1) - rest * rest * count
+        left = rest * rest * count
+        squares = tl.sum(d * d, 1) - tl.where(left == float("inf"), 0.0, left)
     else:
         mean = tl.zeros((z.shape[0],), z.dtype)
         squares = tl.sum(z * z, 1)

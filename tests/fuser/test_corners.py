@@ -311,3 +311,39 @@ def test_plans_that_are_printed_say_nothing_of_real_runs() -> None:
     Fails.failing = True
     with pytest.warns(FallbackWarning, match="no kernel"):
         model(x)
+
+
+class EmitTanhMaybe(sf.ForwardFusion):
+    """Declares the output of a slot that may be absent."""
+
+    emit: Emit | None
+    act: ops.Tanh
+    outputs = ("emit_aux",)
+
+    def requires(self, env: sf.Env) -> sf.Requirements:
+        yield not env.grad or self.emit is None, "made for this test"
+
+    def saves(self, env: sf.Env) -> Any:
+        return sf.Savings(launches=1)
+
+    def fwd(self, x: Tensor) -> Any:
+        made: dict[str, Tensor] = {}
+        saved: dict[str, Any] = {}
+        if self.emit is not None:
+            made["emit_aux"], saved["emit"], x = x.cos(), Emit.Saved(x=x), x.sin()
+        y = x.tanh()
+        return y, made, {**saved, "act": ops.Tanh.Saved(y=y)}
+
+
+@pytest.mark.filterwarnings("error::seqfuse.FallbackWarning")
+@pytest.mark.parametrize("present", [True, False])
+def test_the_output_of_an_absent_slot_is_an_empty_dictionary(present: bool) -> None:
+    model = sf.Sequential(*[Emit()] * present, ops.Tanh(), fusions=(EmitTanhMaybe,))
+    x = tensor(3, 4)
+    with torch.set_grad_enabled(not present):
+        for _ in range(2):
+            got = model(x)
+        assert fused_names(model.plan(x))[0] == ["EmitTanhMaybe"]
+        with sf.fusing(False):
+            expected = model(x)
+    torch.testing.assert_close(got, expected)
