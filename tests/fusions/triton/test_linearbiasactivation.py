@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import seqfuse as sf
-from seqfuse import ops
+from seqfuse import fusions, ops
 from seqfuse.fusions import linearbiasactivation
 from seqfuse.fusions.activationlinear import ActivationLinearBackward
 from seqfuse.fusions.linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
@@ -40,9 +40,9 @@ def test_without_a_bias_and_in_three_dimensions(
 @pytest.mark.parametrize("act", [ops.GeLU(), ops.Tanh(), ops.SquaredReLU(), ops.QuickGeLU(), ops.Sigmoid()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_meets_the_fused_backward_in_the_records(act: sf.Pointwise, dtype: torch.dtype, device: torch.device):
-    fusions = (LinearBiasActivation, ActivationLinearBackward)
-    model = sf.Sequential(ops.Linear(12, 36), act, ops.Linear(36, 9), fusions=fusions).to(device, dtype)
-    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *fusions)
+    both = (LinearBiasActivation, ActivationLinearBackward)
+    model = sf.Sequential(ops.Linear(12, 36), act, ops.Linear(36, 9), fusions=both).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *both)
 
 
 @pytest.mark.parametrize("act", [ops.ReLU(), ops.SiLU()], ids=["keeps its output", "keeps its input"])
@@ -60,11 +60,22 @@ def test_saves_one_tensor_beside_the_input(act: sf.Pointwise, device: torch.devi
 
 def test_inference_writes_no_pre_activation():
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096)
-    fusions = (LinearBiasActivation, LinearBiasActivationInference)
-    model = sf.Sequential(ops.Linear(1024, 4096), ops.GeLU(), fusions=fusions).to(torch.bfloat16)
+    both = (LinearBiasActivation, LinearBiasActivationInference)
+    model = sf.Sequential(ops.Linear(1024, 4096), ops.GeLU(), fusions=both).to(torch.bfloat16)
     assert model.plan(env=env).count("LinearBiasActivation") == 1
     still = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096, grad=False)
     assert model.plan(env=still).count("LinearBiasActivationInference") == 1
+
+
+@pytest.mark.parametrize(("k", "chosen"), [(1024, "LinearBiasActivation"), (16384, "LinearBias")])
+def test_a_pass_saved_has_to_pay_for_the_slower_product(k: int, chosen: str):
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    model = sf.Sequential(
+        ops.Linear(k, 4096, device="meta", dtype=torch.bfloat16),
+        ops.GeLU(),
+        fusions=(LinearBiasActivation, *fusions.default),
+    )
+    assert model.plan(env=env).forward[0].name == chosen
 
 
 class Clipped(sf.Pointwise):
