@@ -1,7 +1,7 @@
 """What the engine costs on the host: instructions against `nn.Sequential`, planning, look-ups.
 
 Instructions are counted with callgrind, which repeats from run to run where times do not. Needs valgrind.
-Writes `results/host.json`.
+Writes `results/planning.json` and `results/host.json`; `--sizes` without a number plans only.
 """
 
 from __future__ import annotations
@@ -104,12 +104,11 @@ def main() -> None:
     options = parser.parse_args()
     # The counter starts `python`: it must be this one.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    rows: dict[str, Any] = {"planning": planning()}
+    print(f"wrote {write('planning', {'planning': planning()}).name}")
     if options.sizes and shutil.which("valgrind"):
-        rows["host"] = host_cost(options.sizes, options.number)
+        print(f"wrote {write('host', {'host': host_cost(options.sizes, options.number)}).name}")
     else:
         print("instructions are not counted")
-    print(f"wrote {write('host', rows).name}")
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "\x00"
 FIGURES = re.compile(r"(?<=<!-- figures: benchmarks/results/host.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
-RESULTS = ROOT / "benchmarks" / "results" / "host.json"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def run(page: Path) -> list[str]:
@@ -53,9 +54,12 @@ def run(page: Path) -> list[str]:
 
 def figures() -> str | None:
     """Tables of host cost and planning time; `None` before they were measured."""
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if not {"host", "planning"} <= found.keys():
-        return None
+    found: dict[str, Any] = {}
+    for name in ("planning", "host"):
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            return None
+        found |= json.loads(path.read_text())
     about, kinds = found["about"], ("forward", "forward+backward", "no grad")
     ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
     lines = [
