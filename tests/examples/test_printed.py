@@ -30,18 +30,20 @@ def test_only_a_text_block_right_behind_a_python_block_is_output(tmp_path: Path)
 
 
 def test_figures_are_drawn_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = tmp_path / "host.json"
-    monkeypatch.setattr(printed, "RESULTS", results)
+    monkeypatch.setattr(printed, "RESULTS", tmp_path)
     page = tmp_path / "page.md"
     marks = "<!-- figures: benchmarks/results/host.json -->\n{}<!-- end of figures -->\n"
     page.write_text(marks.format("none yet\n"))
     assert printed.regenerated(page) == page.read_text()
-    results.write_text(
+    (tmp_path / "planning.json").write_text(
+        '{"planning": [{"operations": 1000, "plan_seconds": 0.0205, "lookup_microseconds": 31.4}]}'
+    )
+    assert printed.regenerated(page) == page.read_text()
+    (tmp_path / "host.json").write_text(
         '{"about": {"device": "cpu", "torch": "2", "python": "3", "commit": "0123456789"},'
         '"host": [{"operations": 6, "what": "forward", "ratio": 1.016},'
         '{"operations": 6, "what": "forward+backward", "ratio": 0.9},'
-        '{"operations": 6, "what": "no grad", "ratio": 1}],'
-        '"planning": [{"operations": 1000, "plan_seconds": 0.0205, "lookup_microseconds": 31.4}]}'
+        '{"operations": 6, "what": "no grad", "ratio": 1}]}'
     )
     shown = printed.regenerated(page)
     assert "| 6 | 1.02 | 0.90 | 1.00 |" in shown
