@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import Requirements
-from ..operation import Gated, Pointwise
 from ..ops import Bias, Linear
 from ..ops._read import parameter
+from ._kernels import kernels_run, rows_of
 from ._linear import one_dtype
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Taken where the number of rows is not known.
-_ROWS = 1024
 # The kernel is taken to reach 95 % of the speed of the product that it replaces; float32, which no matrix instruction
 # multiplies exactly, takes that much longer than 16 bits.
 _SLOWER, _FLOAT32 = 0.05, 12
@@ -24,36 +19,10 @@ _SLOWER, _FLOAT32 = 0.05, 12
 
 def kernel_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
     """What the kernel asks of a product, its input and its bias."""
-    yield env.triton, "needs a Triton device"
-    yield env.autocast is None, "autocast is left to the operations"
-    yield env.dtype in DTYPES, "its kernel is for float32, float16 and bfloat16"
+    yield from kernels_run(env)
     weight = linear.weight
     yield weight.dtype == env.dtype and one_dtype(linear, bias), "input, weight and bias must have one dtype"
     yield 1 in weight.stride() or 1 in weight.shape, "the weight must be contiguous in its rows or its columns"
-
-
-def kernel_takes_act(act: Pointwise) -> Requirements:
-    """What every kernel asks of an activation."""
-    kind = type(act)
-    yield kind.value is not None and kind.derivative is not None, f"{kind.__name__} has no device functions"
-    yield not act.parameter_slots(), f"{kind.__name__} has parameters, which device functions do not see"
-    fields = ("x",) if act.reads == "input" else ("y",)
-    yield kind.Saved.fields == fields, f"{kind.__name__} keeps a record of its own making"
-
-
-def kernel_takes_gated(gated: Gated) -> Requirements:
-    """What every kernel asks of a gated unit."""
-    kind = type(gated)
-    yield kind.reference is Gated.reference, f"{kind.__name__} states a gated unit of its own"
-    yield kind.Saved.fields == ("x",), f"{kind.__name__} keeps a record of its own making"
-    yield from kernel_takes_act(gated.activation)
-
-
-def device(act: Pointwise) -> Any:
-    """The activation as kernels take it; they keep what they were given, and should not keep the operation."""
-    from ..kernels.activations import Activation
-
-    return Activation(act.value, act.derivative, act.reads, act.P)
 
 
 def tf32() -> bool:
@@ -75,7 +44,7 @@ def bias_of(bias: Bias | None) -> Tensor | None:
 
 def worth(linear: Linear, env: Env, launches: float, passes: float, columns: int) -> Savings:
     """Launches and passes over a tensor of `columns` not made, against the slower product."""
-    rows, itemsize = env.rows or _ROWS, env.dtype.itemsize
+    rows, itemsize = rows_of(env), env.dtype.itemsize
     flops = 2.0 * rows * linear.in_features * linear.out_features * (_FLOAT32 if itemsize == 4 else 1)
     return Savings(launches=launches, bytes=float(passes * rows * columns * itemsize), flops=-_SLOWER * flops)
 

@@ -12,24 +12,20 @@ from ..fusion import Requirements
 from ..ops import LayerNorm, RMSNorm
 from ..ops._norm import stats_dtype
 from ..ops._read import parameter
+from ._kernels import kernels_run, rows_of
 
 if TYPE_CHECKING:
     from ..kernels._norm import Backward, Forward
 
 # `kernels._norm.MAX_COLUMNS`, which cannot be asked where Triton is not installed.
 _MAX_COLUMNS = 65536
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Taken where the number of rows is not known.
-_ROWS = 1024
 
 Record = LayerNorm.Saved | RMSNorm.Saved
 
 
 def kernels_take(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     """What the kernels ask of a norm and its input."""
-    yield env.triton, "needs a Triton device"
-    yield env.autocast is None, "autocast is left to the operations"
-    yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
+    yield from kernels_run(env)
     yield len(norm.normalized_shape) == 1, "its kernel normalizes over one dimension"
     width = norm.normalized_shape[-1]
     yield 0 < width <= _MAX_COLUMNS, f"its kernel is for 1 to {_MAX_COLUMNS:,} columns, not {width:,}"
@@ -37,7 +33,7 @@ def kernels_take(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
 
 def pass_bytes(norm: LayerNorm | RMSNorm, env: Env) -> float:
     """Bytes of a tensor of the norm's shape: one pass over it."""
-    return float((env.rows or _ROWS) * norm.normalized_shape[-1] * env.dtype.itemsize)
+    return float(rows_of(env) * norm.normalized_shape[-1] * env.dtype.itemsize)
 
 
 def converts(norm: LayerNorm | RMSNorm, env: Env) -> bool:

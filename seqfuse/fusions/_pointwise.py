@@ -8,12 +8,11 @@ from ..env import Env, Savings
 from ..fusion import Requirements
 from ..operation import Pointwise
 from ..ops import Bias
-from ._gemm import DTYPES, device
+from ._kernels import device, kernels_run, rows_of
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
 
-_ROWS = 1024
 _OF_ACTIVATION = frozenset({"act", "dact", "gated", "dgated"})
 _chains: dict[Any, Chain] = {}
 
@@ -34,14 +33,10 @@ def chain(act: Pointwise, *steps: str) -> Chain:
 
 def kernel_takes_chain(bias: Bias | None, env: Env) -> Requirements:
     """What the kernel asks of what enters a chain."""
-    yield env.triton, "needs a Triton device"
-    yield env.autocast is None, "autocast is left to the operations"
-    yield env.dtype in DTYPES, "its kernel is for float32, float16 and bfloat16"
+    yield from kernels_run(env)
     yield bias is None or bias.bias.dtype == env.dtype, "input and bias must have one dtype"
 
 
 def passes(bias: Bias, env: Env, launches: float, count: float, parts: int = 1) -> Savings:
     """Launches and passes not made, over tensors of the bias's size divided by `parts`."""
-    return Savings(
-        launches=launches, bytes=float(count * (env.rows or _ROWS) * bias.size // parts * env.dtype.itemsize)
-    )
+    return Savings(launches=launches, bytes=float(count * rows_of(env) * bias.size // parts * env.dtype.itemsize))

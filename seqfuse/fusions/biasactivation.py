@@ -10,7 +10,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
 from ..operation import Grads, Pointwise
 from ..ops import Bias
-from ._gemm import kernel_takes_act
+from ._kernels import kernel_takes_act
 from ._pointwise import chain, kernel_takes_chain, passes
 
 

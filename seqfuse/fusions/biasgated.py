@@ -10,7 +10,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Gated, Grads
 from ..ops import Bias
-from ._gemm import kernel_takes_gated
+from ._kernels import kernel_takes_gated
 from ._pointwise import chain, kernel_takes_chain, passes
 
 

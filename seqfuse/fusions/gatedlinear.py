@@ -10,7 +10,8 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
 from ..operation import Gated, Grads
 from ..ops import Bias, Linear
-from ._gemm import device, kernel_takes, kernel_takes_gated, tf32, weight_grad, worth
+from ._gemm import kernel_takes, tf32, weight_grad, worth
+from ._kernels import device, kernel_takes_gated
 
 
 class GatedLinearBackward(BackwardFusion):

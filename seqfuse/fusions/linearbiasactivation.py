@@ -10,7 +10,8 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..operation import Pointwise
 from ..ops import Bias, Linear
-from ._gemm import bias_of, device, kernel_takes, kernel_takes_act, tf32, weight_of, worth
+from ._gemm import bias_of, kernel_takes, tf32, weight_of, worth
+from ._kernels import device, kernel_takes_act
 
 
 class LinearBiasActivation(ForwardFusion):

@@ -13,6 +13,7 @@ from ..fusion import ForwardFusion, JointFusion, Requirements
 from ..operation import Grads, Pointwise
 from ..ops import LayerNorm, RMSNorm
 from ..ops._read import parameter
+from ._kernels import device, kernel_takes_act
 from ._norm import Record, copies, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
 
 
@@ -29,7 +30,7 @@ class NormActivation(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield from _device_functions(self.act)
+        yield from kernel_takes_act(self.act)
 
     def saves(self, env: Env) -> Savings:
         # Made again in float32, an operator of torch at a time.
@@ -39,7 +40,7 @@ class NormActivation(ForwardFusion):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         norm, act = self.norm, self.act
-        out, record = norm_fwd(norm, x, act=act)
+        out, record = norm_fwd(norm, x, act=device(act))
         own: Any = out.y if act.reads == "output" else _result_later(norm, record)
         return out.y, {"norm": record, "act": act.record(own, own)}
 
@@ -65,7 +66,7 @@ class NormActivationJoint(JointFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield from _device_functions(self.act)
+        yield from kernel_takes_act(self.act)
 
     def saves(self, env: Env) -> Savings:
         launches, tensors = 1, 2 + copies(self.norm, env)
@@ -75,13 +76,14 @@ class NormActivationJoint(JointFusion):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         norm = self.norm
-        out, _ = norm_fwd(norm, x, act=self.act)
+        out, _ = norm_fwd(norm, x, act=device(self.act))
         saved = self.Saved(x=x, mean=out.mean, rstd=out.rstd, weight=parameter(norm, "weight"), bias=shift(norm))
         return out.y, saved
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
         weight, bias, dx = saved.weight, saved.bias, "x" in needs
-        out, grads = norm_bwd(self.norm, dy, saved.x, saved.mean, saved.rstd, weight, bias, needs, act=self.act, dx=dx)
+        act = device(self.act)
+        out, grads = norm_bwd(self.norm, dy, saved.x, saved.mean, saved.rstd, weight, bias, needs, act=act, dx=dx)
         return out.dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
@@ -93,13 +95,6 @@ class NormActivationJoint(JointFusion):
             record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
         z = _normalized(x, mean, rstd, weight, saved.bias, self.norm.zero_centered)
         return {"norm": record, "act": self.act.record(z, self.act.reference(z))}
-
-
-def _device_functions(act: Pointwise) -> Requirements:
-    name = type(act).__name__
-    yield act.value is not None and act.derivative is not None, f"{name} has no device functions"
-    wanted = ("x",) if act.reads == "input" else ("y",)
-    yield act.Saved.fields == wanted, f"{name} keeps a record of its own making"
 
 
 def _result_later(norm: LayerNorm | RMSNorm, record: Record) -> context.Recompute:

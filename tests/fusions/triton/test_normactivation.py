@@ -99,6 +99,25 @@ def test_an_activation_without_device_functions_is_refused(fusion: type[sf.Fused
 
 
 @BOTH
+def test_an_activation_with_a_parameter_is_refused(fusion: type[sf.FusedOperation], device: torch.device):
+    class Sloped(sf.Pointwise):
+        """Its device function knows nothing of the slope."""
+
+        value, derivative = ops.SiLU().value, ops.SiLU().derivative
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = torch.nn.Parameter(torch.tensor(2.0))
+
+        def reference(self, x: Tensor) -> Tensor:
+            return self.slope * torch.nn.functional.silu(x)
+
+    model = sf.Sequential(ops.LayerNorm(8), Sloped(), fusions=(fusion,)).to(device)
+    (refusal,) = model.plan(seeded_randn((5, 8), 0).to(device)).refused
+    assert refusal.reason == "Sloped has parameters, which device functions do not see"
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("norm", "dtype", "reason"),
     [
@@ -120,7 +139,7 @@ def test_what_the_kernels_do_not_take_is_refused(
     ("fusion", "old", "new"),
     [
         ("NormActivation", "z = z * rstd.unsqueeze(-1)", "z = z * rstd.unsqueeze(-1) ** 1.01"),
-        ("NormActivationJoint", "weight, bias, needs, act=self.act", "weight, None, needs, act=self.act"),
+        ("NormActivationJoint", "weight, bias, needs, act=act", "weight, None, needs, act=act"),
     ],
     ids=["NormActivation", "NormActivationJoint"],
 )

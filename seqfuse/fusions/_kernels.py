@@ -1,0 +1,51 @@
+"""What all fusions made of Triton kernels share: where the kernels run, and what they ask of an activation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..env import Env
+from ..fusion import Requirements
+from ..operation import Gated, Pointwise
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Taken where the number of rows is not known.
+_ROWS = 1024
+
+
+def kernels_run(env: Env) -> Requirements:
+    """What every kernel asks of the environment."""
+    yield env.triton, "needs a Triton device"
+    yield env.autocast is None, "autocast is left to the operations"
+    yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
+
+
+def rows_of(env: Env) -> int:
+    """The rows that a cost is declared for."""
+    return env.rows or _ROWS
+
+
+def kernel_takes_act(act: Pointwise) -> Requirements:
+    """What every kernel asks of an activation."""
+    kind = type(act)
+    yield kind.value is not None and kind.derivative is not None, f"{kind.__name__} has no device functions"
+    yield not act.parameter_slots(), f"{kind.__name__} has parameters, which device functions do not see"
+    fields = ("x",) if act.reads == "input" else ("y",)
+    yield kind.Saved.fields == fields, f"{kind.__name__} keeps a record of its own making"
+
+
+def kernel_takes_gated(gated: Gated) -> Requirements:
+    """What every kernel asks of a gated unit."""
+    kind = type(gated)
+    yield kind.reference is Gated.reference, f"{kind.__name__} states a gated unit of its own"
+    yield kind.Saved.fields == ("x",), f"{kind.__name__} keeps a record of its own making"
+    yield from kernel_takes_act(gated.activation)
+
+
+def device(act: Pointwise) -> Any:
+    """The activation as kernels take it; they keep what they were given, and should not keep the operation."""
+    from ..kernels.activations import Activation
+
+    return Activation(act.value, act.derivative, act.reads, act.P)
