@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
-SINGULAR = {"errors", "generated", "saved", "env", "autograd", "operation", "fusion"}
+SINGULAR = {"errors", "generated", "saved", "signature", "env", "autograd", "operation", "fusion"}
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -20,10 +20,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "generated": set(),
     "saved": {"errors", "generated"},
+    "signature": {"errors"},
     "env": {"errors"},
     "autograd": {"saved", "errors"},
-    "operation": {"saved", "autograd", "errors"},
-    "fusion": {"saved", "env", "operation", "errors"},
+    "operation": {"saved", "signature", "autograd", "errors"},
+    "fusion": {"saved", "signature", "env", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
     "ops": SINGULAR | {"kernels", "fuser.sequential"},
