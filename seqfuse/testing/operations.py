@@ -192,8 +192,8 @@ def _fields_read(back: Pass) -> set[str]:
         tokens = pack(record, {}, tensors)
         try:
             with torch.no_grad():
-                bwd: Any = type(back.owner).bwd
-                bwd(back.owner, back.args[0], unpack(tokens, tuple(tensors)), **back.kwargs)
+                owner: Any = type(back.owner)
+                owner.bwd(back.owner, back.args[0], unpack(tokens, tuple(tensors)), **back.kwargs)
         except StateError:
             found.add(name)
     return found
