@@ -121,6 +121,10 @@ class Env:
             rows=rows_of(x.shape) if x.numel() else 0,
         )
 
+    def entered_by(self, shape: Iterable[int], dtype: torch.dtype) -> Env:
+        """The same environment where a tensor of another shape and dtype enters."""
+        return dataclasses.replace(self, dtype=dtype, rows=_bucket(rows_of(shape)))
+
     def microseconds(self, savings: Savings) -> float:
         """Time that `savings` are worth here; orders of magnitude, used only to rank covers."""
         launch, bandwidth, rate = _COSTS.get(self.arch) or _COSTS["cpu" if self.device == "cpu" else "gpu"]

@@ -153,8 +153,16 @@ class UnfusedOperation(FusableOperation):
 
     @property
     def channels(self) -> Mapping[str, str | None]:
-        """Channel of each extra input and output; `None` is anonymous, paired like parentheses."""
+        """Channel of each extra input and output; `None` is anonymous, paired like parentheses.
+
+        An extra input that has a default in `fwd` may be left out: it is then not read.
+        """
         return {name: name for name in (*self.forward_signature.extras, *self.outputs)}
+
+    @property
+    def y_dtype(self) -> torch.dtype | None:
+        """The dtype of y where x says nothing about it, as in a table look-up: what comes after is planned for it."""
+        return None
 
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Where each parameter lives: local name to (owning module, attribute)."""

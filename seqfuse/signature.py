@@ -18,6 +18,7 @@ class Signature:
     needs: bool = False
     env: bool = False
     seed: bool = False
+    optional: frozenset[str] = frozenset()  # those of the extras that have a default
 
     @classmethod
     def of(cls, owner: type, function: str, positional: tuple[str, ...], allowed: frozenset[str] | None) -> Signature:
@@ -33,4 +34,10 @@ class Signature:
                 known = ", ".join(sorted((allowed or frozenset()) | _RESERVED))
                 raise definition_error(owner, f"{function} names {p.name!r}, which is none of {known}", p.name)
         names = [p.name for p in named]
-        return cls(tuple(n for n in names if n not in _RESERVED), "needs" in names, "env" in names, "seed" in names)
+        return cls(
+            extras=tuple(n for n in names if n not in _RESERVED),
+            needs="needs" in names,
+            env="env" in names,
+            seed="seed" in names,
+            optional=frozenset(p.name for p in named if p.default is not p.empty) - _RESERVED,
+        )

@@ -43,10 +43,15 @@ def validate(listing: Listing, region: Region, shape: Sequence[int]) -> list[tup
     return shapes
 
 
-def validate_all(listing: Listing, shape: Sequence[int]) -> None:
-    """Check shapes up to the first barrier, behind which they are not known."""
-    if listing.parts and isinstance(listing.parts[0], Region):
-        validate(listing, listing.parts[0], shape)
+def validate_all(listing: Listing, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Check shapes up to the first barrier, behind which they are not known; what enters each region, by its start."""
+    entering: dict[int, tuple[int, ...]] = {}
+    for part in listing.parts:
+        if not isinstance(part, Region):
+            break
+        entering[part.start] = tuple(shape)
+        shape = validate(listing, part, shape)[-1]
+    return entering
 
 
 def check_devices(listing: Listing, item: Item, x: Tensor) -> None:

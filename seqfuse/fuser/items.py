@@ -135,7 +135,9 @@ def _channels_of(
 ) -> tuple[Mapping[str, str | None], tuple[str, ...], tuple[str, ...]]:
     module = item.operation
     if isinstance(module, UnfusedOperation):
-        return module.channels, module.forward_signature.extras, module.outputs
+        channels, signature = module.channels, module.forward_signature
+        absent = signature.optional - set(channels)
+        return channels, tuple(name for name in signature.extras if name not in absent), module.outputs
     if isinstance(module, FusableOperation):
         inside = flatten(module, seen)
         made = {c for i in inside for _, c in i.outputs}

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..operation import FusableOperation
+from ..operation import FusableOperation, UnfusedOperation
 from .items import Fingerprint, flatten, public_channels
 from .plan import Plan
 from .reference import random_positions
@@ -50,13 +50,17 @@ class Listing:
         self.parametrized = any(map(parametrize.is_parametrized, modules))
         self.parts: list[Region | int] = []
         start = 0
-        for position, item in enumerate([*self.items, None]):
-            if item is None or not item.fusable:
+        for position, item in enumerate(self.items):
+            if not item.fusable:
                 if position > start:
                     self.parts.append(self._region(start, position))
-                if item is not None:
-                    self.parts.append(position)
+                self.parts.append(position)
                 start = position + 1
+            elif isinstance(item.operation, UnfusedOperation) and item.operation.y_dtype is not None:
+                self.parts.append(self._region(start, position + 1))
+                start = position + 1
+        if start < len(self.items):
+            self.parts.append(self._region(start, len(self.items)))
 
         lone = self.parts[0] if len(self.parts) == 1 else None
         special = self.random or self.inputs or self.outputs or self.parametrized

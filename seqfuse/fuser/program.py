@@ -116,7 +116,7 @@ class Binder:
         self, fn: Callable[..., Any], signature: Signature, needs: frozenset[str], given: Iterable[str]
     ) -> Callable[..., Any]:
         # What an absent optional slot would have given is passed as None.
-        fixed: dict[str, Any] = dict.fromkeys(set(signature.extras) - set(given))
+        fixed: dict[str, Any] = dict.fromkeys(set(signature.extras) - signature.optional - set(given))
         if signature.needs:
             fixed["needs"] = needs
         if signature.env:

@@ -232,10 +232,12 @@ class Fuser:
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
         listing = self.listing()
+        entering: dict[int, tuple[int, ...]] = {}
         if x is not None:
             check_channels(listing.items, listing.inputs, channels)
-            validate_all(listing, x.shape)
-        env = env or (Env.like(x) if x is not None else Env())
+            entering = validate_all(listing, x.shape)
+        env = here = env or (Env.like(x) if x is not None else Env())
+        follows = x is not None and env == Env.like(x)
         wanted = x is not None and x.requires_grad and env.grad
         known = {name: value.requires_grad for name, value in channels.items()}
         plans: list[Plan] = []
@@ -243,8 +245,13 @@ class Fuser:
         for part in listing.parts:
             if isinstance(part, Region):
                 wants = Wants.of(listing.items, part.start, part.stop, wanted, known, env.grad)
-                plans.append(plan_region(listing.items, part.start, part.stop, wants, env, fusing_now(), self._matcher))
+                plans.append(
+                    plan_region(listing.items, part.start, part.stop, wants, here, fusing_now(), self._matcher)
+                )
                 wanted = wanted or wants.live_from < part.stop
+                last: Any = listing.items[part.stop - 1].operation
+                if follows and last.y_dtype is not None and part.stop in entering:
+                    here = here.entered_by(entering[part.stop], last.y_dtype)
                 made = (c for item in listing.items[part.start : part.stop] for _, c in item.outputs)
                 known.update(dict.fromkeys(made, wanted))
             else:
@@ -253,10 +260,11 @@ class Fuser:
                 wanted = wanted or (env.grad and any(p.requires_grad for p in item.operation.parameters()))
                 known.update((channel, wanted) for _, channel in item.outputs)
         plan = merge(plans, alone, env, listing.items)
-        if x is None or env != Env.like(x) or listing.parametrized:
+        if not follows or listing.parametrized:
             return plan  # a parametrization is the user's code, which printing must not run
 
         def memory(_: Plan) -> Memory | None:
+            assert x is not None
             return measure(lambda y, given: self._run_regions(listing, y, given), x, channels)
 
         return dataclasses.replace(plan, measure=memory)

@@ -1,8 +1,10 @@
 """The operations: one file each, with its math, its record, its reference and both passes."""
 
 from .add import Add
+from .attention import Attention
 from .bias import Bias
 from .dropout import Dropout
+from .embedding import Embedding
 from .fork import Fork
 from .geglu import GEGLU
 from .gelu import GELU, GeLU
@@ -10,12 +12,15 @@ from .glu import GLU
 from .identity import Identity
 from .layernorm import LayerNorm
 from .linear import Linear
+from .positionembedding import PositionEmbedding
+from .qknorm import QKNorm
 from .quickgelu import QuickGeLU
 from .reglu import ReGLU
 from .relu import ReLU
 from .reshape import Reshape
 from .residual import Residual
 from .rmsnorm import RMSNorm
+from .rotaryembedding import RotaryEmbedding
 from .scale import Scale
 from .sigmoid import Sigmoid
 from .silu import SiLU
@@ -28,19 +33,24 @@ __all__ = [
     "GELU",
     "GLU",
     "Add",
+    "Attention",
     "Bias",
     "Dropout",
+    "Embedding",
     "Fork",
     "GeLU",
     "Identity",
     "LayerNorm",
     "Linear",
+    "PositionEmbedding",
+    "QKNorm",
     "QuickGeLU",
     "RMSNorm",
     "ReGLU",
     "ReLU",
     "Reshape",
     "Residual",
+    "RotaryEmbedding",
     "Scale",
     "SiLU",
     "Sigmoid",

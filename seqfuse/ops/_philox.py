@@ -72,10 +72,16 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 
 def _traceable_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     """The same mask by operators that write to no buffer of their own: for compilers and transforms."""
-    counter = torch.arange((math.prod(shape) + 3) // 4, device=seed.device)
+    counters = torch.arange((math.prod(shape) + 3) // 4, device=seed.device)
+    drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1)
+    return drop.reshape(-1)[: math.prod(shape)].view(shape)
+
+
+def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of each counter, int64 of values in 0..2^32-1."""
     low, high = seed & _LOW, (seed >> 32) & _LOW
-    zero = torch.zeros_like(counter)
-    words = (counter & _LOW, counter >> 32, zero, zero)
+    zero = torch.zeros_like(counters)
+    words = (counters & _LOW, counters >> 32, zero, zero)
     for i in range(_ROUNDS):
         first, second = words[0] * _M0, words[2] * _M1
         key0, key1 = (low + i * _W0) & _LOW, (high + i * _W1) & _LOW
@@ -85,5 +91,11 @@ def _traceable_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
             ((first >> 32) & _LOW) ^ words[3] ^ key1,
             first & _LOW,
         )
-    drop = torch.stack([word < math.floor(p * 2**32) for word in words], -1)
-    return drop.reshape(-1)[: math.prod(shape)].view(shape)
+    return words
+
+
+def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
+    """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
+    counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)
+    drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1).flatten(1)
+    return drop.gather(1, (starts & 3).unsqueeze(1) + torch.arange(length, device=seed.device))

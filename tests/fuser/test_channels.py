@@ -550,3 +550,38 @@ def test_after_a_mistake_the_model_works() -> None:
         model(x, r=r, s=r)
     assert_exact(run(model, x, r=r), expected)
     assert fused_names(model.plan(x, r=r))[0] == [BiasReLU.__name__]
+
+
+class Scaled(sf.UnfusedOperation):
+    """y = x factor, where a factor is read."""
+
+    class Saved(sf.Saved):
+        factor: Tensor | None
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+
+    @property
+    def channels(self) -> dict[str, str | None]:
+        return {} if self.name is None else {"factor": self.name}
+
+    def reference(self, x: Tensor, *, factor: Tensor | None = None) -> Tensor:
+        return x.clone() if factor is None else x * factor
+
+    def fwd(self, x: Tensor, *, factor: Tensor | None = None) -> tuple[Tensor, Saved]:
+        return self.reference(x, factor=factor), self.Saved(factor=factor)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return (dy if saved.factor is None else dy * saved.factor), {}
+
+
+def test_an_extra_input_with_a_default_may_be_left_out_by_an_instance():
+    model = sf.Sequential(Scaled(), Scaled("by"), Scaled())
+    x = tensor(3, 4).requires_grad_()
+    model(x, by=torch.tensor(3.0)).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 4), 3.0))
+    assert torch.equal(Scaled()(x), x)
+    assert torch.equal(torch.func.functional_call(model, {}, (x,), {"by": torch.tensor(2.0)}), 2 * x)
+    with pytest.raises(sf.errors.InputError, match="channel 'by'"):
+        model(x)

@@ -116,10 +116,12 @@ def test_a_state_taken_before_training_is_not_changed_by_it_once_copied() -> Non
 def test_nothing_but_parameters_is_in_any_state() -> None:
     made = [getattr(ops, name) for name in ops.__all__]
     arguments: dict[str, tuple[Any, ...]] = {
+        "Attention": (2,), "Embedding": (7, 5), "PositionEmbedding": (7, 5), "QKNorm": (4, 2),
         "Linear": (5, 4), "Bias": (5,), "LayerNorm": (5,), "RMSNorm": (5,), "Scale": (2.0,), "Reshape": (5, 1),
     }  # fmt: skip
+    named = {"RotaryEmbedding": {"heads": 2, "style": "half"}}
     for cls in made:
-        operation = cls(*arguments.get(cls.__name__, ()))
+        operation = cls(*arguments.get(cls.__name__, ()), **named.get(cls.__name__, {}))
         assert list(operation.state_dict()) == [n for n, _ in operation.named_parameters()], cls
         assert list(operation.buffers()) == []
         assert cls.get_extra_state is nn.Module.get_extra_state

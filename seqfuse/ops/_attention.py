@@ -1,0 +1,173 @@
+"""Softmax attention over heads by the kernels that torch has, with nothing of size S x S kept.
+
+What is kept is one for all kernels, those of `_attention_blocks` included: q, k, v, and the log-sum-exp of each row's
+scores in natural logarithms, 0 where all its keys are masked. So one may run forward and another backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+_flash_cpu: Callable[..., tuple[Tensor, Tensor]] = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
+_flash: Callable[..., tuple[Tensor, ...]] = _aten._flash_attention_forward.default
+_flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten._flash_attention_backward.default
+
+# With fewer keys than this, torch's kernel for the CPU gives numbers for a query that holds NaN.
+_VECTOR = 16
+_HALF = (torch.float16, torch.bfloat16)
+QKV = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How the scores of one call are made and limited.
+
+    Args:
+        scale: scores are q k^T times this.
+        causal: whether row i sees keys 0..i alone.
+        window: how many keys a row sees on each side, its own included; `None` for all.
+        softcap: scores become softcap tanh(score / softcap), if given.
+        p: probability of dropping a weight.
+        seed: int64 of one element, if any weight is dropped.
+        mask: of 4 dimensions, broadcast to [B, H, S, S]; bool or int, where not zero is seen, or float, added.
+        cu_seqlens: [N + 1] int, the first row of each packed sequence and the end; no row sees another sequence.
+    """
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    p: float = 0.0
+    seed: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def kernel(self, q: Tensor) -> Literal["cpu", "flash", "blocks"]:
+        """Which kernel does all of this for q [*, H, S, D]."""
+        bounded = self.window is not None and self.window < q.shape[-2]
+        if self.p or self.softcap is not None or not q.numel():
+            return "blocks"
+        if q.device.type == "cpu":
+            return "blocks" if bounded or q.shape[-2] < _VECTOR or not q.is_floating_point() else "cpu"
+        head = q.shape[-1]
+        fits = q.device.type == "cuda" and q.dtype in _HALF and head <= 256 and head % 8 == 0
+        return "flash" if fits and self.mask is None and _has_flash(q.device) else "blocks"
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def stats_dtype(q: Tensor) -> torch.dtype:
+    """The dtype that scores are made and summed in."""
+    return torch.float64 if q.dtype is torch.float64 else torch.float32
+
+
+def numbers(ends: Tensor) -> list[int]:
+    """What an int tensor holds; the host waits for it."""
+    return ends.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:
+    """A view with one dimension as several."""
+    return x.unflatten(dim, sizes)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to the scores, in `dtype`, or in float32 as it is given."""
+    if mask.is_floating_point():
+        return mask if mask.dtype is torch.float32 and dtype in _HALF else mask.to(dtype)
+    return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(mask == 0, -torch.inf)
+
+
+def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash"]) -> tuple[Tensor, Tensor]:
+    """The result [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S].
+
+    q: [B, H, S, D], k and v: [B, Hkv, S, D], each with a contiguous last dimension.
+    """
+    q, k, v = qkv
+    if kernel == "flash":
+        window = _flash_window(how)
+        if how.cu_seqlens is None:
+            out = _flash(*_turned(qkv), None, None, q.shape[2], k.shape[2], 0.0, how.causal, False, **window)
+            return out[0], out[1]
+        rows = q.shape[2]
+        ends = how.cu_seqlens.int()
+        packed = (t[0].transpose(0, 1) for t in qkv)
+        out = _flash(*packed, ends, ends, rows, rows, 0.0, how.causal, False, **window)
+        return out[0].unsqueeze(0), out[1].unsqueeze(0)
+    mask = None if how.mask is None else additive(how.mask, q.dtype)
+    if how.cu_seqlens is None:
+        y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+        return y.transpose(1, 2), lse
+    b, h, s, d = q.shape
+    y = q.new_empty(b, s, h, d)
+    lse = q.new_empty(b, h, s, dtype=stats_dtype(q))
+    for rows in _sequences(how.cu_seqlens):
+        parts = [t[:, :, rows] for t in qkv]
+        part, sums = _flash_cpu(*parts, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
+        y[:, rows], lse[:, :, rows] = part.transpose(1, 2), sums
+    return y, lse
+
+
+def attend_backward(
+    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Literal["cpu", "flash"], out: QKV
+) -> None:
+    """Write dq, dk and dv into `out`, which are shaped as q, k and v; dy and y: [B, S, H, D]."""
+    q = qkv[0]
+    if kernel == "flash":
+        rows = q.shape[2]
+        unread = q.new_zeros(2, dtype=torch.int64)
+        window = _flash_window(how)
+        if how.cu_seqlens is None:
+            ends: Any = None
+            given = (dy, *_turned(qkv), y, lse)
+        else:
+            ends = how.cu_seqlens.int()
+            given = (dy[0], *(t[0].transpose(0, 1) for t in qkv), y[0], lse[0])
+        grads = _flash_backward(*given, ends, ends, rows, rows, 0.0, how.causal, unread, unread, **window)
+        for mine, grad in zip(out, grads, strict=True):
+            mine.copy_((grad if how.cu_seqlens is None else grad.unsqueeze(0)).transpose(1, 2))
+        return
+    mask = None if how.mask is None else additive(how.mask, q.dtype)
+    read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
+    for rows in (slice(None),) if how.cu_seqlens is None else _sequences(how.cu_seqlens):
+        part = [t[:, :, rows] for t in read]
+        grads = _flash_cpu_backward(*part, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
+        for mine, grad in zip(out, grads, strict=True):
+            mine[:, :, rows] = grad
+
+
+def _flash_window(how: Scores) -> dict[str, Any]:
+    left = None if how.window is None else how.window - 1
+    return {"scale": how.scale, "window_size_left": left, "window_size_right": 0 if how.causal else left}
+
+
+def _turned(qkv: QKV) -> Iterator[Tensor]:
+    return (t.transpose(1, 2) for t in qkv)
+
+
+def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:
+    return (slice(a, b) for a, b in itertools.pairwise(numbers(cu_seqlens)) if b > a)
+
+
+def _cut(mask: Tensor | None, rows: slice) -> Tensor | None:
+    """The part of a mask that belongs to rows and keys alike; dimensions of size one stay."""
+    if mask is None or rows == slice(None):
+        return mask
+    for dim in (-1, -2):
+        if mask.shape[dim] != 1:
+            mask = mask.narrow(dim, rows.start, rows.stop - rows.start)
+    return mask

@@ -1,0 +1,298 @@
+"""Attention, against its math in float64 written out here."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.ops import _attention_blocks as blocks
+from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
+
+from .passes import check_needs
+
+Mask = Tensor | None
+HALF = (torch.bfloat16, torch.float16)
+
+
+def packed(rows: tuple[int, ...], heads: int, kv_heads: int, size: int, seed: int = 0, **kwargs: Any) -> Tensor:
+    return seeded_randn((*rows, (heads + 2 * kv_heads) * size), seed, **kwargs)
+
+
+def truth(x: Tensor, op: ops.Attention, mask: Mask = None, ends: Mask = None, drop: Mask = None) -> Tensor:
+    """The math, in float64."""
+    heads, shared = op.heads, op.kv_heads
+    size, rows = x.shape[-1] // (heads + 2 * shared), torch.arange(x.shape[-2])
+    widths = [heads * size, shared * size, shared * size]
+    q, k, v = (t.unflatten(-1, (-1, size)).transpose(-3, -2) for t in x.double().split(widths, -1))
+    k, v = (t.repeat_interleave(heads // shared, -3) for t in (k, v))
+    scores = q @ k.mT * (size**-0.5 if op.scale is None else op.scale)
+    if op.softcap:
+        scores = op.softcap * torch.tanh(scores / op.softcap)
+    if mask is not None:
+        scores = scores + mask.double() if mask.is_floating_point() else scores.masked_fill(mask == 0, -torch.inf)
+    apart = rows.unsqueeze(1) - rows
+    hidden = torch.zeros_like(apart, dtype=torch.bool)
+    if op.causal:
+        hidden |= apart < 0
+    if op.window is not None:
+        hidden |= apart.abs() >= op.window
+    if ends is not None:
+        sequence = torch.searchsorted(ends, rows, right=True)
+        hidden |= sequence.unsqueeze(1) != sequence
+    scores = scores.masked_fill(hidden, -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    if drop is not None:
+        weights = weights.masked_fill(drop, 0) / (1 - op.dropout)
+    return (weights @ v).transpose(-3, -2).flatten(-2)
+
+
+def masks(kind: str | None, heads: int, length: int) -> Mask:
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randn(2, heads, length, length, generator=generator)
+    if kind == "bool":
+        seen = drawn[:, :1] > -0.5
+        seen[0, 0, 3] = False
+        return seen
+    if kind == "int":
+        return (drawn[:, :1, :1] > -0.5).long()
+    if kind == "float":
+        return drawn[0]
+    return drawn[:, :1, 0, :].unsqueeze(2).masked_fill(drawn[:, :1, :1] < -1, -1e9) if kind == "keys" else None
+
+
+def agree(op: ops.Attention, x: Tensor, mask: Mask = None, ends: Mask = None) -> None:
+    """The operation in a list, and its reference, against the truth: y and every gradient."""
+    channels = {name: t for name, t in (("m", mask), ("ends", ends)) if t is not None}
+    extras = {name: t for name, t in (("attn_mask", mask), ("cu_seqlens", ends)) if t is not None}
+    x = x.requires_grad_()
+    leaves = [x, *(t for t in channels.values() if t.requires_grad)]
+    y = truth(x, op, mask, ends)
+    dy = seeded_randn(tuple(y.shape), 8)
+    want = [y, *torch.autograd.grad(y, leaves, dy.double())]
+    for found in (sf.Sequential(op)(x, **channels), op.reference(x, **extras)):
+        got = [found, *torch.autograd.grad(found, leaves, dy)]
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b.double(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("length", [5, 16, 37])
+@pytest.mark.parametrize("kind", [None, "bool", "int", "float", "keys"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+def test_is_its_math(heads: int, kv_heads: int, kind: str | None, length: int):
+    for causal, window, softcap in itertools.product((False, True), (None, 4), (None, 2.0)):
+        op = ops.Attention(
+            heads, kv_heads, causal=causal, window=window, softcap=softcap, mask=None if kind is None else "m"
+        )
+        agree(op, packed((2, length), heads, kv_heads, 8), masks(kind, heads, length))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", [None, "float"])
+def test_packed_sequences_do_not_see_each_other(kind: str | None, window: int | None, causal: bool):
+    op = ops.Attention(4, 2, causal=causal, window=window, cu_seqlens="ends", mask=None if kind is None else "m")
+    agree(op, packed((40,), 4, 2, 8), masks(kind, 4, 40), torch.tensor([0, 17, 17, 35, 40]))
+
+
+def test_packed_sequences_are_what_they_are_alone():
+    op = ops.Attention(2, causal=True, cu_seqlens="ends")
+    x = packed((50,), 2, 2, 8)
+    y = sf.Sequential(op)(x, ends=torch.tensor([0, 20, 50], dtype=torch.int32))
+    alone = ops.Attention(2, causal=True)
+    torch.testing.assert_close(y, torch.cat((alone(x[:20]), alone(x[20:]))))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 2, 5, 5), (2, 1, 5, 5), (5,), (4, 5, 5), ()], ids=str)
+def test_a_float_mask_gets_its_gradient_whatever_it_was_broadcast_from(shape: tuple[int, ...]):
+    op = ops.Attention(4, 2, mask="m")
+    mask = seeded_randn(shape, 4)
+    if shape == (4, 2, 5, 5):
+        mask = seeded_randn((2, 4, 5, 5), 4)
+    agree(op, packed((2, 5), 4, 2, 4), mask.requires_grad_())
+    if len(shape) <= 3:
+        agree(op, packed((3, 2, 5), 4, 2, 4), mask)
+
+
+@pytest.mark.parametrize("length", [7, 33])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize("arguments", [{"causal": True}, {"softcap": 3.0}, {"window": 3}, {"scale": 0.2}], ids=str)
+def test_keeps_its_contract(arguments: dict[str, Any], dropout: float, length: int):
+    check_op(ops.Attention(4, 2, dropout=dropout, **arguments), packed((2, length), 4, 2, 4))
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_only_wanted_gradients_are_computed(mask: bool):
+    x = packed((6,), 2, 1, 3)
+    if not mask:
+        check_needs(ops.Attention(2, 1, causal=True), x)
+        return
+    op = ops.Attention(2, 1, mask="m")
+    bias = seeded_randn((6, 6), 2)
+    _, saved = op.fwd(x, attn_mask=bias, needs=frozenset({"x", "attn_mask"}))
+    dy = seeded_randn((6, 6), 3)
+    dx, grads = op.bwd(dy, saved, needs=frozenset({"x", "attn_mask"}))
+    assert_bitwise_equal(op.bwd(dy, saved, needs=frozenset({"x"}))[0], dx)
+    alone = op.bwd(dy, saved, needs=frozenset({"attn_mask"}))
+    assert alone[0] is None
+    assert_bitwise_equal(alone[1]["attn_mask"], grads["attn_mask"])
+
+
+@pytest.mark.parametrize("length", [9, 24])
+@pytest.mark.parametrize("dropout", [0.3, 1.0])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_dropped_weights_are_those_of_a_dropout_over_all_of_them(kv_heads: int, dropout: float, length: int):
+    op = ops.Attention(4, kv_heads, causal=True, dropout=dropout)
+    x, seed = packed((2, length), 4, kv_heads, 4).requires_grad_(), torch.tensor(0x1234_5678_9ABC)
+    ones = torch.ones(2, 4, length, length)
+    drop = ops.Dropout(dropout).fwd(ones, seed=seed)[0] == 0
+    y, saved = op.fwd(x.detach(), seed=seed)
+    want = truth(x, op, drop=drop) if dropout < 1 else 0 * x[..., : 4 * 4].double()
+    dy = seeded_randn(tuple(y.shape), 5)
+    (dx,) = torch.autograd.grad(want, x, dy.double())
+    torch.testing.assert_close(y.double(), want.detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(op.bwd(dy, saved, needs=frozenset({"x"}))[0], dx, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(op.reference(x, seed=seed).double(), want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("held", [1, 90, 1000])
+@pytest.mark.parametrize(
+    "arguments", [{"dropout": 0.3}, {"window": 3}, {"causal": True, "window": 4}, {"softcap": 2.0}], ids=str
+)
+def test_the_size_of_a_block_changes_nothing(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], held: int):
+    op, x, seed = ops.Attention(2, 1, **arguments), packed((2, 13), 2, 1, 4), torch.tensor(77)
+    dy = seeded_randn((2, 13, 8), 5)
+
+    def both() -> tuple[Tensor, Any]:
+        y, saved = op.fwd(x, seed=seed)
+        return y, op.bwd(dy, saved, needs=frozenset({"x"}))[0]
+
+    whole = both()
+    monkeypatch.setattr(blocks, "_HELD", held)
+    torch.testing.assert_close(both(), whole, atol=1e-6, rtol=1e-5)
+
+
+def test_nothing_of_the_size_of_the_scores_is_kept():
+    length = 64
+    for arguments in ({"causal": True}, {"dropout": 0.1}, {"window": 5}, {"softcap": 3.0}):
+        kept: list[Tensor] = []
+        model = sf.Sequential(ops.Attention(2, **arguments))
+        keep = kept.append
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, keep=keep: keep(t) or t, lambda t: t):
+            model(packed((1, length), 2, 2, 4).requires_grad_())
+        assert kept
+        assert max(t.numel() for t in kept) < length * length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("length", [6, 20])
+def test_a_row_that_sees_nothing_gives_zeros_both_ways(length: int, dtype: torch.dtype):
+    seen = torch.ones(length, length, dtype=torch.bool)
+    seen[2] = False
+    for mask in (seen, seen.long(), torch.zeros(length, length).masked_fill(~seen, -torch.inf)):
+        x = packed((1, length), 2, 1, 8).to(dtype).requires_grad_()
+        y = sf.Sequential(ops.Attention(2, 1, mask="m"))(x, m=mask)
+        y.backward(torch.ones_like(y))
+        assert not y[0, 2].any()
+        assert not x.grad[0, 2, : 2 * 8].any()
+        assert y.isfinite().all()
+        assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [16, 64, 192, 256])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_large_scores_stay_finite_in_half_dtypes(dtype: torch.dtype, size: int):
+    x = (60 * packed((1, 18), 2, 1, size)).to(dtype).requires_grad_()
+    q, k = x.detach().float()[0, :, :size], x.detach().float()[0, :, 2 * size : 3 * size]
+    assert size < 192 or (q @ k.mT).abs().max() > 65504
+    y = sf.Sequential(ops.Attention(2, 1, causal=True))(x)
+    y.backward(torch.ones_like(y))
+    assert y.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+def test_is_the_attention_of_torch():
+    x = packed((2, 3, 20), 4, 4, 8)
+    q, k, v = (t.unflatten(-1, (4, 8)).transpose(-3, -2) for t in x.chunk(3, -1))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(-3, -2).flatten(-2)
+    torch.testing.assert_close(ops.Attention(4, causal=True)(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_computes_in_its_dtype(dtype: torch.dtype):
+    model = sf.Sequential(ops.Linear(16, 48), ops.Attention(4, causal=True), ops.Linear(16, 16))
+    x = seeded_randn((2, 20, 16), 0).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x.to(dtype))
+        alone = ops.Attention(4)(packed((2, 20), 4, 4, 4).requires_grad_())
+    assert y.dtype is alone.dtype is torch.bfloat16
+    (y.sum() + alone.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.dtype is torch.float32
+
+
+def test_no_layout_of_x_is_misread():
+    op = ops.Attention(2, causal=True)
+    x = packed((2, 20), 2, 2, 4)
+    strided = torch.stack((x, x), -1).flatten(-2)[..., ::2]
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    for other in (strided, turned, x[:1].expand(2, -1, -1)):
+        torch.testing.assert_close(op(other), op(other.contiguous()))
+
+
+def test_gradients_are_right_in_float64():
+    for arguments in ({"causal": True}, {"softcap": 2.0}, {"window": 3}):
+        model = sf.Sequential(ops.Attention(2, 1, **arguments))
+        for length in (4, 17):
+            x = packed((length,), 2, 1, 2, dtype=torch.float64).requires_grad_()
+            assert torch.autograd.gradcheck(model, x, fast_mode=True)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 12), (0, 5, 12), (0, 12)], ids=str)
+def test_empty_inputs_give_empty_outputs(shape: tuple[int, ...]):
+    x = torch.zeros(shape, requires_grad=True)
+    y = sf.Sequential(ops.Attention(2, 1, causal=True))(x)
+    y.sum().backward()
+    assert y.shape == (*shape[:-1], 6)
+    assert x.grad.shape == shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 3), "kv_heads must divide heads, got 3 and 4"),
+        ((0,), "kv_heads must divide heads, got 0 and 0"),
+        ({"heads": 2, "dropout": 1.5}, "dropout must be between 0 and 1, got 1.5"),
+        ({"heads": 2, "window": 0}, "window must be at least 1, got 0"),
+        ({"heads": 2, "softcap": 0.0}, "softcap must be positive, got 0.0"),
+    ],
+)
+def test_refuses_numbers_that_do_not_fit(arguments: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        ops.Attention(**arguments) if isinstance(arguments, dict) else ops.Attention(*arguments)
+
+
+def test_errors_name_the_place_and_what_was_expected():
+    model = sf.Sequential(nn.Identity(), ops.Attention(2, 1, mask="m", cu_seqlens=None))
+    with pytest.raises(
+        sf.errors.InputError, match=r"SF101 position 1 \(Attention\): expects \[\*, S, 4 D\] of 2 query"
+    ):
+        model(torch.zeros(3, 10), m=torch.zeros(3, 3))
+    with pytest.raises(
+        sf.errors.InputError, match=r"position 1 \(Attention\): expects a mask that broadcasts to \(2, 3, 3\)"
+    ):
+        model(torch.zeros(3, 12), m=torch.zeros(4, 3))
+    packed_model = sf.Sequential(ops.Attention(2, 1, cu_seqlens="ends"))
+    with pytest.raises(
+        sf.errors.InputError, match=r"position 0 \(Attention\): expects cu_seqlens that run from 0 to 3"
+    ):
+        packed_model(torch.zeros(3, 12), ends=torch.tensor([0, 2]))
+    with pytest.raises(sf.errors.InputError, match=r"expects x \[S, C\]"):
+        packed_model(torch.zeros(1, 3, 12), ends=torch.tensor([0, 3]))

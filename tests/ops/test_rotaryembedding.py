@@ -1,0 +1,94 @@
+"""RotaryEmbedding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.testing import check_op, seeded_randn
+
+from .passes import check_passes
+
+
+def by_complex(head: Tensor, positions: Tensor, base: float, interleaved: bool) -> Tensor:
+    """Turned as complex numbers are, [S, R] in float64."""
+    head = head.double()
+    size = head.shape[-1]
+    pairs = head.unflatten(-1, (-1, 2)) if interleaved else torch.stack(head.chunk(2, -1), -1)
+    angle = positions.double().unsqueeze(-1) * base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle))
+    return turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1)
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("given", [None, "ids"])
+def test_turns_queries_and_keys_and_leaves_the_rest(given: str | None, style: str, rotary_dim: int | None):
+    op = ops.RotaryEmbedding(3, 2, style=style, base=100.0, rotary_dim=rotary_dim, positions=given)
+    x, ids = seeded_randn((2, 5, 7 * 8), 0), torch.tensor([4, 9, 0, 3, 3])
+    y = sf.Sequential(op)(x, **({} if given is None else {"ids": ids}))
+    positions, turned = (torch.arange(5) if given is None else ids), rotary_dim or 8
+    want = x.double().unflatten(-1, (7, 8)).clone()
+    for head in range(5):
+        want[..., head, :turned] = by_complex(want[..., head, :turned], positions, 100.0, style == "interleaved")
+    torch.testing.assert_close(y.double(), want.flatten(-2), atol=1e-6, rtol=1e-5)
+
+
+def test_the_two_styles_differ():
+    x = seeded_randn((5, 3 * 8), 0)
+    half, interleaved = (ops.RotaryEmbedding(1, style=style)(x) for style in ("half", "interleaved"))
+    assert not torch.allclose(half, interleaved)
+    with pytest.raises(TypeError, match="style"):
+        ops.RotaryEmbedding(1)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_keeps_its_contract(style: str):
+    check_op(ops.RotaryEmbedding(3, 1, style=style), seeded_randn((2, 6, 5 * 4), 0))
+    check_op(ops.RotaryEmbedding(2, style=style, rotary_dim=2), seeded_randn((6, 6 * 4), 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_far_positions_keep_their_digits(dtype: torch.dtype):
+    op = ops.RotaryEmbedding(1, style="half")
+    check_passes(op, seeded_randn((300, 3 * 16), 1, dtype=dtype))
+    far = torch.tensor([100_000, 100_001])
+    x = seeded_randn((2, 3 * 16), 2, dtype=dtype)
+    y = ops.RotaryEmbedding(1, style="half", positions="p")(x, p=far)
+    angle = far.double().unsqueeze(-1) * 10000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    a, b = x[:, :16].double().chunk(2, -1)
+    want = torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+    # An angle of 1e5 has an ulp of 0.0078 in float32.
+    torch.testing.assert_close(y[:, :16].double(), want, atol=2e-2 if dtype is not torch.float64 else 1e-9, rtol=1e-2)
+
+
+def test_scores_depend_on_the_distance_alone():
+    x = seeded_randn((1, 3 * 8), 0, dtype=torch.float64).expand(6, -1)
+    y = ops.RotaryEmbedding(1, style="interleaved")(x)
+    scores = y[:, :8] @ y[:, 8:16].mT
+    torch.testing.assert_close(scores[0, 1:-1], scores[1, 2:])
+
+
+def test_ids_may_differ_from_row_to_row_of_a_batch():
+    op = ops.RotaryEmbedding(2, style="half", positions="p")
+    x = seeded_randn((2, 4, 6 * 4), 0)
+    ids = torch.tensor([[0, 1, 2, 3], [5, 5, 6, 7]])
+    y = op(x, p=ids)
+    torch.testing.assert_close(y[1], op(x[1], p=ids[1]))
+    torch.testing.assert_close(y[0], ops.RotaryEmbedding(2, style="half")(x[0]))
+
+
+def test_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match='style must be "half" or "interleaved"'):
+        ops.RotaryEmbedding(2, style="neox")
+    with pytest.raises(ValueError, match="rotary_dim must be even"):
+        ops.RotaryEmbedding(2, style="half", rotary_dim=3)
+    with pytest.raises(sf.errors.InputError, match=r"turns all elements of a head, got heads of 3"):
+        ops.RotaryEmbedding(1, style="half")(torch.zeros(2, 9))
+    with pytest.raises(sf.errors.InputError, match=r"turns 8 elements of a head, got heads of 4"):
+        ops.RotaryEmbedding(1, style="half", rotary_dim=8)(torch.zeros(2, 12))
+    with pytest.raises(sf.errors.InputError, match=r"positions that broadcast to \(2,\), got \(3,\)"):
+        ops.RotaryEmbedding(1, style="half", positions="p")(torch.zeros(2, 12), p=torch.arange(3))
