@@ -24,6 +24,13 @@ class Activation(NamedTuple):
     P: tuple[float, ...] = ()
 
 
+def name_of(activation: Any) -> str:
+    """What tables and errors call it: the function's name, the class's where it is stated there, and the numbers."""
+    function = getattr(activation.value, "fn", activation.value)
+    name = getattr(function, "__qualname__", "function").removesuffix(".value").rpartition(".")[2]
+    return name + (str(list(activation.P)) if activation.P else "")
+
+
 @triton.constexpr_function
 def _arguments(function):
     return len(function.arg_names)

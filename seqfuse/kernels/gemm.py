@@ -37,7 +37,7 @@ from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import Type, Variant
-from .activations import ACTIVATIONS, apply
+from .activations import ACTIVATIONS, apply, name_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -666,7 +666,7 @@ def linear_dgrad(
     if emit and act is None:
         raise ValueError("emit: there is no activation to compute again")
     if act is not None and t_is_output and act.reads != "output":
-        raise ValueError(f"{_name_of(act)}: the derivative reads the input, so t cannot be the output")
+        raise ValueError(f"{name_of(act)}: the derivative reads the input, so t cannot be the output")
     return _backward(
         "plain" if act is None else "dact", dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit,
         dtype, sums_dtype, tf32, tile,
@@ -798,10 +798,6 @@ def linear_wgrad(
             a, b, out, (M, N, K), not a.transposed, b.transposed, accumulate=main_grad is not None, tf32=tf32, tile=tile
         )
     return out
-
-
-def _name_of(act: Any) -> str:
-    return getattr(act.value, "__name__", "the activation")
 
 
 class _Kind(NamedTuple):
