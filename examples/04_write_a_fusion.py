@@ -40,17 +40,19 @@ class ScaleTanhScale(sf.JointFusion):
 
     class Saved(sf.Saved):
         t: Tensor  # [*, H]
+        factors: tuple[float, float]
 
     def requires(self, env: sf.Env) -> sf.Requirements:
         yield env.triton, "needs a Triton device"
         yield env.autocast is None, "autocast is left to the operations"
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        y, t = pointwise(x, chains(self.down.factor, self.up.factor)[0])
-        return y, self.Saved(t=t)
+        factors = self.down.factor, self.up.factor
+        y, t = pointwise(x, chains(*factors)[0])
+        return y, self.Saved(t=t, factors=factors)
 
     def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-        return pointwise(dy, chains(self.down.factor, self.up.factor)[1], [saved.t])[0], {}
+        return pointwise(dy, chains(*saved.factors)[1], [saved.t])[0], {}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""How many lines a definition takes, so that what is said about it stays true."""
+"""Definitions as they stand in a file: to be shown elsewhere, or counted so that what is said of them stays true."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import ast
 from pathlib import Path
 
 
-def lines_of(path: Path, *names: str) -> int:
-    """Lines of the named definitions of a file: decorators, docstrings and comments count, empty lines do not.
+def source_of(path: Path, *names: str) -> str:
+    """The named top-level definitions of a file with their decorators, two empty lines between them.
 
     Raises:
         KeyError: for a name that the file does not define.
     """
     source = path.read_text().splitlines()
-    spans: dict[str, tuple[int, int]] = {}
+    found: dict[str, str] = {}
     for node in ast.parse("\n".join(source)).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            assert node.end_lineno is not None
-            spans[node.name] = (first - 1, node.end_lineno)
-    return sum(bool(line.strip()) for name in names for line in source[slice(*spans[name])])
+            found[node.name] = "\n".join(source[first - 1 : node.end_lineno]) + "\n"
+    return "\n\n".join(found[name] for name in names)
+
+
+def lines_of(path: Path, *names: str) -> int:
+    """Lines of the named definitions: decorators, docstrings and comments count, empty lines do not."""
+    return sum(bool(line.strip()) for line in source_of(path, *names).splitlines())

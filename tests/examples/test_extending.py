@@ -58,6 +58,9 @@ def test_interpreted_it_is_checked_in_one_call_and_used(tmp_path: Path) -> None:
     assert "skipped" not in text
     assert lines[-1] == "On cpu bfloat16 ~16 rows: 1 ScaleTanhScale"
     assert_planned(lines)
+    page = (ROOT / "docs" / "write_a_fusion.md").read_text()
+    shown = page.partition("<!-- what it prints -->\n```text\n")[2].partition("```")[0]
+    assert shown == text + "\n", "put what it prints into docs/write_a_fusion.md"
 
 
 def assert_planned(lines: list[str]) -> None:
