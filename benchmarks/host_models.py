@@ -44,7 +44,7 @@ class HandWritten(torch.autograd.Function):
     """The block of six as one node written out by hand: what no general engine can beat."""
 
     @staticmethod
-    def forward(ctx, x, lw, lb, w1, b1, w2, b2):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, lw, lb, w1, b1, w2, b2):
         y, mean, rstd = torch.native_layer_norm(x, (H,), lw, lb, 1e-5)
         h = F.linear(y, w1, b1)
         a = F.gelu(h)
@@ -52,7 +52,7 @@ class HandWritten(torch.autograd.Function):
         return F.linear(a, w2, b2) + x
 
     @staticmethod
-    def backward(ctx, g):  # type: ignore[no-untyped-def]
+    def backward(ctx, g):
         x, mean, rstd, lw, lb, y, w1, h, a, w2 = ctx.saved_tensors
         dh = torch.ops.aten.gelu_backward.default(g.mm(w2), h)
         norm = torch.ops.aten.native_layer_norm_backward.default

@@ -167,13 +167,12 @@ def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
 
 
 # Saved-tensor hooks are made once per checkpointed call: what ran under one pair is recomputed together.
-_top_hooks: Callable[[bool], Any] = _top_saved_tensors_default_hooks
 _runs: WeakKeyDictionary[Any, list[Hashable]] = WeakKeyDictionary()
 
 
 def _note(ctx: Any, segment: Segment) -> list[Hashable] | None:
     """What ran under the saved-tensor hooks of now, with this; `None` if they are not those of a checkpoint."""
-    hooks = _top_hooks(False)
+    hooks: Any = _top_saved_tensors_default_hooks(False)
     if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
         return None
     ran = segment.ran(ctx.packed)

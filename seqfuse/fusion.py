@@ -6,15 +6,16 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
 from .env import Env, Savings
-from .errors import definition_error
-from .operation import FusableOperation, Grads, Signature, UnfusedOperation
+from .errors import PluginError, definition_error
+from .operation import FusableOperation, Grads, UnfusedOperation
 from .saved import Layout, Saved, class_hints
+from .signature import Signature
 
 Requirements = Iterator[tuple[bool, str]]
 """What `requires` yields: pairs of a condition and the sentence that refuses where it does not hold."""
@@ -262,3 +263,22 @@ def records_of(fusion: FusedOperation, saved: Mapping[str, Any]) -> Iterator[tup
             yield from ((f"{slot.name}.{i}", record) for i, record in enumerate(value))
         elif value is not None:
             yield slot.name, value
+
+
+def checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
+    """A rule set, if it is one: a fusion class or several.
+
+    Raises:
+        PluginError: naming what is not a fusion class, or lacks what a call needs.
+    """
+    chosen: tuple[Any, ...] = (fusions,)
+    if isinstance(fusions, Iterable) and not isinstance(fusions, type):
+        chosen = tuple(cast(Iterable[Any], fusions))
+    for fusion in chosen:
+        if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
+            raise PluginError(f"a rule set holds fusion classes, not {fusion!r}", code="SF301")
+        if fusion.is_contract:
+            what = "has slots but no fwd or bwd" if fusion.slots else "has no slots"
+            message = f"{fusion.__name__} {what}, so it cannot be used"
+            raise PluginError(message, code="SF301", operation=fusion.__name__)
+    return chosen

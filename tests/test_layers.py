@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
-SINGULAR = {"errors", "generated", "device", "saved", "env", "autograd", "operation", "fusion"}
+SINGULAR = {"errors", "generated", "saved", "signature", "env", "autograd", "operation", "fusion"}
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -19,12 +19,12 @@ BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "generated": set(),
-    "device": {"errors"},
     "saved": {"errors", "generated"},
+    "signature": {"errors"},
     "env": {"errors"},
     "autograd": {"saved", "errors"},
-    "operation": {"device", "saved", "autograd", "errors"},
-    "fusion": {"saved", "env", "operation", "errors"},
+    "operation": {"saved", "signature", "autograd", "errors"},
+    "fusion": {"saved", "signature", "env", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
     "ops": SINGULAR | {"kernels", "fuser.sequential"},

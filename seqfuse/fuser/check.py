@@ -265,7 +265,7 @@ def check_backward(
     if isinstance(dx, Tensor) and "x" in needs_of[step.covers.start]:
         own, leaving = binder.entering[step.covers.start], binder.entering[step.covers.stop]
         dims = slice(None) if d is not None and d.shape == leaving.shape else slice(-1, None)
-        same = binder.dtypes is not None or dx.dtype == own.dtype or dx.dtype == binder.dtype_at(step.covers.start)
+        same = binder.dtypes is not None or dx.dtype == own.dtype or dx.dtype == binder.dtypes_now()[step.covers.start]
         if dx.shape[dims] != own.shape[dims] or dx.device != own.device or not same:
             raise wrong(f"the gradient of x should be like {_describe(own)}, not {_describe(dx)}")
     seen: list[tuple[Any, str]] = []

@@ -7,10 +7,9 @@ import difflib
 import functools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 from ..env import Env, Fusing
-from ..errors import PluginError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
 from .items import Item
 
@@ -41,25 +40,6 @@ class Refusal:
     fusion: str
     at: int
     reason: str
-
-
-def checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
-    """A rule set, if it is one: a fusion class or several.
-
-    Raises:
-        PluginError: naming what is not a fusion class, or lacks what a call needs.
-    """
-    chosen: tuple[Any, ...] = (fusions,)
-    if isinstance(fusions, Iterable) and not isinstance(fusions, type):
-        chosen = tuple(cast(Iterable[Any], fusions))
-    for fusion in chosen:
-        if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
-            raise PluginError(f"a rule set holds fusion classes, not {fusion!r}", code="SF301")
-        if fusion.is_contract:
-            what = "has slots but no fwd or bwd" if fusion.slots else "has no slots"
-            message = f"{fusion.__name__} {what}, so it cannot be used"
-            raise PluginError(message, code="SF301", operation=fusion.__name__)
-    return chosen
 
 
 class Matcher:

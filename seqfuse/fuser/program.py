@@ -13,10 +13,11 @@ from torch import nn
 from ..autograd import Asked
 from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
-from ..operation import Signature, UnfusedOperation
+from ..operation import UnfusedOperation
 from ..saved import Saved
+from ..signature import Signature
 from .check import Like, check_backward, check_form, check_forward
-from .items import Item
+from .listing import Listing
 from .plan import Plan, Step, Wants
 from .segment import Back, Call, Pack, Segment
 
@@ -29,23 +30,20 @@ class Binder:
 
     def __init__(
         self,
-        items: Sequence[Item],
+        listing: Listing,
         wants: Wants,
         env: Env,
-        random: Mapping[int, int],
         dtypes: Sequence[torch.dtype | None] | None,
-        on_error: str,
+        can_fall_back: bool,
         parameters: Mapping[tuple[int, str], Like],
         entering: Mapping[int, Like],
-        dtype_at: Callable[[int], torch.dtype | None],
+        dtypes_now: Callable[[], Sequence[torch.dtype | None]],
         clearer: Callable[[range, BaseException, Any], BaseException],
         note: Callable[[str, int, str], None],
     ) -> None:
-        self.items, self.wants, self.env, self.random = items, wants, env, random
-        self.dtypes, self.can_fall_back, self.clearer = dtypes, on_error == "fallback", clearer
-        self.note = note
-        self.parameters, self.entering = parameters, entering
-        self.dtype_at = dtype_at
+        self.items, self.random, self.wants, self.env = listing.items, listing.random, wants, env
+        self.dtypes, self.can_fall_back, self.clearer, self.note = dtypes, can_fall_back, clearer, note
+        self.parameters, self.entering, self.dtypes_now = parameters, entering, dtypes_now
 
     def segments(self, plan: Plan) -> list[Segment]:
         """The segments of a plan, ready to run."""
@@ -82,8 +80,6 @@ class Binder:
 
         joint = {s.covers.start for s in back if isinstance(s.operation, JointFusion)}
         return Segment(
-            start=piece.start,
-            stop=piece.stop,
             forward_calls=tuple(self._call(s, piece.stop, s.covers.start in joint) for s in ahead),
             backward_calls=backward,
             parameters=tuple(parameters.values()),

@@ -17,13 +17,13 @@ from torch.nn.utils import parametrize
 from .. import operation as operations
 from ..autograd import apply
 from ..env import Env, any_autocast, autocast_of, fusing_now
-from ..fusion import FusedOperation
+from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, UnfusedOperation
 from .check import Like
 from .inputs import check_channel_devices, check_devices, clearer, dtypes_of, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
 from .listing import Listing, Program, Region
-from .match import Matcher, checked
+from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
 from .program import Binder
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
@@ -191,22 +191,10 @@ class Fuser:
             blank = {c: like.empty() for c, like in channel_likes.items()}
             return dtypes_of(listing, region, entering[region.start].empty(), blank)
 
-        def dtype_at(position: int) -> torch.dtype | None:
-            return dtypes_now()[position]
-
         clear = functools.partial(clearer, listing)
+        can_fall_back = fusing.on_error == "fallback"
         binder = Binder(
-            listing.items,
-            wants,
-            env,
-            listing.random,
-            dtypes,
-            fusing.on_error,
-            likes,
-            entering,
-            dtype_at,
-            clear,
-            self._note_failure,
+            listing, wants, env, dtypes, can_fall_back, likes, entering, dtypes_now, clear, self._note_failure
         )
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
@@ -304,11 +292,4 @@ def _with(programs: dict[Any, Program], key: Any, program: Program) -> dict[Any,
     return {**(programs if len(programs) < KEPT_PROGRAMS else {}), key: program}
 
 
-class _Alone(Fuser):
-    """Runs one operation as a list of one."""
-
-    def __init__(self, root: FusableOperation) -> None:
-        super().__init__(root)
-
-
-operations.alone = _Alone
+operations.alone = Fuser

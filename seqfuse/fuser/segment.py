@@ -72,8 +72,6 @@ class Back:
 class Segment:
     """A run of steps behind one autograd node."""
 
-    start: int
-    stop: int
     forward_calls: tuple[Call, ...]
     backward_calls: Callable[[Asked | None], tuple[Back, ...]]
     parameters: tuple[tuple[nn.Module, str], ...]

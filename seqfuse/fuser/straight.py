@@ -167,7 +167,8 @@ def _one(s: Source, step: Back) -> None:
 def _records(s: Source, step: Back, layout: str | None) -> list[str]:
     """Write the lines that make a step's records again; returns them as arguments of its `bwd`."""
     arguments: dict[str, list[str]] = {}
-    for j, (slot, position, number, record, kept) in enumerate(step.records):
+    variadic = {slot for slot, _, number, _, _ in step.records if number is not None}
+    for j, (slot, position, _, record, kept) in enumerate(step.records):
         rebuild = rebuilder(record, kept)
         if not kept and step.kind != "joint":
             name = s.put(rebuild(None, ()))
@@ -188,13 +189,11 @@ def _records(s: Source, step: Back, layout: str | None) -> list[str]:
             if layout is not None:
                 s.add(f"{s.put(_fit_record)}({name}, {layout})")
         arguments.setdefault(slot, []).append(name)
-        if number is not None and number == 0:
-            arguments[slot].insert(0, "")
     if step.kind != "backward":
         return [names[0] for names in arguments.values()]
     given: list[str] = []
     for slot, names in arguments.items():
-        value = names[0] or f"({', '.join(names[1:])},)"
+        value = f"({', '.join(names)},)" if slot in variadic else names[0]
         given.append(f"{identifier(slot)}={value}")
     return given
 

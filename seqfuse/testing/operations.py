@@ -192,7 +192,8 @@ def _fields_read(back: Pass) -> set[str]:
         tokens = pack(record, {}, tensors)
         try:
             with torch.no_grad():
-                type(back.owner).bwd(back.owner, back.args[0], unpack(tokens, tuple(tensors)), **back.kwargs)  # type: ignore[attr-defined]
+                owner: Any = type(back.owner)
+                owner.bwd(back.owner, back.args[0], unpack(tokens, tuple(tensors)), **back.kwargs)
         except StateError:
             found.add(name)
     return found

@@ -157,8 +157,8 @@ def counting_plans() -> Iterator[Planned]:
         seen.lists += 1
         return listing(*args, **kwargs)
 
-    running.plan_region, running.Listing = counted, read  # type: ignore[assignment,misc]
+    running.plan_region, running.Listing = counted, read
     try:
         yield seen
     finally:
-        running.plan_region, running.Listing = plan_region, listing  # type: ignore[misc]
+        running.plan_region, running.Listing = plan_region, listing

@@ -233,7 +233,7 @@ def test_save_on_cpu_and_disabled_hooks_work(fusions: Any):
 class Counted:
     """A hook that is neither a function nor hashable."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
     def __init__(self) -> None:
         self.calls = 0

@@ -537,7 +537,7 @@ def test_a_channel_on_another_device_is_an_error_that_names_both() -> None:
 def test_a_channel_that_is_no_tensor_is_an_error() -> None:
     model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))
     with pytest.raises((sf.InputError, TypeError), match=r"'r'|Add|NoneType"):
-        model(tensor(7, 5), r=None)  # type: ignore[arg-type]
+        model(tensor(7, 5), r=None)
 
 
 def test_after_a_mistake_the_model_works() -> None:

@@ -148,7 +148,7 @@ def test_plans_follow_mutations() -> None:
 )  # fmt: skip
 def test_mistakes_raise_what_torch_raises(mistake: Callable[[Any], Any]) -> None:
     mine, its = pair()
-    with pytest.raises(Exception) as expected:  # noqa: PT011
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - which one it is, torch says
         mistake(its)
     with pytest.raises(type(expected.value)):
         mistake(mine)

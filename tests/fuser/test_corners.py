@@ -99,7 +99,7 @@ def test_an_error_of_an_operation_in_the_place_of_a_fusion_is_its_own() -> None:
     assert x.grad is None
     y, _ = model(x)
     y.sum().backward()
-    assert torch.equal(bias.bias.grad, torch.full((4,), 9.0))  # type: ignore[arg-type]
+    assert torch.equal(bias.bias.grad, torch.full((4,), 9.0))
 
 
 def test_one_activation_serves_two_widths() -> None:

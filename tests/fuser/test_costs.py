@@ -12,7 +12,7 @@ from tests.fuser.fusions import BY_NAME, fused_names, tensor
 def test_a_joint_fusion_where_nothing_wants_a_gradient_is_worth_its_forward_only() -> None:
     case = BY_NAME["bias_gelu"]
 
-    class Dear(case.inference[0]):  # type: ignore[misc, name-defined]
+    class Dear(case.inference[0]):
         def saves(self, env: sf.Env) -> Any:
             return sf.Savings(launches=1.5)
 

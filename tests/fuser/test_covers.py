@@ -430,7 +430,7 @@ def test_a_frozen_front_is_covered_for_inference_and_the_rest_for_training() -> 
     model[0].requires_grad_(False)
     x = tensor(7, 5, grad=False)
 
-    class Dear(case.inference[0]):  # type: ignore[misc, name-defined]
+    class Dear(case.inference[0]):
         def saves(self, env: sf.Env) -> Any:
             return sf.Savings(launches=1.1)
 

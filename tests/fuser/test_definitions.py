@@ -61,10 +61,10 @@ def a_slot_of_a_torch_module() -> None:
         def fwd(self, x: Tensor) -> Any: ...
 
 
-@bad("bias: Nowhere  # type: ignore  # noqa: F821", "'bias' does not resolve")
+@bad("bias: Nowhere  # noqa: F821", "'bias' does not resolve")
 def a_slot_of_an_unknown_type() -> None:
     class Fusion(sf.ForwardFusion):
-        bias: Nowhere  # type: ignore  # noqa: F821
+        bias: Nowhere  # noqa: F821
 
         def fwd(self, x: Tensor) -> Any: ...
 
@@ -111,7 +111,7 @@ def a_slot_that_could_never_match() -> None:
 @bad("requires: ops.Bias", "'requires' cannot be the name of a slot")
 def a_slot_with_a_name_that_is_taken() -> None:
     class Fusion(sf.ForwardFusion):
-        requires: ops.Bias  # type: ignore
+        requires: ops.Bias
 
         def fwd(self, x: Tensor) -> Any: ...
 
@@ -277,14 +277,14 @@ def a_forward_with_a_backward() -> None:
 def a_forward_that_is_no_function() -> None:
     class Fusion(sf.ForwardFusion):
         bias: ops.Bias
-        fwd = 3  # type: ignore
+        fwd = 3
 
 
 @bad('layout = "contiguous"', "inner_contig")
 def an_unknown_layout() -> None:
     class Fusion(sf.ForwardFusion):
         bias: ops.Bias
-        layout = "contiguous"  # type: ignore
+        layout = "contiguous"
 
         def fwd(self, x: Tensor) -> Any: ...
 
@@ -354,7 +354,7 @@ def an_operation_that_asks_for_what_is_not_there() -> None:
 @bad('reads = "outputs"', 'reads must be "input" or "output"')
 def a_pointwise_that_reads_what_is_not_there() -> None:
     class Operation(sf.Pointwise):
-        reads = "outputs"  # type: ignore
+        reads = "outputs"
 
         def reference(self, x: Tensor) -> Tensor: ...
 
@@ -373,22 +373,22 @@ def a_private_field() -> None:
         _x: Tensor
 
 
-@bad("x: Tensr  # type: ignore  # noqa: F821", "'x' does not resolve")
+@bad("x: Tensr  # noqa: F821", "'x' does not resolve")
 def a_field_of_an_unknown_type() -> None:
     class Record(sf.Saved):
-        x: Tensr  # type: ignore  # noqa: F821
+        x: Tensr  # noqa: F821
 
 
 @bad("fields: Tensor", "'fields'")
 def a_field_with_a_name_that_is_taken() -> None:
     class Record(sf.Saved):
-        fields: Tensor  # type: ignore
+        fields: Tensor
 
 
 @bad("kept: Tensor", "'kept'")
 def a_field_that_hides_a_method() -> None:
     class Record(sf.Saved):
-        kept: Tensor  # type: ignore
+        kept: Tensor
 
 
 @bad("parts: list[Tensor]", "'parts'")
@@ -455,7 +455,7 @@ def test_records_are_frozen() -> None:
     with pytest.raises(AttributeError):
         del record.x
     with pytest.raises(AttributeError, match="has no field 'y'"):
-        record.y  # noqa: B018
+        _ = record.y
     assert ops.GeLU.Saved.fields == ("x",)
 
 
@@ -519,7 +519,7 @@ def test_a_forward_that_saves_what_the_operation_cannot_read_is_named(
 def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:
     class Wrong(BiasGeLUForward):
         def fwd(self, x: Tensor) -> Any:
-            return x, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(z=x)}  # type: ignore[call-arg]
+            return x, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(z=x)}
 
     model = sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(Wrong,))
     with pytest.raises(sf.PluginError, match="Wrong") as caught:

@@ -589,7 +589,7 @@ def test_what_is_no_tensor_is_refused_by_name() -> None:
     mine, _ = layers()
     for wrong in (None, [1.0, 2.0], 3.0, "text", (tensor(7, 5), tensor(7, 5))):
         with pytest.raises((sf.InputError, TypeError, AttributeError), match=r"[Tt]ensor|Linear"):
-            mine(wrong)  # type: ignore[arg-type]
+            mine(wrong)
 
 
 def test_a_barrier_that_returns_no_tensor_is_named() -> None:

@@ -41,7 +41,7 @@ class Mutated(RuleBasedStateMachine):
         both = [self.made(name) for name in names]
         self.mine = sf.Sequential(*(a for a, _ in both), fusions=(*PAIR, ChainForward, ChainBackward))
         self.its = nn.Sequential(*(b for _, b in both))
-        self.mode, self.handles = True, []  # type: ignore[var-annotated]
+        self.mode, self.handles = True, []
         self.fired = [0, 0]
 
     def made(self, name: str) -> tuple[nn.Module, nn.Module]:
@@ -180,7 +180,7 @@ class Mutated(RuleBasedStateMachine):
 
 def test_every_public_mutation_is_seen_at_the_next_call() -> None:
     fewer = settings(stateful_step_count=20, max_examples=max(settings().max_examples // 2, 1))
-    run_state_machine_as_test(Mutated, settings=fewer)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(Mutated, settings=fewer)
 
 
 # Random lists with channels, in a language small enough to be interpreted twice.

@@ -184,7 +184,7 @@ def test_a_fused_backward_is_told_what_is_wanted() -> None:
 
 def test_reading_a_dropped_field_says_which_gradient_it_was_kept_for() -> None:
     class Careless(LinearBiasGeLUBackward):
-        def bwd(self, dy: Tensor, *, linear: Any, bias: Any, act: Any) -> Any:  # type: ignore[override]
+        def bwd(self, dy: Tensor, *, linear: Any, bias: Any, act: Any) -> Any:
             return dy @ linear.weight, {"linear.weight": dy.mT @ linear.x, "bias.bias": dy.sum(0)}
 
     model = randomized(sf.Sequential(ops.Linear(5, 4), ops.GeLU(), fusions=(Careless,)))

@@ -459,7 +459,7 @@ def test_functional_call_still_fuses() -> None:
     x = tensor(7, 5)
     ran: list[int] = []
 
-    class Seen(PAIR[0]):  # type: ignore[misc, valid-type]
+    class Seen(PAIR[0]):
         def fwd(self, x: Tensor) -> Any:
             ran.append(1)
             return super().fwd(x)

@@ -450,7 +450,7 @@ def test_plans_of_one_input_are_equal_and_hash_equal():
     with sf.fusing(False):
         assert model.plan(x) != a
     with pytest.raises(AttributeError):
-        a.env = b.env  # type: ignore[misc]
+        a.env = b.env
 
 
 def test_asking_for_a_plan_changes_nothing_for_the_next_call():

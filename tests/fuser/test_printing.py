@@ -350,7 +350,7 @@ def test_environments_say_what_they_are() -> None:
     assert sf.Env.of("cuda:sm_90") == sf.Env.of("cuda:sm_90")
     assert len({sf.Env.of("cuda:sm_90"), sf.Env.of("cuda:sm_90"), sf.Env.of("cuda:sm_80")}) == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
-        here.triton = True  # type: ignore[misc]
+        here.triton = True
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         now = sf.Env.like(tensor(7, 5))
     assert (now.autocast, now.grad, now.rows) == (torch.bfloat16, False, 8)

@@ -223,13 +223,13 @@ def test_records_are_frozen_and_keyword_only():
     record = Record(x=x, weight=None, parts=())
     assert record.eps == 0.5
     with pytest.raises(dataclasses.FrozenInstanceError):
-        record.x = x  # type: ignore[misc]
+        record.x = x
     with pytest.raises(TypeError, match="positional"):
-        Record(x, None, ())  # type: ignore[misc]
+        Record(x, None, ())
     with pytest.raises(TypeError, match="missing"):
-        Record(x=x, weight=None)  # type: ignore[call-arg]
+        Record(x=x, weight=None)
     with pytest.raises(TypeError, match="unexpected"):
-        Record(x=x, weight=None, parts=(), other=1)  # type: ignore[call-arg]
+        Record(x=x, weight=None, parts=(), other=1)
 
 
 def test_a_record_survives_packing_with_every_field():

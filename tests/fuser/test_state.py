@@ -196,7 +196,7 @@ def test_states_of_nested_lists_have_the_prefixes_of_torch() -> None:
     mine = sf.Sequential(sf.Sequential(sf.Sequential(ops.Linear(5, 4))), ops.Residual(ops.Residual(ops.Bias(4))))
     assert list(mine.state_dict()) == ["0.0.0.weight", "0.0.0.bias", "1.0.0.bias"]
     holder = nn.ModuleDict({"net": mine})
-    assert list(holder.state_dict())[0] == "net.0.0.0.weight"  # noqa: RUF015
+    assert next(iter(holder.state_dict())) == "net.0.0.0.weight"
 
 
 def test_loading_into_another_dtype_keeps_the_models() -> None:

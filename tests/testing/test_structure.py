@@ -12,7 +12,7 @@ def test_names_follow_mappings_and_positions():
     assert [name for name, _ in named_tensors(tree)] == ["out", "grads: weight", "extra[0]", "extra[1][0]"]
     assert [name for name, _ in named_tensors(t, "y")] == ["y"]
     with pytest.raises(TypeError, match=r"got int"):
-        list(named_tensors([3]))  # type: ignore[list-item]
+        list(named_tensors([3]))
 
 
 def test_untouched_allows_reading():

@@ -49,13 +49,13 @@ class Double:
 
 
 class Negate(Double):
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:  # type: ignore[override]
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
         self.calls += 1
         return (-args[0],)
 
 
 class Count(Double):
-    def __call__(self, module: nn.Module, d_input: object, d_output: object) -> None:  # type: ignore[override]
+    def __call__(self, module: nn.Module, d_input: object, d_output: object) -> None:
         self.calls += 1
 
 
