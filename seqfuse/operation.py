@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from .errors import definition_error
 from .saved import Layout, Saved, field
-from .signature import Signature
+from .signature import Signature, check_device_functions
 
 Grads = Mapping[str, Tensor | None]
 """Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
@@ -196,17 +196,21 @@ class Pointwise(UnfusedOperation, open=True):
     A subclass states `reference`. With `reads = "input"` the backward pass keeps `x`; with `reads = "output"` it keeps
     `y`, and `derivative_reference(y)` is dy/dx as a function of y. `fwd` and `bwd` follow from these and may be
     overridden with something faster. With device functions `value` and `derivative` it also fuses into kernels.
+
+    Raises:
+        PluginError: when the class is defined, for one of them alone, or one that is no `triton.jit` function or takes
+            other arguments.
     """
 
     reads: ClassVar[Literal["input", "output"]] = "input"
     value: ClassVar[Any] = None
-    """The same as `reference`, a `triton.jit` function `value(x, P)` of float32 that kernels are made with."""
+    """The same as `reference`, a `triton.jit` function of float32 that kernels are made with: `value(x)`."""
     derivative: ClassVar[Any] = None
-    """dy/dx, a `triton.jit` function `derivative(t, P)` of x or y as `reads` says; not multiplied by dy."""
+    """dy/dx, a `triton.jit` function of x or y as `reads` says; not multiplied by dy: `derivative(t)`."""
 
     @property
     def P(self) -> tuple[float, ...]:
-        """Configuration numbers that `value` and `derivative` are compiled with."""
+        """Configuration numbers to compile with; a class that states this has `value(x, P)` and `derivative(t, P)`."""
         return ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -218,6 +222,8 @@ class Pointwise(UnfusedOperation, open=True):
         stated = cls.bwd is not Pointwise.bwd or cls.derivative_reference is not Pointwise.derivative_reference
         if not cls.is_open and cls.reads == "output" and not stated:
             raise definition_error(cls, 'reads = "output" needs derivative_reference(y)', "reads")
+        if not cls.is_open:
+            check_device_functions(cls, takes_numbers=cls.P is not Pointwise.P)
 
     def derivative_reference(self, y: Tensor) -> Tensor:
         """dy/dx as a function of the output; stated where `reads = "output"`."""

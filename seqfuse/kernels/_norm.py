@@ -21,7 +21,7 @@ from ._columns import column_sums
 from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, apply
 
 MAX_COLUMNS = 65536
 """The widest row."""
@@ -88,7 +88,7 @@ def _finish(
     if beta is not None:
         out += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
     if VALUE is not None:
-        out = VALUE(out, ACT_P)
+        out = apply(VALUE, out, ACT_P)
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
 
@@ -166,8 +166,8 @@ def _gradients(
         if beta is not None:
             pre += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
         if OF_OUTPUT:
-            pre = VALUE(pre, ACT_P)
-        d = tl.where(mask, d * DERIVATIVE(pre, ACT_P), 0.0)
+            pre = apply(VALUE, pre, ACT_P)
+        d = tl.where(mask, d * apply(DERIVATIVE, pre, ACT_P), 0.0)
     g = d
     if weight is not None:
         g = d * gain

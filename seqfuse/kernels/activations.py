@@ -2,9 +2,9 @@
 # Device functions are Triton's language, which has no types.
 """Activations as device functions: a value and a derivative each, in the dtype they are given (float32 in kernels).
 
-`value(x, P)` takes the input; `derivative(t, P)` takes what `reads` says, `"input"` or `"output"`, and is a factor
-that dy is multiplied by. `P` is a tuple of configuration numbers fixed at compile time; a kernel that picks it out of a
-tuple of tuples passes `tl.constexpr(PS[i])`. NaN comes out where torch gives NaN.
+`value(x)` takes the input; `derivative(t)` takes what `reads` says, `"input"` or `"output"`, and is a factor that dy is
+multiplied by. With configuration numbers they are `value(x, P)` and `derivative(t, P)`, `P` a tuple of numbers fixed at
+compile time. NaN comes out where torch gives NaN.
 """
 
 from __future__ import annotations
@@ -24,6 +24,27 @@ class Activation(NamedTuple):
     P: tuple[float, ...] = ()
 
 
+def name_of(activation: Any) -> str:
+    """What tables and errors call it: the function's name, the class's where it is stated there, and the numbers."""
+    function = getattr(activation.value, "fn", activation.value)
+    name = getattr(function, "__qualname__", "function").removesuffix(".value").rpartition(".")[2]
+    return name + (str(list(activation.P)) if activation.P else "")
+
+
+@triton.constexpr_function
+def _arguments(function):
+    return len(function.arg_names)
+
+
+@triton.jit
+def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr):
+    """A device function of x, with `P` where it takes that; out of a tuple of tuples, `tl.constexpr(PS[i])`."""
+    if _arguments(FUNCTION) == 1:
+        return FUNCTION(x)
+    else:
+        return FUNCTION(x, P)
+
+
 @triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
@@ -38,56 +59,56 @@ def _sigmoid_and_slope(z):
 
 
 @triton.jit
-def identity(x, P: tl.constexpr):
+def identity(x):
     """Identity: y = x."""
     return x
 
 
 @triton.jit
-def identity_derivative(x, P: tl.constexpr):
+def identity_derivative(x):
     """dy/dx = 1."""
     return tl.zeros_like(x) + 1.0
 
 
 @triton.jit
-def relu(x, P: tl.constexpr):
+def relu(x):
     """ReLU: y = max(x, 0); NaN stays NaN."""
     return tl.where(x <= 0.0, 0.0, x)
 
 
 @triton.jit
-def relu_derivative(y, P: tl.constexpr):
+def relu_derivative(y):
     """dy/dx = 0 where y <= 0, else 1."""
     return tl.where(y <= 0.0, 0.0, 1.0).to(y.dtype)
 
 
 @triton.jit
-def squared_relu(x, P: tl.constexpr):
+def squared_relu(x):
     """Squared ReLU: y = max(x, 0)^2."""
     r = tl.where(x <= 0.0, 0.0, x)
     return r * r
 
 
 @triton.jit
-def squared_relu_derivative(x, P: tl.constexpr):
+def squared_relu_derivative(x):
     """dy/dx = 2 max(x, 0)."""
     return 2.0 * tl.where(x <= 0.0, 0.0, x)
 
 
 @triton.jit
-def sigmoid(x, P: tl.constexpr):
+def sigmoid(x):
     """Sigmoid: y = 1 / (1 + exp(-x))."""
     return _sigmoid(x)
 
 
 @triton.jit
-def sigmoid_derivative(y, P: tl.constexpr):
+def sigmoid_derivative(y):
     """dy/dx = y (1 - y)."""
     return y * (1.0 - y)
 
 
 @triton.jit
-def tanh(x, P: tl.constexpr):
+def tanh(x):
     """Hyperbolic tangent: y = tanh(x).
 
     Below 0.625, where 1 - exp(-2 x) would cancel, the rational function of Cephes (tanh.c).
@@ -103,58 +124,58 @@ def tanh(x, P: tl.constexpr):
 
 
 @triton.jit
-def tanh_derivative(y, P: tl.constexpr):
+def tanh_derivative(y):
     """dy/dx = 1 - y^2."""
     return (1.0 - y) * (1.0 + y)
 
 
 @triton.jit
-def silu(x, P: tl.constexpr):
+def silu(x):
     """SiLU: y = x sigmoid(x)."""
     return x * _sigmoid(x)
 
 
 @triton.jit
-def silu_derivative(x, P: tl.constexpr):
+def silu_derivative(x):
     """dy/dx = s + x s (1 - s), s = sigmoid(x)."""
     s, slope = _sigmoid_and_slope(x)
     return s + x * slope
 
 
 @triton.jit
-def quickgelu(x, P: tl.constexpr):
+def quickgelu(x):
     """QuickGeLU: y = x sigmoid(1.702 x)."""
     return x * _sigmoid(1.702 * x)
 
 
 @triton.jit
-def quickgelu_derivative(x, P: tl.constexpr):
+def quickgelu_derivative(x):
     """dy/dx = s + 1.702 x s (1 - s), s = sigmoid(1.702 x)."""
     s, slope = _sigmoid_and_slope(1.702 * x)
     return s + x * slope * 1.702
 
 
 @triton.jit
-def gelu(x, P: tl.constexpr):
+def gelu(x):
     """GeLU: y = x Phi(x), Phi(x) = (1 + erf(x / sqrt(2))) / 2."""
     return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
 
 
 @triton.jit
-def gelu_derivative(x, P: tl.constexpr):
+def gelu_derivative(x):
     """dy/dx = Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi)."""
     phi = 0.3989422804014327 * tl.exp(-0.5 * x * x)
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * phi
 
 
 @triton.jit
-def gelu_tanh(x, P: tl.constexpr):
+def gelu_tanh(x):
     """GeLU by tanh: y = x (1 + tanh(u)) / 2 = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     return x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
-def gelu_tanh_derivative(x, P: tl.constexpr):
+def gelu_tanh_derivative(x):
     """dy/dx = s + x s (1 - s) 2 u', s = sigmoid(2 u), u' = sqrt(2 / pi) (1 + 3 0.044715 x^2)."""
     s, slope = _sigmoid_and_slope(1.5957691216057308 * (x + 0.044715 * x * x * x))
     return s + x * slope * (1.5957691216057308 * (1.0 + 0.134145 * x * x))

@@ -37,7 +37,7 @@ from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import Type, Variant
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, apply, name_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -240,9 +240,9 @@ def _gemm_kernel(
                 if GATED:
                     _store_tile(pre + N, p2_desc, ldp, rows, cols, inside, m0, col, z2)
             if FORM == "plain" and VALUE is not None:
-                z = VALUE(z, P)
+                z = apply(VALUE, z, P)
             if GATED:
-                z = VALUE(z, P) * z2
+                z = apply(VALUE, z, P) * z2
             if seed is not None:
                 z = dropped(z, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
             z2 = None
@@ -251,22 +251,22 @@ def _gemm_kernel(
                 if T_IS_OUTPUT or (emitted is None and not READS_OUTPUT):
                     v = u
                 else:
-                    v = VALUE(u, P)
+                    v = apply(VALUE, u, P)
                 if emitted is not None:
                     h = dropped(v, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED) if seed is not None else v
                     _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
-                z = z * DERIVATIVE(v if READS_OUTPUT else u, P)
+                z = z * apply(DERIVATIVE, v if READS_OUTPUT else u, P)
             if DGATED:
                 gate = _load_tile(t, t_desc, ldt, rows, cols, inside, m0, col, ACC)
                 up = _load_tile(t + N, t2_desc, ldt, rows, cols, inside, m0, col, ACC)
-                v = VALUE(gate, P)
+                v = apply(VALUE, gate, P)
                 if emitted is not None:
                     h = v * up
                     if seed is not None:
                         h = dropped(h, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
                     _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
                 z2 = z * v
-                z = z * up * DERIVATIVE(v if READS_OUTPUT else gate, P)
+                z = z * up * apply(DERIVATIVE, v if READS_OUTPUT else gate, P)
             if residual is not None:
                 z += _load_tile(residual, r_desc, ldr, rows, cols, inside, m0, col, ACC)
             if ACCUMULATE:
@@ -666,7 +666,7 @@ def linear_dgrad(
     if emit and act is None:
         raise ValueError("emit: there is no activation to compute again")
     if act is not None and t_is_output and act.reads != "output":
-        raise ValueError(f"{_name_of(act)}: the derivative reads the input, so t cannot be the output")
+        raise ValueError(f"{name_of(act)}: the derivative reads the input, so t cannot be the output")
     return _backward(
         "plain" if act is None else "dact", dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit,
         dtype, sums_dtype, tf32, tile,
@@ -798,10 +798,6 @@ def linear_wgrad(
             a, b, out, (M, N, K), not a.transposed, b.transposed, accumulate=main_grad is not None, tf32=tf32, tile=tile
         )
     return out
-
-
-def _name_of(act: Any) -> str:
-    return getattr(act.value, "__name__", "the activation")
 
 
 class _Kind(NamedTuple):

@@ -26,7 +26,7 @@ from ._columns import column_sums
 from ._launch import Constexprs, as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, apply, name_of
 
 _ACT = tl.constexpr(0)
 _DACT = tl.constexpr(1)
@@ -62,7 +62,7 @@ def _stored(pointer, tiles, rows, cols, width, mask):
 def _act(tiles, VALUE: tl.constexpr, P: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles)):
-        results = results + (VALUE(tiles[j], P),)
+        results = results + (apply(VALUE, tiles[j], P),)
     return results
 
 
@@ -70,7 +70,7 @@ def _act(tiles, VALUE: tl.constexpr, P: tl.constexpr):
 def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles)):
-        results = results + (tiles[j] * DERIVATIVE(saved[j], P),)
+        results = results + (tiles[j] * apply(DERIVATIVE, saved[j], P),)
     return results
 
 
@@ -78,7 +78,7 @@ def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr):
 def _gated(tiles, VALUE: tl.constexpr, P: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles) // 2):
-        results = results + (VALUE(tiles[j], P) * tiles[j + len(tiles) // 2],)
+        results = results + (apply(VALUE, tiles[j], P) * tiles[j + len(tiles) // 2],)
     return results
 
 
@@ -87,11 +87,11 @@ def _dgated(tiles, saved, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr, OF_OUTP
     gates, ups = (), ()
     for j in tl.static_range(len(tiles)):
         gate, up = saved[j], saved[j + len(tiles)]
-        activated = VALUE(gate, P)
+        activated = apply(VALUE, gate, P)
         if OF_OUTPUT:
-            factor = DERIVATIVE(activated, P)
+            factor = apply(DERIVATIVE, activated, P)
         else:
-            factor = DERIVATIVE(gate, P)
+            factor = apply(DERIVATIVE, gate, P)
         gates = gates + (tiles[j] * up * factor,)
         ups = ups + (tiles[j] * activated,)
     return gates + ups
@@ -309,10 +309,6 @@ _ACTIVATIONS: dict[str, Any] = dict(ACTIVATIONS)
 """Every activation a step was made from, by the text it has in a chain: an operator takes its chain as text."""
 
 
-def _name_of(activation: Any) -> str:
-    return getattr(activation.value, "__name__", "function") + (str(list(activation.P)) if activation.P else "")
-
-
 def _text_of(activation: Any) -> str:
     for name, known in ACTIVATIONS.items():
         if activation is known:
@@ -331,7 +327,7 @@ def _text_of(activation: Any) -> str:
 def _unary(kind: Any, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> Step:
     text = f"{prefix}:{_text_of(activation)}"
     label = "" if prefix == "act" else prefix + "_"
-    return Step(kind.value, label + _name_of(activation), functions, tuple(activation.P), text=text, **rest)
+    return Step(kind.value, label + name_of(activation), functions, tuple(activation.P), text=text, **rest)
 
 
 def act(activation: Any) -> Step:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..env import Env
 from ..fusion import FusedOperation
 from .cases import Specimen, seeded
+from .interpreter import as_on_a_gpu
 from .judge import saying
 from .operations import DTYPES
 from .patterns import described, example_lists
@@ -58,9 +59,9 @@ def check_fusion(
     * a pass that fails leaves the unfused result: the same bits, or by the rule after `unfused(saved)`. Without that
       method the backward of a joint fusion raises `KernelError`.
 
-    The fusion is used wherever it is not refused, whatever its cost. In float32 an alarm of the numeric parts is drawn
-    twice more and counts if the same tensor alarms again, since correct kernels alarm in about 1 case of 150; what
-    fails in 16 bits or in structure counts at once.
+    The fusion is used wherever it is not refused, whatever its cost, and interpreted kernels round as a GPU does. In
+    float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since correct
+    kernels alarm in about 1 case of 150; what fails in 16 bits or in structure counts at once.
 
     Args:
         fusion: the class.
@@ -70,8 +71,8 @@ def check_fusion(
             types with each operation of this library.
         seed: of everything that is drawn.
         dtypes: working dtypes, none of which may be refused; float32 and bfloat16 where it is not, if left out.
-        env: an environment in which the fusion must be planned. Where it is refused on this machine nothing else is
-            checked then, and the result says so.
+        env: an environment in which the fusion must be planned, for operations in its dtype. Where it is refused on
+            this machine nothing else is checked then, and the result says so.
         channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
 
     Raises:
@@ -79,7 +80,7 @@ def check_fusion(
             reason for which it was refused.
         PluginError: where the engine found that the class breaks its contract.
     """
-    with seeded(seed, x.device):
+    with seeded(seed, x.device), as_on_a_gpu():
         return _check(fusion, x, ops, seed, dtypes, env, channels)
 
 
@@ -100,11 +101,13 @@ def _check(
     count = 0
     for i, (operations, x) in enumerate(lists):
         where = f"{name} on {described(operations)}"
+        if env is not None:
+            with saying(where):
+                planned = Probe(fusion, Specimen(operations, x, channels, seed), env.dtype)
+                planned.find(planned.bench().plan(env=env))
         for dtype in dtypes or DTYPES:
             with saying(where):
                 probe = Probe(fusion, Specimen(operations, x, channels, seed), dtype)
-                if env is not None:
-                    probe.find(probe.bench().plan(env=env))
                 refused = probe.place()
             if refused is None:
                 made, left_out = probe.check(where, whole=i == 0)

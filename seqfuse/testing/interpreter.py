@@ -13,10 +13,12 @@ is replaced; an unknown one is refused.
 # The parts replaced have no types.
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
 import types
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +45,9 @@ _FLOAT8 = {
 }
 
 
+_blocks: list[Any] = []
+
+
 @contextmanager
 def corrected() -> Generator[None]:
     """A block in which interpreted kernels compute, and round to, bfloat16 and float8 as a GPU does.
@@ -54,6 +59,7 @@ def corrected() -> Generator[None]:
 
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
+    _blocks.append(replaced)
     for owner, name, value in _replacements(interpreter):
         replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
@@ -62,6 +68,22 @@ def corrected() -> Generator[None]:
     finally:
         for owner, name, value in reversed(replaced):
             setattr(owner, name, value)
+        _blocks.remove(replaced)
+
+
+@contextmanager
+def as_on_a_gpu() -> Generator[None]:
+    """A block that is `corrected()` where kernels are interpreted in this process, unless such a block is open.
+
+    What numpy reports and a GPU does not, such as an overflow, is not reported.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    import numpy
+
+    with numpy.errstate(all="ignore"), nullcontext() if _blocks else corrected():
+        yield
 
 
 def _probe(interpreter: Any) -> None:

@@ -1,7 +1,8 @@
 """What README.md and docs/ show and nobody types: printed output, and figures of committed benchmarks.
 
 A `text` block right behind a `python` block is what that block prints. Figures stand between two comments, the first of
-which names the file they are drawn from. To rewrite both, run  .venv/bin/python tests/examples/printed.py
+which names the file they are drawn from; so does the table of faults. A `python` block behind a comment that names a
+file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
 """
 
 from __future__ import annotations
@@ -17,17 +18,29 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.examples.counted import source_of
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "\x00"
 FIGURES = re.compile(r"(?<=<!-- figures: benchmarks/results/host.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
+INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def run(page: Path) -> list[str]:
+def included(markdown: str) -> str:
+    """The page with the definitions that it takes from files as they are there."""
+
+    def block(found: re.Match[str]) -> str:
+        return f"{found[1]}{source_of(ROOT / found[2], *found[3].split(', '))}{found[4]}"
+
+    return INCLUDED.sub(block, markdown)
+
+
+def run(page: Path, markdown: str) -> list[str]:
     """What each python block of a page prints; the blocks are one module, whose lines are those of the page."""
-    markdown = page.read_text()
     code = [""] * (markdown.count("\n") + 1)
     for block in BLOCK.finditer(markdown):
         if block[1] == "python":
@@ -85,7 +98,8 @@ def figures() -> str | None:
 
 def regenerated(page: Path) -> str:
     """The page with everything generated as it is now."""
-    outputs, markdown = iter(run(page)), page.read_text()
+    markdown = included(page.read_text())
+    outputs = iter(run(page, markdown))
     parts: list[str] = []
     printed: str | None = None
     end = kept = 0
@@ -97,6 +111,10 @@ def regenerated(page: Path) -> str:
         end = block.end()
     drawn = figures()
     markdown = "".join([*parts, markdown[kept:]])
+    if FAULTS.search(markdown):
+        from tests.examples import faults
+
+        markdown = FAULTS.sub(lambda _: faults.table(), markdown)
     return markdown if drawn is None else FIGURES.sub(lambda _: drawn, markdown)
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples import printed
+from tests.examples import faults, printed
 
 
 @pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
 def test_shown_output_is_what_is_printed(page: Path) -> None:
-    assert printed.regenerated(page) == page.read_text(), "run: .venv/bin/python tests/examples/printed.py"
+    assert printed.regenerated(page) == page.read_text(), "run: .venv/bin/python -m tests.examples.printed"
 
 
 def test_only_a_text_block_right_behind_a_python_block_is_output(tmp_path: Path) -> None:
@@ -49,3 +49,29 @@ def test_figures_are_drawn_between_their_marks(tmp_path: Path, monkeypatch: pyte
     assert "| 6 | 1.02 | 0.90 | 1.00 |" in shown
     assert "| 1,000 | 20.5 ms | 31 µs |" in shown
     assert "none yet" not in shown
+
+
+def test_definitions_are_taken_from_the_file_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(printed, "ROOT", tmp_path)
+    (tmp_path / "code.py").write_text(
+        "import abc\n\n@staticmethod\ndef one():\n    return 1\n\ndef two():\n    return 2\n"
+    )
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- from code.py: two, one -->\n```python\nstale = 1\n```\n\n```python\nprint(one() + two())\n```\n"
+    )
+    shown = "def two():\n    return 2\n\n\n@staticmethod\ndef one():\n    return 1\n"
+    assert f"-->\n```python\n{shown}```\n" in printed.regenerated(page)
+    page.write_text("<!-- from code.py: three -->\n```python\n```\n")
+    with pytest.raises(KeyError, match="three"):
+        printed.regenerated(page)
+
+
+def test_faults_are_made_and_their_answers_shown(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- faults: tests/examples/faults.py -->\nstale\n<!-- end of faults -->\n")
+    shown = printed.regenerated(page)
+    assert "stale" not in shown
+    assert shown.count("\n| ") == 2 + sum(1 + len(group) for group in faults.FAULTS.values())
+    with pytest.raises(AssertionError, match="nothing was said"):
+        faults.said(lambda: None)

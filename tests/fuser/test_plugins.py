@@ -220,6 +220,56 @@ def test_a_distribution_without_metadata_does_not_break_the_list(install: Instal
     assert len(sf.plugins.load("bare")) == 2
 
 
+FAILING = """
+    import torch
+    import seqfuse as sf
+    from seqfuse import ops
+
+    class Forward(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.Sigmoid
+
+        def fwd(self, x):
+            torch.sigmoid(x + self.bias.bias)
+            raise {error}
+
+    class Backward(sf.BackwardFusion):
+        bias: ops.Bias
+        act: ops.Sigmoid
+
+        def bwd(self, dy, *, bias, act):
+            dx = dy * act.y * (1 - act.y)
+            raise {error}
+
+    fusions = (Forward, Backward)
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError('no such kernel')", "torch.OutOfMemoryError()", "KeyError('x')"])
+def test_a_plug_in_that_raises_at_run_time_leaves_the_model_as_the_operations_do(install: Install, error: str):
+    install("failing-fusions", FAILING.format(error=error), failing="failing_fusions:fusions")
+    fusions = sf.plugins.load("failing")
+    model = sf.Sequential(ops.Linear(5, 7), ops.Sigmoid(), ops.Dropout(0.25), ops.Linear(7, 3), fusions=fusions)
+    randomize(model.double())
+    x, before = draw(6, 5), {name: t.clone() for name, t in model.state_dict().items()}
+    torch.manual_seed(3)
+    with sf.fusing(False):
+        want = [passes(model, x) for _ in range(2)]
+    random = torch.get_rng_state()
+    torch.manual_seed(3)
+    with pytest.warns(sf.FallbackWarning) as caught:
+        found = [passes(model, x) for _ in range(2)]
+    assert {name: model.plan(x.requires_grad_()).count(name) for name in ("Forward", "Backward")} == {
+        "Forward": 1,
+        "Backward": 1,
+    }
+    assert sorted(str(w.message).split()[0] for w in caught) == ["Backward", "Forward"]
+    for got, expected in zip(found, want, strict=True):
+        assert_same(got, expected, tolerance=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
 # Plug-ins as code: new operations and fusions ------------------------------------------------------------------------
 
 

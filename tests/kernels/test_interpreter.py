@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import warnings
+
 import pytest
 import torch
 import triton
@@ -9,7 +14,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from seqfuse.kernels._launch import launch
-from seqfuse.testing.interpreter import corrected
+from seqfuse.testing.interpreter import as_on_a_gpu, corrected
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
 
@@ -27,6 +32,13 @@ def _arithmetic_kernel(x, y, z, s, N: tl.constexpr):
     tl.store(z + i, tl.where((a < b) & (a > -1.0), tl.abs(a) * b - a, tl.maximum(a, b)))
     tl.store(s, tl.sum(a, 0))
     tl.store(s + 1, tl.max(a, 0))
+
+
+@triton.jit
+def _square_kernel(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a = tl.load(x + i)
+    tl.store(y + i, a * a)
 
 
 @triton.jit
@@ -69,3 +81,24 @@ def test_an_unknown_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", lambda self, x: x)
     with pytest.raises(RuntimeError, match=r"another interpreter .*create_fma"), corrected():
         pass
+
+
+def test_the_test_kit_corrects_it_once() -> None:
+    # A fixture has it corrected here; the blocks of this test are seen from outside of it, too.
+    before = interpreter.InterpreterBuilder.cast_impl
+    with as_on_a_gpu(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert interpreter.InterpreterBuilder.cast_impl is before
+        x, y = torch.full((4,), 3e38), torch.empty(4)
+        launch(_square_kernel, 1, (x, y), {"N": 4})
+        assert y.isinf().all()
+    code = (
+        "from seqfuse.testing.interpreter import as_on_a_gpu; from triton.runtime import interpreter as i;"
+        "cast = lambda: i.InterpreterBuilder.cast_impl;"
+        "own = cast(); block = as_on_a_gpu(); block.__enter__();"
+        "print(cast() is own); block.__exit__(None, None, None); print(cast() is own)"
+    )
+    for interprets, printed in (("1", "False\nTrue\n"), ("0", "True\nTrue\n")):
+        environment = {**os.environ, "TRITON_INTERPRET": interprets}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == printed

@@ -328,13 +328,13 @@ MUTANTS = {
         "normal",
     ),
     "activation's derivative": (
-        "d = tl.where(mask, d * DERIVATIVE(pre, ACT_P), 0.0)",
+        "d = tl.where(mask, d * apply(DERIVATIVE, pre, ACT_P), 0.0)",
         "d = tl.where(mask, d * 1.0, 0.0)",
         "layernorm_gelu",
         "normal",
     ),
     "activation's output": (
-        "        if OF_OUTPUT:\n            pre = VALUE(pre, ACT_P)\n",
+        "        if OF_OUTPUT:\n            pre = apply(VALUE, pre, ACT_P)\n",
         "",
         "rmsnorm_tanh",
         "normal",

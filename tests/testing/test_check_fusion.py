@@ -155,6 +155,16 @@ def test_a_fusion_for_another_machine_has_to_be_planned_there():
         check_fusion(OnGpu, X, ops.Bias(6), ops.ReLU(), env=sf.Env.of("cpu"))
 
 
+def test_operations_have_the_dtype_of_the_environment_that_is_asked_for():
+    class OneDtype(BiasAct):
+        def requires(self, env):
+            yield self.bias.bias.dtype == env.dtype, "one dtype"
+
+    checked = check_fusion(OneDtype, X, ops.Bias(6), ops.ReLU(), env=sf.Env.of("cpu", dtype=torch.bfloat16))
+    assert checked.cases
+    assert not checked.skipped
+
+
 # The lists that are made where no operations are given.
 
 

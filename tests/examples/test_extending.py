@@ -1,0 +1,133 @@
+"""The examples of extending the library: what they print, how few lines they take, and the plug-in as a package."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.counted import lines_of
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FUSION = ROOT / "examples" / "04_write_a_fusion.py"
+PLUGIN = ROOT / "examples" / "05_plugin"
+
+
+def run(*command: str, folder: Path, **environment: str) -> list[str]:
+    """The lines that `python <command>` prints in a folder; it ends well and warns of nothing."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=inherited | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_activation_and_a_fusion_are_as_short_as_they_are_said_to_be() -> None:
+    assert lines_of(FUSION, "HardSwish") <= 15
+    assert lines_of(FUSION, "ScaleTanhScale", "chains") <= 30
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_without_a_device_the_fusion_is_planned_for_one_and_refused_here(tmp_path: Path) -> None:
+    lines = run(str(FUSION), folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert "ScaleTanhScale: 0 cases on no list" in lines
+    assert "On cpu bfloat16 ~16 rows: 0 ScaleTanhScale" in lines
+    assert lines[-1] == "refused: needs a Triton device"
+    assert_planned(lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_interpreted_it_is_checked_in_one_call_and_used(tmp_path: Path) -> None:
+    lines = run(str(FUSION), folder=tmp_path, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
+    text = "\n".join(lines)
+    for name, of in (
+        ("BiasActivation", "Bias, HardSwish"),
+        ("BiasActivationBackward", "Bias, HardSwish"),
+        ("ScaleTanhScale", "Scale, Tanh, Scale"),
+    ):
+        assert re.search(rf"^{name}: [1-9]\d+ cases on \[{of}\]$", text, re.MULTILINE), text
+    assert "skipped" not in text
+    assert lines[-1] == "On cpu bfloat16 ~16 rows: 1 ScaleTanhScale"
+    assert_planned(lines)
+    page = (ROOT / "docs" / "write_a_fusion.md").read_text()
+    shown = page.partition("<!-- what it prints -->\n```text\n")[2].partition("```")[0]
+    assert shown == text + "\n", "put what it prints into docs/write_a_fusion.md"
+
+
+def assert_planned(lines: list[str]) -> None:
+    """The plan for a machine that is not here holds the new operation in the library's fusions, and the new fusion."""
+    begins = [name for line in lines for name in re.findall(r"\[ (\w+)", line) if re.match(r" +\d+  ", line)]
+    counts = {"LinearBiasActivation": 1, "ActivationLinearBackward": 1, "ScaleTanhScale": 2}
+    assert {name: begins.count(name) for name in counts} == counts
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plug-in installed: its wheel, unpacked, is what an installer would put there."""
+    wheels, site = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("site")
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels), folder=PLUGIN)
+    (wheel,) = wheels.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+def installed(site: Path) -> str:
+    return os.pathsep.join((str(site), str(ROOT)))
+
+
+def test_the_plug_in_is_as_short_as_it_is_said_to_be() -> None:
+    source = PLUGIN / "src" / "seqfuse_mish"
+    mish = lines_of(source / "kernels.py", "mish", "mish_derivative") + lines_of(source / "operation.py", "Mish")
+    add = lines_of(source / "kernels.py", "add_mish_kernel", "add_mish") + lines_of(source / "add.py", "AddMish")
+    readme = (PLUGIN / "README.md").read_text()
+    assert mish <= 15
+    assert add <= 30
+    assert f"`Mish` is {mish} lines" in readme
+    assert f"a kernel of its own, in {add} lines" in readme
+    page = " ".join((ROOT / "docs" / "write_a_fusion.md").read_text().split())
+    assert f"an activation in {mish} lines, a fusion with a kernel of its own in {add}," in page
+
+
+def test_the_plug_in_is_a_typed_package(site: Path) -> None:
+    names = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
+    assert "seqfuse_mish/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"seqfuse_mish", "seqfuse_mish-0.1.0.dist-info"}
+
+
+def test_the_plug_in_is_listed_without_being_imported_and_loaded_by_name(site: Path, tmp_path: Path) -> None:
+    code = """
+        import sys
+        import seqfuse as sf
+        print(*sf.plugins.available(), any(name.startswith("seqfuse_mish") for name in sys.modules))
+        print(*(fusion.__name__ for fusion in sf.plugins.load("mish")))
+        print(any(fusion.__name__ == "AddMish" for fusion in sf.Sequential.default_fusions))
+    """
+    lines = run("-c", textwrap.dedent(code), folder=tmp_path, PYTHONPATH=installed(site))
+    assert lines == ["mish (seqfuse-mish 0.1.0, seqfuse_mish:fusions) False", "AddMish", "False"]
+
+
+def test_the_plug_in_passes_its_own_tests(site: Path) -> None:
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+    lines = run("-m", "pytest", *options, folder=PLUGIN, PYTHONPATH=installed(site), PYTHONDONTWRITEBYTECODE="1")
+    assert re.search(r"[1-9]\d* passed", lines[-1]), lines
+    assert not re.search("failed|error|skipped", lines[-1]), lines
+
+
+def test_the_plug_in_s_readme_shows_what_is_printed(site: Path, tmp_path: Path) -> None:
+    code = f"""
+        from pathlib import Path
+        from tests.examples import printed
+        page = Path({str(PLUGIN / "README.md")!r})
+        new = printed.regenerated(page)
+        assert new == page.read_text(), new
+    """
+    run("-c", textwrap.dedent(code), folder=tmp_path, PYTHONPATH=installed(site))

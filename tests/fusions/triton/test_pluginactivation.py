@@ -1,0 +1,197 @@
+"""A new activation fuses everywhere: its device functions are compiled into every kernel, and no kernel is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.kernels import activations
+from seqfuse.kernels.gemm import linear_dgrad
+from seqfuse.testing import check_fusion, check_op, seeded_randn
+from seqfuse.testing.compiled import compile_variants
+from tests.examples.counted import lines_of
+from tests.fusions.triton import ofauser
+from tests.fusions.triton.fourways import four_ways
+from tests.fusions.triton.ofauser import Leaky, Mish
+
+ROOT = Path(__file__).resolve().parents[3]
+ACTS = pytest.mark.parametrize("act", [Mish(), Leaky()], ids=lambda act: type(act).__name__)
+
+
+def bias(width: int, device: torch.device) -> ops.Bias:
+    made = ops.Bias(width)
+    torch.nn.init.normal_(made.bias)
+    return made.to(device)
+
+
+@pytest.mark.parametrize("names", [("Mish",), ("leaky", "leaky_derivative", "Leaky")], ids=lambda names: names[-1])
+def test_an_activation_is_a_few_lines(names: tuple[str, ...]) -> None:
+    # One with a number to configure it and a derivative of its output takes more.
+    assert lines_of(Path(ofauser.__file__), *names) <= (15 if len(names) == 1 else 22)
+
+
+@ACTS
+def test_is_what_its_reference_says(act: sf.Pointwise, device: torch.device) -> None:
+    check_op(act, seeded_randn((3, 8), 0).to(device))
+
+
+LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]] = {
+    fusions.LinearBiasActivation: lambda act, on: [ops.Linear(6, 5).to(on), act],
+    fusions.LinearBiasActivationInference: lambda act, on: [ops.Linear(6, 5).to(on), act],
+    fusions.BiasActivation: lambda act, on: [bias(6, on), act],
+    fusions.BiasActivationInference: lambda act, on: [bias(6, on), act],
+    fusions.BiasActivationBackward: lambda act, on: [bias(6, on), act],
+    fusions.NormActivation: lambda act, on: [ops.LayerNorm(6).to(on), act],
+    fusions.NormActivationJoint: lambda act, on: [ops.RMSNorm(6).to(on), act],
+    fusions.ActivationLinearBackward: lambda act, on: [bias(6, on), act, ops.Linear(6, 5, bias=False).to(on)],
+    fusions.LinearGated: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
+    fusions.LinearGatedInference: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
+    fusions.BiasGated: lambda act, on: [bias(6, on), sf.Gated(act)],
+    fusions.BiasGatedBackward: lambda act, on: [bias(6, on), sf.Gated(act)],
+    fusions.GatedLinearBackward: lambda act, on: [bias(6, on), sf.Gated(act), ops.Linear(3, 5, bias=False).to(on)],
+}
+
+
+# One of each kernel with numbers and a derivative of the output.
+OF_LEAKY = (
+    fusions.LinearBiasActivation, fusions.BiasActivationBackward, fusions.NormActivationJoint,
+    fusions.ActivationLinearBackward, fusions.GatedLinearBackward,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fusion", "act"),
+    [*((fusion, Mish()) for fusion in LISTS), *((fusion, Leaky()) for fusion in OF_LEAKY)],
+    ids=lambda thing: getattr(thing, "__name__", None) or type(thing).__name__,
+)
+def test_takes_its_place_in_every_fusion(
+    fusion: type[sf.FusedOperation], act: sf.Pointwise, device: torch.device
+) -> None:
+    x = seeded_randn((5, 6), 0).to(device)
+    check_fusion(fusion, x, *LISTS[fusion](act, device), dtypes=[torch.float32])
+
+
+@ACTS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_meets_itself_in_the_records(act: sf.Pointwise, dtype: torch.dtype, device: torch.device) -> None:
+    chosen = (fusions.LinearBiasActivation, fusions.ActivationLinearBackward)
+    model = sf.Sequential(ops.Linear(12, 36), act, ops.Linear(36, 9), fusions=chosen).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *chosen)
+    chosen = (fusions.LinearGated, fusions.GatedLinearBackward)
+    model = sf.Sequential(ops.Linear(12, 36), sf.Gated(act), ops.Linear(18, 9), fusions=chosen).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *chosen)
+
+
+@ACTS
+def test_the_plan_for_hopper_holds_it_in_products_and_norms(act: sf.Pointwise) -> None:
+    rules = (*fusions.triton, *fusions.default)
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    model = sf.Sequential(
+        ops.LayerNorm(1024), act, ops.Linear(1024, 4096), act, ops.Linear(4096, 4096), sf.Gated(act),
+        ops.Linear(2048, 1024), fusions=rules,
+    ).bfloat16()  # fmt: skip
+    plan = model.plan(env=env)
+    placed = {name: plan.count(name) for name in (
+        "NormActivationJoint", "LinearBiasActivation", "ActivationLinearBackward", "LinearGated", "GatedLinearBackward",
+    )}  # fmt: skip
+    assert placed == dict.fromkeys(placed, 1), plan
+    light = sf.Sequential(ops.Bias(1024), act, ops.Bias(1024), sf.Gated(act), fusions=rules).bfloat16().plan(env=env)
+    names = ("BiasActivation", "BiasActivationBackward", "BiasGated", "BiasGatedBackward")
+    assert [light.count(name) for name in names] == [1, 1, 1, 1], light
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_every_kernel_compiles_with_it(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
+    compiled = list(compile_variants([ofauser.__name__], [target], jobs=1))
+    assert len(compiled) == 2 * (5 + 4 + 2)
+    for one in compiled:
+        assert one.error is None, one
+        assert one.spills == one.int32_multiplications == 0, one
+        assert not one.over_shared, one
+        assert not one.dot_without_wgmma, one
+
+
+MUTANTS = {
+    "the other branch": (
+        fusions.BiasActivationInference,
+        "return tl.where(x > 0.0, x, P[0] * x)",
+        "return tl.where(x < 0.0, x, P[0] * x)",
+    ),
+    "another number": (
+        fusions.BiasActivationBackward,
+        "return tl.where(y > 0.0, 1.0, P[0])",
+        "return tl.where(y > 0.0, 1.0, 2.0 * P[0])",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_wrong_functions_are_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]) -> None:
+    fusion, old, new = MUTANTS[name]
+    act = mutant(ofauser, old, new).Leaky()
+    x = seeded_randn((5, 6), 0).to(device)
+    with pytest.raises(AssertionError):
+        check_fusion(fusion, x, bias(6, device), act, dtypes=[torch.float32])
+
+
+def test_is_called_by_the_name_of_its_class() -> None:
+    assert activations.name_of(Mish()) == "Mish"
+    assert activations.name_of(Leaky(0.5)) == "leaky[0.5]"
+    weight = torch.ones(2, 2)
+    with pytest.raises(ValueError, match="Mish: the derivative reads the input"):
+        linear_dgrad(weight, weight, act=Mish(), t=weight, t_is_output=True)
+
+
+@triton.jit
+def _two(x, P: tl.constexpr):
+    return x
+
+
+@triton.jit
+def _three(x, P: tl.constexpr, q):
+    return x
+
+
+@triton.jit
+def _none():
+    return 0.0
+
+
+def define(**attributes: object) -> type:
+    return type("Odd", (sf.Pointwise,), {"reference": lambda self, x: x, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("attributes", "says"),
+    [
+        ({"value": _two}, ("value must take (x), as the class states no P; it takes (x, P)", "def _two(x, P")),
+        ({"value": _none}, ("value must take (x)", "it takes ()", "def _none():")),
+        ({"derivative": _three}, ("derivative must take (t)", "it takes (x, P, q)", "def _three(x, P")),
+        ({"P": (1.0,)}, ("value must take (x, P), as the class states a P; it takes (x)", "def value(x):")),
+        ({"value": _two, "derivative": Mish.value, "P": (1.0,)}, ("derivative must take (t, P)", "def value(x):")),
+        ({"derivative": None}, ("value is stated without derivative",)),
+        ({"value": None}, ("derivative is stated without value",)),
+        ({"value": lambda x: x}, ("value must be a triton.jit function",)),
+    ],
+)
+def test_functions_that_kernels_cannot_call_are_refused_at_definition(
+    attributes: dict[str, object], says: tuple[str, ...]
+) -> None:
+    with pytest.raises(sf.PluginError) as caught:
+        define(**{"value": Mish.value, "derivative": Mish.derivative, **attributes})
+    assert caught.value.code == "SF301"
+    assert "Odd" in str(caught.value)
+    for words in says:
+        assert words in str(caught.value)
+    assert define(value=Mish.value, derivative=Mish.derivative).is_final
+    assert define(value=_two, derivative=_two, P=(1.0,)).is_final
+    assert define().value is None
