@@ -1,0 +1,71 @@
+"""MultiHeadAttention."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..fuser.sequential import Sequential
+
+
+class MultiHeadAttention(Sequential):
+    """y = Linear(Attention(Rotary(QKNorm(Linear(x))))), of which the middle two are there if asked for.
+
+    One product makes queries, keys and values, packed `[q; k; v]`.  x, y: [*, S, embed_dim].
+    Keys: `qkv`, `qk_norm`, `rotary`, `attention`, `out`.
+    Source: Vaswani et al. 2017, arXiv:1706.03762.
+
+    Args:
+        embed_dim: last dimension of x and y.
+        heads: query heads.
+        kv_heads: key and value heads, which divide `heads`; as many by default.
+        head_dim: size of a head; `embed_dim / heads` by default.
+        bias: whether the first product has a bias.
+        out_bias: whether the last one has; as `bias` by default.
+        qk_norm: whether queries and keys are normalized head by head.
+        rotary: makes the `ops.RotaryEmbedding` of `(heads, kv_heads)`, as
+            `functools.partial(ops.RotaryEmbedding, style="half")` does.
+        attention: the remaining arguments of `ops.Attention`: causal, window, dropout, scale, softcap, mask,
+            cu_seqlens.
+
+    Raises:
+        ValueError: where `heads` does not divide `embed_dim` and no `head_dim` is given.
+    """
+
+    inlines: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        qk_norm: bool = False,
+        rotary: Callable[[int, int], ops.RotaryEmbedding] | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **attention: Any,
+    ) -> None:
+        if head_dim is None:
+            if embed_dim % heads:
+                raise ValueError(f"heads must divide embed_dim, got {heads} and {embed_dim}; or give head_dim")
+            head_dim = embed_dim // heads
+        shared = heads if kv_heads is None else kv_heads
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        parts: OrderedDict[str, nn.Module] = OrderedDict()
+        parts["qkv"] = ops.Linear(embed_dim, (heads + 2 * shared) * head_dim, bias, **made)
+        if qk_norm:
+            parts["qk_norm"] = ops.QKNorm(head_dim, heads, shared, **made)
+        if rotary is not None:
+            parts["rotary"] = rotary(heads, shared)
+        parts["attention"] = ops.Attention(heads, shared, **attention)
+        parts["out"] = ops.Linear(heads * head_dim, embed_dim, bias if out_bias is None else out_bias, **made)
+        super().__init__(parts)

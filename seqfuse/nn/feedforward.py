@@ -1,0 +1,54 @@
+"""FeedForward."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .. import ops
+from ..fuser.sequential import Sequential
+from ..operation import Gated, UnfusedOperation
+
+
+class FeedForward(Sequential):
+    """y = Linear(Dropout(activation(Linear(x)))).
+
+    With a gated unit the first product makes `[gate; up]`, twice as wide.  x, y: [*, dim].
+    Keys: `up`, `activation`, `dropout` (if any), `down`.
+    Source: Vaswani et al. 2017, arXiv:1706.03762; gated: Shazeer 2020, arXiv:2002.05202.
+
+    Args:
+        dim: last dimension of x and y.
+        hidden_dim: what the activation gives; `4 dim` by default.
+        activation: makes the activation, as `ops.GeLU` or `ops.SwiGLU` do.
+        bias: whether the products have biases.
+        dropout: probability of dropping what the activation gives, in training.
+    """
+
+    inlines: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int | None = None,
+        activation: Callable[[], UnfusedOperation] = ops.GeLU,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        hidden = 4 * dim if hidden_dim is None else hidden_dim
+        act = activation()
+        made = {"device": device, "dtype": dtype}
+        parts: OrderedDict[str, nn.Module] = OrderedDict()
+        parts["up"] = ops.Linear(dim, 2 * hidden if isinstance(act, Gated) else hidden, bias, **made)
+        parts["activation"] = act
+        if dropout:
+            parts["dropout"] = ops.Dropout(dropout)
+        parts["down"] = ops.Linear(hidden, dim, bias, **made)
+        super().__init__(parts)

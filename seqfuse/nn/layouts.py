@@ -1,0 +1,94 @@
+"""The ways in which queries, keys and values share a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+Layout = Literal["packed", "separate", "3hde", "e3hd", "eh3d"]
+_HINT = (
+    """packed [(H + 2 Hkv) D, E], separate (q, k, v), 3hde [3, H, D, E], e3hd [E, (H + 2 Hkv) D], eh3d [E, H, 3, D]"""
+)
+
+
+def pack_qkv(weight: Tensor | Sequence[Tensor], layout: Layout, heads: int, kv_heads: int | None = None) -> Tensor:
+    """A weight or bias of any layout as that of `MultiHeadAttention.qkv`: [(H + 2 Hkv) D, E], or [(H + 2 Hkv) D].
+
+    Nothing is computed: every number keeps its bits.
+
+    Args:
+        weight: the tensor, or three for `"separate"`. A bias lacks the dimension E.
+        layout: `"packed"`, which `torch.nn.MultiheadAttention` has too: [(H + 2 Hkv) D, E]; `"separate"`: the weights
+            of three `Linear`s; `"3hde"`: [3, H, D, E]; `"e3hd"`: [E, (H + 2 Hkv) D]; `"eh3d"`: [E, H, 3, D].
+        heads: H.
+        kv_heads: Hkv; H by default, and `"3hde"` and `"eh3d"` have no other.
+
+    Raises:
+        ValueError: for another layout, or a shape that is not of it.
+    """
+    shared = _shared(layout, heads, kv_heads)
+    if layout == "separate":
+        parts = tuple(cast(Sequence[Tensor], weight))
+        if len(parts) != 3 or parts[0].shape[0] % heads:
+            raise ValueError(f"expects weights of queries, keys and values for {heads} heads")
+        rows = parts[0].shape[0] // heads * shared
+        if any(part.shape != (rows, *parts[0].shape[1:]) for part in parts[1:]):
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise ValueError(f"expects keys and values of {rows} rows, got {shapes}")
+        return torch.cat(parts)
+    one = cast(Tensor, weight)
+    wanted = {"packed": (1, 2), "3hde": (3, 4), "e3hd": (1, 2), "eh3d": (3, 4)}[layout]
+    bias = one.ndim == wanted[0]
+    if one.ndim not in wanted:
+        raise ValueError(f"layout {layout!r} has {wanted[1]} dimensions, {wanted[0]} for a bias, got {one.ndim}")
+    if layout == "3hde":
+        _expect(one.shape[0] == 3 and one.shape[1] == heads, one, layout)
+        return one.reshape(-1) if bias else one.reshape(-1, one.shape[-1])
+    if layout == "eh3d":
+        head, three = one.shape[-3], one.shape[-2]
+        _expect(head == heads and three == 3, one, layout)
+        return one.transpose(0, 1).reshape(-1) if bias else one.permute(2, 1, 3, 0).reshape(-1, one.shape[0])
+    features = one.shape[0] if layout == "packed" or bias else one.shape[1]
+    _expect(features % (heads + 2 * shared) == 0, one, layout)
+    return one.t().contiguous() if layout == "e3hd" and not bias else one
+
+
+def unpack_qkv(
+    weight: Tensor, layout: Layout, heads: int, kv_heads: int | None = None
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """The inverse of `pack_qkv`.
+
+    Raises:
+        ValueError: for another layout, or a weight that has not these heads.
+    """
+    shared = _shared(layout, heads, kv_heads)
+    parts = heads + 2 * shared
+    if weight.ndim not in (1, 2) or weight.shape[0] % parts:
+        raise ValueError(f"expects [{parts} D, E], or [{parts} D], got {tuple(weight.shape)}")
+    size = weight.shape[0] // parts
+    if layout == "separate":
+        q, k, v = weight.split([heads * size, shared * size, shared * size])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return q, k, v  # pyright: ignore[reportUnknownVariableType]
+    if layout == "3hde":
+        return weight.reshape(3, heads, size, *weight.shape[1:])
+    if layout == "eh3d":
+        whole = weight.reshape(3, heads, size, *weight.shape[1:])
+        return whole.transpose(0, 1).contiguous() if weight.ndim == 1 else whole.permute(3, 1, 0, 2).contiguous()
+    return weight.t().contiguous() if layout == "e3hd" and weight.ndim == 2 else weight
+
+
+def _shared(layout: str, heads: int, kv_heads: int | None) -> int:
+    if layout not in ("packed", "separate", "3hde", "e3hd", "eh3d"):
+        raise ValueError(f"layout must be one of {_HINT}; got {layout!r}")
+    shared = heads if kv_heads is None else kv_heads
+    if layout in ("3hde", "eh3d") and shared != heads:
+        raise ValueError(f"layout {layout!r} has as many key heads as query heads, got {shared} and {heads}")
+    return shared
+
+
+def _expect(holds: bool, weight: Tensor, layout: str) -> None:
+    if not holds:
+        raise ValueError(f"layout {layout!r} does not fit shape {tuple(weight.shape)}; layouts are {_HINT}")
