@@ -2,7 +2,16 @@
 
 from . import errors, fusions, ops, plugins, testing
 from .env import Env, Savings, fusing
-from .errors import FallbackWarning, InputError, KernelError, PlanError, PluginError, SeqfuseError, StateError
+from .errors import (
+    CacheWarning,
+    FallbackWarning,
+    InputError,
+    KernelError,
+    PlanError,
+    PluginError,
+    SeqfuseError,
+    StateError,
+)
 from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
@@ -13,6 +22,7 @@ Sequential.default_fusions = fusions.default
 __version__ = "0.1.0.dev0"
 __all__ = [
     "BackwardFusion",
+    "CacheWarning",
     "Env",
     "FallbackWarning",
     "ForwardFusion",

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
-SINGULAR = {"errors", "generated", "saved", "env", "autograd", "operation", "fusion"}
+SINGULAR = {"errors", "generated", "saved", "env", "autograd", "operation", "fusion", "store", "measured"}
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -24,6 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "autograd": {"saved", "errors"},
     "operation": {"saved", "autograd", "errors"},
     "fusion": {"saved", "env", "operation", "errors"},
+    "store": set(),
+    "measured": {"store", "env", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
     "ops": SINGULAR | {"kernels", "fuser.sequential"},

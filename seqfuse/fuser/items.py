@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import PlanError, PluginError
+from ..measured import Epoch
 from ..operation import Changes, FusableOperation, UnfusedOperation
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -242,7 +243,7 @@ class Fingerprint:
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
-        self._epoch = Changes.epoch
+        self._epoch, self._measured = Changes.epoch, Epoch.now
         self._modules = list(dict.fromkeys(modules))
         self._attributes = [m.__dict__ for m in self._modules]
         self._attributes_then = [dict(now) for now in self._attributes]
@@ -273,7 +274,7 @@ class Fingerprint:
 
     def _compare(self) -> bool:
         epoch = Changes.epoch
-        same = self._same(self._attributes_then)
+        same = self._measured is Epoch.now and self._same(self._attributes_then)
         if same:
             self._epoch = epoch
         return same
@@ -291,6 +292,8 @@ class Fingerprint:
 
     def differs_in_training_only(self) -> bool:
         """Whether what changed is training flags and nothing else, so that it may come back."""
+        if self._measured is not Epoch.now:
+            return False
         pairs = zip(self._attributes, self._attributes_then, strict=True)
         rest = self._same([{**then, "training": now.get("training")} for now, then in pairs])
         return rest and self._children == self._children_then and not any(self._empty) and all(self._full)

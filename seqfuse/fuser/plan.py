@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..env import Env, Fusing
+from ..fusion import FusedOperation
+from ..measured import Measurement
 from .items import Item
 from .match import Candidate, Matcher, Refusal, cheapest
 from .show import Memory, render
@@ -141,11 +143,18 @@ def _requires_grad(owner: nn.Module, attribute: str) -> bool:
 
 
 def plan_region(
-    items: Sequence[Item], start: int, stop: int, wants: Wants, env: Env, fusing: Fusing, matcher: Matcher
+    items: Sequence[Item],
+    start: int,
+    stop: int,
+    wants: Wants,
+    env: Env,
+    fusing: Fusing,
+    matcher: Matcher,
+    known: Callable[[FusedOperation, int, int], Measurement | None] | None = None,
 ) -> Plan:
     """Plan positions `start..stop`, which hold operations only."""
     live = wants.live_from
-    found, refused = matcher.find(items, start, stop, live, env, fusing)
+    found, refused = matcher.find(items, start, stop, live, env, fusing, known=known)
     forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     used = {id(c) for c in (*forward, *backward)}
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
