@@ -16,6 +16,7 @@ from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
 from .saved import Recompute, Saved, field
+from .tune import tune
 
 Sequential.default_fusions = fusions.default
 
@@ -55,4 +56,5 @@ __all__ = [
     "plugins",
     "remap_keys",
     "testing",
+    "tune",
 ]

@@ -215,12 +215,27 @@ class Elsewhere(store.Corrupt):
     """A sound file of another machine."""
 
 
-def _dump(machine: Machine, found: Mapping[str, Measurement]) -> bytes:
-    entries = {
+def stated(found: Mapping[str, Measurement]) -> dict[str, dict[str, Any]]:
+    """Measurements as plain data; `entries` reads them."""
+    return {
         key: {"failed": m.failed} if m.failed else {"fused_ns": m.fused, "unfused_ns": m.unfused}
         for key, m in found.items()
     }
-    document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources(), "entries": entries}
+
+
+def entries(data: Mapping[str, Any]) -> dict[str, Measurement]:
+    """The measurements that plain data state; what has unknown fields is passed by.
+
+    Raises:
+        Corrupt: if an entry is of another form, or holds a time that is none.
+    """
+    found = {key: _entry(key, entry) for key, entry in data.items()}
+    return {key: entry for key, entry in found.items() if entry is not None}
+
+
+def _dump(machine: Machine, found: Mapping[str, Measurement]) -> bytes:
+    document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
+    document["entries"] = stated(found)
     return json.dumps(document, indent=1, allow_nan=False).encode()
 
 
@@ -237,16 +252,12 @@ def parse(data: bytes, machine: Machine) -> dict[str, Measurement]:
         raise store.Corrupt(f"it is no JSON: {error}") from None
     if not isinstance(document, dict) or cast(dict[str, Any], document).get("format") != FORMAT:
         raise store.Corrupt(f"it is not of format {FORMAT}")
-    stated = cast(dict[str, Any], document)
-    entries: Any = stated.get("entries")
-    if not isinstance(entries, dict) or not isinstance(stated.get("machine"), dict):
+    given = cast(dict[str, Any], document)
+    if not isinstance(given.get("entries"), dict) or not isinstance(given.get("machine"), dict):
         raise store.Corrupt("it has no machine or no entries")
-    if stated["machine"] != dataclasses.asdict(machine):
-        raise Elsewhere(f"it was measured on another machine or with other versions, {stated['machine']}")
-    if stated.get("sources") != sources():
-        return {}
-    found = {key: _entry(key, entry) for key, entry in cast(dict[str, Any], entries).items()}
-    return {key: entry for key, entry in found.items() if entry is not None}
+    if given["machine"] != dataclasses.asdict(machine):
+        raise Elsewhere(f"it was measured on another machine or with other versions, {given['machine']}")
+    return entries(given["entries"]) if given.get("sources") == sources() else {}
 
 
 def _no_number(text: str) -> Any:

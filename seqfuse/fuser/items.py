@@ -18,6 +18,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in _HOOKS if hasattr(hooks_of, f"_global{name}"))
 
 
+def global_hooks() -> bool:
+    """Whether hooks on every module there is are registered."""
+    return any(_GLOBAL_HOOKS)
+
+
 class _Never:
     """Stands for the type of what no slot matches."""
 
@@ -59,7 +64,7 @@ def has_own_graph(module: nn.Module) -> bool:
 def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
         return "not an operation of this library"
-    if any(_GLOBAL_HOOKS) and not hidden:  # a member that is no submodule is not among the user's modules
+    if global_hooks() and not hidden:  # a member that is no submodule is not among the user's modules
         return "global module hooks are registered"
     if any(getattr(module, name) for name in _HOOKS):
         return "it has hooks" + ("; what is in it is planned by itself" if isinstance(module, nn.Sequential) else "")

@@ -37,7 +37,7 @@ class Known:
     def __init__(
         self, items: Sequence[Item], wants: Wants, env: Env, start: int, shapes: Sequence[tuple[int, ...]] | None
     ) -> None:
-        self._items, self._wants, self._env, self._start, self._shapes = items, wants, env, start, shapes
+        self._items, self._wants, self._env, self._start, self.shapes = items, wants, env, start, shapes
         machine = Machine.of(env)
         self._table: Mapping[str, Measurement] = {} if machine is None else table(machine)
         self._described: dict[int, str] = {}
@@ -65,7 +65,7 @@ class Known:
         return " | ".join(parts)
 
     def _extent(self, a: int, b: int) -> str | None:
-        shape = None if self._shapes is None else self._shapes[a - self._start]
+        shape = None if self.shapes is None else self.shapes[a - self._start]
         rows = self._env.rows if shape is None else bucket(rows_of(shape))
         if rows is None:
             return None
