@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import InputError
+from ..errors import InputError, SeqfuseError
 from ..fuser import Sequential
 from ..fuser.fake import faking
-from ..fuser.listing import Listing
+from ..fuser.inputs import validate
+from ..fuser.listing import Listing, Region
 from ..fuser.reference import check_channels, draw, walk_reference
 from ..fuser.run import Fuser
 
@@ -53,7 +54,10 @@ class _Recorder:
         seeds = draw(len(listing.random), x) if listing.random else None
         site = Site(*self._about, self._fuser, listing, [(x, dict(channels))])
         self._sites.append(site)
+        starts = {part.start: part for part in listing.parts if isinstance(part, Region)}
         for position in range(len(items)):
+            if position in starts:
+                validate(listing, starts[position], x.shape)
             x = walk_reference(items, range(position, position + 1), listing.random, x, channels, seeds)
             site.entering.append((x, dict(channels)))
         return (x, *[channels[name] for name in listing.outputs]) if listing.outputs else x
@@ -109,6 +113,8 @@ class Shadow:
         with self.tracing():
             try:
                 self.model(self._fake(x), **{name: self._fake(value) for name, value in channels.items()})
+            except SeqfuseError:
+                raise  # the call itself would
             except Exception as error:
                 return sites, f"{type(error).__name__}: {error}"
         return sites, None

@@ -105,7 +105,7 @@ def measure(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], dev
     thread.start()
     thread.join(LIMIT)
     if not done:
-        return Measurement(failed=f"it took longer than {LIMIT:.0f} s")
+        return Measurement(failed=f"it took longer than {LIMIT:g} s")
     (result,) = done
     if isinstance(result, Measurement):
         return result
