@@ -90,7 +90,9 @@ class Shadow:
             self.model: nn.Module = copy.deepcopy(model, memo)
         except Exception as error:
             message = f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}"
-            raise InputError(message, code="SF106", hint="tune the sf.Sequentials in it one by one") from error
+            raise InputError(
+                message, code="SF106", hint="tune a model before it is sharded, or the sf.Sequentials in it"
+            ) from error
         self.model.train(mode == "train")
 
     def _stand_in(self, model: nn.Module, memo: dict[int, Any]) -> None:

@@ -201,6 +201,35 @@ def test_every_version_has_a_file_of_its_own() -> None:
     assert len({own.file_name, *(m.file_name for m in others)}) == len(others) + 1
 
 
+def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from seqfuse import env
+
+    cards = [("H100 SXM", 9), ("A100", 8), ("H100 PCIe", 9)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda i: SimpleNamespace(name=cards[i][0], gcnArchName="", major=cards[i][1], minor=0),
+    )
+    caches = env._architecture, env._triton_runs, measured._machine
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        own = Machine.of(sf.Env.of("cuda:sm_80"))
+        assert own is not None
+        assert (own.device, own.arch, own.threads) == ("A100", "sm_80", None)
+        assert own.driver is not None
+        assert str(Machine.of(sf.Env.of("cuda:sm_90"))) == "H100 PCIe + H100 SXM"
+        assert Machine.of(sf.Env.of("cuda:sm_100")) is None
+        assert Machine.of(sf.Env.of("meta")) is None
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
 def test_a_file_of_another_machine_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "own.json"
     sf.tune(pair(Slow), X, modes="train", file=path)

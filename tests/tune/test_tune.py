@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -416,6 +417,89 @@ def test_a_model_that_cannot_be_copied_is_an_error() -> None:
     finally:
         model.handle.close()
     assert caught.value.code == "SF106"
+
+
+def test_tied_weights_inference_mode_and_wrappers_are_no_hindrance() -> None:
+    model = sf.Sequential(ops.Linear(4, 4), ops.ReLU(), ops.Linear(4, 4))
+    model[2].weight = model[0].weight
+    with torch.inference_mode():
+        assert sf.tune(nn.Sequential(model), torch.ones(6, 4), modes="eval").measured > 0
+    assert {r.note for r in sf.tune(model, X).rows} == {""}
+
+
+def test_calls_of_other_threads_go_on_and_take_the_new_plan() -> None:
+    model, errors, stop = pair(Slow), list[BaseException](), threading.Event()
+    wanted = (X + model[0].bias) / 2
+
+    def call() -> None:
+        try:
+            while not stop.is_set():
+                assert torch.equal(model(X), wanted)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for width in (5, 6):
+        sf.tune(pair(Slow, width=width), torch.ones(6, width), modes="train")
+    machine = measured.Machine.of(sf.Env.like(X))
+    assert machine is not None
+    sf.tune(pair(Slow), X, budget=0)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    sf.tune(model, X, modes="train")
+    assert model.plan(X).count("Slow") == 0
+
+
+# How time is taken.
+
+
+def test_rounds_go_by_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    given = {"fused": iter([99.0, 5.0, 1.0, 900.0]), "unfused": iter([99.0, 7.0, 800.0, 3.0])}
+
+    def clock(device: torch.device) -> Any:
+        def timed(run: Any) -> float:
+            return next(given[run()])
+
+        return timed
+
+    def run(name: str) -> Any:
+        return lambda: (order.append(name), name)[1]
+
+    monkeypatch.setattr(timing, "clock", clock)
+    assert timing.compare(run("fused"), run("unfused"), torch.device("cpu")) == (5.0, 7.0)
+    assert order == ["unfused", "fused"] + ["fused", "unfused"] * 3
+
+
+def test_on_a_gpu_events_stand_around_the_call_after_the_cache_was_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("record")
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, other: Any) -> float:
+            return 0.25  # milliseconds
+
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(timing, "FLUSHED_BYTES", 8)
+    zero = Tensor.zero_
+    monkeypatch.setattr(Tensor, "zero_", lambda t: (order.append(f"flush {t.numel()}"), zero(t))[1])
+    assert timing.clock(torch.device("cpu")) is timing._on_cpu
+    timed = timing._on_cuda(torch.device("cpu"))
+    assert timed(lambda: order.append("run")) == 250_000
+    assert order == ["flush 8", "record", "run", "record", "wait"]
 
 
 @pytest.mark.parametrize(
