@@ -64,7 +64,9 @@ class Machine:
 
     @classmethod
     def of(cls, env: Env) -> Machine | None:
-        """The machine of an environment; `None` where that is not here."""
+        """The machine of an environment; `None` where that is not here, or its devices were never used."""
+        if env.device == "cuda" and not torch.cuda.is_initialized():
+            return None  # planning for an architecture by name starts no device
         return _machine(env.device, env.arch, env.triton, torch.get_num_threads() if env.device == "cpu" else None)
 
     @property

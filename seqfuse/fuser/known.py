@@ -38,12 +38,14 @@ class Known:
         self, items: Sequence[Item], wants: Wants, env: Env, start: int, shapes: Sequence[tuple[int, ...]] | None
     ) -> None:
         self._items, self._wants, self._env, self._start, self.shapes = items, wants, env, start, shapes
-        machine = Machine.of(env)
-        self._table: Mapping[str, Measurement] = {} if machine is None else table(machine)
+        self._table: Mapping[str, Measurement] | None = None
         self._described: dict[int, str] = {}
 
     def __call__(self, fusion: FusedOperation, a: int, b: int) -> Measurement | None:
         """What was measured for a fusion on positions `a..b`."""
+        if self._table is None:  # looked up where there is a candidate, and nowhere else
+            machine = Machine.of(self._env)
+            self._table = {} if machine is None else table(machine)
         if not self._table:
             return None
         key = self.key(fusion, a, b)
@@ -57,11 +59,13 @@ class Known:
             return None
         parts = [identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
         env = self._env
-        parts += [_short(env.dtype), "grad" if env.grad and live else "no grad"]
-        parts += [f"autocast {_short(env.autocast)}"] * (env.autocast is not None) + [
-            "deterministic"
-        ] * env.deterministic
-        parts += [f"recipe {env.recipe!r}"] * (env.recipe is not None)
+        parts.append(_short(env.dtype))
+        if env.autocast is not None:
+            parts.append(f"autocast {_short(env.autocast)}")
+        if env.deterministic:
+            parts.append("deterministic")
+        if env.recipe is not None:
+            parts.append(f"recipe {env.recipe!r}")
         return " | ".join(parts)
 
     def _extent(self, a: int, b: int) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,7 @@ from ..fuser.program import Binder
 from ..fuser.segment import Segment
 from ..fusion import BackwardFusion, JointFusion
 from .shadow import Site
-from .timing import scratch_like
-
-Passes = tuple[Callable[[], Any], Callable[[], Any]]
+from .timing import Passes, scratch_like
 
 
 @dataclasses.dataclass(eq=False)

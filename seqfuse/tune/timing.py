@@ -56,15 +56,19 @@ def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
     return timed
 
 
-def compare(fused: Callable[[], Any], unfused: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Medians of both, in nanoseconds, by turns, so that what else the machine does meets both."""
-    timed = clock(device)
+Passes = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def compare(make: Callable[[], Passes], device: torch.device) -> tuple[float, float]:
+    """Medians of the two passes, in nanoseconds, by turns, so that what else the machine does meets both."""
     try:
+        timed = clock(device)
+        fused, unfused = make()
         timed(unfused)
     except torch.AcceleratorError:
         raise
     except Exception as error:
-        raise Unmeasurable(f"the operations themselves raised {_said(error)}") from error
+        raise Unmeasurable(f"what it would replace raised {_said(error)}") from error
     timed(fused)
     times: tuple[list[float], list[float]] = ([], [])
     begun = time.perf_counter()
@@ -74,7 +78,7 @@ def compare(fused: Callable[[], Any], unfused: Callable[[], Any], device: torch.
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def measure(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], device: torch.device) -> Measurement:
+def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
     """Measure what `make()` returns: the fused pass and the unfused one.
 
     It happens in a thread of its own, which is left behind when it takes longer than `LIMIT`.
@@ -88,7 +92,7 @@ def measure(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]], dev
     def work() -> None:
         try:
             with torch.no_grad(), _on(device):
-                done.append(Measurement(*compare(*make(), device)))
+                done.append(Measurement(*compare(make, device)))
         except BaseException as error:
             done.append(error)
 

@@ -214,6 +214,7 @@ def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.Monk
         "get_device_properties",
         lambda i: SimpleNamespace(name=cards[i][0], gcnArchName="", major=cards[i][1], minor=0),
     )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     caches = env._architecture, env._triton_runs, measured._machine
     for cache in caches:
         cache.cache_clear()
@@ -225,6 +226,8 @@ def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.Monk
         assert str(Machine.of(sf.Env.of("cuda:sm_90"))) == "H100 PCIe + H100 SXM"
         assert Machine.of(sf.Env.of("cuda:sm_100")) is None
         assert Machine.of(sf.Env.of("meta")) is None
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        assert Machine.of(sf.Env.of("cuda:sm_80")) is None
     finally:
         for cache in caches:
             cache.cache_clear()

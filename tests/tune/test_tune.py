@@ -347,9 +347,19 @@ def test_operations_that_fail_by_themselves_say_nothing_of_the_fusion() -> None:
 
     model = sf.Sequential(ops.Bias(4), Fails(), fusions=(Fused,))
     report = sf.tune(model, X, modes="train")
-    assert report.rows[0].note == "not measured: the operations themselves raised ArithmeticError: mine"
+    assert report.rows[0].note == "not measured: what it would replace raised ArithmeticError: mine"
     assert report.measured == 0
     assert model.plan(X).count("Fused") == 1
+
+
+def test_want_of_memory_for_scratch_says_nothing_of_the_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(device: torch.device) -> Any:
+        raise torch.OutOfMemoryError("no room to flush")
+
+    monkeypatch.setattr(timing, "clock", starved)
+    (row,) = sf.tune(pair(Quick), X, modes="train").rows
+    assert row.note == "not measured: what it would replace raised OutOfMemoryError: no room to flush"
+    assert pair(Slow).plan(X).count("Slow") == 1
 
 
 def test_a_lost_device_ends_it_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +481,7 @@ def test_rounds_go_by_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatc
         return lambda: (order.append(name), name)[1]
 
     monkeypatch.setattr(timing, "clock", clock)
-    assert timing.compare(run("fused"), run("unfused"), torch.device("cpu")) == (5.0, 7.0)
+    assert timing.compare(lambda: (run("fused"), run("unfused")), torch.device("cpu")) == (5.0, 7.0)
     assert order == ["unfused", "fused"] + ["fused", "unfused"] * 3
 
 
@@ -697,9 +707,17 @@ def test_the_report_is_a_table_within_reach() -> None:
 
 
 def test_nothing_of_the_users_is_changed() -> None:
+    class Draws(kit._Pair, sf.ForwardFusion):
+        bias: ops.Bias
+        halve: Halve
+
+        def fwd(self, x: Tensor) -> Any:
+            torch.rand(3)
+            return self.both(x)
+
     model = sf.Sequential(
         ops.Bias(4), Halve(), nn.BatchNorm1d(4), ops.Dropout(0.5), nn.Dropout(0.5), ops.Linear(4, 4), ops.GeLU(),
-        fusions=(Quick, QuickBackward, *sf.fusions.default),
+        fusions=(Quick, Draws, QuickBackward, *sf.fusions.default),
     )  # fmt: skip
     x = torch.randn(6, 4, requires_grad=True)
     model(x).sum().backward()
