@@ -15,6 +15,9 @@ from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation
 from ..measured import Measurement
 from .items import Item
 
+Lookup = Callable[[FusedOperation, int, int], Measurement | None]
+"""What was measured of a fusion on positions `a..b`."""
+
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
 
@@ -86,7 +89,7 @@ class Matcher:
         live_from: int,
         env: Env,
         fusing: Fusing,
-        known: Callable[[FusedOperation, int, int], Measurement | None] | None = None,
+        known: Lookup | None = None,
     ) -> tuple[list[Candidate], list[Refusal]]:
         """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,10 +11,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..env import Env, Fusing
-from ..fusion import FusedOperation
-from ..measured import Measurement
 from .items import Item
-from .match import Candidate, Matcher, Refusal, cheapest
+from .match import Candidate, Lookup, Matcher, Refusal, cheapest
 from .show import Memory, render
 
 SEGMENT = 8
@@ -150,7 +148,7 @@ def plan_region(
     env: Env,
     fusing: Fusing,
     matcher: Matcher,
-    known: Callable[[FusedOperation, int, int], Measurement | None] | None = None,
+    known: Lookup | None = None,
 ) -> Plan:
     """Plan positions `start..stop`, which hold operations only."""
     live = wants.live_from

@@ -23,7 +23,6 @@ import torch
 import seqfuse as sf
 from seqfuse import measured, store
 from seqfuse.measured import Machine, Measurement
-from tests.tune import kit
 from tests.tune.kit import Quick, Slow, pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -496,9 +495,3 @@ def test_a_forked_child_reads_for_itself(cache: Path) -> None:
         measured._tables.clear()
         os._exit(0 if slow_is_refused() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_the_kit_moves_the_clock() -> None:
-    now = kit.CLOCK.now
-    kit.spend(2)
-    assert kit.CLOCK.now == now + 2000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
@@ -32,6 +33,7 @@ from tests.tune.kit import (
 )
 
 X = torch.ones(6, 4)
+TUNING: Any = sys.modules["seqfuse.tune"]  # the package's attribute of this name is the function
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,6 +469,30 @@ def test_calls_of_other_threads_go_on_and_take_the_new_plan() -> None:
 # How time is taken.
 
 
+def test_the_thread_that_measures_has_the_threads_and_the_autocast_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    class Looks(kit._Pair, sf.ForwardFusion):
+        bias: ops.Bias
+        halve: Halve
+
+        def fwd(self, x: Tensor) -> Any:
+            on = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+            seen.append((threading.current_thread().name, on, torch.is_grad_enabled()))
+            return self.both(x)
+
+    # Libraries beneath torch keep a number of threads for each thread, which cannot be asked for.
+    set_here = torch.set_num_threads
+    monkeypatch.setattr(
+        torch, "set_num_threads", lambda n: (seen.append((threading.current_thread().name, n)), set_here(n))
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        sf.tune(pair(Looks), X, modes="train")
+    assert set(seen) == {("seqfuse-tune", torch.get_num_threads()), ("seqfuse-tune", torch.bfloat16, False)}
+
+
 def test_rounds_go_by_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     given = {"fused": iter([99.0, 5.0, 1.0, 900.0]), "unfused": iter([99.0, 7.0, 800.0, 3.0])}
@@ -608,17 +634,13 @@ def test_a_budget_ends_it_and_a_second_call_measures_the_rest(clock: kit.FakeClo
 
 def test_the_dearest_promise_is_measured_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0.0, 0.0, 5.0])
-    monkeypatch.setattr("seqfuse.measured.Changes", measured.Changes)
-    import sys
-
-    tuning = sys.modules["seqfuse.tune"]
 
     class Time:
         @staticmethod
         def perf_counter() -> float:
             return next(ticks, 5.0)
 
-    monkeypatch.setattr(tuning, "time", Time)
+    monkeypatch.setattr(TUNING, "time", Time)
     report = sf.tune(pair(Quick, Slow), X, modes="train", budget=3)
     assert {r.fusion: r.note for r in report.rows} == {"Slow": "", "Quick": "not measured: the budget ran out"}
 
@@ -626,34 +648,23 @@ def test_the_dearest_promise_is_measured_first(monkeypatch: pytest.MonkeyPatch) 
 def test_what_was_measured_before_an_interruption_is_kept(
     monkeypatch: pytest.MonkeyPatch, clock: kit.FakeClock
 ) -> None:
-    class Interrupted(FakeInterrupt):
-        pass
-
-    from seqfuse import tune as tune_function
-
-    tuning: Any = __import__("sys").modules["seqfuse.tune"]
-    assert tune_function is tuning.tune
-    original, done = tuning.measure, []
+    original, done = TUNING.measure, []
 
     def twice(*args: Any) -> Any:
         if len(done) == 2:
-            raise Interrupted
+            raise KeyboardInterrupt
         done.append(1)
         return original(*args)
 
     model = three()
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "measure", twice)
-        with pytest.raises(Interrupted):
+        patch.setattr(TUNING, "measure", twice)
+        with pytest.raises(KeyboardInterrupt):
             sf.tune(model, X, modes="train")
     assert model.plan(X).count("Slow") < 3 or model.plan(X).count("Quick") > 0
     forget(monkeypatch)
     report = sf.tune(model, X, modes="train")
     assert report.measured == len(report.rows) - 2
-
-
-class FakeInterrupt(KeyboardInterrupt):
-    """Stands for control-C."""
 
 
 def test_another_process_finds_what_was_measured(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -690,7 +701,7 @@ def test_progress_is_shown_where_it_is_wanted(capsys: pytest.CaptureFixture[str]
 def test_progress_without_rich_is_a_line_per_candidate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
     sf.tune(pair(Slow, Quick), X, modes="eval", progress=True)
     assert capsys.readouterr().err == "tuning 1/2 Slow\ntuning 2/2 Quick\n"
 
