@@ -252,7 +252,7 @@ class _Search:
 
 def _places(job: _Job) -> str:
     path, c = job.stretch.site.path, job.candidate
-    first = f"{path} {c.start}-{c.stop - 1}".lstrip()
+    first = f"{path} {c.start}{f'-{c.stop - 1}' if c.stop > c.start + 1 else ''}".lstrip()
     return first + (f" and {len(job.places) - 1} more" if len(job.places) > 1 else "")
 
 
