@@ -2,17 +2,28 @@
 
 from . import errors, fusions, ops, plugins, testing
 from .env import Env, Savings, fusing
-from .errors import FallbackWarning, InputError, KernelError, PlanError, PluginError, SeqfuseError, StateError
+from .errors import (
+    CacheWarning,
+    FallbackWarning,
+    InputError,
+    KernelError,
+    PlanError,
+    PluginError,
+    SeqfuseError,
+    StateError,
+)
 from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
 from .saved import Recompute, Saved, field
+from .tune import tune
 
 Sequential.default_fusions = fusions.default
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "BackwardFusion",
+    "CacheWarning",
     "Env",
     "FallbackWarning",
     "ForwardFusion",
@@ -45,4 +56,5 @@ __all__ = [
     "plugins",
     "remap_keys",
     "testing",
+    "tune",
 ]

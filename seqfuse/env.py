@@ -106,7 +106,7 @@ class Env:
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
         triton = kind == "cuda" if named else _triton_runs(kind)
-        rows = None if rows is None else _bucket(rows)
+        rows = None if rows is None else bucket(rows)
         return cls(kind, arch, dtype, autocast, grad, deterministic, recipe, triton, rows)
 
     @classmethod
@@ -123,7 +123,7 @@ class Env:
 
     def entered_by(self, shape: Iterable[int], dtype: torch.dtype) -> Env:
         """The same environment where a tensor of another shape and dtype enters."""
-        return dataclasses.replace(self, dtype=dtype, rows=_bucket(rows_of(shape)))
+        return dataclasses.replace(self, dtype=dtype, rows=bucket(rows_of(shape)))
 
     def microseconds(self, savings: Savings) -> float:
         """Time that `savings` are worth here; orders of magnitude, used only to rank covers."""
@@ -157,7 +157,8 @@ def rows_of(shape: Iterable[int]) -> int:
     return functools.reduce(lambda a, b: a * b, leading, 1)
 
 
-def _bucket(rows: int) -> int:
+def bucket(rows: int) -> int:
+    """Rows rounded up to a power of two."""
     return 1 << (rows - 1).bit_length() if rows > 0 else 0
 
 
@@ -196,10 +197,12 @@ class Settings:
     Args:
         fusing: `SEQFUSE_FUSING` (`0`, `1`): whether fusions are used.
         on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): what a fusion that fails at run time does.
+        tune: `SEQFUSE_TUNE` (`0`, `1`): whether measurements are read from and written to the user's cache.
     """
 
     fusing: bool = True
     on_error: OnError = "fallback"
+    tune: bool = True
 
 
 @functools.cache
@@ -208,6 +211,7 @@ def settings() -> Settings:
     allowed: dict[str, dict[str, Any]] = {
         "SEQFUSE_FUSING": {"0": False, "1": True},
         "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"},
+        "SEQFUSE_TUNE": {"0": False, "1": True},
     }
     found: dict[str, Any] = {}
     for name, text in os.environ.items():

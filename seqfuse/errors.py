@@ -19,6 +19,7 @@
 | SF501 | StateError   | backward through a backward                                         |
 | SF502 | StateError   | a saved field that was dropped, or is not there                     |
 | SF503 | StateError   | a checkpoint was recomputed under another plan                      |
+| SF504 | StateError   | the rank that tunes for a group failed                              |
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import os
 
 # Read when torch starts its pools; children of a test inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a user has measured on this machine must not decide what is tested.
+os.environ["SEQFUSE_TUNE"] = "0"
 
 import hypothesis
 import pytest

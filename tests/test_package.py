@@ -22,7 +22,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PUBLIC = {
     "BackwardFusion", "Env", "ForwardFusion", "FusableOperation", "FusedOperation", "Fuser", "Gated", "Grads",
     "InferenceFusion", "JointFusion", "Plan", "Pointwise", "Recompute", "Requirements", "Saved", "Savings",
-    "Sequential", "UnfusedOperation", "errors", "field", "fusing", "fusions", "ops", "testing",
+    "Sequential", "UnfusedOperation", "errors", "field", "fusing", "fusions", "ops", "testing", "tune",
 }  # fmt: skip
 
 # torch comes first: what is counted is what seqfuse adds to it.

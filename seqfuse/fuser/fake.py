@@ -10,8 +10,8 @@ import torch
 
 
 @contextlib.contextmanager
-def faking() -> Generator[Any]:
-    """A `FakeTensorMode` that takes real parameters too."""
+def faking(mode: Any = None) -> Generator[Any]:
+    """A `FakeTensorMode` that takes real parameters too; or one that was made before, again."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
@@ -20,8 +20,8 @@ def faking() -> Generator[Any]:
     torch.set_autocast_cache_enabled(False)
     try:
         # Nor may a mode of the caller's see them: selective checkpointing keeps what it sees.
-        with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            yield mode
+        with _disable_current_modes(), mode or FakeTensorMode(allow_non_fake_inputs=True) as entered:
+            yield entered
     finally:
         torch.set_autocast_cache_enabled(kept)
 

@@ -43,15 +43,12 @@ def validate(listing: Listing, region: Region, shape: Sequence[int]) -> list[tup
     return shapes
 
 
-def validate_all(listing: Listing, shape: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Check shapes up to the first barrier, behind which they are not known; what enters each region, by its start."""
-    entering: dict[int, tuple[int, ...]] = {}
+def validate_all(listing: Listing, shape: Sequence[int]) -> None:
+    """Check shapes up to the first barrier, behind which they are not known."""
     for part in listing.parts:
         if not isinstance(part, Region):
             break
-        entering[part.start] = tuple(shape)
         shape = validate(listing, part, shape)[-1]
-    return entering
 
 
 def check_devices(listing: Listing, item: Item, x: Tensor) -> None:

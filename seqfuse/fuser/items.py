@@ -11,10 +11,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import PlanError, PluginError
+from ..measured import Epoch
 from ..operation import Changes, FusableOperation, UnfusedOperation
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in _HOOKS if hasattr(hooks_of, f"_global{name}"))
+
+
+def global_hooks() -> bool:
+    """Whether hooks on every module there is are registered."""
+    return any(_GLOBAL_HOOKS)
 
 
 class _Never:
@@ -58,7 +64,7 @@ def has_own_graph(module: nn.Module) -> bool:
 def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
         return "not an operation of this library"
-    if any(_GLOBAL_HOOKS) and not hidden:  # a member that is no submodule is not among the user's modules
+    if global_hooks() and not hidden:  # a member that is no submodule is not among the user's modules
         return "global module hooks are registered"
     if any(getattr(module, name) for name in _HOOKS):
         return "it has hooks" + ("; what is in it is planned by itself" if isinstance(module, nn.Sequential) else "")
@@ -244,7 +250,7 @@ class Fingerprint:
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
-        self._epoch = Changes.epoch
+        self._epoch, self._measured = Changes.epoch, Epoch.now
         self._modules = list(dict.fromkeys(modules))
         self._attributes = [m.__dict__ for m in self._modules]
         self._attributes_then = [dict(now) for now in self._attributes]
@@ -275,7 +281,7 @@ class Fingerprint:
 
     def _compare(self) -> bool:
         epoch = Changes.epoch
-        same = self._same(self._attributes_then)
+        same = self._measured is Epoch.now and self._same(self._attributes_then)
         if same:
             self._epoch = epoch
         return same
@@ -293,6 +299,8 @@ class Fingerprint:
 
     def differs_in_training_only(self) -> bool:
         """Whether what changed is training flags and nothing else, so that it may come back."""
+        if self._measured is not Epoch.now:
+            return False
         pairs = zip(self._attributes, self._attributes_then, strict=True)
         rest = self._same([{**then, "training": now.get("training")} for now, then in pairs])
         return rest and self._children == self._children_then and not any(self._empty) and all(self._full)

@@ -6,12 +6,16 @@ import dataclasses
 import difflib
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..env import Env, Fusing
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
+from ..measured import Measurement
 from .items import Item
+
+Lookup = Callable[[FusedOperation, int, int], Measurement | None]
+"""What was measured of a fusion on positions `a..b`."""
 
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
@@ -58,9 +62,19 @@ class Matcher:
         return count == MAX_FAILURES
 
     def find(
-        self, items: Sequence[Item], start: int, stop: int, live_from: int, env: Env, fusing: Fusing
+        self,
+        items: Sequence[Item],
+        start: int,
+        stop: int,
+        live_from: int,
+        env: Env,
+        fusing: Fusing,
+        known: Lookup | None = None,
     ) -> tuple[list[Candidate], list[Refusal]]:
-        """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient."""
+        """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient.
+
+        What is `known` of a candidate by measurement takes the place of the cost that it declares.
+        """
         _warn_of_unknown(fusing)
         found: list[Candidate] = []
         refused: list[Refusal] = []
@@ -81,7 +95,13 @@ class Matcher:
                         continue
                     bound = _bind(cls, lengths, items, a)
                     reason = self._refuses(bound, items, a, b, live_from, env, fusing)
-                    if reason is None:
+                    measured = known(bound, a, b) if known is not None and reason is None else None
+                    if measured is not None:
+                        reason = measured.refusal
+                        if reason is None:
+                            found.append(Candidate(bound, a, b, -measured.saving, self.fusions.index(cls)))
+                            continue
+                    elif reason is None:
                         # Where nothing wants a gradient a joint fusion is worth its forward only.
                         cost = self._cost(bound, env if b > live_from or not env.grad else still)
                         if isinstance(cost, int):

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from ..env import Env, Fusing
 from .items import Item
-from .match import Candidate, Matcher, Refusal, cheapest
+from .match import Candidate, Lookup, Matcher, Refusal, cheapest
 from .show import Memory, render
 
 SEGMENT = 8
@@ -141,11 +141,18 @@ def _requires_grad(owner: nn.Module, attribute: str) -> bool:
 
 
 def plan_region(
-    items: Sequence[Item], start: int, stop: int, wants: Wants, env: Env, fusing: Fusing, matcher: Matcher
+    items: Sequence[Item],
+    start: int,
+    stop: int,
+    wants: Wants,
+    env: Env,
+    fusing: Fusing,
+    matcher: Matcher,
+    known: Lookup | None = None,
 ) -> Plan:
     """Plan positions `start..stop`, which hold operations only."""
     live = wants.live_from
-    found, refused = matcher.find(items, start, stop, live, env, fusing)
+    found, refused = matcher.find(items, start, stop, live, env, fusing, known=known)
     forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     used = {id(c) for c in (*forward, *backward)}
     winners: tuple[dict[int, Candidate], ...] = ({}, {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
 import os
 import threading
@@ -19,13 +18,13 @@ from ..autograd import apply
 from ..env import Env, any_autocast, autocast_of, fusing_now
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, UnfusedOperation
-from .check import Like
-from .inputs import check_channel_devices, check_devices, clearer, dtypes_of, expect_tensor, validate, validate_all
+from .bind import binder_of
+from .inputs import check_channel_devices, check_devices, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
+from .known import Known
 from .listing import Listing, Program, Region
 from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
-from .program import Binder
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
 from .show import Memory, measure
 
@@ -173,28 +172,11 @@ class Fuser:
         check_channel_devices(listing, region, x, channels)
         given = {c: channels[c].requires_grad for c in region.channels}
         wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
-        plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher)
-        dtypes = None
-        if env.autocast is not None or any(
-            t.dtype is not x.dtype for t in (*parameters, *(channels[c] for c in region.channels))
-        ):
-            dtypes = dtypes_of(listing, region, x, channels)
-
-        named = zip(region.slots, parameters, strict=True)
-        likes = {(id(owner), name): Like.of(p) for (owner, name), p in named}
         shapes = validate(listing, region, x.shape)
-        entering = {region.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes)}
-        channel_likes = {c: Like.of(channels[c]) for c in region.channels}
-
-        @functools.cache
-        def dtypes_now() -> list[torch.dtype | None]:
-            blank = {c: like.empty() for c, like in channel_likes.items()}
-            return dtypes_of(listing, region, entering[region.start].empty(), blank)
-
-        clear = functools.partial(clearer, listing)
-        can_fall_back = fusing.on_error == "fallback"
-        binder = Binder(
-            listing, wants, env, dtypes, can_fall_back, likes, entering, dtypes_now, clear, self._note_failure
+        known = Known(listing.items, wants, env, region.start, shapes)
+        plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher, known)
+        binder = binder_of(
+            listing, region, x, channels, parameters, shapes, wants, env, fusing.on_error, self._note_failure
         )
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
@@ -232,12 +214,12 @@ class Fuser:
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
         listing = self.listing()
-        entering: dict[int, tuple[int, ...]] = {}
         if x is not None:
             check_channels(listing.items, listing.inputs, channels)
-            entering = validate_all(listing, x.shape)
+            validate_all(listing, x.shape)
         env = here = env or (Env.like(x) if x is not None else Env())
         follows = x is not None and env == Env.like(x)
+        shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
         wanted = x is not None and x.requires_grad and env.grad
         known = {name: value.requires_grad for name, value in channels.items()}
         plans: list[Plan] = []
@@ -245,17 +227,19 @@ class Fuser:
         for part in listing.parts:
             if isinstance(part, Region):
                 wants = Wants.of(listing.items, part.start, part.stop, wanted, known, env.grad)
-                plans.append(
-                    plan_region(listing.items, part.start, part.stop, wants, here, fusing_now(), self._matcher)
-                )
+                shapes = None if shape is None else validate(listing, part, shape)
+                shape = None if shapes is None else shapes[-1]
+                look_up = Known(listing.items, wants, here, part.start, shapes)
+                stretch = listing.items, part.start, part.stop
+                plans.append(plan_region(*stretch, wants, here, fusing_now(), self._matcher, look_up))
                 wanted = wanted or wants.live_from < part.stop
                 last: Any = listing.items[part.stop - 1].operation
-                if follows and last.y_dtype is not None and part.stop in entering:
-                    here = here.entered_by(entering[part.stop], last.y_dtype)
+                if follows and last.y_dtype is not None and shape is not None:
+                    here = here.entered_by(shape, last.y_dtype)
                 made = (c for item in listing.items[part.start : part.stop] for _, c in item.outputs)
                 known.update(dict.fromkeys(made, wanted))
             else:
-                item = listing.items[part]
+                item, shape = listing.items[part], None
                 alone.append((part, item))
                 wanted = wanted or (env.grad and any(p.requires_grad for p in item.operation.parameters()))
                 known.update((channel, wanted) for _, channel in item.outputs)

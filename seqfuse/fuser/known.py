@@ -1,0 +1,185 @@
+"""What is known of a candidate by measurement, and what a measurement is known by."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..env import Env, bucket, rows_of
+from ..fusion import FusedOperation
+from ..measured import Machine, Measurement, table
+from .items import Item, plain_type
+from .plan import Wants
+
+_OWN, _FOREIGN = "seqfuse", ("torch", "triton", "builtins", "typing", "abc")
+_OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}
+
+
+class Known:
+    """Looks up measurements for candidates of one region.
+
+    Args:
+        items: the list.
+        wants: which gradients are wanted.
+        env: of the tensor that enters the region.
+        shapes: of the tensors that enter its positions, from `start` on; `None` where they are not known.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], wants: Wants, env: Env, start: int, shapes: Sequence[tuple[int, ...]] | None
+    ) -> None:
+        self._items, self._wants, self._env, self._start, self.shapes = items, wants, env, start, shapes
+        self._table: Mapping[str, Measurement] | None = None
+        self._described: dict[int, str] = {}
+
+    def __call__(self, fusion: FusedOperation, a: int, b: int) -> Measurement | None:
+        """What was measured for a fusion on positions `a..b`."""
+        if self._table is None:  # looked up where there is a candidate, and nowhere else
+            machine = Machine.of(self._env)
+            self._table = {} if machine is None else table(machine)
+        if not self._table:
+            return None
+        key = self.key(fusion, a, b)
+        return None if key is None else self._table.get(key)
+
+    def key(self, fusion: FusedOperation, a: int, b: int) -> str | None:
+        """What a measurement of this candidate is known by; `None` where too little is known of its input."""
+        live = b > self._wants.live_from
+        extent = self._extent(a, b)
+        if extent is None:
+            return None
+        parts = [identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
+        env = self._env
+        parts.append(_short(env.dtype))
+        if env.autocast is not None:
+            parts.append(f"autocast {_short(env.autocast)}")
+        if env.deterministic:
+            parts.append("deterministic")
+        if env.recipe is not None:
+            parts.append(f"recipe {env.recipe!r}")
+        return " | ".join(parts)
+
+    def _extent(self, a: int, b: int) -> str | None:
+        shape = None if self.shapes is None else self.shapes[a - self._start]
+        rows = self._env.rows if shape is None else bucket(rows_of(shape))
+        if rows is None:
+            return None
+        if any(item.slots for item in self._items[a:b]):
+            return f"{rows} rows"  # parameters say how wide they are
+        return None if shape is None else f"{rows} rows of {shape[-1] if shape else 1}"
+
+    def _operation(self, position: int, live: bool) -> str:
+        if position not in self._described:
+            self._described[position] = describe(self._items[position])
+        wanted = self._wants.needs[position] if live else ()
+        return self._described[position] + (f" d({', '.join(sorted(wanted))})" if wanted else "")
+
+
+def describe(item: Item) -> str:
+    """An operation by its class, configuration, and the shapes and dtypes of its parameters."""
+    parameters: list[str] = []
+    for name, (owner, attribute) in item.slots.items():
+        tensor = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
+        if tensor is None:  # a parametrization, which planning must not run
+            parameters.append(f"{name} parametrized")
+        else:
+            parameters.append(f"{name} {_short(tensor.dtype)}{list(tensor.shape)}")
+    text = _module(item.operation) + (f" [{', '.join(parameters)}]" if parameters else "")
+    return text + (" random" if getattr(item.operation, "random", False) else "")
+
+
+def _module(module: nn.Module) -> str:
+    stated = {k: v for k, v in vars(module).items() if k not in _OF_A_MODULE}
+    named = [f"{name}={_plain(value)}" for name, value in sorted(stated.items())]
+    named += [f"{name}={_module(child)}" for name, child in module.named_children()]
+    return f"{identity(plain_type(module))}({', '.join(named)})"
+
+
+def _plain(value: Any) -> str:
+    """Data as itself, everything else as what it is."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_plain(v) for v in cast(Sequence[Any], value))})"
+    if isinstance(value, type | types.FunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    return type(value).__qualname__
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(1024)
+def identity(cls: type) -> str:
+    """A class by its name and what it is written as; our own sources are compared as a whole, elsewhere."""
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    digest = hashlib.sha256()
+    foreign = False
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in (_OWN, *_FOREIGN):
+            continue
+        foreign = True
+        files = _files(base)
+        for path in files:
+            digest.update(_contents(path))
+        if not files:
+            digest.update(_written(base).encode())
+    # What a factory has put into the class.
+    for key, value in sorted(vars(cls).items()):
+        given = [_plain(value)] if not key.startswith("__") else []
+        if isinstance(value, types.FunctionType):
+            given += [_plain(value.__defaults__), *map(_cell, value.__closure__ or ())]
+        digest.update(f"{key}={given};".encode())
+    return f"{name}#{digest.hexdigest()[:12]}" if foreign or "<locals>" in cls.__qualname__ else name
+
+
+def _files(cls: type) -> list[str]:
+    """The files of a class and of what its module takes from its own package."""
+    module = sys.modules.get(cls.__module__)
+    names = {cls.__module__}
+    package = cls.__module__.partition(".")[0]
+    for value in [*vars(module).values()] if module is not None else []:
+        names.add(_home(value))
+    found = [sys.modules.get(name) for name in names if name.partition(".")[0] == package]
+    return sorted({file for m in found if m is not None and (file := getattr(m, "__file__", None))})
+
+
+def _home(value: Any) -> str:
+    try:
+        return str(value.__name__ if isinstance(value, types.ModuleType) else value.__module__)
+    except Exception:  # it has none, or is an object that answers for others
+        return ""
+
+
+@functools.lru_cache(1024)
+def _contents(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return path.encode()
+
+
+def _written(cls: type) -> str:
+    """A class that is in no file: its source where that is known, else its code."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        codes = [fn.__code__ for fn in vars(cls).values() if isinstance(fn, types.FunctionType)]
+        return repr([(code.co_name, code.co_code, code.co_consts, code.co_names) for code in codes])
+
+
+def _cell(cell: types.CellType) -> str:
+    try:
+        return _plain(cell.cell_contents)
+    except ValueError:  # not filled yet
+        return "?"

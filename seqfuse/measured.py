@@ -1,0 +1,280 @@
+"""What fusions take by measurement: the table that plans read, for one machine, and the file it is kept in."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import platform
+import re
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from . import store
+from .env import Env, settings
+from .errors import CacheWarning
+from .operation import Changes, Moment
+
+FORMAT = 1
+MOST_NANOSECONDS = 1e15
+_SOURCES = ("kernels", "ops", "fusions")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measurement:
+    """Nanoseconds of one pass by a fusion and by the operations it replaces, or why it could not be measured."""
+
+    fused: float = 0.0
+    unfused: float = 0.0
+    failed: str = ""
+
+    @property
+    def saving(self) -> int:
+        """Nanoseconds saved per pass."""
+        return round(self.unfused - self.fused)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a plan does not use the fusion; `None` where it is faster."""
+        if self.failed:
+            return f"it failed when it was measured: {self.failed}"
+        if self.saving > 0:
+            return None
+        return f"measured {self.fused / 1000:.1f} us against {self.unfused / 1000:.1f} us unfused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What measurements hold for: a device, and the versions of what runs on it."""
+
+    device: str
+    arch: str
+    driver: str | None
+    threads: int | None
+    triton_runs: bool
+    torch: str
+    triton: str | None
+    seqfuse: str
+
+    @classmethod
+    def of(cls, env: Env) -> Machine | None:
+        """The machine of an environment; `None` where that is not here, or its devices were never used."""
+        if env.device == "cuda" and not torch.cuda.is_initialized():
+            return None  # planning for an architecture by name starts no device
+        return _machine(env.device, env.arch, env.triton, torch.get_num_threads() if env.device == "cpu" else None)
+
+    @property
+    def file_name(self) -> str:
+        """Of its measurements in the user's cache."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16] + ".json"
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} threads" if self.threads and self.threads > 1 else ""
+        return f"{self.device}{threads}"
+
+
+@functools.lru_cache(64)
+def _machine(kind: str, arch: str, triton_runs: bool, threads: int | None) -> Machine | None:
+    name, driver = _cpu_name(), None
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        properties = [cast(Any, torch.cuda).get_device_properties(i) for i in range(torch.cuda.device_count())]
+        here = [p for i, p in enumerate(properties) if Env.of(f"cuda:{i}").arch == arch]
+        if not here:
+            return None
+        # An Env names no index, so cards of one architecture that differ share a table of their own.
+        name, driver = " + ".join(sorted({str(p.name) for p in here})), _driver()
+    elif kind != "cpu":
+        return None
+    own: Any = sys.modules[__package__ or "seqfuse"]
+    triton = _version("triton")
+    return Machine(name, arch, driver, threads, triton_runs, torch.__version__, triton, own.__version__)
+
+
+def _version(distribution: str) -> str | None:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _driver() -> str:
+    try:
+        found = re.search(r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        found = None
+    return f"{found[0] if found else ''} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
+
+
+@functools.cache
+def sources() -> str:
+    """Hash of the sources of our own kernels, operations and fusions: measurements of others do not count."""
+    found, here = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(path for room in _SOURCES for path in (here / room).rglob("*.py")):
+        found.update(path.relative_to(here).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+class Epoch:
+    """When a measurement was last added: lists planned before are planned anew."""
+
+    now = Moment()
+
+
+_tables: dict[Machine, dict[str, Measurement]] = {}
+_given_up: set[Path | None] = set()
+
+
+def table(machine: Machine) -> Mapping[str, Measurement]:
+    """The measurements of a machine by what they are known by; the user's file is read when first asked for."""
+    known = _tables.get(machine)
+    if known is None:
+        path = user_file(machine, create=False) if settings().tune else None
+        known = _tables.setdefault(machine, {} if path is None else load(path, machine))
+    return known
+
+
+def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = False) -> None:
+    """Add measurements for plans to use, or let them take the place of all that were known."""
+    known = dict(found) if instead else {**table(machine), **found}
+    if known != table(machine):
+        _tables[machine] = known
+        Epoch.now = Moment()
+        Changes.note()
+
+
+def user_file(machine: Machine, *, create: bool) -> Path | None:
+    """The file of a machine in the user's cache; `None`, with one warning, where that cannot be used."""
+    if None in _given_up:
+        return None
+    try:
+        folder = store.user_folder("tune", create=create)
+    except OSError as error:
+        _give_up(None, f"the user's cache cannot be used: {error}")
+        return None
+    return None if folder is None else folder / machine.file_name
+
+
+def load(path: Path, machine: Machine) -> dict[str, Measurement]:
+    """The measurements in a file; one that is corrupt is renamed to `*.bad`, with a warning."""
+    inode = None
+    try:
+        found = store.read(path)
+        if found is None:
+            return {}
+        data, inode = found
+        return parse(data, machine)
+    except Elsewhere as error:
+        _give_up(path, f"{path} is left as it is: {error}")
+    except store.Corrupt as error:
+        try:
+            store.quarantine(path, inode)
+            _warn(f"{path} was corrupt and is now {path.name}.bad: {error}")
+        except OSError as second:
+            _give_up(path, f"{path} is corrupt ({error}), and cannot be renamed: {second}")
+    except OSError as error:
+        _give_up(path, f"{path} cannot be read: {error}")
+    return {}
+
+
+def save(path: Path, machine: Machine, found: Mapping[str, Measurement]) -> None:
+    """Add measurements to a file; where that fails they stay in memory, with one warning."""
+    if path not in _given_up:
+        try:
+            store.update(path, lambda: _dump(machine, {**load(path, machine), **found}))
+        except OSError as error:
+            _give_up(path, f"measurements are kept in memory only: {error}")
+
+
+def _give_up(path: Path | None, message: str) -> None:
+    if path not in _given_up:
+        _given_up.add(path)
+        _warn(message)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, CacheWarning, stacklevel=2)
+
+
+class Elsewhere(store.Corrupt):
+    """A sound file of another machine."""
+
+
+def stated(found: Mapping[str, Measurement]) -> dict[str, dict[str, Any]]:
+    """Measurements as plain data; `entries` reads them."""
+    return {
+        key: {"failed": m.failed} if m.failed else {"fused_ns": m.fused, "unfused_ns": m.unfused}
+        for key, m in found.items()
+    }
+
+
+def entries(data: Mapping[str, Any]) -> dict[str, Measurement]:
+    """The measurements that plain data state; what has unknown fields is passed by.
+
+    Raises:
+        Corrupt: if an entry is of another form, or holds a time that is none.
+    """
+    found = {key: _entry(key, entry) for key, entry in data.items()}
+    return {key: entry for key, entry in found.items() if entry is not None}
+
+
+def _dump(machine: Machine, found: Mapping[str, Measurement]) -> bytes:
+    document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
+    document["entries"] = stated(found)
+    return json.dumps(document, indent=1, allow_nan=False).encode()
+
+
+def parse(data: bytes, machine: Machine) -> dict[str, Measurement]:
+    """The measurements that a file's bytes state; nothing in them is code, and what is unknown is passed by.
+
+    Raises:
+        Corrupt: if they are of another form, or hold a time that is none.
+        Elsewhere: if they are of another machine.
+    """
+    try:
+        document: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise store.Corrupt(f"it is no JSON: {error}") from None
+    if not isinstance(document, dict) or cast(dict[str, Any], document).get("format") != FORMAT:
+        raise store.Corrupt(f"it is not of format {FORMAT}")
+    given = cast(dict[str, Any], document)
+    if not isinstance(given.get("entries"), dict) or not isinstance(given.get("machine"), dict):
+        raise store.Corrupt("it has no machine or no entries")
+    if given["machine"] != dataclasses.asdict(machine):
+        raise Elsewhere(f"it was measured on another machine or with other versions, {given['machine']}")
+    return entries(given["entries"]) if given.get("sources") == sources() else {}
+
+
+def _entry(key: str, entry: Any) -> Measurement | None:
+    if not isinstance(entry, dict):
+        raise store.Corrupt(f"the entry of {key[:60]!r} is no object")
+    fields = cast(dict[str, Any], entry)
+    if not fields.keys() <= {"fused_ns", "unfused_ns", "failed"}:
+        return None  # of a program that knows more than this one, or of nobody who means well
+    if fields.keys() == {"failed"} and isinstance(fields["failed"], str) and fields["failed"]:
+        return Measurement(failed=fields["failed"][:300])
+    times = fields.get("fused_ns"), fields.get("unfused_ns")
+    if len(fields) != 2 or not all(_is_time(t) for t in times):
+        raise store.Corrupt(f"the entry of {key[:60]!r} holds no two times")
+    return Measurement(float(cast(Any, times[0])), float(cast(Any, times[1])))
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < MOST_NANOSECONDS

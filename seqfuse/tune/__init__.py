@@ -1,0 +1,260 @@
+"""Covers corrected by measurement: times every candidate of a model, and keeps what it finds for this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import measured
+from ..env import settings
+from ..errors import InputError, KernelError
+from ..fuser.items import global_hooks
+from ..fuser.match import Candidate
+from ..fuser.reference import transformed
+from ..measured import Machine, Measurement
+from .candidates import Stretch, passes, real, stretches
+from .ranks import Ranks
+from .report import OUT_OF_BUDGET, Row, TuneReport, progress
+from .shadow import MODES, Shadow
+from .timing import Unmeasurable, is_passing, measure
+
+__all__ = ["Row", "TuneReport", "tune"]
+
+
+def tune(
+    model: nn.Module,
+    x: Tensor,
+    *,
+    modes: str | Sequence[str] = MODES,
+    budget: float | None = None,
+    progress: bool | None = None,
+    group: Any = None,
+    file: str | os.PathLike[str] | None = None,
+    **channels: Tensor,
+) -> TuneReport:
+    """Measure every candidate fusion of a model for inputs like `x`, so that plans use those that are faster here.
+
+    Each candidate, and the operations that it replaces, run by turns on random tensors of the shapes they would see;
+    the medians take the place of the cost that the fusion declares. One that is not faster, that fails, or that takes
+    longer than 30 s is refused from then on, with that reason in the plan. What was measured before is not measured
+    again, so that a call that was cut off goes on where it stopped.
+
+    The model is not run: a copy on fake tensors shows what would be. Its parameters are read; gradients, buffers,
+    modes, hooks and torch's generators are left alone.
+
+    Measurements hold for one device, its driver, and the versions of torch, Triton and this library; in them, for
+    operations of one configuration and shape, the number of rows rounded up to a power of two, dtypes, and what is
+    differentiated. They are written as they come, to the user's cache (`SEQFUSE_TUNE=0`: not at all) or to `file`.
+
+    Args:
+        model: a `Sequential`, or a module with some inside.
+        x: an input; its shape, dtype, device and `requires_grad` matter. A surrounding `torch.autocast` does, too.
+        modes: `"train"`, with gradients, and `"eval"`, without; or one of them.
+        budget: seconds after which no further measurement is begun.
+        progress: whether to show how far it is; if left out, on a terminal. Of several ranks the first one shows it.
+        group: the process group whose first rank measures for all; the default one, if there is one. Every rank calls
+            this function, and all of them end with the same measurements.
+        file: what to keep measurements in, instead of the user's cache; of one device.
+        channels: the public extra inputs, by channel name.
+
+    Raises:
+        InputError: (SF105, SF106) for an argument that is none of these, or a model that cannot be copied.
+        StateError: (SF504) on the other ranks, if the first one failed.
+        KernelError: (SF401) if the device was lost.
+    """
+    chosen = _checked(x, modes, budget)
+    reason = _why_not_now(x)
+    if reason is not None:
+        warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
+        return TuneReport((), skipped=(reason,))
+    ranks = Ranks(group, x.device)
+    shown = ranks.first and (sys.stderr.isatty() if progress is None else progress)
+    path = None if file is None else Path(file)
+    search = _Search(path, budget, ranks, shown)
+    generators: Any = torch.random
+    with generators.fork_rng([x.device] if x.is_cuda else []):
+        try:
+            search.look(model, x, channels, chosen)
+            if ranks.first:
+                search.measure()
+        except BaseException as error:
+            ranks.send({"error": f"{type(error).__name__}: {error}"})
+            if ranks.several and not ranks.first and isinstance(error, Exception):
+                ranks.receive()  # the first rank does not know that this one failed
+            raise
+        search.share()
+    return search.report()
+
+
+def _checked(x: Any, modes: Any, budget: Any) -> tuple[str, ...]:
+    if type(x) not in (Tensor, nn.Parameter):
+        raise InputError(f"tune takes a plain tensor, not {type(x).__name__}", code="SF105")
+    if x.device.type == "meta":
+        raise InputError("tune takes an input on the device to measure, not on meta", code="SF105")
+    chosen = (modes,) if isinstance(modes, str) else tuple(modes)
+    if not chosen or not set(chosen) <= set(MODES):
+        raise InputError(f"modes must be among {', '.join(MODES)}, not {modes!r}", code="SF106")
+    if budget is not None and not (type(budget) in (int, float) and budget >= 0 and not math.isnan(budget)):
+        raise InputError(f"budget must be a number of seconds, not {budget!r}", code="SF106")
+    return tuple(dict.fromkeys(chosen))
+
+
+def _why_not_now(x: Tensor) -> str | None:
+    if torch.compiler.is_compiling() or transformed():
+        return "the call is being traced or transformed"
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"
+    return "global module hooks are registered" if global_hooks() else None
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """A candidate that is timed once, wherever it stands."""
+
+    key: str
+    machine: Machine
+    stretch: Stretch
+    candidate: Candidate
+    places: list[tuple[Stretch, Candidate]]
+    note: str = ""
+
+
+class _Search:
+    """One call of `tune`."""
+
+    def __init__(self, path: Path | None, budget: float | None, ranks: Ranks, shown: bool) -> None:
+        self._path, self._budget, self._ranks, self._shown = path, budget, ranks, shown
+        self._jobs: dict[tuple[Machine, str], _Job] = {}
+        self._skipped: list[str] = []
+        self._measured = 0
+
+    def look(self, model: nn.Module, x: Tensor, channels: dict[str, Tensor], modes: Sequence[str]) -> None:
+        """Find the candidates."""
+        for mode in modes:
+            sites, ended = Shadow(model, mode).sites(x, channels)
+            if ended is not None:
+                self._skipped.append(f"what comes after an error in {mode} mode: {ended}")
+            for site in sites:
+                for stretch in stretches(site):
+                    if isinstance(stretch, str):
+                        self._skipped.append(stretch)
+                    else:
+                        self._take(stretch)
+        self._skipped = list(dict.fromkeys(self._skipped))
+
+    def _take(self, stretch: Stretch) -> None:
+        machine = Machine.of(stretch.env)
+        for candidate in stretch.found:
+            key = stretch.known.key(candidate.fusion, candidate.start, candidate.stop)
+            if machine is not None and key is not None:
+                new = _Job(key, machine, stretch, candidate, [])
+                self._jobs.setdefault((machine, key), new).places.append((stretch, candidate))
+
+    def measure(self) -> None:
+        """Time those that are not known yet, the most promising first, until the budget has run out."""
+        begun = time.perf_counter()
+        files = {machine: self._file(machine) for machine in self._machines()}
+        todo = [job for job in self._jobs.values() if job.key not in measured.table(job.machine)]
+        todo.sort(key=lambda job: job.candidate.cost)
+        found: dict[Machine, dict[str, Measurement]] = {}
+        try:
+            with progress(len(todo), self._shown) as done:
+                for job in todo:
+                    if self._budget is not None and time.perf_counter() - begun >= self._budget:
+                        job.note = OUT_OF_BUDGET
+                        continue
+                    result = self._one(job, files[job.machine])
+                    if result is not None:
+                        found.setdefault(job.machine, {})[job.key] = result
+                    done(job.candidate.name)
+                    self._ranks.beat()
+        finally:
+            for machine, several in found.items():
+                measured.add(machine, several)
+
+    def _one(self, job: _Job, file: Path | None) -> Measurement | None:
+        lost: KernelError | None = None
+        result = None
+        try:
+            with real(job.stretch, job.candidate):
+                device = job.stretch.site.entering[job.candidate.start][0].device
+                result = measure(lambda: passes(job.stretch, job.candidate), device)
+        except Unmeasurable as error:
+            job.note = f"not measured: {error}"
+        except KernelError as error:
+            lost, result = error, Measurement(failed=str(error)[:200])
+        if result is not None:
+            self._measured += 1
+            if file is not None and not is_passing(result):
+                measured.save(file, job.machine, {job.key: result})
+        if lost is not None:
+            raise lost
+        return result
+
+    def _machines(self) -> list[Machine]:
+        return list(dict.fromkeys(job.machine for job in self._jobs.values()))
+
+    def _file(self, machine: Machine) -> Path | None:
+        """Where a machine's measurements are kept; what other processes have put there is known from now on."""
+        path = self._path
+        if path is None and settings().tune:
+            path = measured.user_file(machine, create=True)
+        if path is not None:
+            measured.add(machine, measured.load(path, machine))
+        return path
+
+    def share(self) -> None:
+        """Make what the first rank knows what all ranks know."""
+        if not self._ranks.several:
+            return
+        if self._ranks.first:
+            self._ranks.send({_tag(m): measured.stated(measured.table(m)) for m in self._machines()})
+            return
+        told = self._ranks.receive()
+        for machine in self._machines():
+            if _tag(machine) in told:
+                measured.add(machine, measured.entries(told[_tag(machine)]), instead=True)
+
+    def report(self) -> TuneReport:
+        """What is known now."""
+        steps: dict[int, set[tuple[str, range]]] = {}
+        for job in self._jobs.values():
+            for stretch, _ in job.places:
+                if id(stretch) not in steps:
+                    plan = stretch.plan()
+                    steps[id(stretch)] = {(s.name, s.covers) for s in (*plan.forward, *plan.backward) if s.fused}
+        rows: list[Row] = []
+        for job in self._jobs.values():
+            known = measured.table(job.machine).get(job.key)
+            times = (None, None) if known is None or known.failed else (known.fused / 1000, known.unfused / 1000)
+            used = any((c.name, range(c.start, c.stop)) in steps[id(s)] for s, c in job.places)
+            note = known.refusal or "" if known is not None and known.failed else job.note
+            rows.append(Row(job.candidate.name, _places(job), job.stretch.site.mode, *times, used, note))
+        machines = self._machines()
+        path = self._path
+        if path is None and settings().tune and machines:
+            path = measured.user_file(machines[0], create=False)
+        kept = path if path is not None and path.exists() and self._ranks.first else None
+        return TuneReport(
+            tuple(rows), self._measured, tuple(self._skipped), ", ".join(map(str, machines)), kept
+        )  # fmt: skip
+
+
+def _places(job: _Job) -> str:
+    path, c = job.stretch.site.path, job.candidate
+    first = f"{path} {c.start}{f'-{c.stop - 1}' if c.stop > c.start + 1 else ''}".lstrip()
+    return first + (f" and {len(job.places) - 1} more" if len(job.places) > 1 else "")
+
+
+def _tag(machine: Machine) -> str:
+    return f"{machine.arch} {machine.triton_runs}"

@@ -1,0 +1,152 @@
+"""The candidates of a container: what each is known by, and its passes, fused and unfused, ready to be timed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..env import Env, fusing_now
+from ..fuser.bind import binder_of
+from ..fuser.inputs import validate
+from ..fuser.items import has_own_graph
+from ..fuser.known import Known
+from ..fuser.listing import Region
+from ..fuser.match import Candidate, Matcher
+from ..fuser.plan import Plan, Step, Wants, plan_region
+from ..fuser.program import Binder
+from ..fuser.segment import Segment
+from ..fusion import BackwardFusion, JointFusion
+from .shadow import Site
+from .timing import Passes, scratch_like
+
+
+@dataclasses.dataclass(eq=False)
+class Stretch:
+    """A region of a container as it was called: everything a plan of it is made from."""
+
+    site: Site
+    region: Region
+    env: Env
+    wants: Wants
+    known: Known
+    binder: Binder
+    found: list[Candidate]
+
+    def plan(self) -> Plan:
+        """Its plan, with what is known now."""
+        stretch = self.site.listing.items, self.region.start, self.region.stop
+        # Made anew: what a table holds is looked up when it is made.
+        known = Known(stretch[0], self.wants, self.env, self.region.start, self.known.shapes)
+        return plan_region(*stretch, self.wants, self.env, fusing_now(), Matcher(self.site.fuser.fusions), known)
+
+
+def stretches(site: Site) -> Generator[Stretch | str]:
+    """The regions of a container that ran, or why one cannot be measured."""
+    listing = site.listing
+    for part in listing.parts:
+        if not isinstance(part, Region) or len(site.entering) <= part.stop:
+            continue
+        x, channels = site.entering[part.start]
+        where = f"{site.path or 'the model'} {part.start}-{part.stop - 1}"
+        parameters = [owner._parameters.get(name) for owner, name in part.slots]  # pyright: ignore[reportPrivateUsage]
+        present = [p for p in parameters if p is not None]
+        if len(present) < len(parameters) or any(map(parametrize.is_parametrized, _modules(site, part))):
+            yield f"{where}: a parametrization makes its parameters"
+            continue
+        plain = all(type(site.shadow.original(p)) in (Tensor, nn.Parameter) for p in present)
+        if not plain or has_own_graph(site.fuser.root):
+            yield f"{where}: its parameters are no plain tensors, so that it runs unfused"
+            continue
+        with site.tracing():
+            yield _stretch(site, part, x, channels, present)
+
+
+def _modules(site: Site, region: Region) -> list[nn.Module]:
+    inside = site.listing.items[region.start : region.stop]
+    return [m for item in inside for m in item.operation.modules()] + [owner for owner, _ in region.slots]
+
+
+def _stretch(
+    site: Site, region: Region, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
+) -> Stretch:
+    items, start, stop = site.listing.items, region.start, region.stop
+    env = Env.like(x)
+    given = {c: channels[c].requires_grad for c in region.channels}
+    wants = Wants.of(items, start, stop, x.requires_grad, given, env.grad)
+    shapes = validate(site.listing, region, x.shape)
+    binder = binder_of(site.listing, region, x, channels, parameters, shapes, wants, env, "raise", _ignore)
+    found, _ = Matcher(site.fuser.fusions).find(items, start, stop, wants.live_from, env, fusing_now())
+    return Stretch(site, region, env, wants, Known(items, wants, env, start, shapes), binder, found)
+
+
+def _ignore(fusion: str, at: int, reason: str) -> None:
+    pass
+
+
+def passes(stretch: Stretch, candidate: Candidate) -> Passes:
+    """The pass or passes that a candidate replaces, by itself and by its operations, on scratch tensors."""
+    site, (a, b) = stretch.site, (candidate.start, candidate.stop)
+    live = stretch.wants.live_from < b
+    x, channels = site.entering[a]
+    y, after = site.entering[b]
+    generator = torch.Generator(x.device)
+    generator.manual_seed(0)
+
+    def scratch(like: Tensor) -> Tensor:
+        return scratch_like(like, generator)
+
+    fusion = candidate.fusion
+    fused = _segment(stretch, a, b, candidate, fusion.replaces_forward, fusion.replaces_backward and live)
+    unfused = _segment(stretch, a, b, candidate, False, False)
+    entering, dy = scratch(x), scratch(y)
+    sides = {c: scratch(channels[c]) for c in fused.inputs}
+    d_sides = {c: scratch(after[c]) for c in fused.outputs}
+    count = len(site.listing.random)
+    seeds = torch.randint(2**63 - 1, (count,), device=x.device, generator=generator) if count else None
+
+    def forward(segment: Segment) -> Any:
+        if not live:
+            return segment.run(entering, dict(sides), seeds)
+        return segment.run_keeping(entering, dict(sides), seeds)
+
+    def backward(segment: Segment, packed: Any, tensors: list[Any]) -> Any:
+        return segment.run_backward(dy, dict(d_sides), packed, tuple(tensors), None)
+
+    if isinstance(fusion, BackwardFusion):
+        _, tensors, packed = unfused.run_keeping(entering, dict(sides), seeds)
+        return lambda: backward(fused, packed, tensors), lambda: backward(unfused, packed, tensors)
+    if isinstance(fusion, JointFusion) and live:
+
+        def both(segment: Segment) -> Any:
+            _, tensors, packed = forward(segment)
+            return backward(segment, packed, tensors)
+
+        return lambda: both(fused), lambda: both(unfused)
+    return lambda: forward(fused), lambda: forward(unfused)
+
+
+def _segment(stretch: Stretch, a: int, b: int, candidate: Candidate, ahead: bool, back: bool) -> Segment:
+    """A segment of a candidate's positions alone, covered by it in the passes that are asked for."""
+    items = stretch.site.listing.items
+    own = (Step(candidate.fusion, range(a, b), candidate.name, True),)
+    singles = tuple(Step(items[p].operation, range(p, p + 1), items[p].name) for p in range(a, b))
+    live = tuple(s for s in singles if s.covers.start >= stretch.wants.live_from)
+    plan = Plan(stretch.env, own if ahead else singles, own if back else live, (range(a, b),), (), (), (), ())
+    (segment,) = stretch.binder.segments(plan)
+    return segment
+
+
+@contextlib.contextmanager
+def real(stretch: Stretch, candidate: Candidate) -> Generator[None]:
+    """Within the block, the parameters that a candidate reads are copies of the model's, rather than fake."""
+    inside = stretch.site.listing.items[candidate.start : candidate.stop]
+    owners = [m for item in inside for m in item.operation.modules()]
+    owners += [owner for item in inside for owner, _ in item.slots.values()]
+    with stretch.site.shadow.real(owners):
+        yield

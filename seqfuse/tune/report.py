@@ -1,0 +1,91 @@
+"""What tuning found, and how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+OUT_OF_BUDGET = "not measured: the budget ran out"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One candidate: where it matched, in which mode, what was measured, and whether a plan uses it now.
+
+    `note` says why one was not measured, or failed; else it is empty.
+    """
+
+    fusion: str
+    at: str
+    mode: str
+    fused_us: float | None
+    unfused_us: float | None
+    chosen: bool
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneReport:
+    """What `sf.tune` knows after a call; printable.
+
+    Attributes:
+        rows: the candidates, those that were known before among them.
+        measured: how many were measured by this call.
+        skipped: parts of the model that could not be measured, with reasons.
+        machine: what the measurements hold for.
+        file: where they are kept; `None` if in memory only.
+    """
+
+    rows: tuple[Row, ...]
+    measured: int = 0
+    skipped: tuple[str, ...] = ()
+    machine: str = ""
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        chosen, late = sum(r.chosen for r in self.rows), sum(r.note == OUT_OF_BUDGET for r in self.rows)
+        on = f" on {self.machine}" if self.machine else ""
+        lines = [f"{len(self.rows)} candidates{on}: {self.measured} measured now, {chosen} chosen"]
+        lines[0] += f"; the budget ran out before {late}" if late else ""
+        if self.rows:
+            name, at = (max(map(len, (h, *column))) for h, column in self._columns())
+            lines.append(f"{'candidate':<{name}}  {'at':<{at}}  mode   {'fused us':>10}  {'unfused us':>10}  chosen")
+            for r in self.rows:
+                times = [f"{'-' if t is None else format(t, '.1f'):>10}" for t in (r.fused_us, r.unfused_us)]
+                end = "yes" if r.chosen else "no"
+                text = f"{r.fusion:<{name}}  {r.at:<{at}}  {r.mode:<5}  {times[0]}  {times[1]}  {end:<6}  {r.note}"
+                lines.append(text.rstrip())
+        lines += [f"skipped: {what}" for what in self.skipped]
+        return "\n".join([*lines, f"kept in {self.file}" if self.file else "kept in memory"])
+
+    def _columns(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
+        return ("candidate", [r.fusion for r in self.rows]), ("at", [r.at for r in self.rows])
+
+
+@contextlib.contextmanager
+def progress(total: int, wanted: bool) -> Generator[Callable[[str], None]]:
+    """A bar on the terminal where rich is installed, else a line per candidate; to be called after each."""
+    if not wanted or not total:
+        yield lambda name: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        done = 0
+
+        def line(name: str) -> None:
+            nonlocal done
+            done += 1
+            print(f"tuning {done}/{total} {name}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    text = TextColumn("tuning {task.fields[text]}")
+    columns = text, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(compact=True)
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        bar = bars.add_task("tuning", total=total, text="")
+        yield lambda name: bars.update(bar, advance=1, text=name)

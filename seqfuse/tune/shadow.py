@@ -1,0 +1,160 @@
+"""A copy of a model whose tensors are fake: it shows what would run, and touches nothing of the model's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Generator, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, SeqfuseError
+from ..fuser import Sequential
+from ..fuser.fake import faking
+from ..fuser.inputs import validate
+from ..fuser.listing import Listing, Region
+from ..fuser.reference import check_channels, draw, walk_reference
+from ..fuser.run import Fuser
+
+MODES = ("train", "eval")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """A container as it was called: its list, and the fake tensors that entered each position and left the last."""
+
+    path: str
+    mode: str
+    shadow: Shadow
+    fuser: Fuser
+    listing: Listing
+    entering: list[tuple[Tensor, dict[str, Tensor]]]
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Where its fake tensors can be used, in its mode."""
+        return self.shadow.tracing()
+
+
+class _Recorder:
+    """Takes the place of a container's fuser: runs the references, and notes what enters them."""
+
+    def __init__(self, path: str, mode: str, shadow: Shadow, fuser: Fuser, sites: list[Site]) -> None:
+        self.root, self._fuser, self._sites = fuser.root, fuser, sites
+        self._about = path, mode, shadow
+
+    def __call__(self, x: Tensor, **channels: Tensor) -> Any:
+        listing = self._fuser.listing()
+        items = listing.items
+        check_channels(items, listing.inputs, channels)
+        seeds = draw(len(listing.random), x) if listing.random else None
+        site = Site(*self._about, self._fuser, listing, [(x, dict(channels))])
+        self._sites.append(site)
+        starts = {part.start: part for part in listing.parts if isinstance(part, Region)}
+        for position in range(len(items)):
+            if position in starts:
+                validate(listing, starts[position], x.shape)
+            x = walk_reference(items, range(position, position + 1), listing.random, x, channels, seeds)
+            site.entering.append((x, dict(channels)))
+        return (x, *[channels[name] for name in listing.outputs]) if listing.outputs else x
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for a hook, so that what has hooks has them here, too."""
+
+
+class Shadow:
+    """A model in one mode, on fake tensors.
+
+    Args:
+        model: what is copied; its parameters, buffers and hooks are not.
+        mode: `"train"`, or `"eval"`, where no gradients are recorded.
+
+    Raises:
+        InputError: (SF106) if the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, mode: str) -> None:
+        self.mode = mode
+        self._originals: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # a fake tensor, held since its id is its key, and its own
+        memo: dict[int, Any] = {}
+        try:
+            with faking() as self._fakes:
+                self._stand_in(model, memo)
+            self.model: nn.Module = copy.deepcopy(model, memo)
+        except Exception as error:
+            message = f"{type(model).__name__} cannot be copied: {type(error).__name__}: {error}"
+            raise InputError(
+                message, code="SF106", hint="tune a model before it is sharded, or the sf.Sequentials in it"
+            ) from error
+        self.model.train(mode == "train")
+
+    def _stand_in(self, model: nn.Module, memo: dict[int, Any]) -> None:
+        """Say what stands for tensors and hooks in the copy."""
+        for module in model.modules():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):  # pyright: ignore[reportPrivateUsage]
+                if tensor is not None and id(tensor) not in memo:
+                    fake = memo[id(tensor)] = self._fakes.from_tensor(tensor)
+                    self._originals[id(fake)] = fake, tensor
+            for name in _HOOKS:
+                hooks = getattr(module, name)
+                memo[id(hooks)] = OrderedDict[Any, Any]((key, _nothing) for key in hooks)
+
+    def sites(self, x: Tensor, channels: dict[str, Tensor]) -> tuple[list[Site], str | None]:
+        """The containers that a call runs, in the order in which they run, and what ended it early."""
+        sites: list[Site] = []
+        for path, module in cast(Iterable[tuple[str, nn.Module]], self.model.named_modules()):
+            if isinstance(module, Sequential):
+                module.__dict__["_fuser"] = _Recorder(path, self.mode, self, Fuser(module, module.fusions), sites)
+        with self.tracing():
+            try:
+                self.model(self._fake(x), **{name: self._fake(value) for name, value in channels.items()})
+            except SeqfuseError:
+                raise  # the call itself would
+            except Exception as error:
+                return sites, f"{type(error).__name__}: {error}"
+        return sites, None
+
+    @contextlib.contextmanager
+    def tracing(self) -> Generator[None]:
+        """Where fake tensors of this copy can be used, in its mode."""
+        with faking(self._fakes), torch.set_grad_enabled(self.mode == "train"):
+            yield
+
+    def _fake(self, x: Tensor) -> Tensor:
+        return self._fakes.from_tensor(x.detach()).requires_grad_(x.requires_grad)
+
+    def original(self, fake: Tensor) -> Tensor | None:
+        """The tensor of the model that a parameter or buffer of the copy stands for."""
+        return self._originals.get(id(fake), (fake, None))[1]
+
+    @contextlib.contextmanager
+    def real(self, owners: Iterable[nn.Module]) -> Generator[None]:
+        """Within the block, parameters and buffers of these modules are copies of the model's."""
+        changed: list[tuple[dict[str, Any], str, Tensor]] = []
+        made: dict[int, Tensor] = {}
+        try:
+            for owner in dict.fromkeys(owners):
+                held: dict[str, Any]
+                for held in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
+                    for name, fake in held.items():
+                        original = None if fake is None else self.original(fake)
+                        if fake is None or original is None:
+                            continue
+                        if id(fake) not in made:
+                            scratch = original.detach().clone()
+                            if isinstance(original, nn.Parameter):
+                                scratch = nn.Parameter(scratch, original.requires_grad)
+                            made[id(fake)] = scratch
+                        changed.append((held, name, fake))
+                        held[name] = made[id(fake)]
+            yield
+        finally:
+            for held, name, fake in changed:
+                held[name] = fake

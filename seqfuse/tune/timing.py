@@ -1,0 +1,150 @@
+"""How long a candidate takes, and the operations that it replaces, on scratch tensors of the shapes they would see."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import KernelError
+from ..measured import Measurement
+
+LIMIT = 30.0
+"""Seconds that one candidate may take, compilation of its kernels among them."""
+
+ROUNDS, SECONDS = (3, 100), 0.2
+FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
+
+
+class Unmeasurable(Exception):
+    """What is replaced cannot run, so that nothing can be said of the candidate."""
+
+
+def clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    """What times one call on this device, in nanoseconds."""
+    return _on_cuda(device) if device.type == "cuda" else _on_cpu
+
+
+def _on_cpu(run: Callable[[], Any]) -> float:
+    begun = time.perf_counter_ns()
+    run()
+    return max(time.perf_counter_ns() - begun, 1)
+
+
+def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+    # In a model, what a step reads has been pushed out of the cache by other steps. Overwriting the cache first also
+    # keeps the device busy while the host launches the step.
+    flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
+    events = cast(Any, torch.cuda)
+
+    def timed(run: Callable[[], Any]) -> float:
+        start, end = events.Event(enable_timing=True), events.Event(enable_timing=True)
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return max(start.elapsed_time(end) * 1e6, 1)
+
+    return timed
+
+
+Passes = tuple[Callable[[], Any], Callable[[], Any]]
+
+
+def compare(make: Callable[[], Passes], device: torch.device) -> tuple[float, float]:
+    """Medians of the two passes, in nanoseconds, by turns, so that what else the machine does meets both."""
+    try:
+        timed = clock(device)
+        fused, unfused = make()
+        timed(unfused)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        raise Unmeasurable(f"what it would replace raised {_said(error)}") from error
+    timed(fused)
+    times: tuple[list[float], list[float]] = ([], [])
+    begun = time.perf_counter()
+    while len(times[0]) < ROUNDS[0] or (len(times[0]) < ROUNDS[1] and time.perf_counter() - begun < SECONDS):
+        times[0].append(timed(fused))
+        times[1].append(timed(unfused))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
+    """Measure what `make()` returns: the fused pass and the unfused one.
+
+    It happens in a thread of its own, which is left behind when it takes longer than `LIMIT`.
+
+    Raises:
+        Unmeasurable: if the unfused pass itself fails.
+        KernelError: if the device is lost.
+    """
+    done: list[Measurement | BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad(), _on(device):
+                done.append(Measurement(*compare(make, device)))
+        except BaseException as error:
+            done.append(error)
+
+    context = contextvars.copy_context()
+    autocast, threads = _autocast_here(device.type), torch.get_num_threads()
+
+    def enter() -> None:
+        torch.set_num_threads(threads)  # libraries beneath torch start each thread with their own number
+        with autocast:
+            torch.set_autocast_cache_enabled(False)  # casts made here are of scratch tensors; the thread's own setting
+            work()
+
+    thread = threading.Thread(target=context.run, args=(enter,), daemon=True, name="seqfuse-tune")
+    thread.start()
+    thread.join(LIMIT)
+    if not done:
+        return Measurement(failed=f"it took longer than {LIMIT:g} s")
+    (result,) = done
+    if isinstance(result, Measurement):
+        return result
+    if isinstance(result, Unmeasurable):
+        raise result
+    if isinstance(result, torch.AcceleratorError) or isinstance(result.__cause__, torch.AcceleratorError):
+        message = f"the device reported {result}; its state is lost and nothing can run after it"
+        raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer") from result
+    return Measurement(failed=_said(result)[:200])
+
+
+def is_passing(measurement: Measurement) -> bool:
+    """Whether it failed for want of memory, which says nothing about the next process."""
+    return "OutOfMemoryError" in measurement.failed or "MemoryError" in measurement.failed
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, KernelError) and error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _autocast_here(kind: str) -> contextlib.AbstractContextManager[Any]:
+    """The caller's autocast region, for another thread."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind))
+
+
+def scratch_like(like: Tensor, generator: torch.Generator) -> Tensor:
+    """A random tensor of the shape, dtype and device of another, from a generator of its own."""
+    if not (like.is_floating_point() or like.is_complex()):
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)

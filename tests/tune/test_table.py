@@ -1,0 +1,497 @@
+"""The file of measurements: validated, private, replaced whole; whatever is wrong with it, tuning goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import re
+import stat
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import measured, store
+from seqfuse.measured import Machine, Measurement
+from tests.tune.kit import Quick, Slow, pair
+
+ROOT = Path(__file__).resolve().parents[2]
+X = torch.ones(6, 4)
+REASON = "measured 80.0 us against 50.0 us unfused"
+
+
+def machine() -> Machine:
+    found = Machine.of(sf.Env.like(X))
+    assert found is not None
+    return found
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a new process would start."""
+    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setattr(measured, "_given_up", set())
+
+
+@contextlib.contextmanager
+def cache_warnings() -> Iterator[list[str]]:
+    """The warnings of a block, all of which are about the cache."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    assert {w.category for w in caught} <= {sf.CacheWarning}
+    said += [str(w.message) for w in caught]
+
+
+def written(cache: Path) -> Path:
+    """A file with one entry, that of `Slow`."""
+    sf.tune(pair(Slow), X, modes="train")
+    (path,) = cache.glob("*.json")
+    return path
+
+
+def slow_is_refused() -> bool:
+    plan = pair(Slow).plan(X)
+    return [r.reason for r in plan.refused] == [REASON] and not plan.count("Slow")
+
+
+def with_entry(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    document = json.loads(path.read_text())
+    (key,) = document["entries"]
+    document["entries"][key] = change(document["entries"][key])
+    path.write_text(json.dumps(document))
+
+
+def changed(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+CORRUPT: dict[str, Callable[[Path], object]] = {
+    "empty": lambda p: p.write_bytes(b""),
+    "truncated": lambda p: p.write_bytes(p.read_bytes()[:-20]),
+    "binary": lambda p: p.write_bytes(bytes(range(256)) * 9),
+    "deep": lambda p: p.write_text("[" * 100_000),
+    "a list": lambda p: p.write_text("[]"),
+    "other format": lambda p: changed(p, format=2),
+    "no entries": lambda p: changed(p, entries=None),
+    "no machine": lambda p: changed(p, machine="this"),
+    "entry is a number": lambda p: with_entry(p, lambda e: 3),
+    "NaN": lambda p: with_entry(p, lambda e: {**e, "fused_ns": float("nan")}),
+    "infinite": lambda p: with_entry(p, lambda e: {**e, "unfused_ns": float("inf")}),
+    "1e999": lambda p: p.write_text(p.read_text().replace('"unfused_ns": 5', '"unfused_ns": 1e999')),
+    "negative": lambda p: with_entry(p, lambda e: {**e, "fused_ns": -1}),
+    "zero": lambda p: with_entry(p, lambda e: {**e, "fused_ns": 0}),
+    "true": lambda p: with_entry(p, lambda e: {**e, "fused_ns": True}),
+    "text": lambda p: with_entry(p, lambda e: {**e, "fused_ns": "1"}),
+    "one time": lambda p: with_entry(p, lambda e: {"fused_ns": 1}),
+    "huge integer": lambda p: with_entry(p, lambda e: {**e, "fused_ns": 10**400}),
+    "failed for nothing": lambda p: with_entry(p, lambda e: {"failed": ""}),
+    "too big": lambda p: os.truncate(p, store.MOST_BYTES + 1),
+    "a folder": lambda p: (p.unlink(), p.mkdir()),
+    "a pipe": lambda p: (p.unlink(), os.mkfifo(p)),
+}
+
+
+@pytest.mark.parametrize("spoil", CORRUPT.values(), ids=CORRUPT.keys())
+def test_a_corrupt_file_is_set_aside_and_tuning_goes_on(
+    spoil: Callable[[Path], object], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(cache)
+    if spoil is CORRUPT["1e999"]:
+        with_entry(path, lambda e: {**e, "unfused_ns": 5})
+    spoil(path)
+    forget(monkeypatch)
+    model = pair(Slow)
+    with cache_warnings() as caught:
+        assert model.plan(X).count("Slow") == 1
+        model(X)
+    assert len(caught) == 1
+    assert re.search(r"was corrupt and is now .*\.bad", caught[0])
+    assert not path.exists()
+    assert path.with_name(path.name + ".bad").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sf.tune(model, X, modes="train").measured == 1
+        forget(monkeypatch)
+        assert slow_is_refused()
+
+
+def test_numbers_that_are_whole_are_times_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_entry(written(cache), lambda e: {"fused_ns": 80_000, "unfused_ns": 50_000})
+    forget(monkeypatch)
+    assert slow_is_refused()
+
+
+def test_unknown_fields_and_candidates_are_passed_by(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = written(cache)
+    document = json.loads(path.read_text())
+    (key,) = document["entries"]
+    evil = tmp_path / "evil.py"
+    evil.write_text("raise SystemExit('imported')\n")
+    document["entries"] = {
+        key: {"fused_ns": 1.0, "unfused_ns": 2.0, "ir_override": str(evil)},
+        f"evil:Fusion | {key}": {"fused_ns": 1.0, "unfused_ns": 2.0},
+        key.replace("Slow", "Quick"): {"fused_ns": 1.0, "unfused_ns": 9e9},
+        "__import__('os').system('false')": {"failed": "x"},
+    }
+    path.write_text(json.dumps({**document, "ir_override": str(evil)}))
+    forget(monkeypatch)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = pair(Slow).plan(X)
+    assert plan.count("Slow") == 1
+    assert "evil" not in sys.modules
+    assert sf.tune(pair(Slow), X, modes="train").measured == 1
+
+
+def test_a_reason_in_a_file_is_text_and_short(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_entry(written(cache), lambda e: {"failed": "\x1b[31m" + "x" * 5000})
+    forget(monkeypatch)
+    plan = pair(Slow).plan(X)
+    assert len(plan.refused[0].reason) < 400
+    assert "\x1b" not in str(plan)
+
+
+def test_measurements_of_other_sources_do_not_count_and_are_replaced(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(cache)
+    monkeypatch.setattr(measured, "sources", lambda: "written anew")
+    forget(monkeypatch)
+    assert pair(Slow).plan(X).count("Slow") == 1
+    assert sf.tune(pair(Slow), X, modes="train").measured == 1
+    assert json.loads(path.read_text())["sources"] == "written anew"
+    assert not list(cache.glob("*.bad"))
+
+
+def test_the_sources_are_those_of_kernels_operations_and_fusions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measured, "__file__", str(tmp_path / "measured.py"))
+    seen = set()
+    for room in ("kernels", "ops", "fusions", "nn"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "one.py").write_text(room)
+        measured.sources.cache_clear()
+        seen.add(measured.sources())
+    monkeypatch.undo()
+    measured.sources.cache_clear()
+    assert len(seen) == 3  # layers are not measured
+
+
+def test_every_version_has_a_file_of_its_own() -> None:
+    import dataclasses
+
+    own = machine()
+    others = [dataclasses.replace(own, **{f.name: "2"}) for f in dataclasses.fields(own)]
+    assert len({own.file_name, *(m.file_name for m in others)}) == len(others) + 1
+
+
+def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from seqfuse import env
+
+    cards = [("H100 SXM", 9), ("A100", 8), ("H100 PCIe", 9)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda i: SimpleNamespace(name=cards[i][0], gcnArchName="", major=cards[i][1], minor=0),
+    )
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    caches = env._architecture, env._triton_runs, measured._machine
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        own = Machine.of(sf.Env.of("cuda:sm_80"))
+        assert own is not None
+        assert (own.device, own.arch, own.threads) == ("A100", "sm_80", None)
+        assert own.driver is not None
+        assert str(Machine.of(sf.Env.of("cuda:sm_90"))) == "H100 PCIe + H100 SXM"
+        assert Machine.of(sf.Env.of("cuda:sm_100")) is None
+        assert Machine.of(sf.Env.of("meta")) is None
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+        assert Machine.of(sf.Env.of("cuda:sm_80")) is None
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+def test_a_file_of_another_machine_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "own.json"
+    sf.tune(pair(Slow), X, modes="train", file=path)
+    changed(path, machine={**json.loads(path.read_text())["machine"], "device": "an abacus"})
+    text = path.read_text()
+    forget(monkeypatch)
+    with pytest.warns(sf.CacheWarning, match="left as it is: it was measured on another machine") as caught:
+        report = sf.tune(pair(Slow, Quick), X, modes="train", file=path)
+    assert len(caught) == 1
+    assert report.measured == 2
+    assert path.read_text() == text
+    assert slow_is_refused()
+
+
+# What can be wrong with folders.
+
+
+def test_folders_and_file_are_the_users_alone(cache: Path) -> None:
+    old = os.umask(0)
+    try:
+        path = written(cache)
+    finally:
+        os.umask(old)
+    modes = [stat.S_IMODE(os.stat(p).st_mode) for p in (cache.parent, cache, path)]
+    assert modes == [0o700, 0o700, 0o600]
+    assert {p.name for p in cache.iterdir()} <= {path.name, f"{path.name}.lock"}
+
+
+def world_writable(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+
+
+def group_writable_above(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.parent.chmod(0o720)
+
+
+def linked(cache: Path) -> None:
+    cache.parent.mkdir(parents=True, mode=0o700)
+    elsewhere = cache.parent.parent / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    cache.symlink_to(elsewhere)
+
+
+def linked_above(cache: Path) -> None:
+    elsewhere = cache.parent.parent / "elsewhere"
+    (elsewhere / "tune").mkdir(mode=0o700, parents=True)
+    cache.parent.symlink_to(elsewhere)
+
+
+def a_file(cache: Path) -> None:
+    cache.parent.mkdir(parents=True, mode=0o700)
+    cache.write_text("")
+
+
+FOLDERS = {
+    world_writable: "others may write to",
+    group_writable_above: "others may write to",
+    linked: "is a symbolic link",
+    linked_above: "is a symbolic link",
+    a_file: "is no folder",
+}
+
+
+@pytest.mark.parametrize(("spoil", "says"), FOLDERS.items(), ids=[f.__name__ for f in FOLDERS])
+def test_a_folder_that_others_could_write_to_is_not_used(
+    spoil: Callable[[Path], None], says: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(cache)
+    before = sorted(str(p) for p in cache.parent.parent.rglob("*"))
+    with cache_warnings() as caught:
+        report = sf.tune(pair(Slow), X, modes="train")
+        assert sf.tune(pair(Slow), X).rows
+    assert len(caught) == 1
+    assert re.search(f"the user's cache cannot be used: .*{says}", caught[0])
+    assert report.file is None
+    assert slow_is_refused()
+    assert sorted(str(p) for p in cache.parent.parent.rglob("*")) == before
+
+
+def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(cache)
+    forget(monkeypatch)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.warns(sf.CacheWarning, match="belongs to another user"):
+        assert pair(Slow).plan(X).count("Slow") == 1
+
+
+def test_a_planted_link_is_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = written(cache)
+    elsewhere = tmp_path / "elsewhere.json"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    text = elsewhere.read_bytes()
+    forget(monkeypatch)
+    with pytest.warns(sf.CacheWarning, match="cannot be read"):
+        assert pair(Slow).plan(X).count("Slow") == 1
+    sf.tune(pair(Slow), X, modes="train")
+    assert elsewhere.read_bytes() == text
+    assert slow_is_refused()
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError, of: str = "") -> None:
+    """Let a call of `os` fail, for paths that contain `of`."""
+    original = getattr(os, name)
+
+    def failing(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if of in str(path):
+            raise error
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "read-only folder": lambda m: refuse(m, "mkdir", OSError(errno.EROFS, "read-only")),
+    "no new file": lambda m: refuse(m, "open", PermissionError(errno.EACCES, "denied"), ".json"),
+    "full disk": lambda m: refuse(m, "fsync", OSError(errno.ENOSPC, "no space left")),
+    "no rename": lambda m: refuse(m, "replace", OSError(errno.EXDEV, "elsewhere")),
+    "no locks": lambda m: m.setattr("filelock.FileLock.acquire", no_locks),
+    "locked by another": lambda m: m.setattr("filelock.FileLock.acquire", timed_out),
+    "no home": lambda m: (
+        m.delenv("XDG_CACHE_HOME"),
+        m.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name),
+    ),  # type: ignore[dict-item]
+}  # fmt: skip
+
+
+def no_locks(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("no locks here")
+
+
+def timed_out(*args: Any, **kwargs: Any) -> Any:
+    from filelock import Timeout
+
+    raise Timeout("x.lock")
+
+
+@pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS.keys())
+def test_where_nothing_can_be_written_memory_serves(
+    spoil: Callable[[pytest.MonkeyPatch], None], cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spoil(monkeypatch)
+    with cache_warnings() as caught:
+        report = sf.tune(pair(Slow, Quick), X, modes="train")
+        sf.tune(pair(Slow, Quick), X, modes="eval")
+    assert len(caught) == 1
+    assert (report.measured, report.file) == (2, None)
+    assert slow_is_refused()
+    monkeypatch.undo()
+    leftovers = [p for p in tmp_path.rglob("*") if p.is_file() and not p.name.endswith(".lock")]
+    assert leftovers == []
+
+
+def test_a_full_disk_leaves_what_was_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(cache)
+    text = path.read_bytes()
+    refuse(monkeypatch, "fsync", OSError(errno.ENOSPC, "no space left"))
+    with pytest.warns(sf.CacheWarning, match="measurements are kept in memory only: .*no space"):
+        sf.tune(pair(Slow, Quick), X)
+    assert path.read_bytes() == text
+
+
+def test_a_limit_of_the_file_size_is_a_full_disk(tmp_path: Path) -> None:
+    code = """
+        import resource, signal, warnings
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        import torch, seqfuse as sf
+        from seqfuse import ops
+        model = sf.Sequential(ops.Linear(4, 4), ops.ReLU())
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            report = sf.tune(model, torch.ones(3, 4))
+        print(report.measured > 0, report.file, [w.category.__name__ for w in seen])
+    """
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "SEQFUSE_TUNE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == "True None ['CacheWarning']\n", done.stderr
+
+
+def test_importing_reads_and_writes_nothing_here(cache: Path) -> None:
+    code = """
+        import os, sys
+        touched = []
+        sys.addaudithook(lambda e, a: touched.append(a) if e == "open" and "seqfuse/tune/" in str(a[0])
+                         and not str(a[0]).endswith((".py", ".pyc")) else None)
+        import seqfuse
+        print(touched, os.listdir(os.environ["XDG_CACHE_HOME"]))
+    """
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parent.parent), "SEQFUSE_TUNE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.stdout == "[] []\n", done.stderr
+
+
+# Several processes.
+
+
+def _write(folder: str, number: int, count: int) -> None:
+    path = Path(folder) / machine().file_name
+    for i in range(count):
+        measured.save(path, machine(), {f"{number} {i}": Measurement(1.0 + i, 2.0)})
+
+
+def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "together"
+    folder.mkdir()
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_write, args=(str(folder), n, 12)) for n in range(3)]
+    for worker in workers:
+        worker.start()
+    path = folder / machine().file_name
+    while any(worker.is_alive() for worker in workers):
+        found = store.read(path)  # whole at any time
+        assert found is None or measured.parse(found[0], machine()) is not None
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert measured.load(path, machine()).keys() == {f"{n} {i}" for n in range(3) for i in range(12)}
+    assert {p.name for p in folder.iterdir()} <= {path.name, f"{path.name}.lock"}
+
+
+def test_what_a_killed_writer_left_is_written_over(cache: Path) -> None:
+    path = written(cache)
+    leftover = path.with_name(f"{path.name}.new")
+    leftover.write_text("half of a")
+    sf.tune(pair(Quick), X, modes="train")
+    assert not leftover.exists()
+    assert len(json.loads(path.read_text())["entries"]) == 2
+
+
+def test_a_file_that_was_replaced_meanwhile_is_not_set_aside(cache: Path) -> None:
+    path = written(cache)
+    store.quarantine(path, path.stat().st_ino + 1)
+    assert path.exists()
+
+
+def test_what_another_process_has_measured_is_found_by_the_next_call(cache: Path) -> None:
+    path = written(cache)
+    entries = measured.load(path, machine())
+    path.unlink()
+    measured._tables.clear()
+    sf.tune(pair(Quick), X, modes="train")
+    measured.save(path, machine(), entries)
+    report = sf.tune(pair(Quick, Slow), X, modes="train")
+    assert report.measured == 0
+    assert {r.fusion: r.fused_us for r in report.rows} == {
+        "Quick": pytest.approx(10, 0.1),
+        "Slow": pytest.approx(80, 0.1),
+    }
+
+
+def test_a_forked_child_reads_for_itself(cache: Path) -> None:
+    written(cache)
+    child = os.fork()
+    if child == 0:
+        measured._tables.clear()
+        os._exit(0 if slow_is_refused() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
