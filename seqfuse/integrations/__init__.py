@@ -1,0 +1,1 @@
+"""The edge: models of other libraries as models of this one. Nothing inside imports it."""

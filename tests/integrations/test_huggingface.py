@@ -1,0 +1,104 @@
+"""GPT-2 and Llama beside Hugging Face's own, from small random configurations."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.integrations.huggingface import from_huggingface, gpt2_state, llama_state
+from seqfuse.testing import seeded_randn
+from seqfuse.testing.judge import judge
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def gpt2(**changed: Any) -> nn.Module:
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=3, n_positions=40, **SIZES, **{**off, **changed})
+    return randomized(transformers.GPT2LMHeadModel(config))
+
+
+def llama(**changed: Any) -> nn.Module:
+    config = transformers.LlamaConfig(
+        **{
+            "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_hidden_layers": 3, "tie_word_embeddings": False, **SIZES, **changed,
+        }
+    )  # fmt: skip
+    return randomized(transformers.LlamaForCausalLM(config))
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    for index, parameter in enumerate(model.parameters()):
+        parameter.data = 0.3 * seeded_randn(tuple(parameter.shape), 40 + index)
+    return model
+
+
+CONVERT = {"gpt2": gpt2_state, "llama": functools.partial(llama_state, heads=4, kv_heads=2)}
+MODELS = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "llama, tied, wide heads": lambda: llama(tie_word_embeddings=True, head_dim=12),
+    "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True, rope_theta=500.0),
+}
+
+
+def results(model: nn.Module, x: Tensor, kind: str | None) -> dict[str, Tensor]:
+    """Logits and every gradient, under the names of the model here."""
+    model.zero_grad()
+    out = model(x)
+    y = out if kind is None else out.logits
+    F.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    named = grads if kind is None else CONVERT[kind](grads)
+    return {"y": y.detach(), **{name: named[name] for name in sorted(named)}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_all_gradients_are_those_of_hugging_face(name: str):
+    its, kind = MODELS[name](), name.partition(",")[0]
+    mine = from_huggingface(its)
+
+    def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
+        x = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(seed))
+        return results(mine, x, None), results(its, x, kind), results(copy.deepcopy(its).double(), x, kind)
+
+    judge(measure, 1)
+    found, _, _ = measure(1)
+    assert sum(p.numel() for p in mine.parameters()) == sum(p.numel() for p in its.parameters())
+    assert len(found) == 1 + len(list(mine.parameters()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_of_it_runs_by_itself(name: str):
+    plan = from_huggingface(MODELS[name]()).plan(torch.zeros(1, 20, dtype=torch.long))
+    assert not plan.alone
+
+
+def test_dropout_rates_are_taken_over():
+    mine: Any = from_huggingface(gpt2(resid_pdrop=0.1, embd_pdrop=0.2, attn_pdrop=0.3))
+    rates = [m.p for m in mine.modules() if isinstance(m, ops.Dropout)]
+    assert rates == [0.2] + 6 * [0.1]
+    assert {m.dropout for m in mine.modules() if isinstance(m, ops.Attention)} == {0.3}
+    assert isinstance(mine, sf.Sequential)
+
+
+def test_what_has_no_layer_is_refused():
+    with pytest.raises(TypeError, match="no model here stands for Linear"):
+        from_huggingface(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="activation_function='relu'"):
+        from_huggingface(gpt2(activation_function="relu"))
+    with pytest.raises(ValueError, match="hidden_act='gelu'"):
+        from_huggingface(llama(hidden_act="gelu"))
+    with pytest.raises(ValueError, match="rope_type='linear'"):
+        from_huggingface(llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
