@@ -23,8 +23,8 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
   torch.
 * `BiasDropoutAdd`, `BiasDropoutAddBackward`: the same of dropout between a bias and a residual sum.
 * `BiasGated`, `BiasGatedBackward`: the same of a gated unit.
-* `BlockBoundary`, `BiasDropoutAddNorm`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each
-  way; the residual stream is written once and no mask is stored.
+* `BlockBoundary`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each way; the residual
+  stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
@@ -35,7 +35,7 @@ from .activationlinear import ActivationLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
-from .blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
+from .blockboundary import BlockBoundary, BlockBoundaryBackward
 from .gatedlinear import GatedLinearBackward
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbiasact import LinearBiasAct
@@ -74,7 +74,6 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasGatedBackward,
     BiasDropoutAddBackward,
     BlockBoundary,
-    BiasDropoutAddNorm,
     NormActivationJoint,
     NormActivation,
     BlockBoundaryBackward,
@@ -89,7 +88,6 @@ __all__ = [
     "BiasActivationInference",
     "BiasDropoutAdd",
     "BiasDropoutAddBackward",
-    "BiasDropoutAddNorm",
     "BiasGated",
     "BiasGatedBackward",
     "BlockBoundary",

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import Requirements
+from ..operation import Gated, Pointwise
 from ..ops import Bias, Linear
 from ..ops._read import parameter
-from ._kernels import kernels_run, rows_of
+from ._kernels import kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
 from ._linear import one_dtype
 
 # The kernel is taken to reach 95 % of the speed of the product that it replaces; float32, which no matrix instruction
@@ -23,6 +24,12 @@ def kernel_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
     weight = linear.weight
     yield weight.dtype == env.dtype and one_dtype(linear, bias), "input, weight and bias must have one dtype"
     yield 1 in weight.stride() or 1 in weight.shape, "the weight must be contiguous in its rows or its columns"
+
+
+def epilogue_takes(linear: Linear, bias: Bias | None, act: Pointwise | Gated, env: Env) -> Requirements:
+    """What the kernel asks of a product with an activation or a gated unit in its epilogue, or before it."""
+    yield from kernel_takes(linear, bias, env)
+    yield from kernel_takes_act(act) if isinstance(act, Pointwise) else kernel_takes_gated(act)
 
 
 def tf32() -> bool:

@@ -10,8 +10,8 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
 from ..operation import Grads, Pointwise
 from ..ops import Bias, Linear
-from ._gemm import kernel_takes, tf32, weight_grad, worth
-from ._kernels import device, kernel_takes_act
+from ._gemm import epilogue_takes, tf32, weight_grad, worth
+from ._kernels import device
 
 
 class ActivationLinearBackward(BackwardFusion):
@@ -30,8 +30,7 @@ class ActivationLinearBackward(BackwardFusion):
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes(self.linear, self.bias, env)
-        yield from kernel_takes_act(self.act)
+        return epilogue_takes(self.linear, self.bias, self.act, env)
 
     def saves(self, env: Env) -> Savings:
         launches, passes = (1, 2) if self.bias is None else (2, 3)

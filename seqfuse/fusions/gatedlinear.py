@@ -10,8 +10,8 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
 from ..operation import Gated, Grads
 from ..ops import Bias, Linear
-from ._gemm import kernel_takes, tf32, weight_grad, worth
-from ._kernels import device, kernel_takes_gated
+from ._gemm import epilogue_takes, tf32, weight_grad, worth
+from ._kernels import device
 
 
 class GatedLinearBackward(BackwardFusion):
@@ -31,8 +31,7 @@ class GatedLinearBackward(BackwardFusion):
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes(self.linear, self.bias, env)
-        yield from kernel_takes_gated(self.gated)
+        return epilogue_takes(self.linear, self.bias, self.gated, env)
 
     def saves(self, env: Env) -> Savings:
         # The operations write dh, make act(gate) again, dh up, dgate and dup, and join the two: 16 passes, here 4.

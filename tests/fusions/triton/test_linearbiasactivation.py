@@ -98,20 +98,19 @@ def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
     assert next(sentence for holds, sentence in fusion.requires(env) if not holds) == reason
 
 
+FORWARD, INFERENCE = "LinearBiasActivation", "LinearBiasActivationInference"
 MUTANTS = {
-    "the output for the input": ("act.record(y if z is None else z, y)", "act.record(y, y)"),
-    "no bias": ("x, weight, bias_of(self.bias), act=device(act), store", "x, weight, None, act=device(act), store"),
+    "the output for the input": (FORWARD, "act.record(y if z is None else z, y)", "act.record(y, y)"),
+    "no bias": (FORWARD, "x, weight, bias_of(self.bias), act=device(act)", "x, weight, None, act=device(act)"),
+    "no bias in inference": (INFERENCE, "weight_of(self.linear), bias_of(self.bias)", "weight_of(self.linear), None"),
+    "no activation in inference": (INFERENCE, "act=device(self.act)", "act=None"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linearbiasactivation, *MUTANTS[name])
+    fusion, old, new = MUTANTS[name]
+    changed = getattr(mutant(linearbiasactivation, old, new), fusion)
+    x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(
-            changed.LinearBiasActivation,
-            seeded_randn((5, 6), 0).to(device),
-            ops.Linear(6, 8).to(device),
-            ops.SiLU(),
-            dtypes=[torch.float32],
-        )
+        check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.SiLU(), dtypes=[torch.float32])

@@ -69,11 +69,20 @@ def test_a_gated_unit_of_another_kind_is_refused():
     assert reasons == ["Clamped states a gated unit of its own"]
 
 
-def test_a_wrong_forward_is_found(device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(lineargated, "gated.Saved(x=packed)", "gated.Saved(x=packed.flip(-1))")
+MUTANTS = {
+    "halves swapped": ("LinearGated", "gated.Saved(x=packed)", "gated.Saved(x=packed.flip(-1))"),
+    "no bias in inference": ("LinearGatedInference", "x, weight_of(self.linear), bias_of(self.bias)",
+                             "x, weight_of(self.linear), None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_forward_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+    fusion, old, new = MUTANTS[name]
+    changed = getattr(mutant(lineargated, old, new), fusion)
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(changed.LinearGated, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32])
+        check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32])
 
 
 def test_a_wrong_backward_is_found(device: torch.device, mutant: Callable[..., ModuleType]):
