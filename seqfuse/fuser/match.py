@@ -14,6 +14,9 @@ from ..errors import PluginError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
 from .items import Item
 
+# A fusion, its place in the rule set, how many operations each slot takes, and all of them together.
+_Match = tuple[type[FusedOperation], int, tuple[int, ...], int]
+
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
 
@@ -36,11 +39,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """A fusion whose pattern matched and that was not used: its name, the first position, and the reason."""
+    """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
+
+    `outbid` says that it could have been used, and that another cover is cheaper.
+    """
 
     fusion: str
     at: int
     reason: str
+    outbid: bool = dataclasses.field(default=False, repr=False)
 
 
 def checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
@@ -67,7 +74,10 @@ class Matcher:
 
     def __init__(self, fusions: Sequence[type[FusedOperation]]) -> None:
         self.fusions = tuple(fusions)
-        self._starts: dict[type, tuple[type[FusedOperation], ...]] = {}
+        self._reach = 0  # by a loop: it may be traced
+        for fusion in self.fusions:
+            self._reach = max(self._reach, fusion.reach)
+        self._matches: dict[tuple[type, ...], tuple[_Match, ...]] = {}
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
@@ -85,50 +95,66 @@ class Matcher:
         found: list[Candidate] = []
         refused: list[Refusal] = []
         still = dataclasses.replace(env, grad=False)
-        kinds = [item.derives or item.kind for item in items[start:stop]]
-        for i, kind in enumerate(kinds):
-            starts = self._starts.get(kind)
-            if starts is None:
-                starts = self._starts[kind] = tuple(f for f in self.fusions if _may_start(f.slots, kind))
-            for cls in starts:
-                for lengths in _lengths(cls.slots, 0, kinds, i):
-                    a, b = start + i, start + i + sum(lengths)
-                    inexact = next((item for item in items[a:b] if item.derives), None)
-                    if inexact is not None:
-                        base = inexact.derives.__name__ if inexact.derives else ""
-                        reason = f"{inexact.name} derives from {base}, and only exact types match"
-                        refused.append(Refusal(cls.__name__, a, reason))
-                        continue
+        kinds = tuple(item.derives or item.kind for item in items[start:stop])
+        for a in range(start, stop):
+            # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
+            window = kinds[a - start : a - start + self._reach]
+            matches = self._matches.get(window)
+            if matches is None:
+                matches = self._matches[window] = tuple(self._matching(window))
+            for cls, rank, lengths, length in matches:
+                b = a + length
+                inexact = next((item for item in items[a:b] if item.derives), None)
+                if inexact is not None:
+                    base = inexact.derives.__name__ if inexact.derives else ""
+                    reason = f"{inexact.name} derives from {base}, and only exact types match"
+                    refused.append(Refusal(cls.__name__, a, reason))
+                    continue
+                reason = self._excludes(cls, a, b, live_from, env, fusing)
+                if reason is None:
                     bound = _bind(cls, lengths, items, a)
-                    reason = self._refuses(bound, items, a, b, live_from, env, fusing)
+                    reason = self._refuses(bound, items, a, b, live_from, env)
                     if reason is None:
                         # Where nothing wants a gradient a joint fusion is worth its forward only.
                         cost = self._cost(bound, env if b > live_from or not env.grad else still)
                         if isinstance(cost, int):
-                            found.append(Candidate(bound, a, b, cost, self.fusions.index(cls)))
+                            found.append(Candidate(bound, a, b, cost, rank))
                             continue
                         reason = cost
-                    refused.append(Refusal(cls.__name__, a, reason))
+                refused.append(Refusal(cls.__name__, a, reason))
         return found, refused
 
-    def _refuses(
-        self, fusion: FusedOperation, items: Sequence[Item], a: int, b: int, live_from: int, env: Env, fusing: Fusing
+    def _matching(self, window: tuple[type, ...]) -> Iterator[_Match]:
+        """Everything that matches at the first of these kinds."""
+        for rank, cls in enumerate(self.fusions):
+            for lengths in _lengths(cls.slots, 0, window, 0):
+                yield cls, rank, lengths, sum(lengths)
+
+    def _excludes(
+        self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing
     ) -> str | None:
-        name = type(fusion).__name__
-        reason = fusing.allows(type(fusion))
+        """Why a class is not used on `a..b`, whatever operations stand there."""
+        reason = fusing.allows(cls)
         if reason is not None:
             return reason
+        if cls.triton and not env.triton:
+            return "needs a Triton device"
         if env.rows == 0:
             return "the input has no rows"
-        count, failure = self.failures.get((name, a), (0, ""))
+        count, failure = self.failures.get((cls.__name__, a), (0, ""))
         if count >= MAX_FAILURES:
             return f"it failed {count} times: {failure}"
-        if isinstance(fusion, BackwardFusion) and a < live_from:
+        if a < live_from and issubclass(cls, BackwardFusion):
             return (
                 "no gradient is wanted here" if b <= live_from else f"no gradient is wanted before position {live_from}"
             )
-        if isinstance(fusion, InferenceFusion) and b > live_from:
+        if b > live_from and issubclass(cls, InferenceFusion):
             return "a gradient is wanted here, and this fusion saves nothing for it"
+        return None
+
+    def _refuses(
+        self, fusion: FusedOperation, items: Sequence[Item], a: int, b: int, live_from: int, env: Env
+    ) -> str | None:
         reason = _refuses_channels(fusion, items, a, b, b <= live_from)
         if reason is not None:
             return reason
@@ -137,7 +163,7 @@ class Matcher:
                 if not holds:
                     return sentence if sentence and isinstance(sentence, str) else "it gives no reason"  # pyright: ignore[reportUnnecessaryIsInstance]
         except Exception as error:
-            return self._raised(name, "requires", error)
+            return self._raised(type(fusion).__name__, "requires", error)
         return None
 
     def _cost(self, fusion: FusedOperation, env: Env) -> int | str:
@@ -169,15 +195,6 @@ def _warn_of_unknown(fusing: Fusing) -> None:
         warnings.warn(f"sf.fusing names {name!r}, and there is no such fusion{meant}", UserWarning, stacklevel=2)
 
 
-def _may_start(slots: Sequence[Slot], kind: type) -> bool:
-    for slot in slots:
-        if slot.takes(kind):
-            return True
-        if not slot.optional:
-            return False
-    return False
-
-
 def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> Iterator[tuple[int, ...]]:
     """Every way slots `k..` can take operations from `i` on: how many each takes, longest first."""
     if k == len(slots):
@@ -197,8 +214,10 @@ def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> It
 def _bind(cls: type[FusedOperation], lengths: Sequence[int], items: Sequence[Item], at: int) -> FusedOperation:
     bound: dict[str, Any] = {}
     for slot, taken in zip(cls.slots, lengths, strict=True):
-        operations = tuple(item.operation for item in items[at : at + taken])
-        bound[slot.name] = operations if slot.variadic else operations[0] if taken else None
+        if slot.variadic:
+            bound[slot.name] = tuple(item.operation for item in items[at : at + taken])
+        else:
+            bound[slot.name] = items[at].operation if taken else None
         at += taken
     return cls(**bound)
 
