@@ -1,6 +1,8 @@
 """The fusions: one file each, one substitution each. `default` is what a `Sequential` uses unless told otherwise.
 
-None of these needs Triton. Each is here because ATen offers the substitution and it is not slower than what it
+`default` is `triton`, then `aten`: which cover wins is decided by cost, and the order only between equals.
+
+None of `aten` needs Triton. Each is there because ATen offers the substitution and it is not slower than what it
 replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it, paired and interleaved:
 
 * `LinearBias`: a product that starts from the bias, in place of a product and a pass over its output.
@@ -9,9 +11,9 @@ replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it,
 * `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
 * `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
 
-Not among these, because ATen has nothing for them: add and norm in one pass, and any backward that makes a bias
-gradient or an activation's gradient inside a product. Those are in `triton`, made of Triton kernels, which have not yet
-run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
+ATen has nothing for add and norm in one pass, or for a backward that makes a bias gradient or an activation's gradient
+inside a product. Those are in `triton`, made of Triton kernels, which have not yet run on a GPU; where no Triton kernel
+can run they are refused. `Sequential(..., fusions=fusions.aten)` does without them.
 
 * `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue; in training the
   pre-activation is stored where the activation's gradient reads it.
@@ -19,6 +21,7 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
   before it in the product that makes dx.
+* `BlockEndBackward`: these with the bias, dropout and residual sum after the product, at the end of a block.
 * `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
   torch.
 * `BiasDropoutAdd`, `BiasDropoutAddBackward`: the same of dropout between a bias and a residual sum.
@@ -36,6 +39,7 @@ from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivati
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
 from .blockboundary import BlockBoundary, BlockBoundaryBackward
+from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbiasact import LinearBiasAct
@@ -49,7 +53,7 @@ from .normbackward import NormBackward
 from .normforward import NormForward
 from .scaleadd import ScaleAdd
 
-default: tuple[type[FusedOperation], ...] = (
+aten: tuple[type[FusedOperation], ...] = (
     LinearBiasActOneDNN,
     LinearBiasAct,
     LinearBiasAdd,
@@ -68,6 +72,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasActivation,
     BiasGated,
     BiasDropoutAdd,
+    BlockEndBackward,
     ActivationLinearBackward,
     GatedLinearBackward,
     BiasActivationBackward,
@@ -81,6 +86,8 @@ triton: tuple[type[FusedOperation], ...] = (
     NormBackward,
 )
 
+default: tuple[type[FusedOperation], ...] = (*triton, *aten)
+
 __all__ = [
     "ActivationLinearBackward",
     "BiasActivation",
@@ -92,6 +99,7 @@ __all__ = [
     "BiasGatedBackward",
     "BlockBoundary",
     "BlockBoundaryBackward",
+    "BlockEndBackward",
     "GatedLinearBackward",
     "LinearBias",
     "LinearBiasAct",
@@ -108,6 +116,7 @@ __all__ = [
     "NormBackward",
     "NormForward",
     "ScaleAdd",
+    "aten",
     "default",
     "triton",
 ]

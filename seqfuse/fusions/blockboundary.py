@@ -28,6 +28,7 @@ class BlockBoundary(ForwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
+    triton = True
     outputs = ("fork_out",)
 
     def requires(self, env: Env) -> Requirements:
@@ -74,6 +75,8 @@ class BlockBoundaryBackward(BackwardFusion):
     add: Add
     fork: Fork | None
     norm: LayerNorm | RMSNorm
+
+    triton = True
 
     def requires(self, env: Env) -> Requirements:
         yield from _requirements(self.norm, self.dropout, env)

@@ -27,6 +27,7 @@ class LinearBiasActivation(ForwardFusion):
     bias: Bias | None
     act: Pointwise
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
@@ -57,6 +58,7 @@ class LinearBiasActivationInference(InferenceFusion):
     bias: Bias | None
     act: Pointwise
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

@@ -28,6 +28,7 @@ class LinearGated(ForwardFusion):
     bias: Bias | None
     gated: Gated
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
@@ -59,6 +60,7 @@ class LinearGatedInference(InferenceFusion):
     bias: Bias | None
     gated: Gated
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
