@@ -31,6 +31,11 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
+
+In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
+`Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
+
+* `LinearActivationLinear`: of two products and what is between them only the pre-activation.
 """
 
 from ..fusion import FusedOperation
@@ -41,6 +46,7 @@ from .biasgated import BiasGated, BiasGatedBackward
 from .blockboundary import BlockBoundary, BlockBoundaryBackward
 from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
+from .linearactivationlinear import LinearActivationLinear
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
@@ -86,6 +92,8 @@ triton: tuple[type[FusedOperation], ...] = (
     NormBackward,
 )
 
+lean: tuple[type[FusedOperation], ...] = (LinearActivationLinear,)
+
 default: tuple[type[FusedOperation], ...] = (*triton, *aten)
 
 __all__ = [
@@ -101,6 +109,7 @@ __all__ = [
     "BlockBoundaryBackward",
     "BlockEndBackward",
     "GatedLinearBackward",
+    "LinearActivationLinear",
     "LinearBias",
     "LinearBiasAct",
     "LinearBiasActOneDNN",
@@ -118,5 +127,6 @@ __all__ = [
     "ScaleAdd",
     "aten",
     "default",
+    "lean",
     "triton",
 ]

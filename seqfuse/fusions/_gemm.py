@@ -43,13 +43,13 @@ def kernel_takes_dropout(dropout: Dropout | None) -> Requirements:
     yield not scales, "in evaluation this Dropout is a scale"
 
 
-def mask(dropout: Dropout | None, seed: Tensor | None) -> Any:
-    """A dropout as the kernel takes it, `None` where nothing is dropped."""
+def mask(dropout: Dropout | None, seed: Tensor | None, p: float | None = None) -> Any:
+    """A dropout as the kernel takes it, `None` where nothing is dropped; p as it was, or is now."""
     from ..kernels import gemm
 
     if dropout is None or seed is None:
         return None
-    return gemm.Dropout(seed, dropout.p, dropout.mode == "upscale_in_train")
+    return gemm.Dropout(seed, dropout.p if p is None else p, dropout.mode == "upscale_in_train")
 
 
 def unit_worth(linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, env: Env) -> Savings:
@@ -81,9 +81,10 @@ def unit_bwd(
     if dy is None:
         return dx, grads
     if "linear.weight" in needs:
-        grads["linear.weight"] = weight_grad(dy, linear.x)
+        grads["linear.weight"] = weight_grad(_like(dy, linear.x), linear.x)
     if "x" in needs or "bias.bias" in needs:
-        drop = None if dropped is None else mask(dropout, dropped.seed)
+        dy = _like(dy, linear.weight)
+        drop = None if dropped is None else mask(dropout, dropped.seed, dropped.p)
         around: dict[str, Any] = {"dropout": drop, "sums": "bias.bias" in needs, "tf32": tf32()}
         if isinstance(act, Gated):
             dx, total, _ = gemm.linear_dgrad_gated(dy, linear.weight, act=device(act.activation), t=record.x, **around)
@@ -122,6 +123,11 @@ def worth(linear: Linear, env: Env, launches: float, passes: float, columns: int
 def as_rows(t: Tensor) -> Tensor:
     """All leading dimensions as one."""
     return t if t.ndim == 2 else t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty((0, t.shape[-1]))
+
+
+def _like(dy: Tensor, t: Tensor) -> Tensor:
+    """In the dtype of the product, where a residual in another had the sum promoted."""
+    return dy if dy.dtype is t.dtype else dy.to(t.dtype)
 
 
 def weight_grad(dy: Tensor, x: Tensor) -> Tensor:

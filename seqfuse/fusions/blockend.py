@@ -45,12 +45,8 @@ class BlockEndBackward(BackwardFusion):
         yield from kernel_takes_dropout(self.dropout)
 
     def saves(self, env: Env) -> Savings:
-        inner = unit_worth(self.linear, self.bias, self.act, _drops(self.act_dropout), env)
-        # Torch makes the mask of a dropout in several launches; the bias's sum reads what that wrote.
-        dropped, summed = _drops(self.dropout), self.out_bias is not None
-        around = passes(self.out_bias, env, dropped and summed, dropped) if self.out_bias is not None else Savings()
-        launches = inner.launches + around.launches + 0.5 * dropped + _STEP * (1 + summed)
-        return Savings(launches=launches, bytes=inner.bytes + around.bytes, flops=inner.flops)
+        inner = unit_worth(self.linear, self.bias, self.act, drops(self.act_dropout), env)
+        return branch_worth(inner, self.out_bias, self.dropout, env)
 
     def bwd(
         self,
@@ -71,5 +67,15 @@ class BlockEndBackward(BackwardFusion):
         return dx, {**grads, "out_bias.bias": total, "add.other": dy if "add.other" in needs else None}
 
 
-def _drops(dropout: Dropout | None) -> bool:
+def branch_worth(inner: Savings, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:
+    """`inner`, and what is saved where the gradients of a bias and a dropout after it are one pass of the same step."""
+    # Torch makes the mask of a dropout in several launches; the bias's sum reads what that wrote.
+    dropped, summed = drops(dropout), bias is not None
+    around = Savings() if bias is None else passes(bias, env, dropped, dropped)
+    launches = inner.launches + around.launches + 0.5 * dropped + _STEP * (1 + summed)
+    return Savings(launches, inner.bytes + around.bytes, inner.flops)
+
+
+def drops(dropout: Dropout | None) -> bool:
+    """Whether there is a dropout that drops something."""
     return dropout is not None and dropout.random

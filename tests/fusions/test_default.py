@@ -11,10 +11,11 @@ from seqfuse.testing import assert_fused_close, seeded_randn
 
 
 def test_holds_every_fusion_of_the_room():
-    named = {getattr(fusions, name) for name in fusions.__all__ if name not in ("default", "triton", "aten")}
+    named = {getattr(fusions, name) for name in fusions.__all__ if name not in ("default", "triton", "aten", "lean")}
     assert fusions.default == (*fusions.triton, *fusions.aten)
-    assert set(fusions.default) == named
-    assert len(fusions.default) == len(named)
+    every = (*fusions.default, *fusions.lean)
+    assert set(every) == named
+    assert len(every) == len(named)
 
 
 def test_names_are_distinct():
@@ -23,7 +24,7 @@ def test_names_are_distinct():
 
 
 def test_what_launches_triton_kernels_says_so():
-    assert all(fusion.triton for fusion in fusions.triton)
+    assert all(fusion.triton for fusion in (*fusions.triton, *fusions.lean))
     assert not any(fusion.triton for fusion in fusions.aten)
 
 
@@ -38,7 +39,7 @@ def test_without_a_triton_device_one_line_says_so():
     assert any(step.fused and step.operation.triton for step in model.plan(env=sf.Env(triton=True, rows=64)).forward)
 
 
-@pytest.mark.parametrize("fusion", fusions.default, ids=lambda fusion: fusion.__name__)
+@pytest.mark.parametrize("fusion", [*fusions.default, *fusions.lean], ids=lambda fusion: fusion.__name__)
 def test_every_fusion_says_why_it_is_there(fusion: type[sf.FusedOperation]):
     assert f"`{fusion.__name__}`" in fusions.__doc__
     assert fusion.__doc__

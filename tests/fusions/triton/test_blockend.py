@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 
@@ -13,7 +14,7 @@ from seqfuse import ops
 from seqfuse.fusions import blockend
 from seqfuse.fusions.blockend import BlockEndBackward
 from seqfuse.fusions.linearbiasdropoutadd import LinearBiasDropoutAdd
-from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
 
@@ -56,6 +57,21 @@ def test_meets_the_fused_forward_in_the_records(dtype: torch.dtype, device: torc
     inner = (ops.Linear(12, 36), ops.GeLU("tanh"), ops.Dropout(0.1), ops.Linear(36, 12), ops.Dropout(0.4))
     model = sf.Sequential(ops.Residual(*inner), ops.Tanh(), fusions=fusions).to(device, dtype)
     four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *fusions)
+
+
+def test_of_a_float32_residual(device: torch.device):
+    list_ = [ops.Linear(6, 5), ops.SiLU(), ops.Linear(5, 6), ops.Add("other")]
+    x, other = seeded_randn((9, 6), 0, dtype=torch.bfloat16).to(device), seeded_randn((9, 6), 1).to(device)
+    model = sf.Sequential(*list_, fusions=BlockEndBackward).to(device, torch.bfloat16)
+
+    def run(model: sf.Sequential, only: tuple[type[sf.FusedOperation], ...]) -> list[torch.Tensor]:
+        leaf = x.to(model[0].weight.dtype, copy=True).requires_grad_()
+        with sf.fusing(only=only, on_error="raise"):
+            assert model.plan(leaf, other=other).count("BlockEndBackward") == len(only)
+            y = model(leaf, other=other.to(torch.float64) if leaf.dtype is torch.float64 else other)
+        return list(torch.autograd.grad(y, [leaf, *model.parameters()], seeded_randn((9, 6), 2).to(y)))
+
+    assert_fused_close(run(model, (BlockEndBackward,)), run(model, ()), run(copy.deepcopy(model).double(), ()))
 
 
 def test_only_wanted_gradients_are_made(device: torch.device):

@@ -93,7 +93,7 @@ def test_the_gradient_takes_the_place_of_the_operations(drop: tuple[ops.Dropout,
 
 BACKWARD_MUTANTS = {
     "halves swapped": ("t=record.x, **around", "t=record.x.roll(linear.weight.shape[1], -1), **around"),
-    "no mask": ("mask(dropout, dropped.seed)", "None"),
+    "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
 }
 
 
