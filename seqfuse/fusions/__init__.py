@@ -31,6 +31,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
+* `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors and biases in
+  one pass each way.
 
 In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
 `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
@@ -57,6 +59,7 @@ from .lineargated import LinearGated, LinearGatedInference
 from .normactivation import NormActivation, NormActivationJoint
 from .normbackward import NormBackward
 from .normforward import NormForward
+from .pointwisechain import PointwiseChain, PointwiseChainBackward, PointwiseChainInference
 from .scaleadd import ScaleAdd
 
 aten: tuple[type[FusedOperation], ...] = (
@@ -90,6 +93,9 @@ triton: tuple[type[FusedOperation], ...] = (
     BlockBoundaryBackward,
     NormForward,
     NormBackward,
+    PointwiseChainInference,
+    PointwiseChain,
+    PointwiseChainBackward,
 )
 
 lean: tuple[type[FusedOperation], ...] = (LinearActivationLinear,)
@@ -124,6 +130,9 @@ __all__ = [
     "NormActivationJoint",
     "NormBackward",
     "NormForward",
+    "PointwiseChain",
+    "PointwiseChainBackward",
+    "PointwiseChainInference",
     "ScaleAdd",
     "aten",
     "default",

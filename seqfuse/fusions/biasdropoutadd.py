@@ -12,6 +12,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout
+from ._gemm import as_rows
 from ._pointwise import kernel_takes_chain, passes
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def branch_bwd(
     if dropout is None or saved is None or saved.seed is None:
         if not sums or bias is None:
             return dy if branch else None, None
-        return dy if branch else None, pointwise(dy, _sums(), dtypes=(bias.read().dtype,), result=False)[1]
+        # By itself this sum is no better made by another kernel than torch's.
+        return dy if branch else None, as_rows(dy).sum(0, dtype=bias.read().dtype)
     if not (branch or sums):
         return None, None
     steps = _chain(False, saved.p, dropout.mode == "upscale_in_train", False, sums)
@@ -123,10 +125,3 @@ def _chain(bias: bool, p: float, upscale: bool, add: bool, sums: bool) -> Chain:
     before = [steps.bias()] if bias else []
     after = ([steps.add()] if add else []) + ([steps.column_sum()] if sums else [])
     return steps.Chain(*before, steps.dropout(p, upscale), *after)
-
-
-@functools.cache
-def _sums() -> Chain:
-    from ..kernels import pointwise as steps
-
-    return steps.Chain(steps.column_sum())
