@@ -175,10 +175,7 @@ def _record(part: Part, place: int | None, x: Tensor, y: Tensor | None, stored: 
 
 def _chain(steps: tuple[Any, ...]) -> Chain:
     """A chain by the names of its steps and what they are made with, each once made."""
-    key = tuple(
-        (name, (id(of[0]), id(of[1]), of[2], of[3]) if isinstance(of, tuple) else of)  # pyright: ignore[reportUnknownArgumentType]
-        for name, of in steps
-    )
+    key = tuple((name, _identity(of)) for name, of in steps)
     found = _chains.get(key)
     if found is None:
         from ..kernels import pointwise
@@ -186,3 +183,8 @@ def _chain(steps: tuple[Any, ...]) -> Chain:
         made = [getattr(pointwise, name)() if of is None else getattr(pointwise, name)(of) for name, of in steps]
         found = _chains[key] = pointwise.Chain(*made)
     return found
+
+
+def _identity(of: Any) -> Any:
+    """What a step is made with; of functions their identity, whose hash is that of their source."""
+    return (id(of.value), id(of.derivative), of.reads, of.P) if hasattr(of, "value") else of
