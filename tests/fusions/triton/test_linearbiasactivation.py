@@ -73,7 +73,7 @@ def test_a_pass_saved_has_to_pay_for_the_slower_product(k: int, chosen: str):
     model = sf.Sequential(
         ops.Linear(k, 4096, device="meta", dtype=torch.bfloat16),
         ops.GeLU(),
-        fusions=(LinearBiasActivation, *fusions.default),
+        fusions=fusions.default,
     )
     assert model.plan(env=env).forward[0].name == chosen
 
@@ -94,8 +94,8 @@ class Clipped(sf.Pointwise):
     ],
 )
 def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
-    fusion = LinearBiasActivation(linear=(linear := ops.Linear(8, 8)), bias=linear.expand()[1], act=act)
-    assert next(sentence for holds, sentence in fusion.requires(env) if not holds) == reason
+    plan = sf.Sequential(ops.Linear(8, 8), act, fusions=LinearBiasActivation).plan(env=env)
+    assert [refusal.reason for refusal in plan.refused] == [reason]
 
 
 FORWARD, INFERENCE = "LinearBiasActivation", "LinearBiasActivationInference"
