@@ -46,6 +46,8 @@ class FusedOperation:
     Attributes:
         outputs: extra tensors (`slot_output`) that `fwd` returns as a dictionary after `y`.
         layout: what the passes accept; the engine copies a tensor that does not fit.
+        reach: how many operations it takes at most.
+        triton: whether the passes launch Triton kernels; it is refused where none can run.
 
     Raises:
         PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
@@ -53,7 +55,9 @@ class FusedOperation:
 
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "contig"
+    triton: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()
+    reach: ClassVar[int] = 0
     forward_signature: ClassVar[Signature] = Signature()
     backward_signature: ClassVar[Signature] = Signature()
     replaces_forward: ClassVar[bool] = False
@@ -83,6 +87,7 @@ class FusedOperation:
             if not _is_classvar(hint)
         ]
         cls.slots = cls.slots + tuple(own)
+        cls.reach = sum(MAX_VARIADIC if slot.variadic else 1 for slot in cls.slots)
         defines = any(name in vars(cls) for name in ("fwd", "bwd"))
         if not cls.slots and defines:
             raise definition_error(

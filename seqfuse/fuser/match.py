@@ -6,44 +6,36 @@ import dataclasses
 import difflib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..env import Env, Fusing
-from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Slot
+from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..measured import Measurement
+from .cover import Candidate
 from .items import Item
 
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 """What was measured of a fusion on positions `a..b`."""
+
+# A fusion, its place in the rule set, how many operations each slot takes, and all of them together.
+_Match = tuple[type[FusedOperation], int, tuple[int, ...], int]
 
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
-    """A fusion matched on positions `start..stop`, with its cost in integer nanoseconds (negative: it saves)."""
-
-    fusion: FusedOperation
-    start: int
-    stop: int
-    cost: int
-    rank: int = 0  # place of its class in the rule set
-
-    @property
-    def name(self) -> str:
-        """The fusion's name."""
-        return type(self.fusion).__name__
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Refusal:
-    """A fusion whose pattern matched and that was not used: its name, the first position, and the reason."""
+    """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
+
+    `outbid` says that it could have been used, and that another cover is cheaper.
+    """
 
     fusion: str
     at: int
     reason: str
+    outbid: bool = dataclasses.field(default=False, repr=False)
 
 
 class Matcher:
@@ -51,7 +43,10 @@ class Matcher:
 
     def __init__(self, fusions: Sequence[type[FusedOperation]]) -> None:
         self.fusions = tuple(fusions)
-        self._starts: dict[type, tuple[type[FusedOperation], ...]] = {}
+        self._reach = 0  # by a loop: it may be traced
+        for fusion in self.fusions:
+            self._reach = max(self._reach, fusion.reach)
+        self._matches: dict[tuple[type, ...], tuple[_Match, ...]] = {}
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
@@ -79,56 +74,72 @@ class Matcher:
         found: list[Candidate] = []
         refused: list[Refusal] = []
         still = dataclasses.replace(env, grad=False)
-        kinds = [item.derives or item.kind for item in items[start:stop]]
-        for i, kind in enumerate(kinds):
-            starts = self._starts.get(kind)
-            if starts is None:
-                starts = self._starts[kind] = tuple(f for f in self.fusions if _may_start(f.slots, kind))
-            for cls in starts:
-                for lengths in _lengths(cls.slots, 0, kinds, i):
-                    a, b = start + i, start + i + sum(lengths)
-                    inexact = next((item for item in items[a:b] if item.derives), None)
-                    if inexact is not None:
-                        base = inexact.derives.__name__ if inexact.derives else ""
-                        reason = f"{inexact.name} derives from {base}, and only exact types match"
-                        refused.append(Refusal(cls.__name__, a, reason))
-                        continue
+        kinds = tuple(item.derives or item.kind for item in items[start:stop])
+        for a in range(start, stop):
+            # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
+            window = kinds[a - start : a - start + self._reach]
+            matches = self._matches.get(window)
+            if matches is None:
+                matches = self._matches[window] = tuple(self._matching(window))
+            for cls, rank, lengths, length in matches:
+                b = a + length
+                inexact = next((item for item in items[a:b] if item.derives), None)
+                if inexact is not None:
+                    base = inexact.derives.__name__ if inexact.derives else ""
+                    reason = f"{inexact.name} derives from {base}, and only exact types match"
+                    refused.append(Refusal(cls.__name__, a, reason))
+                    continue
+                reason = self._excludes(cls, a, b, live_from, env, fusing)
+                if reason is None:
                     bound = _bind(cls, lengths, items, a)
-                    reason = self._refuses(bound, items, a, b, live_from, env, fusing)
+                    reason = self._refuses(bound, items, a, b, live_from, env)
                     measured = known(bound, a, b) if known is not None and reason is None else None
                     if measured is not None:
                         reason = measured.refusal
                         if reason is None:
-                            found.append(Candidate(bound, a, b, -measured.saving, self.fusions.index(cls)))
+                            found.append(Candidate(bound, a, b, -measured.saving, rank))
                             continue
                     elif reason is None:
                         # Where nothing wants a gradient a joint fusion is worth its forward only.
                         cost = self._cost(bound, env if b > live_from or not env.grad else still)
                         if isinstance(cost, int):
-                            found.append(Candidate(bound, a, b, cost, self.fusions.index(cls)))
+                            found.append(Candidate(bound, a, b, cost, rank))
                             continue
                         reason = cost
-                    refused.append(Refusal(cls.__name__, a, reason))
+                refused.append(Refusal(cls.__name__, a, reason))
         return found, refused
 
-    def _refuses(
-        self, fusion: FusedOperation, items: Sequence[Item], a: int, b: int, live_from: int, env: Env, fusing: Fusing
+    def _matching(self, window: tuple[type, ...]) -> Iterator[_Match]:
+        """Everything that matches at the first of these kinds."""
+        for rank, cls in enumerate(self.fusions):
+            for lengths in _lengths(cls.slots, 0, window, 0):
+                yield cls, rank, lengths, sum(lengths)
+
+    def _excludes(
+        self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing
     ) -> str | None:
-        name = type(fusion).__name__
-        reason = fusing.allows(type(fusion))
+        """Why a class is not used on `a..b`, whatever operations stand there."""
+        reason = fusing.allows(cls)
         if reason is not None:
             return reason
+        if cls.triton and not env.triton:
+            return "needs a Triton device"
         if env.rows == 0:
             return "the input has no rows"
-        count, failure = self.failures.get((name, a), (0, ""))
+        count, failure = self.failures.get((cls.__name__, a), (0, ""))
         if count >= MAX_FAILURES:
             return f"it failed {count} times: {failure}"
-        if isinstance(fusion, BackwardFusion) and a < live_from:
+        if a < live_from and issubclass(cls, BackwardFusion):
             return (
                 "no gradient is wanted here" if b <= live_from else f"no gradient is wanted before position {live_from}"
             )
-        if isinstance(fusion, InferenceFusion) and b > live_from:
+        if b > live_from and issubclass(cls, InferenceFusion):
             return "a gradient is wanted here, and this fusion saves nothing for it"
+        return None
+
+    def _refuses(
+        self, fusion: FusedOperation, items: Sequence[Item], a: int, b: int, live_from: int, env: Env
+    ) -> str | None:
         reason = _refuses_channels(fusion, items, a, b, b <= live_from)
         if reason is not None:
             return reason
@@ -137,7 +148,7 @@ class Matcher:
                 if not holds:
                     return sentence if sentence and isinstance(sentence, str) else "it gives no reason"  # pyright: ignore[reportUnnecessaryIsInstance]
         except Exception as error:
-            return self._raised(name, "requires", error)
+            return self._raised(type(fusion).__name__, "requires", error)
         return None
 
     def _cost(self, fusion: FusedOperation, env: Env) -> int | str:
@@ -169,15 +180,6 @@ def _warn_of_unknown(fusing: Fusing) -> None:
         warnings.warn(f"sf.fusing names {name!r}, and there is no such fusion{meant}", UserWarning, stacklevel=2)
 
 
-def _may_start(slots: Sequence[Slot], kind: type) -> bool:
-    for slot in slots:
-        if slot.takes(kind):
-            return True
-        if not slot.optional:
-            return False
-    return False
-
-
 def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> Iterator[tuple[int, ...]]:
     """Every way slots `k..` can take operations from `i` on: how many each takes, longest first."""
     if k == len(slots):
@@ -197,8 +199,10 @@ def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> It
 def _bind(cls: type[FusedOperation], lengths: Sequence[int], items: Sequence[Item], at: int) -> FusedOperation:
     bound: dict[str, Any] = {}
     for slot, taken in zip(cls.slots, lengths, strict=True):
-        operations = tuple(item.operation for item in items[at : at + taken])
-        bound[slot.name] = operations if slot.variadic else operations[0] if taken else None
+        if slot.variadic:
+            bound[slot.name] = tuple(item.operation for item in items[at : at + taken])
+        else:
+            bound[slot.name] = items[at].operation if taken else None
         at += taken
     return cls(**bound)
 
@@ -234,70 +238,3 @@ def _refuses_channels(fusion: FusedOperation, items: Sequence[Item], a: int, b: 
             if fusion.replaces_backward and not dead and f"d_{full}" not in backward:
                 return f"the gradient d_{full} arrives from elsewhere and is not in the signature of its bwd"
     return None
-
-
-@dataclasses.dataclass(slots=True)
-class _Best:
-    cost: int
-    count: int
-    ranks: int
-    before: tuple[int, int] | None
-    step: Candidate | None
-
-
-def cheapest(
-    start: int, stop: int, candidates: Iterable[Candidate], live_from: int
-) -> tuple[list[Candidate], list[Candidate]]:
-    """The fusions of the exact cheapest pair of covers of positions `start..stop`: forward, backward.
-
-    A state is a pair of positions, one per pass; the pass that lags advances, so every pair of covers is reached and
-    the two positions meet wherever both covers have a border. There a joint fusion may take both. The positions
-    differ by less than the longest pattern, so the work is linear in the list. Ties go to fewer fusions, then to the
-    order of the rule set.
-    """
-    forward: dict[int, list[Candidate]] = {}
-    backward: dict[int, list[Candidate]] = {}
-    joint: dict[int, list[Candidate]] = {}
-    for c in candidates:
-        if isinstance(c.fusion, BackwardFusion):
-            backward.setdefault(c.start, []).append(c)
-        elif isinstance(c.fusion, JointFusion) and c.stop > live_from:
-            joint.setdefault(c.start, []).append(c)
-        else:
-            forward.setdefault(c.start, []).append(c)
-    layers: list[dict[tuple[int, int], _Best]] = [{} for _ in range(2 * (stop - start) + 1)]
-    layers[0][start, start] = _Best(0, 0, 0, None, None)
-
-    def relax(before: tuple[int, int], best: _Best, f: int, b: int, step: Candidate | None) -> None:
-        cost, count, ranks = best.cost, best.count, best.ranks
-        if step is not None:
-            cost, count, ranks = cost + step.cost, count + 1, ranks + step.rank
-        layer = layers[f + b - 2 * start]
-        known = layer.get((f, b))
-        if known is None or (cost, count, ranks) < (known.cost, known.count, known.ranks):
-            layer[f, b] = _Best(cost, count, ranks, before, step)
-
-    for layer in layers[:-1]:
-        for (f, b), best in layer.items():
-            if f == b:
-                for c in joint.get(f, ()):
-                    relax((f, b), best, c.stop, c.stop, c)
-            if f <= b:
-                relax((f, b), best, f + 1, b, None)
-                for c in forward.get(f, ()):
-                    relax((f, b), best, c.stop, b, c)
-            else:
-                relax((f, b), best, f, b + 1, None)
-                for c in backward.get(b, ()):
-                    relax((f, b), best, f, c.stop, c)
-    chosen: tuple[list[Candidate], list[Candidate]] = ([], [])
-    at: tuple[int, int] | None = (stop, stop)
-    while at is not None:
-        best = layers[at[0] + at[1] - 2 * start][at]
-        if best.step is not None and best.before is not None:
-            if best.step.stop == at[0] and best.before[0] != at[0]:
-                chosen[0].append(best.step)
-            if best.step.stop == at[1] and best.before[1] != at[1]:
-                chosen[1].append(best.step)
-        at = best.before
-    return chosen[0][::-1], chosen[1][::-1]

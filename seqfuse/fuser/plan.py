@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from ..env import Env, Fusing
+from .cover import Candidate, cheapest
 from .items import Item
-from .match import Candidate, Lookup, Matcher, Refusal, cheapest
+from .match import Lookup, Matcher, Refusal
 from .show import Memory, render
 
 SEGMENT = 8
@@ -163,7 +164,7 @@ def plan_region(
         if id(c) not in used:
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
-            refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()])))
+            refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()]), True))
     refused.sort(key=lambda r: r.at)
     ahead, back = _steps(items, start, stop, forward), _steps(items, live, stop, backward, live)
     return Plan(

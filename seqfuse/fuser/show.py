@@ -14,9 +14,12 @@ from ..env import fusing
 from .fake import faking
 
 if TYPE_CHECKING:
+    from .match import Refusal
     from .plan import Plan, Step
 
 WIDTH = 80
+FEW = 3
+"""Fusions that are named, or have a line of their own, where there are more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +55,9 @@ def measure(run: Callable[[Tensor, dict[str, Tensor]], None], x: Tensor, channel
         return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
 
     try:
-        saved, flops = once()
+        saved, _ = once()
         with fusing(False):
-            unfused, _ = once()
+            unfused, flops = once()  # a kernel's own the counter does not see
     except Exception:
         return None
     return Memory(saved, unfused, flops)
@@ -80,8 +83,8 @@ def render(plan: Plan) -> str:
         lines.append(f"{i:>4}  {_pad(_cut(_label(name, path), wide), wide)}  {_pad(a, column - 2)}  {b}".rstrip())
     for alone in plan.alone:
         lines += _wrap(f"alone: {alone.name} at {alone.at}: {alone.reason}", "    ")
-    for reason, where in _grouped(plan):
-        lines += _wrap(f"refused: {reason[0]} at {where}: {reason[1]}", "    ")
+    for line in _refusals(plan.refused):
+        lines += _wrap(line, "    ")
     memory = plan.memory
     if memory is not None:
         lines += _wrap(
@@ -113,14 +116,36 @@ def _marks(steps: Sequence[Step], plan: Plan) -> dict[int, str]:
     return marks
 
 
-def _grouped(plan: Plan) -> list[tuple[tuple[str, str], str]]:
-    groups: dict[tuple[str, str], list[int]] = {}
-    for refusal in plan.refused:
-        groups.setdefault((refusal.fusion, refusal.reason), []).append(refusal.at)
-    return [
-        (key, ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else ""))
-        for key, at in groups.items()
-    ]
+def _refusals(refused: Sequence[Refusal]) -> list[str]:
+    """A line for each fusion and reason; one for a reason that many share, and one for many that were outbid."""
+    groups: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in refused:
+        groups.setdefault((refusal.reason, refusal.fusion), []).append(refusal)
+    sharing: dict[str, list[str]] = {}
+    outbid: dict[str, list[int]] = {}
+    for (reason, fusion), several in groups.items():
+        sharing.setdefault(reason, []).append(fusion)
+        if several[0].outbid:
+            outbid.setdefault(fusion, []).extend(refusal.at for refusal in several)
+    many = sum(several[0].outbid for several in groups.values()) > FEW
+    lines: list[str] = []
+    for (reason, fusion), several in groups.items():
+        fusions = sharing[reason]
+        if many and several[0].outbid:
+            continue
+        if len(fusions) <= FEW:
+            lines.append(f"refused: {fusion} at {_places([refusal.at for refusal in several])}: {reason}")
+        elif fusion == fusions[0]:
+            named = f"{', '.join(fusions[:FEW])} and {len(fusions) - FEW} more"
+            lines.append(f"refused: {named}: {reason}")
+    if many:
+        named = "; ".join(f"{fusion} at {_places(sorted(set(at)))}" for fusion, at in outbid.items())
+        lines.append(f"outbid by a cheaper cover: {named}")
+    return lines
+
+
+def _places(at: Sequence[int]) -> str:
+    return ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
 
 
 def _plural(n: int, word: str) -> str:

@@ -1,6 +1,8 @@
 """The fusions: one file each, one substitution each. `default` is what a `Sequential` uses unless told otherwise.
 
-None of these needs Triton. Each is here because ATen offers the substitution and it is not slower than what it
+`default` is `triton`, then `aten`: which cover wins is decided by cost, and the order only between equals.
+
+None of `aten` needs Triton. Each is there because ATen offers the substitution and it is not slower than what it
 replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it, paired and interleaved:
 
 * `LinearBias`: a product that starts from the bias, in place of a product and a pass over its output.
@@ -9,9 +11,9 @@ replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it,
 * `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
 * `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
 
-Not among these, because ATen has nothing for them: add and norm in one pass, and any backward that makes a bias
-gradient or an activation's gradient inside a product. Those are in `triton`, made of Triton kernels, which have not yet
-run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
+ATen has nothing for add and norm in one pass, or for a backward that makes a bias gradient or an activation's gradient
+inside a product. Those are in `triton`, made of Triton kernels, which have not yet run on a GPU; where no Triton kernel
+can run they are refused. `Sequential(..., fusions=fusions.aten)` does without them.
 
 * `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue; in training the
   pre-activation is stored where the activation's gradient reads it.
@@ -19,15 +21,23 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
   before it in the product that makes dx.
+* `BlockEndBackward`: these with the bias, dropout and residual sum after the product, at the end of a block.
 * `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
   torch.
 * `BiasDropoutAdd`, `BiasDropoutAddBackward`: the same of dropout between a bias and a residual sum.
 * `BiasGated`, `BiasGatedBackward`: the same of a gated unit.
-* `BlockBoundary`, `BiasDropoutAddNorm`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each
-  way; the residual stream is written once and no mask is stored.
+* `BlockBoundary`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each way; the residual
+  stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
+* `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors and biases in
+  one pass each way.
+
+In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
+`Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
+
+* `LinearActivationLinear`: of two products and what is between them only the pre-activation.
 """
 
 from ..fusion import FusedOperation
@@ -35,8 +45,10 @@ from .activationlinear import ActivationLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
-from .blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
+from .blockboundary import BlockBoundary, BlockBoundaryBackward
+from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
+from .linearactivationlinear import LinearActivationLinear
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
@@ -47,9 +59,10 @@ from .lineargated import LinearGated, LinearGatedInference
 from .normactivation import NormActivation, NormActivationJoint
 from .normbackward import NormBackward
 from .normforward import NormForward
+from .pointwisechain import PointwiseChain, PointwiseChainBackward, PointwiseChainInference
 from .scaleadd import ScaleAdd
 
-default: tuple[type[FusedOperation], ...] = (
+aten: tuple[type[FusedOperation], ...] = (
     LinearBiasActOneDNN,
     LinearBiasAct,
     LinearBiasAdd,
@@ -68,19 +81,26 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasActivation,
     BiasGated,
     BiasDropoutAdd,
+    BlockEndBackward,
     ActivationLinearBackward,
     GatedLinearBackward,
     BiasActivationBackward,
     BiasGatedBackward,
     BiasDropoutAddBackward,
     BlockBoundary,
-    BiasDropoutAddNorm,
     NormActivationJoint,
     NormActivation,
     BlockBoundaryBackward,
     NormForward,
     NormBackward,
+    PointwiseChainInference,
+    PointwiseChain,
+    PointwiseChainBackward,
 )
+
+lean: tuple[type[FusedOperation], ...] = (LinearActivationLinear,)
+
+default: tuple[type[FusedOperation], ...] = (*triton, *aten)
 
 __all__ = [
     "ActivationLinearBackward",
@@ -89,12 +109,13 @@ __all__ = [
     "BiasActivationInference",
     "BiasDropoutAdd",
     "BiasDropoutAddBackward",
-    "BiasDropoutAddNorm",
     "BiasGated",
     "BiasGatedBackward",
     "BlockBoundary",
     "BlockBoundaryBackward",
+    "BlockEndBackward",
     "GatedLinearBackward",
+    "LinearActivationLinear",
     "LinearBias",
     "LinearBiasAct",
     "LinearBiasActOneDNN",
@@ -109,7 +130,12 @@ __all__ = [
     "NormActivationJoint",
     "NormBackward",
     "NormForward",
+    "PointwiseChain",
+    "PointwiseChainBackward",
+    "PointwiseChainInference",
     "ScaleAdd",
+    "aten",
     "default",
+    "lean",
     "triton",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import Requirements
-from ..ops import Bias, Linear
+from ..operation import Gated, Pointwise
+from ..ops import Bias, Dropout, Linear
 from ..ops._read import parameter
-from ._kernels import kernels_run, rows_of
+from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
 from ._linear import one_dtype
 
 # The kernel is taken to reach 95 % of the speed of the product that it replaces; float32, which no matrix instruction
@@ -23,6 +26,74 @@ def kernel_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
     weight = linear.weight
     yield weight.dtype == env.dtype and one_dtype(linear, bias), "input, weight and bias must have one dtype"
     yield 1 in weight.stride() or 1 in weight.shape, "the weight must be contiguous in its rows or its columns"
+
+
+def epilogue_takes(
+    linear: Linear, bias: Bias | None, act: Pointwise | Gated, env: Env, dropout: Dropout | None = None
+) -> Requirements:
+    """What the kernel asks of a product with an activation or a gated unit in its epilogue, or before it."""
+    yield from kernel_takes(linear, bias, env)
+    yield from kernel_takes_act(act) if isinstance(act, Pointwise) else kernel_takes_gated(act)
+    yield from kernel_takes_dropout(dropout)
+
+
+def kernel_takes_dropout(dropout: Dropout | None) -> Requirements:
+    """What the kernel asks of a dropout in its epilogue."""
+    scales = dropout is not None and dropout.mode == "downscale_in_infer" and dropout.p > 0 and not dropout.training
+    yield not scales, "in evaluation this Dropout is a scale"
+
+
+def mask(dropout: Dropout | None, seed: Tensor | None, p: float | None = None) -> Any:
+    """A dropout as the kernel takes it, `None` where nothing is dropped; p as it was, or is now."""
+    from ..kernels import gemm
+
+    if dropout is None or seed is None:
+        return None
+    return gemm.Dropout(seed, dropout.p if p is None else p, dropout.mode == "upscale_in_train")
+
+
+def unit_worth(linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, env: Env) -> Savings:
+    """What is saved where the gradients of an activation and of what surrounds it are made inside a product."""
+    # The operations of a gated unit write dh, make act(gate) again, dh up, dgate and dup, and join the two: 16 passes,
+    # here 4; those of an activation read and write the gradient once more.
+    launches, passes = (5, 12) if isinstance(act, Gated) else (1, 2)
+    if bias is not None:
+        launches, passes = launches + 1, passes + (2 if isinstance(act, Gated) else 1)
+    if dropped:
+        launches, passes = launches + 1, passes + 2
+    return worth(linear, env, launches, passes, linear.in_features)
+
+
+def unit_bwd(
+    dy: Tensor | None,
+    linear: Linear.Saved,
+    act: Pointwise | Gated,
+    record: Any,
+    dropout: Dropout | None,
+    dropped: Dropout.Saved | None,
+    needs: frozenset[str],
+) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    """The gradients of slots `bias`, `act`, an optional dropout and `linear`, in that order, from the product's."""
+    from ..kernels import gemm
+
+    dx: Tensor | None = None
+    grads: dict[str, Tensor | None] = {}
+    if dy is None:
+        return dx, grads
+    if "linear.weight" in needs:
+        grads["linear.weight"] = weight_grad(_like(dy, linear.x), linear.x)
+    if "x" in needs or "bias.bias" in needs:
+        dy = _like(dy, linear.weight)
+        drop = None if dropped is None else mask(dropout, dropped.seed, dropped.p)
+        around: dict[str, Any] = {"dropout": drop, "sums": "bias.bias" in needs, "tf32": tf32()}
+        if isinstance(act, Gated):
+            dx, total, _ = gemm.linear_dgrad_gated(dy, linear.weight, act=device(act.activation), t=record.x, **around)
+        else:
+            output = act.reads == "output"
+            t: Tensor = record.y if output else record.x
+            dx, total, _ = gemm.linear_dgrad(dy, linear.weight, act=device(act), t=t, t_is_output=output, **around)
+        grads["bias.bias"] = total
+    return (dx if "x" in needs else None), grads
 
 
 def tf32() -> bool:
@@ -52,6 +123,11 @@ def worth(linear: Linear, env: Env, launches: float, passes: float, columns: int
 def as_rows(t: Tensor) -> Tensor:
     """All leading dimensions as one."""
     return t if t.ndim == 2 else t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty((0, t.shape[-1]))
+
+
+def _like(dy: Tensor, t: Tensor) -> Tensor:
+    """In the dtype of the product, where a residual in another had the sum promoted."""
+    return dy if dy.dtype is t.dtype else dy.to(t.dtype)
 
 
 def weight_grad(dy: Tensor, x: Tensor) -> Tensor:

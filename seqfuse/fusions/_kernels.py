@@ -16,8 +16,7 @@ _ROWS = 1024
 
 
 def kernels_run(env: Env) -> Requirements:
-    """What every kernel asks of the environment."""
-    yield env.triton, "needs a Triton device"
+    """What every kernel asks of the environment, beside a Triton device."""
     yield env.autocast is None, "autocast is left to the operations"
     yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
 

@@ -23,6 +23,8 @@ class BiasActivation(ForwardFusion):
     bias: Bias
     act: Pointwise
 
+    triton = True
+
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
         yield from kernel_takes_act(self.act)
@@ -49,6 +51,8 @@ class BiasActivationInference(InferenceFusion):
     bias: Bias
     act: Pointwise
 
+    triton = True
+
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
         yield from kernel_takes_act(self.act)
@@ -70,6 +74,8 @@ class BiasActivationBackward(BackwardFusion):
 
     bias: Bias
     act: Pointwise
+
+    triton = True
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)

@@ -12,6 +12,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout
+from ._gemm import as_rows
 from ._pointwise import kernel_takes_chain, passes
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class BiasDropoutAdd(ForwardFusion):
     bias: Bias | None
     dropout: Dropout
     add: Add | None
+
+    triton = True
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
@@ -71,6 +74,8 @@ class BiasDropoutAddBackward(BackwardFusion):
     dropout: Dropout
     add: Add | None
 
+    triton = True
+
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
         yield self.dropout.random, "nothing is dropped here"
@@ -82,19 +87,29 @@ class BiasDropoutAddBackward(BackwardFusion):
     def bwd(
         self, dy: Tensor, *, bias: Bias.Saved | None, dropout: Any, add: Add.Saved | None, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
-        from ..kernels.pointwise import pointwise
 
-        grads: dict[str, Tensor | None] = {}
-        if "add.other" in needs:
-            grads["add.other"] = dy
-        dx: Tensor | None = None
-        if "x" in needs or "bias.bias" in needs:
-            sums = "bias.bias" in needs
-            steps = _chain(False, dropout.p, self.dropout.mode == "upscale_in_train", False, sums)
-            dx, *totals = pointwise(dy, steps, (dropout.seed,), result="x" in needs)
-            if sums and self.bias is not None and totals[0] is not None:
-                grads["bias.bias"] = totals[0].to(self.bias.read().dtype)
-        return dx, grads
+        wanted = "x" in needs, "bias.bias" in needs
+        dx, dbias = branch_bwd(dy, self.bias, self.dropout, dropout, *wanted)
+        return dx, {"bias.bias": dbias, "add.other": dy if "add.other" in needs else None}
+
+
+def branch_bwd(
+    dy: Tensor, bias: Bias | None, dropout: Dropout | None, saved: Dropout.Saved | None, branch: bool, sums: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients before a bias and a dropout, and of the bias, each if wanted, in one pass."""
+    from ..kernels.pointwise import pointwise
+
+    if dropout is None or saved is None or saved.seed is None:
+        if not sums or bias is None:
+            return dy if branch else None, None
+        # By itself this sum is no better made by another kernel than torch's.
+        return dy if branch else None, as_rows(dy).sum(0, dtype=bias.read().dtype)
+    if not (branch or sums):
+        return None, None
+    steps = _chain(False, saved.p, dropout.mode == "upscale_in_train", False, sums)
+    dtypes = (bias.read().dtype,) if sums and bias is not None else ()
+    dx, *totals = pointwise(dy, steps, (saved.seed,), dtypes=dtypes, result=branch)
+    return dx, totals[0] if totals else None
 
 
 def _worth(bias: Bias | None, env: Env, launches: int, tensors: int) -> Savings:

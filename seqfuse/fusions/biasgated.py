@@ -23,6 +23,8 @@ class BiasGated(ForwardFusion):
     bias: Bias | None
     gated: Gated
 
+    triton = True
+
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
         yield from kernel_takes_gated(self.gated)
@@ -50,6 +52,8 @@ class BiasGatedBackward(BackwardFusion):
 
     bias: Bias | None
     gated: Gated
+
+    triton = True
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)

@@ -14,55 +14,53 @@ from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
 from ._norm import copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
 
 
-class BiasDropoutAddNorm(ForwardFusion):
-    """z = dropout(x + bias) + other, y = norm(z), in one pass over memory that writes both.
-
-    The mask is a function of the seed and is not stored. x, other, y: [*, H], bias: [H]. Saves what the operations
-    save. `BlockBoundary` is the same where z goes on as the residual stream.
-    """
-
-    bias: Bias | None
-    dropout: Dropout | None
-    add: Add
-    norm: LayerNorm | RMSNorm
-
-    def requires(self, env: Env) -> Requirements:
-        yield from _requirements(self.norm, self.dropout, env)
-
-    def saves(self, env: Env) -> Savings:
-        return _forward_savings(self.norm, self.bias, self.dropout, env)
-
-    def fwd(self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
-        y, _, saved = _forward(self.norm, self.bias, self.dropout, x, add_other, dropout_seed)
-        return y, saved
-
-
 class BlockBoundary(ForwardFusion):
-    """z = dropout(x + bias) + other, y = norm(z), fork_out = z: the boundary of two pre-norm blocks in one pass.
+    """z = dropout(x + bias) + other, y = norm(z), fork_out = z: the boundary of two blocks in one pass.
 
-    The residual stream z is written once, and is what the norm keeps as well. The mask is a function of the seed and
-    is not stored. x, other, y, z: [*, H], bias: [H]. Saves what the operations save.
+    z is written once: it is what the norm keeps and, between pre-norm blocks, the residual stream. Where no `Fork`
+    stands before the norm, as in post-norm blocks, nothing else reads it. The mask is a function of the seed and is not
+    stored. x, other, y, z: [*, H], bias: [H]. Saves what the operations save.
     """
 
     bias: Bias | None
     dropout: Dropout | None
     add: Add
-    fork: Fork
+    fork: Fork | None
     norm: LayerNorm | RMSNorm
 
+    triton = True
     outputs = ("fork_out",)
 
     def requires(self, env: Env) -> Requirements:
         yield from _requirements(self.norm, self.dropout, env)
 
     def saves(self, env: Env) -> Savings:
-        return _forward_savings(self.norm, self.bias, self.dropout, env)
+        # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
+        before = (self.bias is not None) + _drops(self.dropout)
+        tensors = 1 + 2 * before + copies(self.norm, env)
+        return Savings(launches=1 + before, bytes=tensors * pass_bytes(self.norm, env))
 
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        y, stream, saved = _forward(self.norm, self.bias, self.dropout, x, add_other, dropout_seed)
-        return y, {"fork_out": stream}, {**saved, "fork": Fork.NOTHING}
+        saved: dict[str, Any] = {"add": Add.NOTHING}
+        dtype = torch.promote_types(x.dtype, add_other.dtype)
+        around: dict[str, Any] = {"residual": add_other}
+        if self.bias is not None:
+            row = self.bias.read()
+            dtype = torch.promote_types(dtype, row.dtype)
+            around["pre_bias"] = row.contiguous()
+            saved["bias"] = Bias.NOTHING
+        if self.dropout is not None:
+            seed, p = dropout_seed if self.dropout.random else None, self.dropout.p
+            around |= {"seed": seed, "p": p}
+            saved["dropout"] = Dropout.Saved(seed=seed, p=p)
+        # The kernel writes the stream in the dtype of x.
+        out, saved["norm"] = norm_fwd(self.norm, x if x.dtype is dtype else x.to(dtype), **around)
+        assert out.stream is not None
+        if self.fork is None:
+            return out.y, {}, saved
+        return out.y, {"fork_out": out.stream}, {**saved, "fork": Fork.NOTHING}
 
 
 class BlockBoundaryBackward(BackwardFusion):
@@ -77,6 +75,8 @@ class BlockBoundaryBackward(BackwardFusion):
     add: Add
     fork: Fork | None
     norm: LayerNorm | RMSNorm
+
+    triton = True
 
     def requires(self, env: Env) -> Requirements:
         yield from _requirements(self.norm, self.dropout, env)
@@ -125,36 +125,3 @@ def _requirements(norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) 
     yield from kernels_take(norm, env)
     upscale = dropout is None or dropout.mode == "upscale_in_train"
     yield upscale, "its kernel scales what dropout keeps: mode must be upscale_in_train"
-
-
-def _forward_savings(norm: LayerNorm | RMSNorm, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:
-    # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
-    before = (bias is not None) + _drops(dropout)
-    return Savings(launches=1 + before, bytes=(1 + 2 * before + copies(norm, env)) * pass_bytes(norm, env))
-
-
-def _forward(
-    norm: LayerNorm | RMSNorm,
-    bias: Bias | None,
-    dropout: Dropout | None,
-    x: Tensor,
-    other: Tensor,
-    seed: Tensor | None,
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The norm's result, the stream, and the operations' own records."""
-    saved: dict[str, Any] = {"add": Add.NOTHING}
-    dtype = torch.promote_types(x.dtype, other.dtype)
-    around: dict[str, Any] = {"residual": other}
-    if bias is not None:
-        row = bias.read()
-        dtype = torch.promote_types(dtype, row.dtype)
-        around["pre_bias"] = row.contiguous()
-        saved["bias"] = Bias.NOTHING
-    if dropout is not None:
-        seed = seed if dropout.random else None
-        around |= {"seed": seed, "p": dropout.p}
-        saved["dropout"] = Dropout.Saved(seed=seed, p=dropout.p)
-    # The kernel writes the stream in the dtype of x.
-    out, saved["norm"] = norm_fwd(norm, x if x.dtype is dtype else x.to(dtype), **around)
-    assert out.stream is not None
-    return out.y, out.stream, saved

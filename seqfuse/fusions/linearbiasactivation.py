@@ -10,8 +10,8 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..operation import Pointwise
 from ..ops import Bias, Linear
-from ._gemm import bias_of, kernel_takes, tf32, weight_of, worth
-from ._kernels import device, kernel_takes_act
+from ._gemm import bias_of, epilogue_takes, tf32, weight_of, worth
+from ._kernels import device
 
 
 class LinearBiasActivation(ForwardFusion):
@@ -27,11 +27,11 @@ class LinearBiasActivation(ForwardFusion):
     bias: Bias | None
     act: Pointwise
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes(self.linear, self.bias, env)
-        yield from kernel_takes_act(self.act)
+        return epilogue_takes(self.linear, self.bias, self.act, env)
 
     def saves(self, env: Env) -> Savings:
         stored = self.act.reads == "input"
@@ -58,11 +58,11 @@ class LinearBiasActivationInference(InferenceFusion):
     bias: Bias | None
     act: Pointwise
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes(self.linear, self.bias, env)
-        yield from kernel_takes_act(self.act)
+        return epilogue_takes(self.linear, self.bias, self.act, env)
 
     def saves(self, env: Env) -> Savings:
         launches, passes = (1, 2) if self.bias is None else (2, 4)

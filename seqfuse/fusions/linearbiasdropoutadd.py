@@ -10,7 +10,7 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Dropout, Linear
-from ._gemm import bias_of, kernel_takes, tf32, weight_of, worth
+from ._gemm import bias_of, kernel_takes, kernel_takes_dropout, mask, tf32, weight_of, worth
 
 
 class LinearBiasDropoutAdd(ForwardFusion):
@@ -27,13 +27,12 @@ class LinearBiasDropoutAdd(ForwardFusion):
     dropout: Dropout | None
     add: Add
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes(self.linear, self.bias, env)
-        drop = self.dropout
-        scales = drop is not None and drop.mode == "downscale_in_infer" and drop.p > 0 and not drop.training
-        yield not scales, "in evaluation this Dropout is a scale"
+        yield from kernel_takes_dropout(self.dropout)
 
     def saves(self, env: Env) -> Savings:
         launches, passes = (1, 2) if self.bias is None else (2, 4)
@@ -55,7 +54,7 @@ class LinearBiasDropoutAdd(ForwardFusion):
         if drop is not None:
             seed = dropout_seed if drop.random else None
             saved["dropout"] = Dropout.Saved(seed=seed, p=drop.p)
-            dropout = None if seed is None else gemm.Dropout(seed, drop.p, drop.mode == "upscale_in_train")
+            dropout = mask(drop, seed)
         dtype = torch.promote_types(x.dtype, add_other.dtype)
         y, _ = gemm.linear(x, weight, bias_of(self.bias), dropout=dropout, residual=add_other, dtype=dtype, tf32=tf32())
         return y, saved

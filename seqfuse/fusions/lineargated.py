@@ -10,8 +10,8 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..operation import Gated
 from ..ops import Bias, Linear
-from ._gemm import bias_of, kernel_takes, tf32, weight_of, worth
-from ._kernels import device, kernel_takes_gated
+from ._gemm import bias_of, epilogue_takes, tf32, weight_of, worth
+from ._kernels import device
 
 
 class LinearGated(ForwardFusion):
@@ -28,11 +28,11 @@ class LinearGated(ForwardFusion):
     bias: Bias | None
     gated: Gated
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes(self.linear, self.bias, env)
-        yield from kernel_takes_gated(self.gated)
+        return epilogue_takes(self.linear, self.bias, self.gated, env)
 
     def saves(self, env: Env) -> Savings:
         # The operations write [gate; up], and read and write it for a bias; act(gate) is a tensor of its own.
@@ -60,11 +60,11 @@ class LinearGatedInference(InferenceFusion):
     bias: Bias | None
     gated: Gated
 
+    triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes(self.linear, self.bias, env)
-        yield from kernel_takes_gated(self.gated)
+        return epilogue_takes(self.linear, self.bias, self.gated, env)
 
     def saves(self, env: Env) -> Savings:
         launches, passes = (2, 6) if self.bias is None else (3, 10)

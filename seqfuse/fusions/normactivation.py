@@ -28,6 +28,8 @@ class NormActivation(ForwardFusion):
     norm: LayerNorm | RMSNorm
     act: Pointwise
 
+    triton = True
+
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
         yield from kernel_takes_act(self.act)
@@ -56,6 +58,8 @@ class NormActivationJoint(JointFusion):
 
     norm: LayerNorm | RMSNorm
     act: Pointwise
+
+    triton = True
 
     class Saved(context.Saved):
         x: Tensor  # [*, H]

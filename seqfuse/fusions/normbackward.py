@@ -21,6 +21,8 @@ class NormBackward(BackwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
+    triton = True
+
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
 

@@ -19,6 +19,8 @@ class NormForward(ForwardFusion):
 
     norm: LayerNorm | RMSNorm
 
+    triton = True
+
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
         yield converts(self.norm, env), "ATen's kernel makes one pass as well"

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ._columns import column_sums
 from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
-from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
+from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import Type, Variant
 from .activations import ACTIVATIONS, apply, name_of
@@ -293,12 +293,12 @@ class _Operand(NamedTuple):
         """Whether a descriptor can stand for it: 16-byte address and stride, and lines that do not overlap."""
         size = self.tensor.element_size()
         line = self.tensor.shape[0 if self.transposed else 1]
-        return self.tensor.data_ptr() & 15 == 0 and self.ld * size & 15 == 0 and line <= self.ld < 2**39
+        return address(self.tensor) & 15 == 0 and self.ld * size & 15 == 0 and line <= self.ld < 2**39
 
     @property
     def aligned(self) -> bool:
         """Whether the compiler is told enough to load 16 bytes at a time: see `_launch`."""
-        return self.tensor.data_ptr() & 15 == 0 and self.ld & 15 == 0
+        return address(self.tensor) & 15 == 0 and self.ld & 15 == 0
 
 
 def _matrix(name: str, tensor: Tensor) -> _Operand:
@@ -341,7 +341,7 @@ def _ld(tensor: Tensor) -> int:
 def _fits(tensor: Tensor, half: int, described: bool) -> bool:
     """Whether tiles of a tensor, and of what begins `half` elements into its rows, are moved 16 bytes at a time."""
     ld, size = _ld(tensor), tensor.element_size()
-    if tensor.data_ptr() & 15 or half * size & 15:
+    if address(tensor) & 15 or half * size & 15:
         return False
     return ld * size & 15 == 0 and tensor.shape[1] <= ld < 2**39 if described else ld & 15 == 0
 

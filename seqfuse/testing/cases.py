@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Fuser, Sequential, flatten
+from ..fuser.cover import Candidate
 from ..fuser.items import Item, public_channels
-from ..fuser.match import Candidate, Matcher, Refusal
+from ..fuser.match import Matcher, Refusal
 from ..fuser.reference import by_reference
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from .. import measured
 from ..env import settings
 from ..errors import InputError, KernelError
+from ..fuser.cover import Candidate
 from ..fuser.items import global_hooks
-from ..fuser.match import Candidate
 from ..fuser.reference import transformed
 from ..measured import Machine, Measurement
 from .candidates import Stretch, passes, real, stretches

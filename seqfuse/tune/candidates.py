@@ -13,11 +13,12 @@ from torch.nn.utils import parametrize
 
 from ..env import Env, fusing_now
 from ..fuser.bind import binder_of
+from ..fuser.cover import Candidate
 from ..fuser.inputs import validate
 from ..fuser.items import has_own_graph
 from ..fuser.known import Known
 from ..fuser.listing import Region
-from ..fuser.match import Candidate, Matcher
+from ..fuser.match import Matcher
 from ..fuser.plan import Plan, Step, Wants, plan_region
 from ..fuser.program import Binder
 from ..fuser.segment import Segment

@@ -11,18 +11,46 @@ from seqfuse.testing import assert_fused_close, seeded_randn
 
 
 def test_holds_every_fusion_of_the_room():
-    named = {getattr(fusions, name) for name in fusions.__all__ if name not in ("default", "triton")}
-    both = (*fusions.default, *fusions.triton)
-    assert set(both) == named
-    assert len(both) == len(named)
+    named = {getattr(fusions, name) for name in fusions.__all__ if name not in ("default", "triton", "aten", "lean")}
+    assert fusions.default == (*fusions.triton, *fusions.aten)
+    every = (*fusions.default, *fusions.lean)
+    assert set(every) == named
+    assert len(every) == len(named)
 
 
 def test_names_are_distinct():
-    names = [fusion.__name__ for fusion in (*fusions.default, *fusions.triton)]
+    names = [fusion.__name__ for fusion in fusions.default]
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("fusion", [*fusions.default, *fusions.triton], ids=lambda fusion: fusion.__name__)
+def test_what_launches_triton_kernels_says_so():
+    assert all(fusion.triton for fusion in (*fusions.triton, *fusions.lean))
+    assert not any(fusion.triton for fusion in fusions.aten)
+
+
+def test_without_a_triton_device_one_line_says_so():
+    block = ops.Residual(ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6))
+    model = sf.Sequential(block, block)
+    plan = model.plan(env=sf.Env(triton=False, rows=64))
+    assert not any(step.fused and step.operation.triton for step in (*plan.forward, *plan.backward))
+    refused = {r.fusion for r in plan.refused if r.reason == "needs a Triton device"}
+    assert refused >= {"NormBackward", "LinearBiasActivation", "BlockBoundary"}
+    assert str(plan).count("needs a Triton device") == 1
+    assert any(step.fused and step.operation.triton for step in model.plan(env=sf.Env(triton=True, rows=64)).forward)
+
+
+def test_what_was_outbid_prints_as_one_line_and_is_all_in_the_plan():
+    block = ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024))
+    plan = sf.Sequential(block).bfloat16().plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
+    outbid = [refusal for refusal in plan.refused if refusal.outbid]
+    assert len({refusal.fusion for refusal in outbid}) > 3
+    assert all("cheaper" in refusal.reason for refusal in outbid)
+    (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if line.startswith("outbid")]
+    assert all(refusal.fusion in line for refusal in outbid)
+    assert "a cheaper cover was found" not in str(plan)
+
+
+@pytest.mark.parametrize("fusion", [*fusions.default, *fusions.lean], ids=lambda fusion: fusion.__name__)
 def test_every_fusion_says_why_it_is_there(fusion: type[sf.FusedOperation]):
     assert f"`{fusion.__name__}`" in fusions.__doc__
     assert fusion.__doc__

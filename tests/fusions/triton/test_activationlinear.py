@@ -10,7 +10,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import activationlinear
+from seqfuse.fusions import _gemm, activationlinear
 from seqfuse.fusions.activationlinear import ActivationLinearBackward
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
@@ -38,6 +38,25 @@ def test_without_a_bias_and_in_three_dimensions(act: sf.Pointwise, device: torch
     check_fusion(ActivationLinearBackward, x, act, linear(7, 5, device), dtypes=[torch.bfloat16])
 
 
+@pytest.mark.parametrize("act", [ops.ReLU(), ops.GeLU("tanh")], ids=["keeps its output", "keeps its input"])
+@pytest.mark.parametrize(
+    "dropout",
+    [ops.Dropout(0.3), ops.Dropout(0.3, "downscale_in_infer"), ops.Dropout(0.3).eval()],
+    ids=["upscale", "downscale", "evaluation"],
+)
+def test_with_dropout_before_the_product(act: sf.Pointwise, dropout: ops.Dropout, device: torch.device):
+    list_ = (bias(8, device), act, dropout, linear(8, 5, device))
+    check_fusion(ActivationLinearBackward, seeded_randn((6, 8), 0).to(device), *list_, dtypes=[torch.bfloat16])
+
+
+def test_dropout_that_is_a_scale_is_refused():
+    drop = ops.Dropout(0.2, "downscale_in_infer").eval()
+    fusion = ActivationLinearBackward(bias=None, act=ops.SiLU(), dropout=drop, linear=ops.Linear(4, 4))
+    assert [why for holds, why in fusion.requires(sf.Env(triton=True)) if not holds] == [
+        "in evaluation this Dropout is a scale"
+    ]
+
+
 @pytest.mark.parametrize("act", [ops.GeLU(), ops.Sigmoid(), ops.SquaredReLU()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_reaches_across_layers(act: sf.Pointwise, dtype: torch.dtype, device: torch.device):
@@ -54,7 +73,7 @@ def test_only_wanted_gradients_are_made(device: torch.device):
     dy, weight = seeded_randn((5, 9), 1).to(device), model[2].weight
     records = {"bias": ops.Bias.NOTHING, "act": ops.SiLU.Saved(x=x), "linear": ops.Linear.Saved(x=x, weight=weight)}
     for needs in ({"x"}, {"bias.bias"}, {"linear.weight"}, {"x", "linear.weight"}):
-        dx, grads = step.operation.bwd(dy, **records, needs=frozenset(needs))
+        dx, grads = step.operation.bwd(dy, **records, dropout=None, needs=frozenset(needs))
         made = {name for name, g in {"x": dx, **grads}.items() if g is not None}
         assert made == needs
 
@@ -70,21 +89,18 @@ def test_twice_is_bit_for_bit(device: torch.device):
 
 
 MUTANTS = {
-    "weight's gradient of dy alone": ("weight_grad(dy, linear.x)", "weight_grad(dy, linear.x.abs())"),
-    "sum of what was not asked": ('sums="bias.bias" in needs', "sums=True"),
+    "weight's gradient of dy alone": ("_like(dy, linear.x), linear.x)", "_like(dy, linear.x), linear.x.abs())"),
+    "sum of what was not asked": ('"sums": "bias.bias" in needs', '"sums": True'),
+    "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
+    "the output after dropout": ("t: Tensor = record.y if output", "t: Tensor = linear.x if output"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(activationlinear, *MUTANTS[name])
-    x = seeded_randn((5, 6), 0).to(device)
+def test_a_wrong_fusion_is_found(
+    name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(activationlinear, "unit_bwd", mutant(_gemm, *MUTANTS[name]).unit_bwd)
+    list_ = (bias(6, device), ops.Tanh(), ops.Dropout(0.3), linear(6, 9, device))
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(
-            changed.ActivationLinearBackward,
-            x,
-            bias(6, device),
-            ops.SiLU(),
-            linear(6, 9, device),
-            dtypes=[torch.float32],
-        )
+        check_fusion(ActivationLinearBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

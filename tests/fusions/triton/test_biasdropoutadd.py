@@ -65,8 +65,8 @@ MUTANTS = {
     ),
     "the other scale": (
         "BiasDropoutAddBackward",
-        'dropout.p, self.dropout.mode == "upscale_in_train"',
-        "dropout.p, False",
+        'saved.p, dropout.mode == "upscale_in_train"',
+        "saved.p, False",
     ),
 }
 

@@ -73,7 +73,7 @@ def test_a_pass_saved_has_to_pay_for_the_slower_product(k: int, chosen: str):
     model = sf.Sequential(
         ops.Linear(k, 4096, device="meta", dtype=torch.bfloat16),
         ops.GeLU(),
-        fusions=(LinearBiasActivation, *fusions.default),
+        fusions=fusions.default,
     )
     assert model.plan(env=env).forward[0].name == chosen
 
@@ -94,24 +94,23 @@ class Clipped(sf.Pointwise):
     ],
 )
 def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
-    fusion = LinearBiasActivation(linear=(linear := ops.Linear(8, 8)), bias=linear.expand()[1], act=act)
-    assert next(sentence for holds, sentence in fusion.requires(env) if not holds) == reason
+    plan = sf.Sequential(ops.Linear(8, 8), act, fusions=LinearBiasActivation).plan(env=env)
+    assert [refusal.reason for refusal in plan.refused] == [reason]
 
 
+FORWARD, INFERENCE = "LinearBiasActivation", "LinearBiasActivationInference"
 MUTANTS = {
-    "the output for the input": ("act.record(y if z is None else z, y)", "act.record(y, y)"),
-    "no bias": ("x, weight, bias_of(self.bias), act=device(act), store", "x, weight, None, act=device(act), store"),
+    "the output for the input": (FORWARD, "act.record(y if z is None else z, y)", "act.record(y, y)"),
+    "no bias": (FORWARD, "x, weight, bias_of(self.bias), act=device(act)", "x, weight, None, act=device(act)"),
+    "no bias in inference": (INFERENCE, "weight_of(self.linear), bias_of(self.bias)", "weight_of(self.linear), None"),
+    "no activation in inference": (INFERENCE, "act=device(self.act)", "act=None"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linearbiasactivation, *MUTANTS[name])
+    fusion, old, new = MUTANTS[name]
+    changed = getattr(mutant(linearbiasactivation, old, new), fusion)
+    x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(
-            changed.LinearBiasActivation,
-            seeded_randn((5, 6), 0).to(device),
-            ops.Linear(6, 8).to(device),
-            ops.SiLU(),
-            dtypes=[torch.float32],
-        )
+        check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.SiLU(), dtypes=[torch.float32])

@@ -10,7 +10,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import linearbiasdropoutadd
+from seqfuse.fusions import _gemm, linearbiasdropoutadd
 from seqfuse.fusions.linearbiasdropoutadd import LinearBiasDropoutAdd
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
@@ -85,8 +85,7 @@ def test_shapes_that_do_not_fit_are_an_error_of_add(device: torch.device):
 
 MUTANTS = {
     "no residual": ("residual=add_other, dtype=dtype", "residual=None, dtype=dtype"),
-    "another scale": ('drop.mode == "upscale_in_train")', "False)"),
-    "another mask": ("gemm.Dropout(seed,", "gemm.Dropout(seed + 1,"),
+    "another mask": ("mask(drop, seed)", "mask(drop, seed + 1)"),
 }
 
 
@@ -97,3 +96,13 @@ def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callab
     list_ = (ops.Linear(6, 8).to(device), ops.Dropout(0.3), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed.LinearBiasDropoutAdd, x, *list_, dtypes=[torch.float32])
+
+
+def test_another_scale_is_found(
+    device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    changed = mutant(_gemm, 'dropout.mode == "upscale_in_train")', "False)")
+    monkeypatch.setattr(linearbiasdropoutadd, "mask", changed.mask)
+    list_ = (ops.Linear(6, 8).to(device), ops.Dropout(0.3), ops.Add("other"))
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(LinearBiasDropoutAdd, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

@@ -10,7 +10,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import gatedlinear, lineargated
+from seqfuse.fusions import _gemm, gatedlinear, lineargated
 from seqfuse.fusions.gatedlinear import GatedLinearBackward
 from seqfuse.fusions.lineargated import LinearGated, LinearGatedInference
 from seqfuse.testing import check_fusion, seeded_randn
@@ -69,16 +69,39 @@ def test_a_gated_unit_of_another_kind_is_refused():
     assert reasons == ["Clamped states a gated unit of its own"]
 
 
-def test_a_wrong_forward_is_found(device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(lineargated, "gated.Saved(x=packed)", "gated.Saved(x=packed.flip(-1))")
+MUTANTS = {
+    "halves swapped": ("LinearGated", "gated.Saved(x=packed)", "gated.Saved(x=packed.flip(-1))"),
+    "no bias in inference": ("LinearGatedInference", "x, weight_of(self.linear), bias_of(self.bias)",
+                             "x, weight_of(self.linear), None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_forward_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+    fusion, old, new = MUTANTS[name]
+    changed = getattr(mutant(lineargated, old, new), fusion)
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(changed.LinearGated, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32])
+        check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32])
 
 
-def test_a_wrong_backward_is_found(device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(gatedlinear, "t=gated.x", "t=gated.x.roll(linear.weight.shape[1], -1)")
-    x = seeded_randn((5, 8), 0).to(device)
-    list_ = (bias(8).to(device), ops.SwiGLU(), ops.Linear(4, 9, bias=False).to(device))
+@pytest.mark.parametrize("drop", [(), (ops.Dropout(0.3),)], ids=["alone", "dropout before the product"])
+def test_the_gradient_takes_the_place_of_the_operations(drop: tuple[ops.Dropout, ...], device: torch.device):
+    list_ = (bias(8).to(device), ops.SwiGLU(), *drop, ops.Linear(4, 9, bias=False).to(device))
+    check_fusion(GatedLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
+
+
+BACKWARD_MUTANTS = {
+    "halves swapped": ("t=record.x, **around", "t=record.x.roll(linear.weight.shape[1], -1), **around"),
+    "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_MUTANTS)
+def test_a_wrong_backward_is_found(
+    name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gatedlinear, "unit_bwd", mutant(_gemm, *BACKWARD_MUTANTS[name]).unit_bwd)
+    list_ = (bias(8).to(device), ops.SwiGLU(), ops.Dropout(0.3), ops.Linear(4, 9, bias=False).to(device))
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(changed.GatedLinearBackward, x, *list_, dtypes=[torch.float32])
+        check_fusion(GatedLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])

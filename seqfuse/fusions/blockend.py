@@ -1,0 +1,81 @@
+"""The backward of a residual block's end: an activation, the Linear it feeds, and the Add that closes the block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import BackwardFusion, Requirements
+from ..operation import Gated, Grads, Pointwise
+from ..ops import Add, Bias, Dropout, Linear
+from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd, unit_worth
+from ._pointwise import passes
+from .biasdropoutadd import branch_bwd
+
+# The part of a launch that a step of the engine takes.
+_STEP = 0.25
+
+
+class BlockEndBackward(BackwardFusion):
+    """All gradients of y = other + dropout(x weight^T + out_bias), x = act_dropout(act(z)), z = ... + bias.
+
+    d = dropout(dy) and its sum over all rows, which is dout_bias, in one pass over dy; from d, in one product,
+    dz = act'(t) act_dropout(d weight), or that of a gated unit, and its sum, which is dbias;  dweight = d^T x;
+    dother = dy.  Sums are of float32 numbers and in a fixed order; what was dropped is decided again from the seeds.
+
+    dy: [*, out_features], dz: [*, in_features], of a gated unit [*, 2 in_features].
+    """
+
+    bias: Bias | None
+    act: Pointwise | Gated
+    act_dropout: Dropout | None
+    linear: Linear
+    out_bias: Bias | None
+    dropout: Dropout | None
+    add: Add
+
+    triton = True
+    layout = "inner_contig"
+
+    def requires(self, env: Env) -> Requirements:
+        yield from epilogue_takes(self.linear, self.bias, self.act, env, self.act_dropout)
+        yield self.out_bias is None or self.out_bias.bias.dtype == env.dtype, "input and bias must have one dtype"
+        yield from kernel_takes_dropout(self.dropout)
+
+    def saves(self, env: Env) -> Savings:
+        inner = unit_worth(self.linear, self.bias, self.act, drops(self.act_dropout), env)
+        return branch_worth(inner, self.out_bias, self.dropout, env)
+
+    def bwd(
+        self,
+        dy: Tensor,
+        *,
+        bias: Bias.Saved | None,
+        act: Any,
+        act_dropout: Dropout.Saved | None,
+        linear: Linear.Saved,
+        out_bias: Bias.Saved | None,
+        dropout: Dropout.Saved | None,
+        add: Add.Saved,
+        needs: frozenset[str],
+    ) -> tuple[Tensor | None, Grads]:
+        branch = not needs.isdisjoint({"x", "bias.bias", "linear.weight"})
+        d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, "out_bias.bias" in needs)
+        dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs)
+        return dx, {**grads, "out_bias.bias": total, "add.other": dy if "add.other" in needs else None}
+
+
+def branch_worth(inner: Savings, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:
+    """`inner`, and what is saved where the gradients of a bias and a dropout after it are one pass of the same step."""
+    # Torch makes the mask of a dropout in several launches; the bias's sum reads what that wrote.
+    dropped, summed = drops(dropout), bias is not None
+    around = Savings() if bias is None else passes(bias, env, dropped, dropped)
+    launches = inner.launches + around.launches + 0.5 * dropped + _STEP * (1 + summed)
+    return Savings(launches, inner.bytes + around.bytes, inner.flops)
+
+
+def drops(dropout: Dropout | None) -> bool:
+    """Whether there is a dropout that drops something."""
+    return dropout is not None and dropout.random

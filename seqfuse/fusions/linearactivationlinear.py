@@ -1,0 +1,195 @@
+"""Two products with an activation or a gated unit between them, of which only the pre-activation is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import saved as context
+from ..env import Env, Savings
+from ..fusion import JointFusion, Requirements
+from ..operation import Gated, Grads, Pointwise
+from ..ops import Add, Bias, Dropout, Linear
+from ._gemm import (
+    as_rows,
+    bias_of,
+    epilogue_takes,
+    kernel_takes,
+    kernel_takes_dropout,
+    mask,
+    tf32,
+    unit_worth,
+    weight_grad,
+    weight_of,
+    worth,
+)
+from ._kernels import device, rows_of
+from .biasdropoutadd import branch_bwd
+from .blockend import branch_worth, drops
+
+
+class LinearActivationLinear(JointFusion):
+    """y = other + out_dropout(h out^T + out_bias), h = dropout(act(z)), z = x weight^T + bias, where h is not kept.
+
+    With d = out_dropout'(dy), whose sum over all rows is dout_bias, and dh = dropout'(d out): dz = act'(z) dh, or that
+    of a gated unit, its sum, which is dbias, and h itself, made again from z, leave one product;  dout = d^T h,
+    dweight = dz^T x, dx = dz weight, dother = dy.  h of the backward pass is made of the rounded z, as it is where
+    nothing is fused; what was dropped is decided again from the seeds.
+
+    This trades a pass over h for the memory that h would take from the forward to the backward pass, and so is not
+    among the default rules: `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
+
+    x: [*, in_features], z: [*, F], of a gated unit [*, 2 F], h: [*, F], other, y: [*, out_features].
+    Source: Chen et al. 2016, arXiv:1604.06174, of keeping less and making it again.
+    """
+
+    linear: Linear
+    bias: Bias | None
+    act: Pointwise | Gated
+    dropout: Dropout | None
+    out: Linear
+    out_bias: Bias | None
+    out_dropout: Dropout | None
+    add: Add | None
+
+    triton = True
+    layout = "inner_contig"
+
+    class Saved(context.Saved):
+        x: Tensor = context.field(for_="linear.weight")  # [*, in_features]
+        weight: Tensor = context.field(for_="x")  # [F, in_features], the parameter itself
+        z: Tensor  # [*, F], of a gated unit [*, 2 F]
+        out_weight: Tensor = context.field(for_=("x", "bias.bias", "linear.weight"))  # the parameter itself
+        seed: Tensor | None  # [] int64
+        p: float
+        out_seed: Tensor | None  # [] int64
+        out_p: float
+
+    def requires(self, env: Env) -> Requirements:
+        yield env.grad, "where nothing needs a gradient nothing is kept"
+        yield from epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
+        yield from kernel_takes(self.out, self.out_bias, env)
+        yield from kernel_takes_dropout(self.out_dropout)
+        reads_input = isinstance(self.act, Gated) or self.act.reads == "input"
+        yield reads_input, f"{type(self.act).__name__} keeps its output, which the product after it keeps as well"
+
+    def saves(self, env: Env) -> Savings:
+        """What the two passes save, and h twice: a byte that is not kept counts as one that is read and written."""
+        gated, dropped = isinstance(self.act, Gated), drops(self.dropout)
+        launches, tensors = (2, 4) if gated else (1, 1)
+        if self.bias is not None:
+            launches, tensors = launches + 1, tensors + (4 if gated else 2)
+        if dropped:
+            launches, tensors = launches + 1, tensors + 2
+        ahead = [worth(self.linear, env, launches, tensors, self.out.in_features)]
+        after = (self.out_bias is not None) + drops(self.out_dropout) + (self.add is not None)
+        if after:
+            ahead.append(worth(self.out, env, after, 2 * after, self.out.out_features))
+        inner = unit_worth(self.out, self.bias, self.act, dropped, env)
+        back = branch_worth(inner, self.out_bias, self.out_dropout, env)
+        # The product that makes dz writes h as well.
+        kept = float(rows_of(env) * self.out.in_features * env.dtype.itemsize)
+        parts = (*ahead, back, Savings(bytes=kept))
+        return Savings(sum(s.launches for s in parts), sum(s.bytes for s in parts), sum(s.flops for s in parts))
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        dropout_seed: Tensor | None = None,
+        out_dropout_seed: Tensor | None = None,
+        add_other: Tensor | None = None,
+    ) -> tuple[Tensor, Saved]:
+        from ..kernels import gemm
+
+        act, weight, out = self.act, weight_of(self.linear), weight_of(self.out)
+        seed, out_seed = _active(self.dropout, dropout_seed), _active(self.out_dropout, out_dropout_seed)
+        around: dict[str, Any] = {"dropout": mask(self.dropout, seed), "store_pre": True, "tf32": tf32()}
+        if isinstance(act, Gated):
+            h, z = gemm.linear_gated(x, weight, bias_of(self.bias), act=device(act.activation), **around)
+        else:
+            h, z = gemm.linear(x, weight, bias_of(self.bias), act=device(act), **around)
+        assert z is not None
+        record = self.Saved(
+            x=x, weight=weight, z=z, out_weight=out, seed=seed, p=_p(self.dropout),
+            out_seed=out_seed, out_p=_p(self.out_dropout),
+        )  # fmt: skip
+        if self.out_bias is None and out_seed is None and add_other is None:
+            return h.matmul(out.t()), record
+        dtype = x.dtype
+        if add_other is not None:
+            assert self.add is not None
+            shape = (*x.shape[:-1], out.shape[0])
+            if add_other.shape != shape:
+                self.add.fwd(x.new_empty(shape), other=add_other)  # raises, saying what does not fit
+            dtype = torch.promote_types(dtype, add_other.dtype)
+        drop = mask(self.out_dropout, out_seed)
+        bias = bias_of(self.out_bias)
+        return gemm.linear(h, out, bias, dropout=drop, residual=add_other, dtype=dtype, tf32=tf32())[0], record
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        grads: dict[str, Tensor | None] = {"add.other": dy if "add.other" in needs else None}
+        before = not needs.isdisjoint({"x", "linear.weight", "bias.bias"})
+        wanted = before or "out.weight" in needs, "out_bias.bias" in needs
+        dropped = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
+        d, grads["out_bias.bias"] = branch_bwd(dy, self.out_bias, self.out_dropout, dropped, *wanted)
+        if d is None:
+            return None, grads
+        # The operations hand on a gradient in their own dtype where the residual has another.
+        d = d if d.dtype is saved.z.dtype else d.to(saved.z.dtype)
+        if not before:
+            grads["out.weight"] = weight_grad(d, self._again(saved))
+            return None, grads
+        dz, grads["bias.bias"], h = self._inner(d, saved, needs)
+        if h is not None:
+            grads["out.weight"] = weight_grad(d, h)
+        if "linear.weight" in needs:
+            grads["linear.weight"] = weight_grad(dz, saved.x)
+        if "x" not in needs:
+            return None, grads
+        return as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1), grads
+
+    def _inner(self, dy: Tensor, saved: Saved, needs: frozenset[str]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """dz, its sum over all rows and h."""
+        from ..kernels import gemm
+
+        act, drop = self.act, mask(self.dropout, saved.seed, saved.p)
+        around: dict[str, Any] = {"t": saved.z, "dropout": drop, "tf32": tf32()}
+        around |= {"sums": "bias.bias" in needs, "emit": "out.weight" in needs}
+        if isinstance(act, Gated):
+            return gemm.linear_dgrad_gated(dy, saved.out_weight, act=device(act.activation), **around)
+        return gemm.linear_dgrad(dy, saved.out_weight, act=device(act), **around)
+
+    def _again(self, saved: Saved) -> Tensor:
+        h: Tensor = self.act.fwd(saved.z)[0]
+        return h if self.dropout is None else self.dropout.fwd(h, seed=saved.seed)[0]
+
+    def unfused(self, saved: Saved) -> dict[str, context.Saved]:
+        """The operations' own records."""
+        kept: Any = vars(saved).get  # what no gradient reads was dropped
+        records: dict[str, Any] = {
+            "linear": Linear.Saved(x=kept("x"), weight=kept("weight")),
+            "act": self.act.fwd(saved.z)[1],
+            "out": Linear.Saved(x=self._again(saved), weight=kept("out_weight")),
+        }
+        if self.bias is not None:
+            records["bias"] = Bias.NOTHING
+        if self.dropout is not None:
+            records["dropout"] = Dropout.Saved(seed=saved.seed, p=saved.p)
+        if self.out_bias is not None:
+            records["out_bias"] = Bias.NOTHING
+        if self.out_dropout is not None:
+            records["out_dropout"] = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
+        if self.add is not None:
+            records["add"] = Add.NOTHING
+        return records
+
+
+def _active(dropout: Dropout | None, seed: Tensor | None) -> Tensor | None:
+    return seed if drops(dropout) else None
+
+
+def _p(dropout: Dropout | None) -> float:
+    return 0.0 if dropout is None else dropout.p

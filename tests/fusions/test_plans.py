@@ -1,0 +1,75 @@
+"""What the rules for a GPU make of the feed-forward blocks of transformers: nothing point-wise is left on its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+
+H100 = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+# What may stand unfused: products that torch makes, and a fork in the forward pass, where it is no work.
+FORWARD, BACKWARD = {"Fork", "LayerNorm", "RMSNorm", "Linear"}, {"Linear"}
+
+
+def block(
+    act: type[sf.UnfusedOperation], norm: type[sf.UnfusedOperation], bias: bool, dropout: float, width: int = 1024
+) -> ops.Residual:
+    inner = 4 * width
+    up = ops.Linear(width, inner * (2 if issubclass(act, sf.Gated) else 1), bias=bias)
+    drop = [ops.Dropout(dropout)] if dropout else []
+    return ops.Residual(norm(width), up, act(), ops.Linear(inner, width, bias=bias), *drop)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_data():
+    with torch.device("meta"):
+        yield
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("norm", "bias", "dropout"),
+    [
+        (ops.LayerNorm, True, 0.0),
+        (ops.LayerNorm, True, 0.1),
+        (ops.RMSNorm, True, 0.0),
+        (ops.LayerNorm, False, 0.0),
+        (ops.RMSNorm, False, 0.1),
+    ],
+    ids=["LayerNorm", "LayerNorm-Dropout", "RMSNorm", "no-bias", "RMSNorm-no-bias-Dropout"],
+)
+@pytest.mark.parametrize("act", [ops.SwiGLU, ops.GeLU], ids=["SwiGLU", "GeLU"])
+def test_of_a_feed_forward_block_no_point_wise_step_is_left(
+    act: type[sf.UnfusedOperation], norm: type[sf.UnfusedOperation], bias: bool, dropout: float, blocks: int
+):
+    model = sf.Sequential(*(block(act, norm, bias, dropout) for _ in range(blocks))).bfloat16()
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16, requires_grad=True)
+    plan = model.plan(x, env=H100)
+    assert {step.name for step in plan.forward if not step.fused} <= FORWARD, plan
+    assert {step.name for step in plan.backward if not step.fused} <= BACKWARD, plan
+    # One norm begins the list; each later one is with the end of the block before it.
+    assert sum(step.name == norm.__name__ for step in plan.forward) == 1
+    assert plan.count("BlockBoundary") == blocks - 1
+    assert plan.count("NormBackward") + plan.count("BlockBoundaryBackward") == blocks
+    gated = issubclass(act, sf.Gated)
+    assert plan.count("LinearGated" if gated else "LinearBiasActivation") == blocks
+    # The last product's bias, dropout and sum are in its epilogue, or with the norm behind them.
+    assert plan.count("LinearBiasDropoutAdd") == 1
+    inner = plan.count("GatedLinearBackward" if gated else "ActivationLinearBackward")
+    assert inner + plan.count("BlockEndBackward") == blocks
+
+
+@pytest.mark.parametrize("act", [ops.SwiGLU, ops.GeLU], ids=["SwiGLU", "GeLU"])
+def test_the_rules_of_aten_alone_leave_some(act: type[sf.UnfusedOperation]):
+    model = sf.Sequential(block(act, ops.LayerNorm, True, 0.1), fusions=sf.fusions.aten).bfloat16()
+    left = {step.name for step in model.plan(env=H100).backward if not step.fused}
+    assert left >= {act.__name__, "Bias", "Dropout"}
+
+
+def test_inference_writes_no_pre_activation():
+    still = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192, grad=False)
+    for act, name in ((ops.SwiGLU, "LinearGatedInference"), (ops.GeLU, "LinearBiasActivationInference")):
+        model = sf.Sequential(block(act, ops.LayerNorm, True, 0.1)).bfloat16().eval()
+        assert model.plan(env=still).count(name) == 1

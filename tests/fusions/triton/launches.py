@@ -1,0 +1,117 @@
+"""Kernels launched by a forward and a backward pass, counted on tensors without data, for the table of docs/kernels.md.
+
+A Triton kernel counts where it would be launched, an ATen call where it is no view and not mere allocation. Rewrite the
+table with  TRITON_INTERPRET=1 .venv/bin/python -m tests.fusions.triton.launches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqfuse as sf
+from seqfuse import env, ops
+from seqfuse.fuser.fake import faking
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
+TABLE = re.compile(r"(?<=<!-- drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+# Views, allocations, questions of dtypes; and conversions: with bfloat16 parameters a GPU makes none, where a CPU keeps
+# the norms' float32 statistics by them.
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
+_FREE |= {"squeeze_", "promote_types", "_to_copy"}
+
+
+class Counted(TorchDispatchMode):
+    """Counts while it is on."""
+
+    launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        room, _, name = func._schema.name.partition("::")
+        # Torch makes a norm's dx by one kernel and its sums over rows by another.
+        kernels = 2 if name == "native_layer_norm_backward" else 1
+        self.launches += kernels if room == "aten" and not func.is_view and name not in _FREE else 0
+        return func(*args, **(kwargs or {}))
+
+    def launch(self, kernel: Any, grid: int, *rest: Any, **options: Any) -> None:
+        self.launches += grid > 0
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counted]:
+    """Counts the launches of Triton kernels as well, none of which is made."""
+    from seqfuse.kernels import _columns, _norm, gemm, pointwise
+
+    with contextlib.ExitStack() as stack:
+        counted = Counted()
+        for module in (gemm, pointwise, _norm, _columns):
+            if hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", counted.launch))
+        stack.enter_context(counted)
+        yield counted
+
+
+def launches(model: sf.Sequential, x: torch.Tensor) -> tuple[int, int]:
+    """Launches of the forward and of the backward pass."""
+    fuser = model._fuser  # which fake tensors pass by otherwise, as all that is not plain does
+    with faking() as mode:
+        leaf = mode.from_tensor(x).requires_grad_()
+        dy = torch.empty_like(leaf)
+        with counting() as ahead:
+            y = fuser.run(fuser.listing(), leaf, {})
+        with counting() as back:
+            torch.autograd.grad(y, [leaf, *model.parameters()], dy)
+    return ahead.launches, back.launches
+
+
+def block(act: type[sf.UnfusedOperation]) -> ops.Residual:
+    factor = 2 if issubclass(act, sf.Gated) else 1
+    return ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096 * factor), act(), ops.Linear(4096, 1024))
+
+
+def rows() -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Description of a list, launches fused and unfused, with the costs of an sm_90."""
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16)
+    there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
+        for act in (ops.SwiGLU, ops.GeLU):
+            for blocks in (1, 2, 12):
+                with torch.device("meta"):
+                    planned = sf.Sequential(*(block(act) for _ in range(blocks))).bfloat16()
+                model = sf.Sequential(*(block(act) for _ in range(blocks))).bfloat16()
+                here, wanted = (
+                    [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
+                    for plan in (
+                        model.plan(x.requires_grad_()),
+                        planned.plan(x.to("meta").requires_grad_(), env=there),
+                    )
+                )
+                assert here == wanted, (here, wanted)
+                fused = launches(model, x)
+                with sf.fusing(False):
+                    unfused = launches(model, x)
+                name = f"`LayerNorm, Linear, {act.__name__}, Linear`, residual"
+                yield f"{name}{f', {blocks} times' if blocks > 1 else ''}", fused, unfused
+
+
+def table() -> str:
+    """The table as Markdown."""
+    lines = ["| list | forward | unfused | backward | unfused |", "| --- | --- | --- | --- | --- |"]
+    for name, fused, unfused in rows():
+        lines.append(f"| {name} | {fused[0]} | {unfused[0]} | {fused[1]} | {unfused[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+    drawn = table()
+    PAGE.write_text(TABLE.sub(lambda _: drawn, PAGE.read_text()))
+    print(drawn, end="")
