@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse.testing.compiled import Compiled, compile_variants, int32_multiplications, kernel_modules
+from seqfuse.testing.compiled import Compiled, compile_variants, kernel_modules
+from seqfuse.testing.ttir import int32_multiplications
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
