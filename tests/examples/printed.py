@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "\x00"
-FIGURES = re.compile(r"(?<=<!-- figures: benchmarks/results/host.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+FIGURES = re.compile(r"(<!-- figures: benchmarks/results/(\w+)\.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -52,7 +52,7 @@ def run(page: Path) -> list[str]:
     return out.getvalue().replace(folder + os.sep, "").split(f"{MARK}\n")[:-1]
 
 
-def figures() -> str | None:
+def host() -> str | None:
     """Tables of host cost and planning time; `None` before they were measured."""
     found: dict[str, Any] = {}
     for name in ("planning", "host"):
@@ -83,6 +83,24 @@ def figures() -> str | None:
     return "\n".join(lines) + "\n"
 
 
+def traffic() -> str:
+    """What kernels move, as multiples of the fewest bytes."""
+    found = json.loads((RESULTS / "traffic.json").read_text())
+    lines = [
+        "| kernel | what | rows x columns | launches | fewest bytes | moved | rows read again | partial sums |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found["traffic"]:
+        least, shape = row["fewest"], " x ".join(f"{n:,}" for n in row["shape"])
+        figures = (f"{row['moved'] / least:.3f}", *(f"{row[kind] / least:.2f}" for kind in ("cached", "partials")))
+        cells = (row["kernel"], row["what"], shape, str(row["launches"]), f"{least:,}", *figures)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+DRAWN = {"host": host, "traffic": traffic}
+
+
 def regenerated(page: Path) -> str:
     """The page with everything generated as it is now."""
     outputs, markdown = iter(run(page)), page.read_text()
@@ -95,9 +113,12 @@ def regenerated(page: Path) -> str:
             kept = block.end(2)
         printed = next(outputs) if block[1] == "python" else None
         end = block.end()
-    drawn = figures()
-    markdown = "".join([*parts, markdown[kept:]])
-    return markdown if drawn is None else FIGURES.sub(lambda _: drawn, markdown)
+    return FIGURES.sub(_drawn, "".join([*parts, markdown[kept:]]))
+
+
+def _drawn(figures: re.Match[str]) -> str:
+    table = DRAWN[figures[2]]()
+    return figures[0] if table is None else figures[1] + table
 
 
 if __name__ == "__main__":

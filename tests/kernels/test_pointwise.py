@@ -349,6 +349,21 @@ def test_the_result_may_be_left_out(device: torch.device) -> None:
     torch.testing.assert_close(total, x.sum(0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_activation_given_again_reads_its_input_once(dtype: torch.dtype, device: torch.device) -> None:
+    k = pointwise
+    dy, z = (seeded_randn((19, 40), seed, dtype=dtype).to(device) for seed in (0, 1))
+    chain = k.Chain(k.emit(SILU), k.dact(SILU), k.column_sum())
+    apart = k.pointwise(dy, chain, (z, z.clone()))
+    assert_bitwise_equal(k.pointwise(dy, chain, (z, z)), apart)
+    # Another tensor at the same address, and the same step without the one before it.
+    assert_bitwise_equal(
+        k.pointwise(dy, chain, (z[:1].expand_as(z), z)), k.pointwise(dy, chain, (z[:1].expand_as(z), z.clone()))
+    )
+    twice = k.Chain(k.emit(SILU), k.scale(1.0), k.dact(SILU), k.column_sum())
+    assert_bitwise_equal(k.pointwise(dy, twice, (z, z)), apart)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_operator_passes_the_checks_of_torch(name: str, device: torch.device) -> None:
     import seqfuse.kernels._pointwise_ops  # noqa: F401  # registers it
