@@ -27,6 +27,8 @@ from seqfuse.testing import (
     seeded_randn,
 )
 
+from .mutants import in_dtypes
+
 EPS, P = 1e-5, 0.3
 SEED = torch.tensor(0x1234_5678_9ABC_DEF)
 TORCH_ACT: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "tanh": torch.tanh}
@@ -135,6 +137,22 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> dict[s
     return {name: t for name, t in results.items() if t is not None}
 
 
+def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int) -> None:
+    """Rows of more than `n` columns are too wide for registers from here on, and there is one processor."""
+    plain = _norm.Tile
+    monkeypatch.setattr(module, "processors", lambda device: 1)
+    monkeypatch.setattr(module, "forward_tile", lambda columns, itemsize: plain(4, n, -(-columns // n), 4))
+    monkeypatch.setattr(module, "backward_tile", lambda columns, itemsize, heavy: plain(2, n, -(-columns // n), 4))
+
+
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same rows, each tensor's with another distance, and NaN between them."""
+    return {
+        key: F.pad(t, (1, 4 + i), value=torch.nan)[..., 1 : 1 + t.shape[-1]] if t.ndim == 2 else t
+        for i, (key, t) in enumerate(tensors.items())
+    }
+
+
 def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> None:
     with Untouched(tensors):
         ours = run(case, tensors, k)
@@ -176,11 +194,10 @@ def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype:
 def test_rows_too_wide_for_registers_go_in_chunks(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _norm.Tile
-    monkeypatch.setattr(_norm, "forward_tile", lambda columns, itemsize: plain(4, 32, -(-columns // 32), 4))
-    monkeypatch.setattr(_norm, "backward_tile", lambda columns, itemsize, heavy: plain(2, 32, -(-columns // 32), 4))
-    for width in (70, 96):
-        check(CASES[name], drawn(CASES[name], (9,), width, dtype, "offset" if width == 96 else "normal"))
+    in_chunks(monkeypatch, _norm, 32)
+    # Of many rows each program of the sums takes several tiles.
+    for rows, width in ((9, 70), (9, 96), *(((70, 33),) if name == "layernorm_all" else ())):
+        check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "offset" if width == 96 else "normal"))
 
 
 def test_the_widest_row_is_normalized() -> None:
@@ -215,8 +232,10 @@ def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
 def test_rows_may_have_any_stride(name: str) -> None:
     case = CASES[name]
     tensors = drawn(case, (9,), 24, torch.float32)
-    padded = {k: F.pad(t, (1, 4), value=torch.nan)[..., 1:-4] if t.ndim == 2 else t for k, t in tensors.items()}
-    assert_bitwise_equal(run(case, padded), run(case, tensors))
+    expected = run(case, tensors)
+    assert_bitwise_equal(run(case, apart(tensors)), expected)
+    one = {key: t[:1].expand(t.shape) if t.ndim == 2 else t for key, t in tensors.items()}
+    assert_bitwise_equal(run(case, one), run(case, {key: t.contiguous() for key, t in one.items()}))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -339,6 +358,91 @@ MUTANTS = {
         "rmsnorm_tanh",
         "normal",
     ),
+    "stride of x": (
+        "tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)\n    if bias",
+        "tl.load(x + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(COMPUTE)\n    if bias",
+        "layernorm",
+        "normal",
+    ),
+    "stride of the residual": (
+        "residual + rows[:, None] * residual_stride",
+        "residual + rows[:, None] * x_stride",
+        "layernorm_around",
+        "normal",
+    ),
+    "stride of dy": ("dy + rows[:, None] * dy_stride", "dy + rows[:, None] * x_stride", "rmsnorm", "normal"),
+    "stride of dstream": (
+        "at = rows[:, None] * dstream_stride + cols[None, :]",
+        "at = rows[:, None] * N + cols[None, :]",
+        "rmsnorm_around",
+        "normal",
+    ),
+    "last column": (
+        "    cols = col + tl.arange(0, BLOCK_N)\n    columns = cols < N\n",
+        "    cols = col + tl.arange(0, BLOCK_N)\n    columns = cols < N - 1\n",
+        "rmsnorm",
+        "normal",
+    ),
+    "stream without its mean": (
+        "tl.store(stream + at, z.to(stream",
+        "tl.store(stream + at, (z - mean[:, None]).to(stream",
+        "layernorm_around",
+        "normal",
+    ),
+    "a bias once more": (
+        "        z += tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]\n",
+        "        z += 2 * tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]\n",
+        "layernorm_around",
+        "normal",
+    ),
+    "beta of the backward": (
+        "            pre += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]\n",
+        "            pre += 0.0\n",
+        "layernorm_gelu",
+        "normal",
+    ),
+    "bias gradient before dropout": (
+        "                dbias += tl.where(mask, out, 0.0)\n",
+        "                dbias += d\n",
+        "rmsnorm_around",
+        "normal",
+    ),
+    "wide: distance of the means": (
+        "                squares += delta * delta * (seen * count / (seen + count))\n",
+        "",
+        "layernorm",
+        "normal",
+    ),
+    "wide: count of a chunk": (
+        "            count = tl.minimum(N - col, BLOCK_N).to(COMPUTE)",
+        "            count = tl.minimum(N - col, BLOCK_N + 1).to(COMPUTE)",
+        "layernorm",
+        "offset",
+    ),
+    "wide: mean of g xhat": (
+        "            by_xhat = by_xhat / N.to(COMPUTE)\n",
+        "            by_xhat = by_xhat / BLOCK_N\n",
+        "rmsnorm",
+        "normal",
+    ),
+    "wide: sums of one column less": (
+        "    columns = cols < N\n    zero = ",
+        "    columns = cols < N - 1\n    zero = ",
+        "rmsnorm",
+        "normal",
+    ),
+    "wide: sums of the first of many rows": (
+        "rows = (down * steps + tl.cast(step, tl.int64)) * BLOCK_M",
+        "rows = (down * steps + 0 * tl.cast(step, tl.int64)) * BLOCK_M",
+        "rmsnorm",
+        "normal",
+    ),
+    "wide: bias gradient before dropout": (
+        "            dbias += tl.load(dbranch + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(COMPUTE)\n",
+        "            dbias += d\n",
+        "layernorm_around",
+        "normal",
+    ),
     "last row of dweight": (
         "            if DWEIGHT:\n                dweight += d * xhat",
         "            if DWEIGHT:\n                dweight += tl.where((rows < M - 1)[:, None], d * xhat, 0.0)",
@@ -348,11 +452,16 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType]) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS))
+def test_a_wrong_kernel_is_found(
+    name: str, dtype: torch.dtype, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new, case, regime = MUTANTS[name]
-    tensors = drawn(CASES[case], (7,), 24, torch.float32, regime)
-    check(CASES[case], tensors)
+    # Rows that lie apart, so that strides matter; what lies between is NaN.
+    tensors = apart(drawn(CASES[case], (70 if "many rows" in name else 7,), 24, dtype, regime))
     changed = mutant(_norm, old, new)
+    for module in (_norm, changed) if name.startswith("wide:") else ():
+        in_chunks(monkeypatch, module, 8)
+    check(CASES[case], tensors)
     with pytest.raises(AssertionError):
         check(CASES[case], tensors, changed)

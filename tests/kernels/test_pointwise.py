@@ -27,6 +27,8 @@ from seqfuse.testing import (
     seeded_randn,
 )
 
+from .mutants import in_dtypes
+
 SEED = torch.tensor(-6148914691236517205)
 P = 0.3
 GELU, SILU, RELU, TANH = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu", "tanh"))
@@ -109,6 +111,9 @@ CASES = {
         rows={"b": 1},
         matrices={"other": 1},
         seed=2,
+    ),
+    "bias_sum": Case(
+        lambda k: k.Chain(k.bias(), k.column_sum()), lambda x, b: (x + b, summed(x + b)), rows={"b": 1}
     ),
     "sum": Case(lambda k: k.Chain(k.column_sum()), lambda x: (x.clone(), summed(x))),
     "d_gelu_sum": Case(
@@ -472,6 +477,73 @@ MUTANTS = {
         "_stored(outputs[s], _times(tiles, 1.0001), rows, cols, width, mask)",
         "bias_gelu",
     ),
+    "rows of a tile overlap": (
+        pointwise,
+        "rows = (pid // across) * BLOCK_M + tl.arange(0, BLOCK_M)\n    col = (pid % across) * BLOCK_N\n    _walk(",
+        "rows = (pid // across) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)\n    col = (pid % across) * BLOCK_N\n    _walk(",
+        "bias_gelu",
+    ),
+    "the next tile of a program": (
+        pointwise,
+        "rows = first + tl.cast(step, tl.int64) * BLOCK_M",
+        "rows = first + 0 * tl.cast(step, tl.int64) * BLOCK_M",
+        "sum",
+    ),
+    "sum of rows beyond the last": (pointwise, "tl.where(mask, tiles[j], 0.0),)", "tiles[j],)", "bias_sum"),
+    "partial sums of one program": (
+        pointwise,
+        "tl.store(partials + (down * SUMS + j) * width",
+        "tl.store(partials + (0 * down * SUMS + j) * width",
+        "d_gated_sum",
+    ),
+    "bias sum of rounded values": (
+        pointwise,
+        "summed = summed + _masked(tiles, mask)",
+        "summed = summed + _masked(_act(tiles, _rounded, tl.constexpr(())), mask)",
+        "d_gelu_sum",
+    ),
+    "gate without its function": (
+        pointwise,
+        "(VALUE(tiles[j], P) * tiles[j + len(tiles) // 2],)",
+        "(tiles[j] * tiles[j + len(tiles) // 2],)",
+        "bias_gated_dropout",
+    ),
+    "value for derivative": (
+        pointwise,
+        "results = results + (tiles[j] * DERIVATIVE(saved[j], P),)",
+        "results = results + (DERIVATIVE(saved[j], P),)",
+        "d_gelu_sum",
+    ),
+    "scale of the second part": (
+        pointwise,
+        "results = results + (tiles[j] * factor,)",
+        "results = results + (tiles[j] + factor,)",
+        "scale_add",
+    ),
+    "residual subtracted": (
+        pointwise,
+        "results = results + (tiles[j] + others[j],)",
+        "results = results + (tiles[j] - others[j],)",
+        "scale_add",
+    ),
+    "halves stored in one place": (
+        pointwise,
+        "at = rows[:, None] * (width * len(tiles)) + (cols + j * width)[None, :]",
+        "at = rows[:, None] * (width * len(tiles)) + cols[None, :]",
+        "d_gated_sum",
+    ),
+    "what is given again": (
+        pointwise,
+        "_stored(outputs[s], _act(saved, FNS",
+        "_stored(outputs[s], _act(tiles, FNS",
+        "emit",
+    ),
+    "dropout that starts at each tile": (
+        pointwise,
+        "rows, col + j * width, width * len(tiles), P,",
+        "rows, j * width, width * len(tiles), P,",
+        "bias_dropout_add",
+    ),
     "sum not finished": (
         _columns,
         "for first in tl.range(0, R, BLOCK_R):",
@@ -505,10 +577,10 @@ MUTANTS = {
 }
 
 
-def wrong(case: Case, k: ModuleType, device: torch.device) -> bool:
+def wrong(case: Case, k: ModuleType, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the chain is found to be wrong in one of a few shapes."""
     for (rows, width), padding in itertools.product(((37, 12), (130, 9), (9, 1100)), (0, 3)):
-        tensors = [t.to(device) for t in drawn(case, (rows,), width, torch.float32)]
+        tensors = [t.to(device) for t in drawn(case, (rows,), width, dtype)]
         # Rows that lie apart, so that neighbors and strides matter; what lies between is NaN.
         laid = [F.pad(t, (0, padding + i), value=torch.nan)[..., : t.shape[-1]] for i, t in enumerate(tensors)]
         laid = [t if u.ndim == 2 else u for t, u in zip(laid, tensors, strict=True)]
@@ -520,17 +592,20 @@ def wrong(case: Case, k: ModuleType, device: torch.device) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_kernel_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS))
+def test_a_wrong_kernel_is_found(
+    name: str, dtype: torch.dtype, device: torch.device, mutant: Callable[..., ModuleType]
+) -> None:
     module, old, new, case = MUTANTS[name]
     changed = mutant(module, old, new)
     if module is not pointwise:
         # The chain's own module again, on top of the changed one.
         imported = f"from .{module.__name__.rpartition('.')[2]} import"
         changed = mutant(pointwise, imported, f"from {changed.__name__} import")
-    assert wrong(CASES[case], changed, device)
+    assert wrong(CASES[case], changed, device, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", sorted({case for *_, case in MUTANTS.values()}))
-def test_the_right_kernel_is_not(name: str, device: torch.device) -> None:
-    assert not wrong(CASES[name], pointwise, device)
+def test_the_right_kernel_is_not(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    assert not wrong(CASES[name], pointwise, device, dtype)
