@@ -479,8 +479,8 @@ MUTANTS = {
     ),
     "rows of a tile overlap": (
         pointwise,
-        "rows = (pid // across) * BLOCK_M + tl.arange(0, BLOCK_M)\n    col = (pid % across) * BLOCK_N\n    _walk(",
-        "rows = (pid // across) * (BLOCK_M - 1) + tl.arange(0, BLOCK_M)\n    col = (pid % across) * BLOCK_N\n    _walk(",
+        "rows = (pid // across) * BLOCK_M",
+        "rows = (pid // across) * (BLOCK_M - 1)",
         "bias_gelu",
     ),
     "the next tile of a program": (
@@ -496,10 +496,10 @@ MUTANTS = {
         "tl.store(partials + (0 * down * SUMS + j) * width",
         "d_gated_sum",
     ),
-    "bias sum of rounded values": (
+    "sums rounded on the way": (
         pointwise,
-        "summed = summed + _masked(tiles, mask)",
-        "summed = summed + _masked(_act(tiles, _rounded, tl.constexpr(())), mask)",
+        "tl.sum(sums[j], 0), mask",
+        "tl.sum(sums[j].to(tl.bfloat16).to(COMPUTE), 0), mask",
         "d_gelu_sum",
     ),
     "gate without its function": (
@@ -592,7 +592,11 @@ def wrong(case: Case, k: ModuleType, device: torch.device, dtype: torch.dtype) -
     return False
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS))
+# The unfused operations round what they sum to 16 bits, too.
+ONLY_FLOAT32 = {"sums rounded on the way"}
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS, ONLY_FLOAT32))
 def test_a_wrong_kernel_is_found(
     name: str, dtype: torch.dtype, device: torch.device, mutant: Callable[..., ModuleType]
 ) -> None:
