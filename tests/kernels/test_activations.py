@@ -105,6 +105,11 @@ MUTANTS = {
         "return tl.where(z < 0.0, q * r, r), q * r * r",
         "return tl.where(z < 0.0, q * r, r), r * (1.0 - r)",
     ),
+    "sigmoid that is too steep": (
+        "sigmoid",
+        "return 1.0 / (1.0 + tl.exp(-x))",
+        "return 1.0 / (1.0 + tl.exp(-1.1 * x))",
+    ),
     "identity that scales": ("identity", 'Identity: y = x."""\n    return x', '"""\n    return 1.01 * x'),
     "squared relu's square": ("squared_relu", "return r * r", "return r"),
     "sigmoid of the other side": (

@@ -679,6 +679,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "sums of rows beyond the last": ("tl.where(inside, z, 0.0), 0)", "z, 0)", "root"),
     "main_grad is overwritten": ("            if ACCUMULATE:", "            if False:", "wgrad"),
     "runs of columns in another order": ("(first, second, third, fourth)", "(first, third, second, fourth)", "runs"),
+    "every other column a run": (
+        "tl.permute(tl.reshape(acc, (rows, 2, columns // 2)), (0, 2, 1))",
+        "tl.reshape(acc, (rows, columns // 2, 2))",
+        "runs",
+    ),
+    "the next row's first column": (
+        "tl.load(ptr + rows[:, None] * ld + cols[None, :], mask=inside",
+        "tl.load(ptr + rows[:, None] * (ld - 1) + cols[None, :], mask=inside",
+        "dgrad",
+    ),
     "up described as the gate": ("make_tensor_descriptor(t + N, [M, N]", "make_tensor_descriptor(t, [M, N]", "runs"),
     "up stored over the gate": ("_store_tile(pre + N, p2_desc,", "_store_tile(pre, p_desc,", "runs"),
     "descriptors of transposed tiles": (

@@ -502,6 +502,25 @@ MUTANTS = {
         "tl.sum(sums[j].to(tl.bfloat16).to(COMPUTE), 0), mask",
         "d_gelu_sum",
     ),
+    "one part read for all": (
+        pointwise,
+        "at = rows[:, None] * stride + (cols + j * width)[None, :]",
+        "at = rows[:, None] * stride + cols[None, :]",
+        "d_gated_sum",
+    ),
+    "a function of something else": (
+        pointwise,
+        "results = results + (VALUE(tiles[j], P),)",
+        "results = results + (VALUE(tiles[j] + 0.01, P),)",
+        "bias_gelu",
+    ),
+    "sums that begin at one": (
+        pointwise,
+        "tl.zeros((BLOCK_M, BLOCK_N), COMPUTE),)",
+        "tl.full((BLOCK_M, BLOCK_N), 1.0, COMPUTE),)",
+        "sum",
+    ),
+    "dropout without its scale": (_philox, "tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "long"),
     "gate without its function": (
         pointwise,
         "(VALUE(tiles[j], P) * tiles[j + len(tiles) // 2],)",
