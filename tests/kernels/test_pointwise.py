@@ -253,6 +253,101 @@ def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
     assert_bitwise_equal(run(case, tensors), run(case, tensors))
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("name", ["bias_dropout_add", "d_gelu_sum"])
+def test_rows_at_the_end_of_a_tile(name: str, more: int, device: torch.device) -> None:
+    case = CASES[name]
+    rows = case.chain(pointwise).tile(16, 4)[0] + more
+    check(case, [t.to(device) for t in drawn(case, (rows,), 16, torch.float32)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_further_apart_than_int32_counts(name: str, device: torch.device) -> None:
+    """The third row begins beyond 2^31 elements; only the rows themselves take memory."""
+    if device.type != "cpu":
+        pytest.skip("takes memory for what lies between, too")
+    case = CASES[name]
+    tensors = drawn(case, (4,), 12, torch.float16)
+
+    def far(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, (2**30 + 8, 1), dtype=t.dtype).copy_(t) if t.ndim == 2 else t
+
+    assert_bitwise_equal(run(case, [far(t) for t in tensors]), run(case, tensors))
+
+
+EXACT: dict[str, Any] = {
+    "bias, add": lambda k: (k.Chain(k.bias(), k.store(), k.add()), lambda x, b, o: (x + b + o, x + b)),
+    "scale, relu": lambda k: (k.Chain(k.scale(2.0), k.act(RELU)), lambda x: (torch.relu(2 * x),)),
+    "gated": lambda k: (k.Chain(k.gated(RELU)), lambda x: (torch.relu(halves(x)[0]) * halves(x)[1],)),
+    "d relu, sum": lambda k: (
+        k.Chain(k.dact(RELU), k.column_sum()), lambda x, y: (x * (y > 0), (x * (y > 0)).sum(0))
+    ),
+    "d gated, sum": lambda k: (
+        k.Chain(k.dgated(RELU), k.column_sum()),
+        lambda x, z: (lambda d: (d, d.sum(0)))(
+            torch.cat((x * halves(z)[1] * (halves(z)[0] > 0), x * torch.relu(halves(z)[0])), 1)
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_numbers_give_exact_results(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    chain, expected = EXACT[name](pointwise)
+    units = {"row": (20,), "matrix": (37, 20), "packed": (37, 40)}
+    shapes = [(37, 20 * chain.parts[0]), *(units[step.operand] for step in chain.steps if step.operand)]
+    tensors = [exact("integers", shape, i, dtype=dtype).to(device) for i, shape in enumerate(shapes)]
+    ours = pointwise.pointwise(tensors[0], chain, tensors[1:])
+    assert_bitwise_equal(list(ours), [t.to(dtype) for t in expected(*(t.double() for t in tensors))])
+
+
+class _Chain(torch.autograd.Function):
+    """dropout(silu(gate) up), [gate; up] = x + b, then a residual: every gradient by a chain."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, b: Tensor, other: Tensor, seed: Tensor) -> Tensor:
+        k = pointwise
+        y, z = k.pointwise(
+            x, k.Chain(k.bias(), k.store(), k.gated(SILU), k.dropout(P), k.add()), (b, seed, other)
+        )  # fmt: skip
+        ctx.save_for_backward(z, seed)
+        assert y is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        k = pointwise
+        z, seed = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dx, db = k.pointwise(dy, k.Chain(k.dropout(P), k.dgated(SILU), k.column_sum()), (seed, z))
+        return dx, db, dy, None
+
+
+def test_gradients_are_those_of_finite_differences(device: torch.device) -> None:
+    shapes = ((3, 8), (8,), (3, 4))
+    inputs = [seeded_randn(s, i, dtype=torch.float64).to(device).requires_grad_() for i, s in enumerate(shapes)]
+    torch.autograd.gradcheck(lambda *a: _Chain.apply(*a, SEED.to(device)), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("regime", ["zeros", "constant_rows", "extremes"])
+@pytest.mark.parametrize("name", CASES)
+def test_at_the_edges_of_a_format(name: str, regime: str, device: torch.device) -> None:
+    """Where one overflows, so does the other; fused may be finite where unfused is not."""
+    case = CASES[name]
+    for dtype in DTYPES[:3]:
+        tensors = [t.to(device) for t in drawn(case, (5,), 12, dtype)]
+        tensors[0] = in_regime(regime, tuple(tensors[0].shape), 3, dtype=dtype).to(device)
+        if regime != "extremes":
+            check(case, tensors)
+            continue
+        reference = in_torch(case, [t.double() for t in tensors])
+        for ours, theirs, r in zip(run(case, tensors), in_torch(case, tensors), reference, strict=True):
+            # Whether a sum over rows overflows depends on its order; at the largest number, on how it is rounded.
+            exempt = (r.abs() > 0.98 * torch.finfo(dtype).max) | (r.ndim == 1)
+            assert (ours.isfinite() | ~theirs.isfinite() | exempt).all()
+
+
 @pytest.mark.parametrize("kind", ["integers", "signs"])
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_sums_of_exact_numbers_are_exact(kind: str, dtype: torch.dtype, device: torch.device) -> None:
