@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from seqfuse.testing.compiled import Compiled
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,7 +100,38 @@ def traffic() -> str:
     return "\n".join(lines) + "\n"
 
 
-DRAWN = {"host": host, "traffic": traffic}
+def kernels() -> str:
+    """What every configuration compiles to: the worst of each kernel module on each target."""
+    found = json.loads((RESULTS / "kernels.json").read_text())
+    names = found["columns"].split()
+    results = {
+        (module, target): [
+            Compiled(module, variant, target, **dict(zip(names, map(int, text.split()), strict=True)))
+            for variant, text in part["variants"].items()
+        ]
+        for module, targets in sorted(found["kernels"].items())
+        for target, part in targets.items()
+    }
+    nvidia = [one for (_, target), of in results.items() if target.startswith("sm_") for one in of]
+    lines = [
+        f"With Triton {found['triton']}, `kernels: {sum(map(len, results.values()))} variants, "
+        f"{sum(one.spills > 0 for one in nvidia)} spilled, {sum(one.over_shared for one in nvidia)} over shared memory, "
+        f"{sum(one.dot_without_wgmma for one in nvidia)} dots without wgmma on sm_90`:",
+        "",
+        "| module | target | configurations | spilled | most registers | most shared bytes | 32-bit products |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (module, target), of in results.items():
+        numbers = (
+            len(of),
+            sum(one.spills > 0 for one in of),
+            *(max(getattr(one, name) for one in of) for name in ("registers", "shared", "int32_multiplications")),
+        )
+        lines.append(f"| {module.removeprefix('_')} | {target} | {' | '.join(f'{n:,}' for n in numbers)} |")
+    return "\n".join(lines) + "\n"
+
+
+DRAWN = {"host": host, "kernels": kernels, "traffic": traffic}
 
 
 def regenerated(page: Path) -> str:
