@@ -113,10 +113,13 @@ def kernels() -> str:
         for target, part in targets.items()
     }
     nvidia = [one for (_, target), of in results.items() if target.startswith("sm_") for one in of]
+    spilled = sum(one.spills > 0 for one in nvidia)
+    over = sum(one.over_shared for one in nvidia)
+    missing = sum(one.dot_without_wgmma for one in nvidia)
+    count = sum(map(len, results.values()))
+    last = f"{count} variants, {spilled} spilled, {over} over shared memory, {missing} dots without wgmma on sm_90"
     lines = [
-        f"With Triton {found['triton']}, `kernels: {sum(map(len, results.values()))} variants, "
-        f"{sum(one.spills > 0 for one in nvidia)} spilled, {sum(one.over_shared for one in nvidia)} over shared memory, "
-        f"{sum(one.dot_without_wgmma for one in nvidia)} dots without wgmma on sm_90`:",
+        f"With Triton {found['triton']}, `kernels: {last}`:",
         "",
         "| module | target | configurations | spilled | most registers | most shared bytes | 32-bit products |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
