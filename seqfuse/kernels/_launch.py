@@ -47,6 +47,14 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def faking() -> bool:
+    """Whether tensors have no memory here: shapes are wanted, and a kernel would write to address 0."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
 def launch(
     kernel: Any,
     grid: int,
@@ -59,8 +67,8 @@ def launch(
     """Run `grid` programs of a kernel on the device and the current stream of its first tensor.
 
     `args` are the kernel's leading parameters in order (tensors, numbers, `None`, tuples of these, tensor descriptors);
-    `constexprs` are the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid. Whatever
-    compiling or launching raises comes out as it is, that of an interpreted kernel included.
+    `constexprs` are the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid or on fake
+    tensors. Whatever compiling or launching raises comes out as it is, that of an interpreted kernel included.
 
     Args:
         kernel: a `triton.jit` function whose constexpr parameters stand last.
@@ -74,7 +82,7 @@ def launch(
     Raises:
         ValueError: for a grid beyond 2^31 - 1, tensors on two devices, or a CPU tensor without the interpreter.
     """
-    if grid <= 0:
+    if grid <= 0 or faking():
         return
     if grid > MAX_GRID:
         raise ValueError(f"{kernel.__name__}: {grid} programs, at most {MAX_GRID} can be launched")
@@ -221,7 +229,7 @@ def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -
     Kernels on one stream run in order, so the next launch may write where the last one read. The buffer must not
     outlive the host function that asked for it. A graph under capture gets one from its own pool instead.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or faking() or torch.cuda.is_current_stream_capturing():
         return torch.empty(numel, dtype=dtype, device=device)
     buffers: dict[Any, Tensor] | None = getattr(_local, "buffers", None)
     if buffers is None:

@@ -12,6 +12,8 @@ import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.testing import seeded_randn
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on the CPU")
+
 STEPS, ROWS, H, F = 30, 24, 16, 32
 
 
@@ -39,7 +41,7 @@ def _trained(model: sf.Sequential, dtype: torch.dtype, *, fused: bool, order: Te
 
 
 def _distances(dtype: torch.dtype, fused_model: sf.Sequential | None = None) -> tuple[float, float]:
-    """From the unfused run in float64: of the fused run, and of the farthest of unfused ones with other orders of rows."""
+    """From the unfused run in float64: of the fused run, and of the farthest of unfused ones, each in another order."""
     model = _model()
     exact = _trained(model, torch.float64, fused=False)
     orders = [None, *(torch.randperm(ROWS, generator=torch.Generator().manual_seed(i)) for i in range(4))]
@@ -52,6 +54,16 @@ def test_the_model_is_covered_by_kernels() -> None:
     used = {fusion.__name__ for fusion in fusions.triton}
     for cover in (plan.forward, plan.backward):
         assert sum(step.name in used for step in cover) >= 3, plan
+
+
+def test_what_a_plan_saves_is_that_of_its_kernels(capfd: pytest.CaptureFixture[str]) -> None:
+    x = seeded_randn((ROWS, H), 1)
+    model = sf.Sequential(ops.Linear(H, F), ops.GeLU(), ops.Linear(F, H), fusions=(*fusions.triton, *fusions.default))
+    with sf.fusing(on_error="raise"):
+        memory = model.plan(x).memory
+    assert memory is not None
+    assert memory.saved <= memory.saved_unfused
+    assert "FakeTensor" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
