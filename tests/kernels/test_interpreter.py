@@ -72,7 +72,7 @@ def _sum_kernel(x, rows, columns, M: tl.constexpr, N: tl.constexpr):
     tl.store(columns + tl.arange(0, N)[None, :], tl.sum(value, 0, keep_dims=True))
 
 
-def test_sums_are_trees() -> None:
+def test_columns_are_summed_in_pairs() -> None:
     # Ones after a number that swallows each of them alone.
     x = torch.ones(64, 32)
     x[0] = 2.0**24
