@@ -2,7 +2,8 @@
 
 Prints one table and ends with the line that says how many spill, do not fit in shared memory, or multiply matrices on
 sm_90 without its own instruction. The exit status is not zero if any does on NVIDIA, or if anything does not compile;
-what spills on AMD is reported.
+what spills on AMD is reported. `--record` keeps what was found in `results/kernels.json`, in the place of what is there
+of the same modules and targets.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from record import RESULTS, about, write
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -50,6 +54,37 @@ def summary(results: list[Compiled]) -> tuple[str, bool]:
     return line, not (spilled or over or missing or any(one.error for one in results))
 
 
+RECORDED = ("registers", "spills", "shared", "mma", "wide", "narrow", "int32_multiplications", "has_dot")
+
+
+def record(results: list[Compiled], commit: str) -> Path:
+    """Put the results of whole modules in the place of the recorded ones, each with the commit it is of."""
+    path = RESULTS / "kernels.json"
+    kept: dict[str, Any] = json.loads(path.read_text())["kernels"] if path.exists() else {}
+    parts: dict[tuple[str, str], dict[str, str]] = {}
+    for one in results:
+        numbers = " ".join(str(int(getattr(one, name))) for name in RECORDED)
+        part = parts.setdefault((one.module.rpartition(".")[2], one.target), {})
+        part[one.variant] = numbers if one.error is None else f"error: {one.error}"
+    for (module, target), variants in parts.items():
+        kept.setdefault(module, {})[target] = {"commit": commit, "variants": variants}
+    return write("kernels", {"triton": version("triton"), "columns": " ".join(RECORDED), "kernels": kept})
+
+
+def recorded() -> list[Compiled]:
+    """What `results/kernels.json` holds."""
+    found: list[Compiled] = []
+    for module, targets in json.loads((RESULTS / "kernels.json").read_text())["kernels"].items():
+        for target, part in targets.items():
+            for variant, text in part["variants"].items():
+                if text.startswith("error: "):
+                    found.append(Compiled(module, variant, target, error=text.removeprefix("error: ")))
+                else:
+                    values: dict[str, Any] = dict(zip(RECORDED, map(int, text.split()), strict=True))
+                    found.append(Compiled(module, variant, target, **values | {"has_dot": bool(values["has_dot"])}))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("modules", nargs="*", help="kernel modules by their last name; all by default")
@@ -58,9 +93,12 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, help="compilers at a time; the number of CPUs by default")
     parser.add_argument("--bad", action="store_true", help="show only what spills, does not fit or does not compile")
     parser.add_argument("--json", type=Path, help="write the results there as well")
+    parser.add_argument("--record", action="store_true", help="keep the results in results/kernels.json")
     arguments = parser.parse_args()
     modules = [m for m in kernel_modules() if not arguments.modules or m.rpartition(".")[2] in arguments.modules]
     targets = arguments.targets.split(",")
+    if arguments.record and arguments.only:
+        parser.error("--record keeps whole modules, --only leaves some of them out")
     console = Console()
     if not console.is_terminal:
         console.width = 200  # a table in a file is as wide as it needs to be
@@ -85,6 +123,8 @@ def main() -> int:
             console.print(f"{one.variant} for {one.target}: {one.error}", style="red", markup=False)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([dataclasses.asdict(one) for one in results], indent=1) + "\n")
+    if arguments.record:
+        record(results, about()["commit"])
     line, well = summary(results)
     console.print(line, highlight=False)
     return 0 if well else 1

@@ -25,8 +25,6 @@ _compiled: dict[Any, Any] = {}
 # The interpreter patches triton.language while a kernel runs: one at a time.
 _interpreting = threading.RLock()
 _local = threading.local()
-# The mode in which tensors are fake, or `None`.
-_FAKED = functools.partial(torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE)
 
 
 class Constexprs(dict[str, Any]):
@@ -49,6 +47,14 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+def faking() -> bool:
+    """Whether tensors have no memory here: shapes are wanted, and a kernel would write to address 0."""
+    return torch._C._get_dispatch_mode(_FAKE) is not None
+
+
 def launch(
     kernel: Any,
     grid: int,
@@ -61,9 +67,8 @@ def launch(
     """Run `grid` programs of a kernel on the device and the current stream of its first tensor.
 
     `args` are the kernel's leading parameters in order (tensors, numbers, `None`, tuples of these, tensor descriptors);
-    `constexprs` are the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid. Whatever
-    compiling or launching raises comes out as it is, that of an interpreted kernel included. Fake tensors have shapes
-    and no data: nothing is launched for them, either.
+    `constexprs` are the rest, in the order of the kernel's parameters. Nothing is launched for an empty grid or on fake
+    tensors. Whatever compiling or launching raises comes out as it is, that of an interpreted kernel included.
 
     Args:
         kernel: a `triton.jit` function whose constexpr parameters stand last.
@@ -77,7 +82,7 @@ def launch(
     Raises:
         ValueError: for a grid beyond 2^31 - 1, tensors on two devices, or a CPU tensor without the interpreter.
     """
-    if grid <= 0 or _FAKED() is not None:
+    if grid <= 0 or faking():
         return
     if grid > MAX_GRID:
         raise ValueError(f"{kernel.__name__}: {grid} programs, at most {MAX_GRID} can be launched")
@@ -220,7 +225,7 @@ def _interpret(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Mappin
 
 def address(tensor: Tensor) -> int:
     """Where a tensor's data begins; a fake one has none, and is as good as aligned."""
-    return 0 if _FAKED() is not None else tensor.data_ptr()
+    return 0 if faking() else tensor.data_ptr()
 
 
 def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -229,7 +234,7 @@ def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -
     Kernels on one stream run in order, so the next launch may write where the last one read. The buffer must not
     outlive the host function that asked for it. A graph under capture gets one from its own pool instead.
     """
-    if device.type != "cuda" or _FAKED() is not None or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or faking() or torch.cuda.is_current_stream_capturing():
         return torch.empty(numel, dtype=dtype, device=device)
     buffers: dict[Any, Tensor] | None = getattr(_local, "buffers", None)
     if buffers is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import column_sums
-from ._launch import Constexprs, as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._launch import Constexprs, as_rows, cdiv, faking, inner_contiguous, launch, next_power_of_2, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
 from .activations import ACTIVATIONS, apply, name_of
@@ -169,7 +170,8 @@ def _walk(
         if KINDS[s] == _ACT:
             tiles = _act(tiles, FNS[s][0], tl.constexpr(PS[s]))
         elif KINDS[s] == _DACT:
-            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
+            if operands[s] is not None:  # else what the step before has read
+                saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
             tiles = _dact(tiles, saved, FNS[s][0], tl.constexpr(PS[s]))
         elif KINDS[s] == _GATED:
             tiles = _gated(tiles, FNS[s][0], tl.constexpr(PS[s]))
@@ -535,12 +537,15 @@ def pointwise(
     strides: list[int] = []
     outputs: list[Tensor | None] = []
     totals: list[tuple[int, int, torch.dtype]] = []
+    before: Step | None = None
+    operand: Tensor | None = None
     try:
         for step, parts in zip(chain.steps, chain.parts, strict=False):
-            operand = next(given) if step.operand else None
+            read, operand = operand, next(given) if step.operand else None
             if operand is not None:
                 operand = _fit(step, operand, lead, parts * width)
-            taken.append(operand)
+            taken.append(None if _read_again(step, operand, before, read) else operand)
+            before = step
             strides.append(operand.stride(0) if operand is not None and operand.ndim == 2 else 0)
             output = None
             if step.output == "matrix":
@@ -587,6 +592,15 @@ def pointwise(
     return (y, *(output for step, output in zip(chain.steps, outputs, strict=True) if step.output))
 
 
+def _read_again(step: Step, operand: Tensor | None, before: Step | None, read: Tensor | None) -> bool:
+    """Whether an activation's gradient takes just what the step before it, which gives the activation, has read."""
+    if before is None or before.kind != _EMIT.value or step.kind != _DACT.value or operand is None or read is None:
+        return False
+    if faking():
+        return False  # there is no address
+    return operand.data_ptr() == read.data_ptr() and operand.dtype is read.dtype and operand.stride() == read.stride()
+
+
 def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
     if step.operand == "seed":
         if operand.numel() != 1 or operand.dtype is not torch.int64:
@@ -610,6 +624,7 @@ def chain_variant(
     operand: torch.dtype | None = None,
     result: bool = True,
     ones: tuple[str, ...] = (),
+    again: bool = False,
 ) -> Variant:
     """What a launch of `chain` compiles for x and results of `dtype`, with parts of `width` columns.
 
@@ -620,12 +635,18 @@ def chain_variant(
         operand: dtype of the operands, x's by default.
         result: whether the last value is stored.
         ones: numbers among the arguments that are 1, which Triton makes constants.
+        again: whether each `dact` behind an `emit` takes what that one has read.
     """
     block_m, block_n, constexprs = chain.tile(width, dtype.itemsize)
     name, other = (TRITON_DTYPES[str(d).removeprefix("torch.")] for d in (dtype, operand or dtype))
     operands = tuple(
         "*i64" if step.operand == "seed" else f"*{other}" if step.operand else "none" for step in chain.steps
     )
+    if again:
+        operands = tuple(
+            "none" if kinds == (_EMIT.value, _DACT.value) else operand
+            for operand, kinds in zip(operands, itertools.pairwise((-1, *chain.kinds)), strict=True)
+        )
     outputs = tuple(f"*{name}" if step.output == "matrix" else "none" for step in chain.steps)
     strides: tuple[Type, ...] = tuple("i32" for _ in chain.steps)
     signature: dict[str, Type] = {"x": f"*{name}", "y": f"*{name}", "operands": operands, "outputs": outputs}
@@ -642,6 +663,7 @@ def chain_variant(
     return Variant(
         name=f"{chain.name}{'' if result else ',-'} {name}{'' if other == name else '+' + other} {block_m}x{block_n}"
         + ("" if aligned else " odd")
+        + (" again" if again else "")
         + "".join(f" {one}=1" for one in ones),
         kernel=kernel,
         signature=signature,
@@ -678,6 +700,8 @@ def variants() -> Iterator[Variant]:
                 yield chain_variant(chain, dtype, width)
         yield chain_variant(chain, torch.bfloat16, 4096, operand=torch.float32)
     yield chain_variant(Chain(column_sum()), torch.bfloat16, 4096, result=False)
+    for width in (4096, 1001):
+        yield chain_variant(chains[7], torch.bfloat16, width, again=True)
     for chain, ones in (
         (chains[1], ("M",)),
         (chains[1], ("width", "x_stride")),

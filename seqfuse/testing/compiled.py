@@ -23,6 +23,7 @@ from typing import Any
 
 from .. import kernels
 from ..kernels._variants import Type, Variant
+from .ttir import int32_multiplications
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376}
@@ -246,47 +247,6 @@ def _amd(kernel: Any) -> dict[str, int]:
         "wide": wide,
         "narrow": len(accesses) - wide,
     }
-
-
-_DEFINED = re.compile(r"^\s*(%[\w#:, %]+?)\s*=\s*(?:\"?)([\w.]+)(.*)$")
-_NAME = re.compile(r"%[\w]+")
-
-
-def int32_multiplications(ttir: str) -> int:
-    """How many 32-bit products the addresses in a kernel's Triton IR are made of: each may wrap beyond 2^31 elements.
-
-    Coordinates of descriptors are 32-bit by their nature and not counted.
-    """
-    operation: dict[str, tuple[str, list[str], str]] = {}
-    carried: dict[str, list[str]] = {}
-    roots: list[str] = []
-    for line in ttir.splitlines():
-        line = line.split(" loc(")[0]
-        for name, value in re.findall(r"(%[\w]+) = (%[\w]+)", line.partition("iter_args(")[2]):
-            carried.setdefault(name, []).append(value)
-        match = _DEFINED.match(line)
-        if match is None:
-            continue
-        results, kind, rest = match.groups()
-        inputs = _NAME.findall(rest.partition("iter_args(")[0])
-        for result in results.split(","):
-            operation[result.strip().split(":")[0]] = (kind, inputs, rest)
-        if kind == "tt.addptr":
-            roots.extend(inputs[1:2])
-    seen: set[str] = set()
-    products = 0
-    while roots:
-        name = roots.pop().split("#")[0]
-        if name in seen:
-            continue
-        seen.add(name)
-        roots.extend(carried.get(name, ()))
-        kind, inputs, rest = operation.get(name, ("", [], ""))
-        if kind == "tt.load":
-            continue  # an index read from memory is what it is
-        products += kind == "arith.muli" and re.search(r": (?:tensor<[\dx]*x)?i32", rest) is not None
-        roots.extend(inputs)
-    return products
 
 
 def _child(module: str, target: str, only: str, skip: int) -> None:

@@ -1,9 +1,9 @@
 """Triton's interpreter with bfloat16 and float8 as a GPU has them.
 
 As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
-makes NaN of float8 overflow, and patches `triton.language` again at every call of a device function. Inside
-`corrected()` both formats go through float32 and come back rounded to nearest even, float8 saturating, and the patch is
-made once per launch, which is faster, too.
+makes NaN of float8 overflow, sums a column one number after the other, and patches `triton.language` again at every
+call of a device function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even,
+float8 saturating, columns are summed in pairs, and the patch is made once per launch, which is faster, too.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -200,10 +200,18 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         return self.to_tensor(encoded(values, dtype), dtype)
 
     def total(self: Any, input: Any) -> Any:
-        if not narrow(input.dtype):
-            return reductions["sum"](self, input)
         values = decoded(input.handle.data, input.dtype)
-        return reduced(self, np.sum(values, axis=self.axis, keepdims=self.keep_dims), input.dtype)
+        axis = self.axis
+        # Only along the last axis does numpy add in pairs.
+        if axis is not None and axis < values.ndim - 1 and np.issubdtype(values.dtype, np.floating):
+            while (n := values.shape[axis]) > 1:
+                first, second = np.split(values, [n - n // 2], axis=axis)
+                values = first.copy()
+                np.moveaxis(values, axis, 0)[: n // 2] += np.moveaxis(second, axis, 0)
+        elif not narrow(input.dtype):
+            return reductions["sum"](self, input)
+        values = np.sum(values, axis=axis, keepdims=self.keep_dims)
+        return reduced(self, values, input.dtype) if narrow(input.dtype) else self.to_tensor(values, input.dtype)
 
     def min_max(self: Any, input: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
         first = input[0] if isinstance(input, tuple) else input

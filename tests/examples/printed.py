@@ -18,13 +18,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from seqfuse.testing.compiled import Compiled
 from tests.examples.counted import source_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "\x00"
-FIGURES = re.compile(r"(?<=<!-- figures: benchmarks/results/host.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+FIGURES = re.compile(r"(<!-- figures: benchmarks/results/(\w+)\.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "benchmarks" / "results"
@@ -65,7 +66,7 @@ def run(page: Path, markdown: str) -> list[str]:
     return out.getvalue().replace(folder + os.sep, "").split(f"{MARK}\n")[:-1]
 
 
-def figures() -> str | None:
+def host() -> str | None:
     """Tables of host cost and planning time; `None` before they were measured."""
     found: dict[str, Any] = {}
     for name in ("planning", "host"):
@@ -96,6 +97,58 @@ def figures() -> str | None:
     return "\n".join(lines) + "\n"
 
 
+def traffic() -> str:
+    """What kernels move, as multiples of the fewest bytes."""
+    found = json.loads((RESULTS / "traffic.json").read_text())
+    lines = [
+        "| kernel | what | rows x columns | launches | fewest bytes | moved | rows read again | partial sums |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found["traffic"]:
+        least, shape = row["fewest"], " x ".join(f"{n:,}" for n in row["shape"])
+        figures = (f"{row['moved'] / least:.3f}", *(f"{row[kind] / least:.2f}" for kind in ("cached", "partials")))
+        cells = (row["kernel"], row["what"], shape, str(row["launches"]), f"{least:,}", *figures)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def kernels() -> str:
+    """What every configuration compiles to: the worst of each kernel module on each target."""
+    found = json.loads((RESULTS / "kernels.json").read_text())
+    names = found["columns"].split()
+    results = {
+        (module, target): [
+            Compiled(module, variant, target, **dict(zip(names, map(int, text.split()), strict=True)))
+            for variant, text in part["variants"].items()
+        ]
+        for module, targets in sorted(found["kernels"].items())
+        for target, part in targets.items()
+    }
+    nvidia = [one for (_, target), of in results.items() if target.startswith("sm_") for one in of]
+    spilled = sum(one.spills > 0 for one in nvidia)
+    over = sum(one.over_shared for one in nvidia)
+    missing = sum(one.dot_without_wgmma for one in nvidia)
+    count = sum(map(len, results.values()))
+    last = f"{count} variants, {spilled} spilled, {over} over shared memory, {missing} dots without wgmma on sm_90"
+    lines = [
+        f"With Triton {found['triton']}, `kernels: {last}`:",
+        "",
+        "| module | target | configurations | spilled | most registers | most shared bytes | 32-bit products |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for (module, target), of in results.items():
+        numbers = (
+            len(of),
+            sum(one.spills > 0 for one in of),
+            *(max(getattr(one, name) for one in of) for name in ("registers", "shared", "int32_multiplications")),
+        )
+        lines.append(f"| {module.removeprefix('_')} | {target} | {' | '.join(f'{n:,}' for n in numbers)} |")
+    return "\n".join(lines) + "\n"
+
+
+DRAWN = {"host": host, "kernels": kernels, "traffic": traffic}
+
+
 def regenerated(page: Path) -> str:
     """The page with everything generated as it is now."""
     markdown = included(page.read_text())
@@ -109,13 +162,17 @@ def regenerated(page: Path) -> str:
             kept = block.end(2)
         printed = next(outputs) if block[1] == "python" else None
         end = block.end()
-    drawn = figures()
     markdown = "".join([*parts, markdown[kept:]])
     if FAULTS.search(markdown):
         from tests.examples import faults
 
         markdown = FAULTS.sub(lambda _: faults.table(), markdown)
-    return markdown if drawn is None else FIGURES.sub(lambda _: drawn, markdown)
+    return FIGURES.sub(_drawn, markdown)
+
+
+def _drawn(figures: re.Match[str]) -> str:
+    table = DRAWN[figures[2]]()
+    return figures[0] if table is None else figures[1] + table
 
 
 if __name__ == "__main__":

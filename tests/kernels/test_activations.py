@@ -15,6 +15,8 @@ from seqfuse.kernels import activations
 from seqfuse.kernels.pointwise import Chain, act, dact, pointwise
 from seqfuse.testing import FusedMismatch, assert_fused_close, in_regime
 
+from .mutants import in_dtypes
+
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x * 1,
     "relu": torch.relu,
@@ -103,22 +105,52 @@ MUTANTS = {
         "return tl.where(z < 0.0, q * r, r), q * r * r",
         "return tl.where(z < 0.0, q * r, r), r * (1.0 - r)",
     ),
+    "sigmoid that is too steep": (
+        "sigmoid",
+        "return 1.0 / (1.0 + tl.exp(-x))",
+        "return 1.0 / (1.0 + tl.exp(-1.1 * x))",
+    ),
+    "identity that scales": ("identity", 'Identity: y = x."""\n    return x', '"""\n    return 1.01 * x'),
+    "squared relu's square": ("squared_relu", "return r * r", "return r"),
+    "sigmoid of the other side": (
+        "sigmoid",
+        'Sigmoid: y = 1 / (1 + exp(-x))."""\n    return _sigmoid(x)',
+        '"""\n    return _sigmoid(-x)',
+    ),
+    "silu without x": ("silu", "return x * _sigmoid(x)\n", "return _sigmoid(x)\n"),
+    "gelu's root of two": (
+        "gelu",
+        "return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))",
+        "return x * (0.5 * (1.0 + tl.erf(x * 0.7)))",
+    ),
+    "quickgelu's inner factor": ("quickgelu", "return s + x * slope * 1.702", "return s + x * slope"),
+    "gelu_tanh's cube": ("gelu_tanh", "(1.0 + 0.134145 * x * x)", "(1.0 + 0.044715 * x * x)"),
     "identity's derivative": ("identity", "return tl.zeros_like(x) + 1.0", "return x"),
 }
 
 
-@pytest.mark.parametrize("fault", MUTANTS)
-def test_a_wrong_function_is_found(fault: str, device: torch.device, mutant: Callable[..., ModuleType]) -> None:
+# What no 16-bit format shows.
+ONLY_FLOAT32 = {"erf for tanh", "tanh that cancels", "slope that cancels"}
+
+
+@pytest.mark.parametrize(("fault", "dtype"), in_dtypes(MUTANTS, ONLY_FLOAT32))
+def test_a_wrong_function_is_found(
+    fault: str, dtype: torch.dtype, device: torch.device, mutant: Callable[..., ModuleType]
+) -> None:
     name, old, new = MUTANTS[fault]
-    assert faults(name, mutant(activations, old, new), device)
-    assert not faults(name, activations, device)
+    assert faults(name, mutant(activations, old, new), device, dtype)
+    assert not faults(name, activations, device, dtype)
 
 
-def faults(name: str, module: ModuleType, device: torch.device) -> list[FusedMismatch]:
+def test_every_function_has_a_mutant() -> None:
+    assert {name for name, *_ in MUTANTS.values()} == activations.ACTIVATIONS.keys()
+
+
+def faults(name: str, module: ModuleType, device: torch.device, dtype: torch.dtype) -> list[FusedMismatch]:
     found: list[FusedMismatch] = []
     for regime in ("normal", "small", "offset", "one_nan"):
         try:
-            check(name, *drawn(regime, torch.float32, device), module)
+            check(name, *drawn(regime, dtype, device), module)
         except FusedMismatch as mismatch:
             found.append(mismatch)
     return found

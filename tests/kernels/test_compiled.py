@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse.testing.compiled import Compiled, compile_variants, int32_multiplications, kernel_modules
+from seqfuse.testing.compiled import Compiled, compile_variants, kernel_modules
+from seqfuse.testing.ttir import int32_multiplications
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -101,11 +103,13 @@ def variants():
 """
 
 
-@pytest.fixture
-def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Compiled]:
-    (tmp_path / "broken_kernels.py").write_text(BROKEN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    return {one.variant: one for one in compile_variants(["broken_kernels"], ["sm_90"])}
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "broken_kernels.py").write_text(BROKEN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        return {one.variant: one for one in compile_variants(["broken_kernels"], ["sm_90"])}
 
 
 def test_what_does_not_compile_is_reported_and_the_rest_goes_on(broken: dict[str, Compiled]) -> None:
@@ -158,3 +162,25 @@ def test_the_table_ends_with_what_was_found() -> None:
     last = done.stdout.strip().splitlines()[-1]
     assert last == "kernels: 2 variants, 0 spilled, 0 over shared memory, 0 dots without wgmma on sm_90", done.stderr
     assert done.returncode == 0
+
+
+def test_what_is_recorded_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import kernels_table
+    import record
+
+    for module in (kernels_table, record):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    old = [Compiled("seqfuse.kernels.gemm", "x", target, registers=9, spills=8) for target in ("sm_80", "sm_90")]
+    new = [
+        Compiled("seqfuse.kernels.gemm", "y", "sm_90", registers=5, mma=3, has_dot=True),
+        Compiled("seqfuse.kernels.gemm", "z", "sm_90", error="refused"),
+    ]
+    kernels_table.record(old, "before")
+    kernels_table.record(new, "after")
+    expected = [dataclasses.replace(one, module="gemm") for one in (old[0], *new)]
+    assert kernels_table.recorded() == expected
+    line, well = kernels_table.summary(kernels_table.recorded())
+    assert line == "kernels: 3 variants, 1 spilled, 0 over shared memory, 0 dots without wgmma on sm_90"
+    assert not well

@@ -32,6 +32,8 @@ from seqfuse.testing import (
 )
 from seqfuse.testing.compiled import compile_variants
 
+from .mutants import in_dtypes
+
 assert _gemm_ops is not None  # registers operators
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -676,75 +678,116 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "sums of one tile only": ("partials + tile_m *", "partials + 0 * tile_m *", "dgrad"),
     "sums of rows beyond the last": ("tl.where(inside, z, 0.0), 0)", "z, 0)", "root"),
     "main_grad is overwritten": ("            if ACCUMULATE:", "            if False:", "wgrad"),
+    "runs of columns in another order": ("(first, second, third, fourth)", "(first, third, second, fourth)", "runs"),
+    "every other column a run": (
+        "tl.permute(tl.reshape(acc, (rows, 2, columns // 2)), (0, 2, 1))",
+        "tl.reshape(acc, (rows, columns // 2, 2))",
+        "runs",
+    ),
+    "the next row's first column": (
+        "tl.load(ptr + rows[:, None] * ld + cols[None, :], mask=inside",
+        "tl.load(ptr + rows[:, None] * (ld - 1) + cols[None, :], mask=inside",
+        "dgrad",
+    ),
+    "up described as the gate": ("make_tensor_descriptor(t + N, [M, N]", "make_tensor_descriptor(t, [M, N]", "runs"),
+    "up stored over the gate": ("_store_tile(pre + N, p2_desc,", "_store_tile(pre, p_desc,", "runs"),
+    "descriptors of transposed tiles": (
+        "desc.store([row.to(tl.int32), col.to(tl.int32)], value)",
+        "desc.store([col.to(tl.int32), row.to(tl.int32)], value)",
+        "runs",
+    ),
+    "stride of the residual": (
+        "_load_tile(residual, r_desc, ldr, rows", "_load_tile(residual, r_desc, ldc, rows", "forward"
+    ),
+    "stride of t": ("u = _load_tile(t, t_desc, ldt,", "u = _load_tile(t, t_desc, ldc,", "dgrad"),
     "tiles in another place": ("first + (tile % width) % size", "first", "forward"),
 }  # fmt: skip
 
 
 @pytest.mark.skipif(not interpreted(), reason="a mutant of a compiled kernel would be compiled")
-@pytest.mark.parametrize("name", MUTANTS)
-def test_the_checks_kill(device: torch.device, name: str, mutant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS))
+def test_the_checks_kill(
+    device: torch.device, name: str, dtype: torch.dtype, mutant: Callable[[ModuleType, str, str], ModuleType]
+) -> None:
     old, new, check = MUTANTS[name]
     spoiled = mutant(gemm, old, new)
     with pytest.raises(AssertionError):
-        CHECKS[check](spoiled, device)
+        CHECKS[check](spoiled, device, dtype)
 
 
-@pytest.mark.parametrize("check", ["forward", "gated", "dgrad", "dgated", "wgrad", "ends", "root"])
-def test_the_checks_of_mutants_pass_the_kernel(device: torch.device, check: str) -> None:
-    CHECKS[check](gemm, device)
+@pytest.mark.parametrize("check", ["forward", "gated", "dgrad", "dgated", "wgrad", "ends", "root", "runs"])
+def test_the_checks_of_mutants_pass_the_kernel(device: torch.device, check: str, dtype: torch.dtype) -> None:
+    CHECKS[check](gemm, device, dtype)
 
 
-def _check_forward(module: Any, device: torch.device) -> None:
-    o = operands(device, torch.float32)
+def _check_forward(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
     check_linear(
         module, TILES["pointers"], x=o.x, weight=o.weight, bias=o.bias, act="gelu", store_pre=True,
-        row_scale=o.row_scale, dropout=o.dropout, residual=o.residual,
+        row_scale=o.row_scale, dropout=o.dropout, residual=LAYOUTS["strided rows"](o.residual),
     )  # fmt: skip
 
 
-def _check_gated(module: Any, device: torch.device) -> None:
-    o = operands(device, torch.float32)
+def _check_gated(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
     check_linear(module, TILES["pointers"], x=o.x, weight=o.packed, bias=o.packed_bias, act="silu", gated=True)
 
 
-def _check_dgrad(module: Any, device: torch.device) -> None:
-    o = operands(device, torch.float32)
-    check_dgrad(module, TILES["pointers"], dy=o.dy, weight=o.weight, act="gelu", t=o.t, dropout=o.dropout)
+def _check_dgrad(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
+    check_dgrad(
+        module,
+        TILES["pointers"],
+        dy=o.dy,
+        weight=o.weight,
+        act="gelu",
+        t=LAYOUTS["strided rows"](o.t),
+        dropout=o.dropout,
+    )
 
 
-def _check_dgated(module: Any, device: torch.device) -> None:
-    o = operands(device, torch.float32)
+def _check_dgated(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
     check_dgrad(module, TILES["pointers"], dy=o.dy, weight=o.weight, act="sigmoid", t=o.packed_t, gated=True)
 
 
-def _check_wgrad(module: Any, device: torch.device) -> None:
-    o = operands(device, torch.float32)
+def _check_runs(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
+    check_linear(
+        module, TILES["quarters"], x=o.x, weight=o.packed, bias=o.packed_bias, act="silu", store_pre=True, gated=True
+    )  # fmt: skip
+    check_dgrad(module, TILES["quarters"], dy=o.dy, weight=o.weight, act="silu", t=o.packed_t, gated=True)
+
+
+def _check_wgrad(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
     check_wgrad(module, TILES["pointers"], accumulate=True, dy=o.dy, x=o.x)
 
 
-def _check_ends(module: Any, device: torch.device) -> None:
-    o = operands(device, torch.float32)
+def _check_ends(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
     x, weight = (guarded(t).tensor for t in (o.x, o.weight))
     check_linear(module, TILES["pointers"], x=x, weight=weight)
 
 
-def _check_root(module: Any, device: torch.device) -> None:
+def _check_root(module: Any, device: torch.device, dtype: torch.dtype) -> None:
     class Root:
         value, derivative, reads, P = _root, _root_derivative, "input", (2.0,)
 
-    o = operands(device, torch.float32, 33, N, K)
+    o = operands(device, dtype, 33, N, K)
     _, total, _ = module.linear_dgrad(
         o.dy, o.weight, act=Root, t=o.t.abs() + 0.5, sums=True, tile=TILES["pointers"]
     )  # fmt: skip
     assert total.isfinite().all()
 
 
-CHECKS: dict[str, Callable[[Any, torch.device], None]] = {
+CHECKS: dict[str, Callable[[Any, torch.device, torch.dtype], None]] = {
     "forward": _check_forward,
     "gated": _check_gated,
     "dgrad": _check_dgrad,
     "dgated": _check_dgated,
     "wgrad": _check_wgrad,
     "ends": _check_ends,
+    "runs": _check_runs,
     "root": _check_root,
 }

@@ -77,6 +77,23 @@ def test_products_of_matrices_are_exact(dtype: torch.dtype) -> None:
     assert torch.equal(z, a.float() @ b.float())
 
 
+@triton.jit
+def _sum_kernel(x, rows, columns, M: tl.constexpr, N: tl.constexpr):
+    value = tl.load(x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(rows + tl.arange(0, M), tl.sum(value, 1))
+    tl.store(columns + tl.arange(0, N)[None, :], tl.sum(value, 0, keep_dims=True))
+
+
+def test_columns_are_summed_in_pairs() -> None:
+    # Ones after a number that swallows each of them alone.
+    x = torch.ones(64, 32)
+    x[0] = 2.0**24
+    rows, columns = torch.empty(64), torch.empty(32)
+    launch(_sum_kernel, 1, (x, rows, columns), {"M": 64, "N": 32})
+    assert rows.tolist() == [2.0**29] + [32.0] * 63
+    assert columns.tolist() == [2.0**24 + 62] * 32
+
+
 def test_an_unknown_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", lambda self, x: x)
     with pytest.raises(RuntimeError, match=r"another interpreter .*create_fma"), corrected():

@@ -6,9 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from seqfuse.kernels import _launch
+from seqfuse.kernels import _launch, gemm, pointwise
 from seqfuse.kernels._launch import cdiv, launch
+from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 
 
 @triton.jit
@@ -47,6 +50,43 @@ def test_runs_every_program_with_tuples_of_functions_and_operands(device: torch.
 
 def test_an_empty_grid_launches_nothing(device: torch.device) -> None:
     assert run(torch.empty(0, device=device), (_broken,)).shape == (0,)
+
+
+def test_fake_tensors_are_never_launched(gpu: Kernel) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        launch(gpu, 1, (torch.empty(64), BUFFER), {"B": 1})
+    assert gpu.launches == []
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_on_fake_tensors_shapes_come_out() -> None:
+    gelu, silu, seed = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], torch.tensor(3)
+    k = pointwise
+
+    def everything() -> list[torch.Tensor | None]:
+        x, weight, row = torch.ones(3, 8), torch.ones(6, 8), torch.ones(8)
+        t, packed = torch.ones(3, 8), torch.ones(3, 16)
+        statistics = torch.ones(3)
+        dy = torch.ones(3, 6)
+        return [
+            *k.pointwise(x, k.Chain(k.emit(gelu), k.dact(gelu), k.column_sum()), (t, t)),
+            *gemm.linear(x, weight, act=gelu, store_pre=True, dropout=gemm.Dropout(seed, 0.1)),
+            *gemm.linear_gated(x, weight, act=silu, store_pre=True),
+            *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, emit=True),
+            *gemm.linear_dgrad_gated(dy, weight, act=silu, t=packed, sums=True, emit=True),
+            gemm.linear_wgrad(dy, x),
+            *layernorm_fwd(x, row, row, 1e-5, residual=x),
+            *layernorm_bwd(x, x, statistics, statistics, row, dweight=x.dtype, dbias=x.dtype),
+        ]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = everything()
+    for ours, real in zip(fake, everything(), strict=True):
+        if ours is None or real is None:
+            assert ours is real is None
+            continue
+        assert isinstance(ours, FakeTensor)
+        assert (ours.shape, ours.dtype, ours.stride()) == (real.shape, real.dtype, real.stride())
 
 
 def test_refuses_a_grid_beyond_int32(device: torch.device) -> None:
@@ -208,6 +248,14 @@ def test_this_triton_takes_the_direct_path() -> None:
 def test_workspaces_on_a_cpu_are_fresh_so_that_red_zones_see_them() -> None:
     first = _launch.workspace("partials", 8, torch.float32, torch.device("cpu"))
     assert _launch.workspace("partials", 8, torch.float32, torch.device("cpu")) is not first
+
+
+def test_a_fake_workspace_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    _launch.release_workspaces()
+    with FakeTensorMode():
+        assert isinstance(_launch.workspace("partials", 8, torch.float32, torch.device("cuda", 0)), FakeTensor)
+    assert _launch._local.buffers == {}
 
 
 def test_workspaces_on_a_gpu_are_reused_per_stream(monkeypatch: pytest.MonkeyPatch) -> None:

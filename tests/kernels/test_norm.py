@@ -21,11 +21,14 @@ from seqfuse.testing import (
     Untouched,
     assert_bitwise_equal,
     assert_fused_close,
+    exact,
     guarded,
     in_regime,
     red_zones,
     seeded_randn,
 )
+
+from .mutants import in_dtypes
 
 EPS, P = 1e-5, 0.3
 SEED = torch.tensor(0x1234_5678_9ABC_DEF)
@@ -135,6 +138,22 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> dict[s
     return {name: t for name, t in results.items() if t is not None}
 
 
+def in_chunks(monkeypatch: pytest.MonkeyPatch, module: ModuleType, n: int) -> None:
+    """Rows of more than `n` columns are too wide for registers from here on, and there is one processor."""
+    plain = _norm.Tile
+    monkeypatch.setattr(module, "processors", lambda device: 1)
+    monkeypatch.setattr(module, "forward_tile", lambda columns, itemsize: plain(4, n, -(-columns // n), 4))
+    monkeypatch.setattr(module, "backward_tile", lambda columns, itemsize, heavy: plain(2, n, -(-columns // n), 4))
+
+
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same rows, each tensor's with another distance, and NaN between them."""
+    return {
+        key: F.pad(t, (1, 4 + i), value=torch.nan)[..., 1 : 1 + t.shape[-1]] if t.ndim == 2 else t
+        for i, (key, t) in enumerate(tensors.items())
+    }
+
+
 def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> None:
     with Untouched(tensors):
         ours = run(case, tensors, k)
@@ -176,11 +195,10 @@ def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype:
 def test_rows_too_wide_for_registers_go_in_chunks(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = _norm.Tile
-    monkeypatch.setattr(_norm, "forward_tile", lambda columns, itemsize: plain(4, 32, -(-columns // 32), 4))
-    monkeypatch.setattr(_norm, "backward_tile", lambda columns, itemsize, heavy: plain(2, 32, -(-columns // 32), 4))
-    for width in (70, 96):
-        check(CASES[name], drawn(CASES[name], (9,), width, dtype, "offset" if width == 96 else "normal"))
+    in_chunks(monkeypatch, _norm, 32)
+    # Of many rows each program of the sums takes several tiles.
+    for rows, width in ((9, 70), (9, 96), *(((70, 33),) if name == "layernorm_all" else ())):
+        check(CASES[name], drawn(CASES[name], (rows,), width, dtype, "offset" if width == 96 else "normal"))
 
 
 def test_the_widest_row_is_normalized() -> None:
@@ -215,8 +233,128 @@ def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
 def test_rows_may_have_any_stride(name: str) -> None:
     case = CASES[name]
     tensors = drawn(case, (9,), 24, torch.float32)
-    padded = {k: F.pad(t, (1, 4), value=torch.nan)[..., 1:-4] if t.ndim == 2 else t for k, t in tensors.items()}
-    assert_bitwise_equal(run(case, padded), run(case, tensors))
+    expected = run(case, tensors)
+    assert_bitwise_equal(run(case, apart(tensors)), expected)
+    one = {key: t[:1].expand(t.shape) if t.ndim == 2 else t for key, t in tensors.items()}
+    assert_bitwise_equal(run(case, one), run(case, {key: t.contiguous() for key, t in one.items()}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_every_time(name: str) -> None:
+    tensors = drawn(CASES[name], (40,), 130, torch.bfloat16)
+    assert_bitwise_equal(run(CASES[name], tensors), run(CASES[name], tensors))
+
+
+@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
+def test_a_wide_row_reads_and_writes_nothing_outside_and_gives_the_same_bits(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_chunks(monkeypatch, _norm, 8)
+    tensors = drawn(CASES[name], (5,), 20, torch.float32)
+    with red_zones():
+        inside = run(CASES[name], {key: guarded(t).tensor for key, t in tensors.items()})
+    expected = run(CASES[name], tensors)
+    assert_bitwise_equal({k: t.clone() for k, t in inside.items()}, expected)
+    assert_bitwise_equal(run(CASES[name], apart(tensors)), expected)
+
+
+# Rows and columns at once: 256 rows of 8 columns are one tile forward, 128 backward.
+@pytest.mark.parametrize("rows", [127, 128, 129, 255, 257])
+@pytest.mark.parametrize("name", ["layernorm_gelu", "rmsnorm_around"])
+def test_rows_at_the_end_of_a_tile(name: str, rows: int) -> None:
+    check(CASES[name], drawn(CASES[name], (rows,), 8, torch.float32))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["in registers", "in chunks"])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
+def test_rows_of_signs_are_normalized_exactly(
+    centered: bool, dtype: torch.dtype, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many +1 as -1 in a row have mean 0 and variance 1, and sums of small integers are exact."""
+    if wide:
+        in_chunks(monkeypatch, _norm, 16)
+    x = exact("signs", (37, 32), 1, dtype=dtype)
+    x = torch.cat((x, -x), 1)
+    dy, weight, bias, dstream = (
+        exact("integers", shape, i, dtype=dtype) for i, shape in enumerate(((37, 64), (64,), (64,), (37, 64)))
+    )
+    beta = bias if centered else None
+    f = _norm.forward(centered, x, weight, beta, 0.0)
+    y = x * weight + bias if centered else x * weight
+    assert_bitwise_equal([f.y, f.rstd], [y, torch.ones_like(f.rstd)])
+    b = _norm.backward(
+        centered, dy, x, f.mean, f.rstd, weight, beta, dstream=dstream, dweight=dtype, dbias=dtype if centered else None
+    )
+    d, g = dy.double(), (dy * weight).double()
+    by_x = (g * x).mean(1, keepdim=True) * x
+    dx = g - by_x - (g.mean(1, keepdim=True) if centered else 0) + dstream
+    assert_bitwise_equal([b.dx, b.dweight], [dx.to(dtype), (d * x).sum(0).to(dtype)])
+    if centered:
+        assert_bitwise_equal(b.dbias, d.sum(0).to(dtype))
+
+
+class _Norm(torch.autograd.Function):
+    """Bias, dropout, residual sum, norm and activation, every gradient by a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        case = CASES[name]
+        x, weight, bias, pre_bias, residual = inputs
+        ctx.case, ctx.affine = case, (weight, bias if case.centered else None)
+        f = _norm.forward(
+            case.centered, x, *ctx.affine, EPS, zero_centered=case.zero_centered, act=ACTIVATIONS.get(str(case.act)),
+            seed=SEED, p=P, pre_bias=pre_bias, residual=residual,
+        )  # fmt: skip
+        assert f.stream is not None
+        ctx.save_for_backward(f.stream, f.rstd, *(() if f.mean is None else (f.mean,)))
+        return f.y, f.stream
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        case, wanted = ctx.case, torch.float64
+        stream, rstd, *mean = ctx.saved_tensors
+        b = _norm.backward(
+            case.centered, grads[0].contiguous(), stream, mean[0] if mean else None, rstd, *ctx.affine,
+            zero_centered=case.zero_centered, act=ACTIVATIONS.get(str(case.act)), seed=SEED, p=P,
+            dstream=grads[1].contiguous(), dweight=wanted, dbias=wanted if case.centered else None, dbranch=True,
+            dpre_bias=wanted,
+        )  # fmt: skip
+        return None, b.dbranch, b.dweight, b.dbias, b.dpre_bias, b.dx
+
+
+@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
+def test_gradients_are_those_of_finite_differences(name: str) -> None:
+    shapes = ((3, 6), (6,), (6,), (6,), (3, 6))
+    inputs = [seeded_randn(shape, i, dtype=torch.float64).requires_grad_() for i, shape in enumerate(shapes)]
+    if not CASES[name].centered:
+        inputs[2].requires_grad_(False)
+    torch.autograd.gradcheck(lambda *a: _Norm.apply(name, *a), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
+def test_rows_further_apart_than_int32_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third row begins beyond 2^31 elements; only the rows themselves take memory."""
+    tensors = drawn(CASES[name], (4,), 24, torch.float16)
+
+    def far(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, (2**30 + 8, 1), dtype=t.dtype).copy_(t) if t.ndim == 2 else t
+
+    distant = {key: far(t) for key, t in tensors.items()}
+    assert_bitwise_equal(run(CASES[name], distant), run(CASES[name], tensors))
+    in_chunks(monkeypatch, _norm, 16)
+    assert_bitwise_equal(run(CASES[name], distant), run(CASES[name], tensors))
+
+
+@pytest.mark.parametrize("regime", ["one_nan", "one_inf", "extremes"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm"])
+def test_edges_of_a_format_spoil_no_more_than_in_torch(name: str, dtype: torch.dtype, regime: str) -> None:
+    """Fused may be finite where unfused is not, never the other way round."""
+    tensors = drawn(CASES[name], (5,), 24, dtype, regime)
+    ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
+    for key, t in theirs.items():
+        assert (ours[key].isfinite() | ~t.isfinite()).all(), key
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -339,6 +477,91 @@ MUTANTS = {
         "rmsnorm_tanh",
         "normal",
     ),
+    "stride of x": (
+        "tl.load(x + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)\n    if bias",
+        "tl.load(x + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(COMPUTE)\n    if bias",
+        "layernorm",
+        "normal",
+    ),
+    "stride of the residual": (
+        "residual + rows[:, None] * residual_stride",
+        "residual + rows[:, None] * x_stride",
+        "layernorm_around",
+        "normal",
+    ),
+    "stride of dy": ("dy + rows[:, None] * dy_stride", "dy + rows[:, None] * x_stride", "rmsnorm", "normal"),
+    "stride of dstream": (
+        "at = rows[:, None] * dstream_stride + cols[None, :]",
+        "at = rows[:, None] * N + cols[None, :]",
+        "rmsnorm_around",
+        "normal",
+    ),
+    "last column": (
+        "    cols = col + tl.arange(0, BLOCK_N)\n    columns = cols < N\n",
+        "    cols = col + tl.arange(0, BLOCK_N)\n    columns = cols < N - 1\n",
+        "rmsnorm",
+        "normal",
+    ),
+    "stream without its mean": (
+        "tl.store(stream + at, z.to(stream",
+        "tl.store(stream + at, (z - mean[:, None]).to(stream",
+        "layernorm_around",
+        "normal",
+    ),
+    "a bias once more": (
+        "        z += tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]\n",
+        "        z += 2 * tl.load(bias + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]\n",
+        "layernorm_around",
+        "normal",
+    ),
+    "beta of the backward": (
+        "            pre += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]\n",
+        "            pre += 0.0\n",
+        "layernorm_gelu",
+        "normal",
+    ),
+    "bias gradient before dropout": (
+        "                dbias += tl.where(mask, out, 0.0)\n",
+        "                dbias += d\n",
+        "rmsnorm_around",
+        "normal",
+    ),
+    "wide: distance of the means": (
+        "                squares += delta * delta * (seen * count / (seen + count))\n",
+        "",
+        "layernorm",
+        "normal",
+    ),
+    "wide: count of a chunk": (
+        "            count = tl.minimum(N - col, BLOCK_N).to(COMPUTE)",
+        "            count = tl.minimum(N - col, BLOCK_N + 1).to(COMPUTE)",
+        "layernorm",
+        "offset",
+    ),
+    "wide: mean of g xhat": (
+        "            by_xhat = by_xhat / N.to(COMPUTE)\n",
+        "            by_xhat = by_xhat / BLOCK_N\n",
+        "rmsnorm",
+        "normal",
+    ),
+    "wide: sums of one column less": (
+        "    columns = cols < N\n    zero = ",
+        "    columns = cols < N - 1\n    zero = ",
+        "rmsnorm",
+        "normal",
+    ),
+    "wide: sums of the first of many rows": (
+        "rows = (down * steps + tl.cast(step, tl.int64)) * BLOCK_M",
+        "rows = (down * steps + 0 * tl.cast(step, tl.int64)) * BLOCK_M",
+        "rmsnorm",
+        "normal",
+    ),
+    "wide: bias gradient before dropout": (
+        "            dbias += tl.load(dbranch + rows[:, None] * N + cols[None, :], mask=mask, other=0.0).to(COMPUTE)\n",
+        "            dbias += d\n",
+        "layernorm_around",
+        "normal",
+    ),
     "last row of dweight": (
         "            if DWEIGHT:\n                dweight += d * xhat",
         "            if DWEIGHT:\n                dweight += tl.where((rows < M - 1)[:, None], d * xhat, 0.0)",
@@ -348,11 +571,16 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType]) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS))
+def test_a_wrong_kernel_is_found(
+    name: str, dtype: torch.dtype, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new, case, regime = MUTANTS[name]
-    tensors = drawn(CASES[case], (7,), 24, torch.float32, regime)
-    check(CASES[case], tensors)
+    # Rows that lie apart, so that strides matter; what lies between is NaN.
+    tensors = apart(drawn(CASES[case], (70 if "many rows" in name else 7,), 24, dtype, regime))
     changed = mutant(_norm, old, new)
+    for module in (_norm, changed) if name.startswith("wide:") else ():
+        in_chunks(monkeypatch, module, 8)
+    check(CASES[case], tensors)
     with pytest.raises(AssertionError):
         check(CASES[case], tensors, changed)

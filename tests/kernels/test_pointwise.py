@@ -27,6 +27,8 @@ from seqfuse.testing import (
     seeded_randn,
 )
 
+from .mutants import in_dtypes
+
 SEED = torch.tensor(-6148914691236517205)
 P = 0.3
 GELU, SILU, RELU, TANH = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu", "tanh"))
@@ -109,6 +111,9 @@ CASES = {
         rows={"b": 1},
         matrices={"other": 1},
         seed=2,
+    ),
+    "bias_sum": Case(
+        lambda k: k.Chain(k.bias(), k.column_sum()), lambda x, b: (x + b, summed(x + b)), rows={"b": 1}
     ),
     "sum": Case(lambda k: k.Chain(k.column_sum()), lambda x: (x.clone(), summed(x))),
     "d_gelu_sum": Case(
@@ -248,6 +253,101 @@ def test_the_same_bits_every_time(name: str, device: torch.device) -> None:
     assert_bitwise_equal(run(case, tensors), run(case, tensors))
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize("name", ["bias_dropout_add", "d_gelu_sum"])
+def test_rows_at_the_end_of_a_tile(name: str, more: int, device: torch.device) -> None:
+    case = CASES[name]
+    rows = case.chain(pointwise).tile(16, 4)[0] + more
+    check(case, [t.to(device) for t in drawn(case, (rows,), 16, torch.float32)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_further_apart_than_int32_counts(name: str, device: torch.device) -> None:
+    """The third row begins beyond 2^31 elements; only the rows themselves take memory."""
+    if device.type != "cpu":
+        pytest.skip("takes memory for what lies between, too")
+    case = CASES[name]
+    tensors = drawn(case, (4,), 12, torch.float16)
+
+    def far(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, (2**30 + 8, 1), dtype=t.dtype).copy_(t) if t.ndim == 2 else t
+
+    assert_bitwise_equal(run(case, [far(t) for t in tensors]), run(case, tensors))
+
+
+EXACT: dict[str, Any] = {
+    "bias, add": lambda k: (k.Chain(k.bias(), k.store(), k.add()), lambda x, b, o: (x + b + o, x + b)),
+    "scale, relu": lambda k: (k.Chain(k.scale(2.0), k.act(RELU)), lambda x: (torch.relu(2 * x),)),
+    "gated": lambda k: (k.Chain(k.gated(RELU)), lambda x: (torch.relu(halves(x)[0]) * halves(x)[1],)),
+    "d relu, sum": lambda k: (
+        k.Chain(k.dact(RELU), k.column_sum()), lambda x, y: (x * (y > 0), (x * (y > 0)).sum(0))
+    ),
+    "d gated, sum": lambda k: (
+        k.Chain(k.dgated(RELU), k.column_sum()),
+        lambda x, z: (lambda d: (d, d.sum(0)))(
+            torch.cat((x * halves(z)[1] * (halves(z)[0] > 0), x * torch.relu(halves(z)[0])), 1)
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_numbers_give_exact_results(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    chain, expected = EXACT[name](pointwise)
+    units = {"row": (20,), "matrix": (37, 20), "packed": (37, 40)}
+    shapes = [(37, 20 * chain.parts[0]), *(units[step.operand] for step in chain.steps if step.operand)]
+    tensors = [exact("integers", shape, i, dtype=dtype).to(device) for i, shape in enumerate(shapes)]
+    ours = pointwise.pointwise(tensors[0], chain, tensors[1:])
+    assert_bitwise_equal(list(ours), [t.to(dtype) for t in expected(*(t.double() for t in tensors))])
+
+
+class _Chain(torch.autograd.Function):
+    """dropout(silu(gate) up), [gate; up] = x + b, then a residual: every gradient by a chain."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, b: Tensor, other: Tensor, seed: Tensor) -> Tensor:
+        k = pointwise
+        y, z = k.pointwise(
+            x, k.Chain(k.bias(), k.store(), k.gated(SILU), k.dropout(P), k.add()), (b, seed, other)
+        )  # fmt: skip
+        ctx.save_for_backward(z, seed)
+        assert y is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        k = pointwise
+        z, seed = ctx.saved_tensors
+        dy = grads[0].contiguous()
+        dx, db = k.pointwise(dy, k.Chain(k.dropout(P), k.dgated(SILU), k.column_sum()), (seed, z))
+        return dx, db, dy, None
+
+
+def test_gradients_are_those_of_finite_differences(device: torch.device) -> None:
+    shapes = ((3, 8), (8,), (3, 4))
+    inputs = [seeded_randn(s, i, dtype=torch.float64).to(device).requires_grad_() for i, s in enumerate(shapes)]
+    torch.autograd.gradcheck(lambda *a: _Chain.apply(*a, SEED.to(device)), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("regime", ["zeros", "constant_rows", "extremes"])
+@pytest.mark.parametrize("name", CASES)
+def test_at_the_edges_of_a_format(name: str, regime: str, device: torch.device) -> None:
+    """Where one overflows, so does the other; fused may be finite where unfused is not."""
+    case = CASES[name]
+    for dtype in DTYPES[:3]:
+        tensors = [t.to(device) for t in drawn(case, (5,), 12, dtype)]
+        tensors[0] = in_regime(regime, tuple(tensors[0].shape), 3, dtype=dtype).to(device)
+        if regime != "extremes":
+            check(case, tensors)
+            continue
+        reference = in_torch(case, [t.double() for t in tensors])
+        for ours, theirs, r in zip(run(case, tensors), in_torch(case, tensors), reference, strict=True):
+            # Whether a sum over rows overflows depends on its order; at the largest number, on how it is rounded.
+            exempt = (r.abs() > 0.98 * torch.finfo(dtype).max) | (r.ndim == 1)
+            assert (ours.isfinite() | ~theirs.isfinite() | exempt).all()
+
+
 @pytest.mark.parametrize("kind", ["integers", "signs"])
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_sums_of_exact_numbers_are_exact(kind: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -347,6 +447,21 @@ def test_the_result_may_be_left_out(device: torch.device) -> None:
     assert y is None
     assert total is not None
     torch.testing.assert_close(total, x.sum(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_activation_given_again_reads_its_input_once(dtype: torch.dtype, device: torch.device) -> None:
+    k = pointwise
+    dy, z = (seeded_randn((19, 40), seed, dtype=dtype).to(device) for seed in (0, 1))
+    chain = k.Chain(k.emit(SILU), k.dact(SILU), k.column_sum())
+    apart = k.pointwise(dy, chain, (z, z.clone()))
+    assert_bitwise_equal(k.pointwise(dy, chain, (z, z)), apart)
+    # Another tensor at the same address, and the same step without the one before it.
+    assert_bitwise_equal(
+        k.pointwise(dy, chain, (z[:1].expand_as(z), z)), k.pointwise(dy, chain, (z[:1].expand_as(z), z.clone()))
+    )
+    twice = k.Chain(k.emit(SILU), k.scale(1.0), k.dact(SILU), k.column_sum())
+    assert_bitwise_equal(k.pointwise(dy, twice, (z, z)), apart)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -457,6 +572,92 @@ MUTANTS = {
         "_stored(outputs[s], _times(tiles, 1.0001), rows, cols, width, mask)",
         "bias_gelu",
     ),
+    "rows of a tile overlap": (
+        pointwise,
+        "rows = (pid // across) * BLOCK_M",
+        "rows = (pid // across) * (BLOCK_M - 1)",
+        "bias_gelu",
+    ),
+    "the next tile of a program": (
+        pointwise,
+        "rows = first + tl.cast(step, tl.int64) * BLOCK_M",
+        "rows = first + 0 * tl.cast(step, tl.int64) * BLOCK_M",
+        "sum",
+    ),
+    "sum of rows beyond the last": (pointwise, "tl.where(mask, tiles[j], 0.0),)", "tiles[j],)", "bias_sum"),
+    "partial sums of one program": (
+        pointwise,
+        "tl.store(partials + (down * SUMS + j) * width",
+        "tl.store(partials + (0 * down * SUMS + j) * width",
+        "d_gated_sum",
+    ),
+    "sums rounded on the way": (
+        pointwise,
+        "tl.sum(sums[j], 0), mask",
+        "tl.sum(sums[j].to(tl.bfloat16).to(COMPUTE), 0), mask",
+        "d_gelu_sum",
+    ),
+    "one part read for all": (
+        pointwise,
+        "at = rows[:, None] * stride + (cols + j * width)[None, :]",
+        "at = rows[:, None] * stride + cols[None, :]",
+        "d_gated_sum",
+    ),
+    "a function of something else": (
+        pointwise,
+        "results = results + (apply(VALUE, tiles[j], P),)",
+        "results = results + (apply(VALUE, tiles[j] + 0.01, P),)",
+        "bias_gelu",
+    ),
+    "sums that begin at one": (
+        pointwise,
+        "tl.zeros((BLOCK_M, BLOCK_N), COMPUTE),)",
+        "tl.full((BLOCK_M, BLOCK_N), 1.0, COMPUTE),)",
+        "sum",
+    ),
+    "dropout without its scale": (_philox, "tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "long"),
+    "gate without its function": (
+        pointwise,
+        "(apply(VALUE, tiles[j], P) * tiles[j + len(tiles) // 2],)",
+        "(tiles[j] * tiles[j + len(tiles) // 2],)",
+        "bias_gated_dropout",
+    ),
+    "value for derivative": (
+        pointwise,
+        "results = results + (tiles[j] * apply(DERIVATIVE, saved[j], P),)",
+        "results = results + (apply(DERIVATIVE, saved[j], P),)",
+        "d_gelu_sum",
+    ),
+    "scale of the second part": (
+        pointwise,
+        "results = results + (tiles[j] * factor,)",
+        "results = results + (tiles[j] + factor,)",
+        "scale_add",
+    ),
+    "residual subtracted": (
+        pointwise,
+        "results = results + (tiles[j] + others[j],)",
+        "results = results + (tiles[j] - others[j],)",
+        "scale_add",
+    ),
+    "halves stored in one place": (
+        pointwise,
+        "at = rows[:, None] * (width * len(tiles)) + (cols + j * width)[None, :]",
+        "at = rows[:, None] * (width * len(tiles)) + cols[None, :]",
+        "d_gated_sum",
+    ),
+    "what is given again": (
+        pointwise,
+        "_stored(outputs[s], _act(saved, FNS",
+        "_stored(outputs[s], _act(tiles, FNS",
+        "emit",
+    ),
+    "dropout that starts at each tile": (
+        pointwise,
+        "rows, col + j * width, width * len(tiles), P,",
+        "rows, j * width, width * len(tiles), P,",
+        "bias_dropout_add",
+    ),
     "sum not finished": (
         _columns,
         "for first in tl.range(0, R, BLOCK_R):",
@@ -490,10 +691,10 @@ MUTANTS = {
 }
 
 
-def wrong(case: Case, k: ModuleType, device: torch.device) -> bool:
+def wrong(case: Case, k: ModuleType, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the chain is found to be wrong in one of a few shapes."""
     for (rows, width), padding in itertools.product(((37, 12), (130, 9), (9, 1100)), (0, 3)):
-        tensors = [t.to(device) for t in drawn(case, (rows,), width, torch.float32)]
+        tensors = [t.to(device) for t in drawn(case, (rows,), width, dtype)]
         # Rows that lie apart, so that neighbors and strides matter; what lies between is NaN.
         laid = [F.pad(t, (0, padding + i), value=torch.nan)[..., : t.shape[-1]] for i, t in enumerate(tensors)]
         laid = [t if u.ndim == 2 else u for t, u in zip(laid, tensors, strict=True)]
@@ -505,17 +706,24 @@ def wrong(case: Case, k: ModuleType, device: torch.device) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_kernel_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]) -> None:
+# The unfused operations round what they sum to 16 bits, too.
+ONLY_FLOAT32 = {"sums rounded on the way"}
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS, ONLY_FLOAT32))
+def test_a_wrong_kernel_is_found(
+    name: str, dtype: torch.dtype, device: torch.device, mutant: Callable[..., ModuleType]
+) -> None:
     module, old, new, case = MUTANTS[name]
     changed = mutant(module, old, new)
     if module is not pointwise:
         # The chain's own module again, on top of the changed one.
         imported = f"from .{module.__name__.rpartition('.')[2]} import"
         changed = mutant(pointwise, imported, f"from {changed.__name__} import")
-    assert wrong(CASES[case], changed, device)
+    assert wrong(CASES[case], changed, device, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("name", sorted({case for *_, case in MUTANTS.values()}))
-def test_the_right_kernel_is_not(name: str, device: torch.device) -> None:
-    assert not wrong(CASES[name], pointwise, device)
+def test_the_right_kernel_is_not(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    assert not wrong(CASES[name], pointwise, device, dtype)

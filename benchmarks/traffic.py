@@ -1,0 +1,226 @@
+"""Bytes that each kernel moves, counted in Triton's interpreter, against the fewest that its results can take.
+
+The fewest: each input read once, each result written once. What a kernel moves is split into what has to come from
+memory, rows of parameters that every program reads again (from cache), and partial sums over rows. Of a product only
+what its epilogue adds is counted. Writes `results/traffic.json`, which docs/kernels.md is drawn from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqfuse.testing.traffic import Traffic, counted, fewest
+
+ROWS, COLUMNS, WIDE = 24, 1040, 20_480
+PRODUCT = ("a", "b", "c")
+
+
+@dataclasses.dataclass
+class Case:
+    """What a kernel is asked for; `run` gives its results."""
+
+    kernel: str
+    what: str
+    shape: tuple[int, int]
+    inputs: list[Tensor]
+    run: Callable[[], Any]
+
+    @property
+    def product(self) -> bool:
+        """Whether the kernel multiplies matrices, so that only its epilogue is counted."""
+        return self.kernel == "gemm"
+
+    def row(self) -> dict[str, Any]:
+        """Counted, as it is written down."""
+        with counted() as traffic:
+            results = self.run()
+        outputs = [t for t in results if t is not None]
+        least = fewest(*self.inputs, *(outputs[1:] if self.product else outputs))
+        moved, cached, partials = _split(traffic, self.product)
+        return {
+            "kernel": self.kernel,
+            "what": self.what,
+            "shape": self.shape,
+            "launches": len(traffic.launches),
+            "fewest": least,
+            "moved": moved,
+            "cached": cached,
+            "partials": partials,
+            "outside": sum(launch.outside for launch in traffic.launches),
+            "written_twice": sum(m.stored - m.stored_once for one in traffic.launches for m in one.arguments.values()),
+        }
+
+
+def _split(traffic: Traffic, product: bool) -> tuple[int, int, int]:
+    moved = cached = partials = 0
+    for launch in traffic.launches:
+        for name, argument in launch.arguments.items():
+            if name == "partials":
+                partials += argument.total
+            elif product and name in PRODUCT:
+                moved += argument.loaded if name == "c" else 0
+            else:
+                again = argument.loaded - argument.loaded_once if len(argument.shape) < 2 else 0
+                cached += again
+                moved += argument.total - again
+    return moved, cached, partials
+
+
+def cases() -> Iterator[Case]:
+    """Every kernel that memory bounds, with what it is launched for."""
+    yield from pointwise_cases()
+    yield from norm_cases()
+    yield from gemm_cases()
+
+
+def drawn(*shape: int) -> Tensor:
+    """Any numbers: what is counted depends on shapes alone."""
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+def pointwise_cases() -> Iterator[Case]:
+    """Chains of values and of gradients."""
+    from seqfuse.kernels import pointwise as k
+    from seqfuse.kernels.activations import ACTIVATIONS
+
+    gelu, silu = ACTIVATIONS["gelu"], ACTIVATIONS["silu"]
+    x, other, packed = drawn(ROWS, COLUMNS), drawn(ROWS, COLUMNS), drawn(ROWS, 2 * COLUMNS)
+    row, row2, seed = drawn(COLUMNS), drawn(2 * COLUMNS), torch.tensor(1)
+    chains: tuple[tuple[str, Tensor, k.Chain, tuple[Tensor, ...], bool], ...] = (
+        ("gelu", x, k.Chain(k.act(gelu)), (), True),
+        ("bias, gelu", x, k.Chain(k.bias(), k.act(gelu)), (row,), True),
+        ("bias, gelu, pre-activation", x, k.Chain(k.bias(), k.store(), k.act(gelu)), (row,), True),
+        ("swiglu", packed, k.Chain(k.gated(silu)), (), True),
+        ("bias, swiglu, [gate; up]", packed, k.Chain(k.bias(), k.store(), k.gated(silu)), (row2,), True),
+        ("scale, add", x, k.Chain(k.scale(0.5), k.add()), (other,), True),
+        ("dropout, add", x, k.Chain(k.dropout(0.1), k.add()), (seed, other), True),
+        ("bias, dropout, add", x, k.Chain(k.bias(), k.dropout(0.1), k.add()), (row, seed, other), True),
+        ("d gelu", x, k.Chain(k.dact(gelu)), (other,), True),
+        ("d gelu, d bias", x, k.Chain(k.dact(gelu), k.column_sum()), (other,), True),
+        ("d gelu, d bias, gelu again", x, k.Chain(k.emit(gelu), k.dact(gelu), k.column_sum()), (other, other), True),
+        ("d dropout, d gelu, d bias", x, k.Chain(k.dropout(0.1), k.dact(gelu), k.column_sum()), (seed, other), True),
+        ("d swiglu, d bias", x, k.Chain(k.dgated(silu), k.column_sum()), (packed,), True),
+        ("d dropout, d bias", x, k.Chain(k.dropout(0.1), k.column_sum()), (seed,), True),
+        ("add, d dropout, d bias", x, k.Chain(k.add(), k.store(), k.dropout(0.1), k.column_sum()), (other, seed), True),
+        ("d bias alone", x, k.Chain(k.column_sum()), (), False),
+    )
+    for what, source, chain, operands, result in chains:
+        yield Case(
+            "pointwise", what, (ROWS, COLUMNS), [source, *operands],
+            lambda source=source, chain=chain, operands=operands, result=result: k.pointwise(
+                source, chain, operands, result=result
+            ),
+        )  # fmt: skip
+
+
+def norm_cases() -> Iterator[Case]:
+    """Both norms in both directions, alone and with all that may stand around them, and rows too wide for registers."""
+    from seqfuse.kernels.activations import ACTIVATIONS
+    from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
+    from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+
+    gelu, seed, bf16 = ACTIVATIONS["gelu"], torch.tensor(1), torch.bfloat16
+    for rows, N in ((ROWS, COLUMNS), (3, WIDE)):
+        x, dy, other = (drawn(rows, N) for _ in range(3))
+        weight, bias, branch = (drawn(N) for _ in range(3))
+        mean, rstd = torch.zeros(rows), torch.ones(rows)
+        before: dict[str, Any] = {"pre_bias": branch, "seed": seed, "p": 0.1, "residual": other}
+        after: dict[str, Any] = {
+            "dstream": other, "seed": seed, "p": 0.1, "dbranch": True, "dpre_bias": bf16,
+        }  # fmt: skip
+        for kernel, forward, backward, affine in (
+            ("layernorm", layernorm_fwd, layernorm_bwd, (weight, bias)),
+            ("rmsnorm", rmsnorm_fwd, rmsnorm_bwd, (weight,)),
+        ):
+            stats = (mean, rstd) if kernel == "layernorm" else (rstd,)
+            sums: dict[str, Any] = {"dweight": bf16} | ({"dbias": bf16} if kernel == "layernorm" else {})
+
+            def case(
+                what: str,
+                inputs: tuple[Tensor, ...],
+                run: Callable[..., Any],
+                *args: Any,
+                kernel: str = kernel,
+                shape: tuple[int, int] = (rows, N),
+                **named: Any,
+            ) -> Case:
+                return Case(kernel, what, shape, list(inputs), lambda: run(*args, **named))
+
+            yield case("forward", (x, *affine), forward, x, *affine, 1e-5)
+            yield case("forward, gelu", (x, *affine), forward, x, *affine, 1e-5, act=gelu)
+            yield case(
+                "bias, dropout, add, forward", (x, *affine, branch, seed, other), forward, x, *affine, 1e-5, **before
+            )
+            read = (dy, x, *stats, weight)
+            yield case("backward", read, backward, dy, x, *stats, weight, **sums)
+            yield case("backward, dx alone", read, backward, dy, x, *stats, weight)
+            yield case("backward, d gelu", (dy, x, *stats, *affine), backward, dy, x, *stats, *affine, act=gelu, **sums)
+            yield case("backward, add", (*read, other), backward, dy, x, *stats, weight, dstream=other, **sums)
+            yield case(
+                "backward, add, d dropout, d bias", (*read, other, seed), backward, dy, x, *stats, weight, **sums,
+                **after,
+            )  # fmt: skip
+
+
+def gemm_cases() -> Iterator[Case]:
+    """Epilogues of products; the first result is the product's own."""
+    from seqfuse.kernels import gemm
+    from seqfuse.kernels._gemm_tiles import Tile
+    from seqfuse.kernels.activations import ACTIVATIONS
+
+    gelu, silu, dropout = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], gemm.Dropout(torch.tensor(1), 0.1)
+    M, N, K = 144, 208, 64
+    tile = Tile(64, 64, 64, 4, 1, split=2, descriptors=True)
+    x, weight, packed, dy = drawn(M, K), drawn(N, K), drawn(2 * N, K), drawn(M, K)
+    down = drawn(K, N)
+    bias, bias2, other = drawn(N), drawn(2 * N), drawn(M, N)
+    t, t2 = drawn(M, N), drawn(M, 2 * N)
+    main = torch.zeros(N, K)
+    seed = dropout.seed
+    shape = (M, N)
+    yield Case("gemm", "bias, gelu", shape, [bias], lambda: gemm.linear(x, weight, bias, act=gelu, tile=tile))
+    yield Case(
+        "gemm", "bias, gelu, pre-activation", shape, [bias],
+        lambda: gemm.linear(x, weight, bias, act=gelu, store_pre=True, tile=tile),
+    )  # fmt: skip
+    yield Case(
+        "gemm", "bias, dropout, add", shape, [bias, seed, other],
+        lambda: gemm.linear(x, weight, bias, dropout=dropout, residual=other, tile=tile),
+    )  # fmt: skip
+    yield Case(
+        "gemm", "bias, swiglu, [gate; up]", shape, [bias2],
+        lambda: gemm.linear_gated(x, packed, bias2, act=silu, store_pre=True, tile=tile),
+    )  # fmt: skip
+    yield Case(
+        "gemm", "d gelu, d bias, gelu again", shape, [t],
+        lambda: gemm.linear_dgrad(dy, down, act=gelu, t=t, sums=True, emit=True, tile=tile),
+    )  # fmt: skip
+    yield Case(
+        "gemm", "d swiglu, d bias, swiglu again", shape, [t2],
+        lambda: gemm.linear_dgrad_gated(dy, down, act=silu, t=t2, sums=True, emit=True, tile=tile),
+    )  # fmt: skip
+    yield Case(
+        "gemm", "wgrad added to main_grad", (N, K), [main],
+        lambda: (gemm.linear_wgrad(other, x, main_grad=main, tile=tile),),
+    )  # fmt: skip
+
+
+def main() -> None:
+    from record import write
+
+    os.environ["TRITON_INTERPRET"] = "1"
+    rows = [case.row() for case in cases()]
+    for row in rows:
+        over = row["moved"] / row["fewest"] - 1 if row["fewest"] else 0.0
+        print(f"{row['kernel']:<10} {row['what']:<34} {row['fewest']:>10,} {over:>8.2%}  {row['cached']:>9,}")
+    print(f"wrote {write('traffic', {'traffic': rows}).name}")
+
+
+if __name__ == "__main__":
+    main()

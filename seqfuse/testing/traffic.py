@@ -1,0 +1,223 @@
+"""Bytes that interpreted kernels move, counted while they run: by launch, by argument, and how many had to be.
+
+A memory-bound kernel is as fast as its bytes are few. Inside `counted()` every lane of a load or store that is not
+masked off is counted, those of descriptors within the bounds of their tensor, atomics twice; times of caches are no
+part of it.
+"""
+
+# pyright: basic
+# The parts of Triton's interpreter that are watched have no types.
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+# What is watched, and the arguments it must have after self.
+_METHODS = {
+    "create_masked_load": ("ptrs", "mask", "other", "cache_modifier", "eviction_policy", "is_volatile"),
+    "create_masked_store": ("ptrs", "value", "mask", "cache_modifier", "eviction_policy"),
+    "create_atomic_rmw": ("rmwOp", "ptr", "val", "mask", "sem", "scope"),
+    "create_atomic_cas": ("ptr", "cmp", "val", "sem", "scope"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """What one launch moved of one tensor.
+
+    Args:
+        shape: the tensor's.
+        loaded: bytes read, as often as they are.
+        stored: bytes written, as often as they are.
+        loaded_once: bytes read, each counted once.
+        stored_once: bytes written, each counted once.
+    """
+
+    shape: tuple[int, ...]
+    loaded: int
+    stored: int
+    loaded_once: int
+    stored_once: int
+
+    @property
+    def total(self) -> int:
+        """Bytes moved."""
+        return self.loaded + self.stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel.
+
+    Args:
+        kernel: its name.
+        arguments: by the name of the parameter; a tensor in a tuple as `operands.1`. Where two arguments overlap, the
+            first has what is moved there.
+        outside: bytes that are in none of them: a fault of the kernel.
+    """
+
+    kernel: str
+    arguments: dict[str, Moved]
+    outside: int
+
+    @property
+    def total(self) -> int:
+        """Bytes moved."""
+        return sum(moved.total for moved in self.arguments.values()) + self.outside
+
+
+@dataclasses.dataclass
+class Traffic:
+    """The launches inside a block, in order."""
+
+    launches: list[Launch] = dataclasses.field(default_factory=list[Launch])
+
+    @property
+    def total(self) -> int:
+        """Bytes moved."""
+        return sum(launch.total for launch in self.launches)
+
+
+class _Argument:
+    """Where a tensor lies, and which of its elements were moved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        import numpy as np
+
+        self.shape, self.size, self.first = tuple(tensor.shape), tensor.element_size(), tensor.data_ptr()
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        elements = 1 + last if tensor.numel() else 0
+        self.end = self.first + elements * self.size
+        self.moved = {"loaded": 0, "stored": 0}
+        self.seen = {kind: np.zeros(elements, dtype=bool) for kind in self.moved}
+
+    def take(self, kind: str, addresses: Any) -> Any:
+        """Count the addresses that are its own; returns the others."""
+        own = (addresses >= self.first) & (addresses < self.end)
+        places = (addresses[own] - self.first) // self.size
+        self.moved[kind] += int(places.size) * self.size
+        self.seen[kind][places] = True
+        return addresses[~own]
+
+    def result(self) -> Moved:
+        once = {f"{kind}_once": int(seen.sum()) * self.size for kind, seen in self.seen.items()}
+        return Moved(self.shape, **self.moved, **once)
+
+
+class _Counter:
+    """The launch that is under way."""
+
+    def __init__(self, arguments: dict[str, _Argument]) -> None:
+        self.arguments = arguments
+        self.outside = 0
+
+    def count(self, kind: str, pointers: Any, mask: Any = None) -> None:
+        import numpy as np
+
+        addresses = pointers.data.astype(np.int64)
+        addresses = addresses.ravel() if mask is None else addresses[np.broadcast_to(mask.data, addresses.shape)]
+        for argument in self.arguments.values():
+            if not addresses.size:
+                return
+            addresses = argument.take(kind, addresses)
+        self.outside += int(addresses.size) * (pointers.get_element_ty().primitive_bitwidth // 8)
+
+
+@contextmanager
+def counted() -> Generator[Traffic]:
+    """A block in which what interpreted kernels load and store is counted, on the CPU, in one thread at a time.
+
+    Raises:
+        RuntimeError: for a version of Triton whose interpreter has other parts than the known ones.
+    """
+    from triton.runtime import interpreter
+
+    _probe(interpreter)
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    plain = {name: getattr(builder, name) for name in _METHODS}
+    run = executor.__call__
+    traffic = Traffic()
+    under_way: list[_Counter] = []
+
+    def load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        under_way[-1].count("loaded", ptrs, mask)
+        return plain["create_masked_load"](self, ptrs, mask, *rest, **named)
+
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        under_way[-1].count("stored", ptrs, mask)
+        return plain["create_masked_store"](self, ptrs, value, mask, *rest)
+
+    def rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+        under_way[-1].count("loaded", ptr, mask)
+        under_way[-1].count("stored", ptr, mask)
+        return plain["create_atomic_rmw"](self, op, ptr, val, mask, *rest)
+
+    def cas(self: Any, ptr: Any, *rest: Any) -> Any:
+        under_way[-1].count("loaded", ptr)
+        under_way[-1].count("stored", ptr)
+        return plain["create_atomic_cas"](self, ptr, *rest)
+
+    def launch(self: Any, *args: Any, **named: Any) -> Any:
+        given = [*zip(self.arg_names, args, strict=False), *named.items()]
+        counter = _Counter({name: _Argument(tensor) for pair in given for name, tensor in _tensors(*pair)})
+        under_way.append(counter)
+        try:
+            run(self, *args, **named)
+        finally:
+            under_way.pop()
+        arguments = {name: argument.result() for name, argument in counter.arguments.items()}
+        traffic.launches.append(Launch(self.fn.__name__, arguments, counter.outside))
+
+    try:
+        for name, watched in zip(_METHODS, (load, store, rmw, cas), strict=True):
+            setattr(builder, name, watched)
+        executor.__call__ = launch
+        yield traffic
+    finally:
+        executor.__call__ = run
+        for name, method in plain.items():
+            setattr(builder, name, method)
+
+
+def fewest(*tensors: Tensor | None) -> int:
+    """The least bytes that reading or writing these once each can take: what a stride of 0 repeats is there once."""
+    distinct = {(t.data_ptr(), t.shape, t.stride()): t for t in tensors if t is not None}
+    total = 0
+    for t in distinct.values():
+        elements = t.element_size() * (t.numel() > 0)
+        for n, stride in zip(t.shape, t.stride(), strict=True):
+            elements *= n if stride else 1
+        total += elements
+    return total
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, tuple):
+        for i, inner in enumerate(value):
+            yield from _tensors(f"{name}.{i}", inner)
+    elif isinstance(getattr(value, "base", None), Tensor):
+        yield name, value.base
+
+
+def _probe(interpreter: Any) -> None:
+    import triton
+
+    builder = getattr(interpreter, "InterpreterBuilder", None)
+    unknown = [
+        name
+        for name, arguments in _METHODS.items()
+        if tuple(inspect.signature(getattr(builder, name, _probe)).parameters)[1:] != arguments
+    ]
+    unknown += [] if hasattr(interpreter, "GridExecutor") else ["GridExecutor"]
+    if unknown:
+        raise RuntimeError(
+            f"Triton {triton.__version__} has another interpreter than the one that is watched here: "
+            f"{', '.join(unknown)} not as known; versions 3.6 to 3.9 are"
+        )

@@ -1,0 +1,51 @@
+"""Every device function has a mutant that its own tests find."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from seqfuse.kernels import _norm, activations, gemm
+
+from . import test_activations, test_gemm, test_norm, test_pointwise
+
+KERNELS = Path(gemm.__file__).parent
+
+
+def _replaced() -> Iterator[tuple[str, str]]:
+    """File and text that a mutant replaces."""
+    for module, mutants in ((gemm, test_gemm.MUTANTS), (_norm, test_norm.MUTANTS)):
+        yield from ((str(module.__file__), old) for old, *_ in mutants.values())
+    yield from ((str(activations.__file__), old) for _, old, _ in test_activations.MUTANTS.values())
+    yield from ((str(module.__file__), old) for module, old, *_ in test_pointwise.MUTANTS.values())
+
+
+def _functions() -> Iterator[tuple[str, str, int, int]]:
+    """File, name, first and last line of each Triton function."""
+    for file in sorted(KERNELS.glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "triton.jit" for d in node.decorator_list):
+                yield str(file), node.name, node.lineno, node.end_lineno or node.lineno
+
+
+FUNCTIONS = {f"{Path(file).stem}.{name}": (file, first, last) for file, name, first, last in _functions()}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_mutant_changes_it(name: str) -> None:
+    file, first, last = FUNCTIONS[name]
+    source = Path(file).read_text()
+    lines = {
+        source.count("\n", 0, source.index(old) + i) + 1
+        for where, old in _replaced()
+        if where == file
+        for i in range(len(old))
+    }
+    assert lines & set(range(first, last + 1))
+
+
+def test_there_are_kernels() -> None:
+    assert sum(name.endswith("_kernel") for name in FUNCTIONS) == 7
