@@ -76,8 +76,9 @@ def main() -> None:
     print(testing.check_fusion(ScaleTanhScale, x, env=hopper))
 
     model = sf.Sequential(
-        ops.Linear(1024, 4096), HardSwish(), ops.Linear(4096, 1024), ops.Scale(1 / 30), ops.Tanh(), ops.Scale(30.0),
-        fusions=(ScaleTanhScale, *fusions.triton, *fusions.default),
+        ops.Linear(1024, 4096), HardSwish(), ops.Linear(4096, 1024, bias=False), ops.Scale(1 / 30), ops.Tanh(),
+        ops.Scale(30.0),
+        fusions=(ScaleTanhScale, *fusions.default),
     ).bfloat16()  # fmt: skip
     print(f"\n{str(model.plan(env=hopper)).partition('refused')[0]}")
 
