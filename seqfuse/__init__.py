@@ -1,6 +1,6 @@
 """seqfuse: small operations in, fused kernels out."""
 
-from . import errors, fusions, ops, plugins, testing
+from . import errors, fusions, inference, nn, ops, plugins, testing
 from .env import Env, Savings, fusing
 from .errors import (
     CacheWarning,
@@ -52,6 +52,8 @@ __all__ = [
     "field",
     "fusing",
     "fusions",
+    "inference",
+    "nn",
     "ops",
     "plugins",
     "remap_keys",

@@ -20,6 +20,7 @@
 | SF502 | StateError   | a saved field that was dropped, or is not there                     |
 | SF503 | StateError   | a checkpoint was recomputed under another plan                      |
 | SF504 | StateError   | the rank that tunes for a group failed                              |
+| SF505 | StateError   | a cache of keys and values cannot take what it was fed              |
 """
 
 from __future__ import annotations

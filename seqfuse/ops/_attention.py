@@ -53,13 +53,14 @@ class Scores:
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    def kernel(self, q: Tensor) -> Literal["cpu", "flash", "blocks"]:
-        """Which kernel does all of this for q [*, H, S, D]."""
-        bounded = self.window is not None and self.window < q.shape[-2]
+    def kernel(self, q: Tensor, keys: int | None = None) -> Literal["cpu", "flash", "blocks"]:
+        """Which kernel does all of this for q [*, H, S, D] over as many keys, or a given number."""
+        keys = q.shape[-2] if keys is None else keys
+        bounded = self.window is not None and self.window < keys
         if self.p or self.softcap is not None or not q.numel():
             return "blocks"
         if q.device.type == "cpu":
-            return "blocks" if bounded or q.shape[-2] < _VECTOR or not q.is_floating_point() else "cpu"
+            return "blocks" if bounded or keys < _VECTOR or not q.is_floating_point() else "cpu"
         head = q.shape[-1]
         fits = q.device.type == "cuda" and q.dtype in _HALF and head <= 256 and head % 8 == 0
         return "flash" if fits and self.mask is None and _has_flash(q.device) else "blocks"

@@ -15,6 +15,7 @@ from ..env import autocast_of
 from ..errors import InputError
 from ._attention import QKV, Scores, attend, attend_backward, numbers, stats_dtype, unflatten
 from ._attention_blocks import attend_blocks, attend_blocks_backward
+from ._cache import current
 from ._philox import drop_mask
 
 
@@ -106,6 +107,9 @@ class Attention(sf.UnfusedOperation):
         cu_seqlens: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> Tensor:
+        cache = current()
+        if cache is not None:
+            return cache.attend(self, x)
         q, k, v = self.heads_of(x)
         dropping = seed is not None and self.random
         mask = self._limits(x, attn_mask, cu_seqlens)
@@ -119,7 +123,7 @@ class Attention(sf.UnfusedOperation):
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale)
             return y.transpose(-3, -2).reshape(self.infer(x.shape))
         k, v = (t.repeat_interleave(shared, -3) for t in (k, v))
-        scores = ((q * self._scale(x)) @ k.mT).to(stats_dtype(x))
+        scores = ((q * self.scale_of(x)) @ k.mT).to(stats_dtype(x))
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         if causal:
@@ -143,6 +147,10 @@ class Attention(sf.UnfusedOperation):
         seed: Tensor | None = None,
         needs: frozenset[str] = frozenset(),
     ) -> tuple[Tensor, Saved]:
+        cache = current()
+        if cache is not None:
+            y = cache.attend(self, x)
+            return y, self.Saved(x=x, y=None, lse=y, mask=None, cu_seqlens=None, seed=None, p=0.0)
         self._check(x, attn_mask, cu_seqlens)
         seed = seed if self.random else None
         p = self.dropout if seed is not None else 0.0
@@ -193,7 +201,8 @@ class Attention(sf.UnfusedOperation):
             x = x.to(dtype)
         return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
-    def _scale(self, x: Tensor) -> float:
+    def scale_of(self, x: Tensor) -> float:
+        """What products of queries and keys are multiplied by."""
         return (x.shape[-1] // (self.heads + 2 * self.kv_heads)) ** -0.5 if self.scale is None else self.scale
 
     def _how(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float) -> Scores:
@@ -202,7 +211,7 @@ class Attention(sf.UnfusedOperation):
             if x.ndim > 3:
                 mask = mask.expand(*x.shape[:-2], *mask.shape[-3:])
             mask = mask.reshape(math.prod(mask.shape[:-3]), *mask.shape[-3:])
-        return Scores(self._scale(x), self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens)
+        return Scores(self.scale_of(x), self.causal, self.window, self.softcap, p, seed, mask, cu_seqlens)
 
     def _limits(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
         """All that limits what a row sees as one mask, or `None` where that is at most being causal."""

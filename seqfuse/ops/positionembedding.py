@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..errors import InputError
+from ._cache import current
 from ._norm import stats_dtype
 from ._read import parameter
 
@@ -82,7 +83,8 @@ class PositionEmbedding(sf.UnfusedOperation):
 
     def _rows(self, weight: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
-            return weight[: x.shape[-2]]
+            cache = current()
+            return weight[: x.shape[-2]] if cache is None else weight[cache.positions(x)]
         shape, whole = positions.shape, x.shape[:-1]
         fits = len(shape) <= len(whole) and all(
             a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False)

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import operation as sf
 from ..errors import InputError
 from ._attention import unflatten
+from ._cache import current
 from ._norm import stats_dtype
 
 
@@ -90,8 +91,9 @@ class RotaryEmbedding(sf.UnfusedOperation):
         stats = stats_dtype(x)
         length = x.shape[-2]
         size = self._sizes(x)[1]
+        cache = current()
         if positions is None:
-            positions = torch.arange(length, device=x.device)
+            positions = torch.arange(length, device=x.device) if cache is None else cache.positions(x)
         elif positions.ndim > x.ndim - 1 or not _broadcasts(positions.shape, x.shape[:-1]):
             message = f"expects positions that broadcast to {tuple(x.shape[:-1])}, got {tuple(positions.shape)}"
             raise InputError(message, code="SF101", operation="RotaryEmbedding")

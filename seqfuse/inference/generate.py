@@ -1,0 +1,146 @@
+"""Tokens made one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .kvcache import KVCache
+
+
+def stream(
+    model: nn.Module,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    lengths: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Collection[int] = (),
+    generator: torch.Generator | None = None,
+    cache: KVCache | None = None,
+    use_cache: bool = True,
+) -> Iterator[Tensor]:
+    """Yield the next token of each sequence, int64 [B], as soon as it is there.
+
+    With logits z of a sequence's last row: the largest one at `temperature=0`, else a draw from softmax(z /
+    temperature), of the `top_k` largest, and of the fewest whose probabilities sum to `top_p`. A sequence that has made
+    a token of `stop` makes that token again; when all have, it ends.
+
+    Args:
+        model: tokens [B, S] to logits [B, S, V]; it runs in the mode it is in, without gradients.
+        tokens: the prompts, int64 [B, S], padded on the right where they differ in length.
+        max_new_tokens: most tokens made.
+        lengths: of the prompts, int [B]; S by default.
+        temperature: 0 is greedy.
+        top_k: how many tokens may be drawn; all by default.
+        top_p: the probability of those that may be drawn, 0 < p <= 1; all by default.
+        stop: tokens after which a sequence ends.
+        generator: of the draws.
+        cache: one to go on with, which has read everything before these tokens; a new one by default.
+        use_cache: whether keys and values are kept; without, every step reads everything again.
+
+    Raises:
+        ValueError: for arguments that do not fit together.
+    """
+    _check(tokens, temperature, top_k, top_p, lengths)
+    batch, width = tokens.shape
+    if use_cache and cache is None:
+        cache = KVCache(batch, width + max_new_tokens, device=tokens.device)
+    ends = torch.tensor(sorted(stop), dtype=tokens.dtype, device=tokens.device)
+    last = torch.full((batch,), width, device=tokens.device) if lengths is None else lengths.to(tokens.device)
+    everything = tokens
+    logits = _read(model, cache if use_cache else None, tokens, lengths)
+    logits = logits[torch.arange(batch, device=tokens.device), last - 1]
+    done: Tensor | None = None
+    new: Tensor | None = None
+    for step in range(max_new_tokens):
+        drawn = _draw(logits, temperature, top_k, top_p, generator)
+        new = drawn if new is None or done is None else torch.where(done, new, drawn)
+        yield new
+        if len(ends):
+            ended = torch.isin(new, ends)
+            done = ended if done is None else done | ended
+            if bool(done.all()):
+                return
+        if step + 1 == max_new_tokens:
+            return
+        if use_cache:
+            logits = _read(model, cache, new.unsqueeze(1), None)[:, -1]
+        else:
+            everything = _appended(everything, last, new)
+            last = last + 1
+            logits = _read(model, None, everything, None)[torch.arange(batch, device=tokens.device), last - 1]
+
+
+def generate(
+    model: nn.Module, tokens: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, **how: object
+) -> Tensor:
+    """The prompts and what `stream` makes of them, int64 [B, S + n], padded on the right with the last token.
+
+    Args:
+        model: as in `stream`.
+        tokens: as in `stream`.
+        max_new_tokens: as in `stream`.
+        lengths: as in `stream`.
+        how: the remaining arguments of `stream`.
+    """
+    last = None if lengths is None else lengths.to(tokens.device)
+    everything = tokens
+    for new in stream(model, tokens, max_new_tokens, lengths=lengths, **how):  # pyright: ignore[reportArgumentType]
+        if last is None:
+            everything = torch.cat((everything, new.unsqueeze(1)), 1)
+        else:
+            everything = _appended(everything, last, new)
+            last = last + 1
+    return everything
+
+
+def _read(model: nn.Module, cache: KVCache | None, tokens: Tensor, counts: Tensor | None) -> Tensor:
+    if cache is not None:
+        return cache.feed(model, tokens, counts)
+    with torch.no_grad():
+        return model(tokens)
+
+
+def _appended(tokens: Tensor, lengths: Tensor, new: Tensor) -> Tensor:
+    """Tokens with one more behind each sequence's last; what was padding is overwritten."""
+    wide = torch.cat((tokens, new.unsqueeze(1)), 1)
+    return wide.scatter(1, lengths.unsqueeze(1), new.unsqueeze(1))
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = logits.softmax(-1)
+    if top_p is not None and top_p < 1:
+        ranked, order = probabilities.sort(-1, descending=True)
+        beyond = ranked.cumsum(-1) - ranked >= top_p  # the likeliest always stays
+        probabilities = probabilities.masked_fill(beyond.gather(-1, order.argsort(-1)), 0)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
+
+def _check(tokens: Tensor, temperature: float, top_k: int | None, top_p: float | None, lengths: Tensor | None) -> None:
+    if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.shape[1]:
+        raise ValueError(
+            f"expects prompts of at least one token, int64 [B, S], got {tokens.dtype} {tuple(tokens.shape)}"
+        )
+    if temperature < 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if lengths is not None and (
+        lengths.shape != tokens.shape[:1] or bool(((lengths < 1) | (lengths > tokens.shape[1])).any())
+    ):
+        raise ValueError(f"expects lengths [{tokens.shape[0]}] of 1 to {tokens.shape[1]}, got {lengths}")

@@ -1,0 +1,234 @@
+"""KVCache: keys and values of what a model has read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError, StateError
+from ..ops import Attention, _cache
+from ..ops._attention import QKV, Scores, attend
+from ..ops._attention_blocks import attend_blocks
+
+
+@dataclasses.dataclass(slots=True)
+class _Layer:
+    """Keys and values of one attention, [B, Hkv, max, D]; int8 ones with a scale each, [B, Hkv, max, 1]."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Everything in it."""
+        return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+
+
+class KVCache:
+    """Keys and values of every attention of a model, for a batch of sequences that grow.
+
+    `cache.feed(model, x)` runs a model on the next rows of each sequence: the prompt first, then a row at a time. The
+    result is that of the model on all rows so far, for the rows fed. Position ids follow from what was fed, for
+    rotary and learned positions alike. Buffers are made at the first call and written in place.
+
+    With int8, each key and value is kept as round(127 t / max |t|) over its D numbers, beside that scale.
+
+    Args:
+        batch: B, the number of sequences.
+        max_length: most rows of a sequence.
+        device: of `lengths`; that of the model's input has to be the same.
+        int8: whether keys and values are kept as int8.
+
+    Attributes:
+        lengths: rows each sequence has so far, int64 [B], on the device.
+        max_length: most rows of a sequence.
+
+    Raises:
+        ValueError: for sizes below one.
+    """
+
+    def __init__(
+        self, batch: int, max_length: int, *, device: torch.device | str | None = None, int8: bool = False
+    ) -> None:
+        if batch < 1 or max_length < 1:
+            raise ValueError(f"batch and max_length must be at least 1, got {batch} and {max_length}")
+        self.batch, self.max_length, self.int8 = batch, max_length, int8
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._layers: list[_Layer] = []
+        self._most = 0  # no sequence is longer: what the host knows without asking the device
+        self._alike = True  # whether all are of that length
+        self._turn = 0
+        self._counts: Tensor | None = None
+        self._fixed = False  # whether shapes may not change from call to call, as in a graph
+
+    def feed(self, model: nn.Module, x: Tensor, counts: Tensor | None = None, **channels: Tensor) -> Any:
+        """What the model gives for the next rows of each sequence, without a graph of gradients.
+
+        Args:
+            model: the same at every call.
+            x: tokens [B, S] or rows [B, S, E].
+            counts: how many of its S rows each sequence takes, int [B]; all by default. Results of other rows are not
+                defined.
+            channels: public extra inputs of the model.
+
+        Raises:
+            InputError: (SF101) for a batch of another size, or counts that are not [B].
+            StateError: (SF505) where a sequence would outgrow `max_length`; nothing has changed then.
+        """
+        if x.ndim < 2 or x.shape[0] != self.batch:
+            raise InputError(f"the cache has {self.batch} sequences, got x {tuple(x.shape)}", code="SF101")
+        if counts is not None and counts.shape != (self.batch,):
+            raise InputError(f"expects counts [{self.batch}], got {tuple(counts.shape)}", code="SF101")
+        rows = x.shape[1]
+        self._make_room(rows, counts)
+        self._turn, self._counts = 0, counts
+        before = _cache.active.set(self)
+        try:
+            with torch.no_grad():
+                y = model(x, **channels)
+        finally:
+            _cache.active.reset(before)
+            self._counts = None
+        if self._turn != len(self._layers):
+            message = f"the model attended {self._turn} times, and {len(self._layers)} times before"
+            raise StateError(message, code="SF505", hint="feed one model alone")
+        self.lengths += rows if counts is None else counts
+        self.advance(rows)
+        self._alike = self._alike and counts is None
+        return y
+
+    def advance(self, rows: int) -> None:
+        """Tell the host that a replayed graph has fed this many rows."""
+        self._most += rows
+
+    def _make_room(self, rows: int, counts: Tensor | None) -> None:
+        if self._most + rows <= self.max_length:
+            return
+        if not self._fixed:  # the host's bound may be too high: ask once
+            self._most = int(self.lengths.max())
+        taken = rows if counts is None or self._fixed else int((self.lengths + counts).max()) - self._most
+        if self._most + taken > self.max_length:
+            message = f"a sequence of {self._most} rows cannot take {taken} more: the cache has {self.max_length}"
+            raise StateError(message, code="SF505", hint="make it with a larger max_length")
+
+    def positions(self, x: Tensor) -> Tensor:
+        """The positions of the rows of x [B, S, C], int64 [B, S]."""
+        positions = self.lengths.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
+        return positions.clamp_(max=self.max_length - 1)  # of rows that are not taken
+
+    def attend(self, attention: Attention, x: Tensor) -> Tensor:
+        """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
+        if not attention.causal or attention.mask is not None or attention.cu_seqlens is not None:
+            raise StateError("a cache holds keys of causal attention without a mask", code="SF505")
+        q, k, v = attention.heads_of(x)
+        if self._turn == len(self._layers):
+            self._layers.append(self._empty(k))
+        layer = self._layers[self._turn]
+        self._turn += 1
+        positions = self.positions(x)
+        self._write(layer, k, v, positions)
+        rows, first = x.shape[1], not self._most
+        if first and self._counts is None and not self._fixed and not self.int8:
+            how = Scores(attention.scale_of(x), True, attention.window, attention.softcap)
+            qkv = q, k, v
+        else:
+            total = self.max_length if self._fixed else min(self._most + rows, self.max_length)
+            mask = self._seen(positions, total, attention.window)
+            how = Scores(attention.scale_of(x), False, None, attention.softcap, mask=mask)
+            qkv = self._read(q, layer, total)
+        return _attended(qkv, how).reshape(*x.shape[:2], -1)
+
+    def _empty(self, k: Tensor) -> _Layer:
+        shape = (self.batch, k.shape[1], self.max_length, k.shape[3])
+        if not self.int8:
+            return _Layer(k.new_zeros(shape), k.new_zeros(shape))
+        whole, scales = k.new_zeros(shape, dtype=torch.int8), k.new_zeros((*shape[:3], 1), dtype=torch.float32)
+        return _Layer(whole, whole.clone(), scales, scales.clone())
+
+    def _write(self, layer: _Layer, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        sequence = torch.arange(self.batch, device=k.device).unsqueeze(1)
+        taken = None
+        if self._counts is not None:
+            taken = torch.arange(k.shape[2], device=k.device) < self._counts.unsqueeze(1)
+        pairs = [(layer.keys, layer.key_scales, k), (layer.values, layer.value_scales, v)]
+        for whole, scales, new in pairs:
+            rows = new.transpose(1, 2)  # [B, S, Hkv, D]
+            if scales is not None:
+                scale = rows.abs().amax(-1, keepdim=True).float() / 127
+                rows = (rows.float() / scale.clamp(min=1e-30)).round_().to(torch.int8)
+                _put(scales, sequence, positions, scale, taken)
+            _put(whole, sequence, positions, rows, taken)
+
+    def _read(self, q: Tensor, layer: _Layer, total: int) -> QKV:
+        keys, values = layer.keys[:, :, :total], layer.values[:, :, :total]
+        if layer.key_scales is None or layer.value_scales is None:
+            return q, keys, values
+        scales = layer.key_scales[:, :, :total], layer.value_scales[:, :, :total]
+        return q, (keys * scales[0]).to(q.dtype), (values * scales[1]).to(q.dtype)
+
+    def _seen(self, positions: Tensor, total: int, window: int | None) -> Tensor | None:
+        """Which of the keys each row sees, [B, 1, S, total]; `None` for all."""
+        if positions.shape[1] == 1 and self._alike and not self._fixed and (window is None or total <= window):
+            return None
+        key, row = torch.arange(total, device=positions.device), positions.unsqueeze(-1)
+        seen = key <= row
+        if window is not None:
+            seen &= row - key < window
+        if self._counts is not None:
+            taken = torch.arange(positions.shape[1], device=positions.device) < self._counts.unsqueeze(1)
+            seen &= taken.unsqueeze(-1)
+        return seen.unsqueeze(1)
+
+    def reorder(self, index: Tensor) -> None:
+        """Continue sequence b from what sequence `index[b]` has, as a beam search does; in place."""
+        for layer in self._layers:
+            for t in layer.tensors():
+                used = t[:, :, : self._most]
+                used.copy_(used.index_select(0, index))
+        self.lengths.copy_(self.lengths.index_select(0, index))
+
+    def truncate(self, lengths: int | Tensor) -> None:
+        """Forget what came after this many rows of each sequence, to go on from a prefix."""
+        if isinstance(lengths, int):
+            self._most = min(self._most, lengths)
+        self.lengths.clamp_(max=lengths)
+        self._alike = self._alike and isinstance(lengths, int)
+
+    def expand(self, batch: int) -> KVCache:
+        """A cache of `batch` copies of the one sequence in this, to go on from a common prefix.
+
+        Raises:
+            InputError: (SF101) where this has several.
+        """
+        if self.batch != 1:
+            raise InputError(f"only a cache of one sequence can be expanded, not of {self.batch}", code="SF101")
+        new = KVCache(batch, self.max_length, device=self.lengths.device, int8=self.int8)
+        new.lengths.copy_(self.lengths.expand(batch))
+        new._layers = [
+            _Layer(*(t.expand(batch, -1, -1, -1).clone() for t in layer.tensors())) for layer in self._layers
+        ]
+        new._most, new._alike = self._most, self._alike
+        return new
+
+    def __repr__(self) -> str:
+        kind = ", int8=True" if self.int8 else ""
+        return (
+            f"KVCache({self.batch}, {self.max_length}{kind}) of {len(self._layers)} layers, at most {self._most} rows"
+        )
+
+
+def _put(whole: Tensor, sequence: Tensor, positions: Tensor, rows: Tensor, taken: Tensor | None) -> None:
+    """Write rows [B, S, Hkv, *] at their positions of [B, Hkv, max, *]; those that are not taken keep what is there."""
+    places = whole.transpose(1, 2)
+    if taken is not None:
+        rows = torch.where(taken.view(*taken.shape, 1, 1), rows, places[sequence, positions])
+    places[sequence, positions] = rows.to(whole.dtype)
+
+
+def _attended(qkv: QKV, how: Scores) -> Tensor:
+    kernel = how.kernel(qkv[0], qkv[1].shape[2])
+    return (attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel))[0]

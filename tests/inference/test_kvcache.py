@@ -1,0 +1,219 @@
+"""A model with its keys and values kept, beside the same model reading everything again."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.inference import KVCache
+from seqfuse.nn import TransformerStack
+from seqfuse.testing import assert_bitwise_equal
+
+GPT: dict[str, Any] = {"activation": functools.partial(ops.GeLU, "tanh")}
+LLAMA: dict[str, Any] = {
+    "kv_heads": 2, "activation": ops.SwiGLU, "norm": ops.RMSNorm, "bias": False, "qk_norm": True,
+    "rotary": functools.partial(ops.RotaryEmbedding, style="half"),
+}  # fmt: skip
+FORMS = {"GPT": GPT, "Llama": LLAMA, "window": {**LLAMA, "window": 5}, "softcap": {**GPT, "softcap": 4.0}}
+
+
+def model_of(form: str, **changed: Any) -> sf.Sequential:
+    torch.manual_seed(0)
+    learned = [] if "rotary" in FORMS[form] else [ops.PositionEmbedding(96, 32)]
+    model = sf.Sequential(
+        ops.Embedding(41, 32), *learned, TransformerStack(2, 32, 4, causal=True, **{**FORMS[form], **changed}),
+        ops.Linear(32, 41, bias=False),
+    )  # fmt: skip
+    return model.eval()
+
+
+def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(41, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pieces", [(70,), (6, *64 * (1,)), (1, 5, 20, 1, 1, 33, 9), 20 * (1,)], ids=str)
+def test_rows_fed_in_pieces_give_what_all_rows_give(form: str, pieces: tuple[int, ...]):
+    model, x = model_of(form), tokens(2, sum(pieces))
+    cache = KVCache(2, 96)
+    found = torch.cat([cache.feed(model, part) for part in x.split(pieces, 1)], 1)
+    with torch.no_grad():
+        close(found, model(x))
+    assert cache.lengths.tolist() == 2 * [sum(pieces)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("first", [(9, 4, 0), (1, 1, 1), (7, 9, 9)], ids=str)
+def test_sequences_may_differ_in_length(form: str, first: tuple[int, ...]):
+    model = model_of(form)
+    rows = [tokens(1, n + 12, seed=n + 5)[0] for n in first]
+    cache, width = KVCache(3, 40), max(first)
+    prompt = torch.stack([torch.nn.functional.pad(row[:n], (0, width - n)) for row, n in zip(rows, first, strict=True)])
+    before = cache.feed(model, prompt, torch.tensor(first))
+    steps = [
+        cache.feed(model, torch.stack([row[n + i] for row, n in zip(rows, first, strict=True)]).unsqueeze(1))
+        for i in range(12)
+    ]
+    made = torch.cat(steps, 1)
+    for b, (row, n) in enumerate(zip(rows, first, strict=True)):
+        with torch.no_grad():
+            whole = model(row.unsqueeze(0))[0]
+        close(before[b, :n], whole[:n])
+        close(made[b], whole[n:])
+    assert cache.lengths.tolist() == [n + 12 for n in first]
+
+
+def test_no_sequence_writes_into_another():
+    model = model_of("Llama")
+    cache = KVCache(3, 20)
+    cache.feed(model, tokens(3, 6), torch.tensor([6, 2, 4]))
+    kept = [t.clone() for layer in cache._layers for t in layer.tensors()]
+    cache.feed(model, tokens(3, 3, seed=2), torch.tensor([0, 3, 1]))
+    for t, before in zip((t for layer in cache._layers for t in layer.tensors()), kept, strict=True):
+        changed = (t != before).any(-1).any(1)
+        assert changed.nonzero().tolist() == [[1, 2], [1, 3], [1, 4], [2, 4]]
+
+
+def test_buffers_are_made_once_and_written_in_place():
+    model, cache = model_of("Llama"), KVCache(2, 30)
+    cache.feed(model, tokens(2, 4))
+    places = [t.data_ptr() for layer in cache._layers for t in layer.tensors()]
+    for i in range(6):
+        cache.feed(model, tokens(2, 1, seed=i))
+    assert [t.data_ptr() for layer in cache._layers for t in layer.tensors()] == places
+    assert cache._layers[0].keys.shape == (2, 2, 30, 8)
+
+
+def test_a_cache_that_is_full_refuses_and_nothing_changes():
+    model, cache = model_of("Llama"), KVCache(2, 10)
+    cache.feed(model, tokens(2, 8))
+    kept = [t.clone() for layer in cache._layers for t in layer.tensors()]
+    with pytest.raises(sf.errors.StateError, match=r"SF505.*a sequence of 8 rows cannot take 3 more: the cache has 10"):
+        cache.feed(model, tokens(2, 3))
+    assert_bitwise_equal([t for layer in cache._layers for t in layer.tensors()], kept)
+    assert cache.lengths.tolist() == [8, 8]
+    cache.feed(model, tokens(2, 2))
+    with pytest.raises(sf.errors.StateError, match="cannot take 1 more"):
+        cache.feed(model, tokens(2, 1))
+
+
+def test_what_padding_took_up_is_free_again():
+    model, cache = model_of("Llama"), KVCache(2, 12)
+    cache.feed(model, tokens(2, 10), torch.tensor([3, 4]))
+    for i in range(8):
+        cache.feed(model, tokens(2, 1, seed=i))
+    assert cache.lengths.tolist() == [11, 12]
+    with pytest.raises(sf.errors.StateError, match="a sequence of 12 rows cannot take 1 more"):
+        cache.feed(model, tokens(2, 1))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_reordered_sequences_go_on_from_their_new_pasts(ragged: bool):
+    model, x = model_of("Llama"), tokens(3, 7)
+    counts = torch.tensor([7, 3, 5]) if ragged else None
+    cache = KVCache(3, 20)
+    cache.feed(model, x, counts)
+    index, new = torch.tensor([2, 0, 0]), tokens(3, 1, seed=9)
+    cache.reorder(index)
+    found = cache.feed(model, new)[:, -1]
+    for b, source in enumerate(index.tolist()):
+        past = x[source, : 7 if counts is None else int(counts[source])]
+        with torch.no_grad():
+            close(found[b], model(torch.cat((past, new[b])).unsqueeze(0))[0, -1])
+
+
+def test_a_prefix_is_read_once_for_many():
+    model, prefix, rest = model_of("GPT"), tokens(1, 6), tokens(3, 4, seed=3)
+    one = KVCache(1, 20)
+    one.feed(model, prefix)
+    many = one.expand(3)
+    found = many.feed(model, rest)
+    with torch.no_grad():
+        close(found, model(torch.cat((prefix.expand(3, -1), rest), 1))[:, 6:])
+    assert one.lengths.tolist() == [6]
+    many.truncate(6)
+    close(many.feed(model, rest), found)
+    with pytest.raises(sf.errors.InputError, match="only a cache of one sequence"):
+        many.expand(2)
+
+
+def test_int8_stays_near_and_takes_a_quarter_of_the_memory():
+    model, x = model_of("Llama"), tokens(2, 40)
+    exact, rough = KVCache(2, 64), KVCache(2, 64, int8=True)
+    for part in x.split((25, *15 * (1,)), 1):
+        y, near = exact.feed(model, part), rough.feed(model, part)
+        assert (near - y).norm() < 0.03 * y.norm()
+    assert not torch.equal(near, y)
+    sizes = [sum(t.nbytes for layer in cache._layers for t in layer.tensors()) for cache in (exact, rough)]
+    assert sizes[1] == sizes[0] * (1 + 4 / 8) / 4
+
+
+def test_a_fused_and_an_unfused_model_read_the_same():
+    model, x = model_of("GPT"), tokens(2, 30)
+    found: list[Tensor] = []
+    for fused in (True, False):
+        cache = KVCache(2, 32)
+        with sf.fusing(fused):
+            found.append(torch.cat([cache.feed(model, part) for part in x.split((20, *10 * (1,)), 1)], 1))
+    close(*found)
+
+
+def test_weights_that_change_are_seen():
+    model, x = model_of("GPT"), tokens(1, 9)
+    cache = KVCache(1, 20)
+    cache.feed(model, x)
+    other = model_of("GPT")
+    torch.manual_seed(7)
+    other.load_state_dict({k: torch.randn_like(v) for k, v in other.state_dict().items()})
+    model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        close(KVCache(1, 20).feed(model, x), other(x))
+
+
+def test_nothing_is_left_behind_after_a_call():
+    model, x = model_of("GPT"), tokens(1, 5)
+    cache = KVCache(1, 20)
+    cache.feed(model, x)
+    with torch.no_grad():
+        close(model(x), KVCache(1, 20).feed(model, x))
+    with pytest.raises(sf.errors.InputError):
+        cache.feed(sf.Sequential(*model, ops.Linear(3, 3)), x)
+    assert cache.lengths.tolist() == [5]
+    with torch.no_grad():
+        close(model(x), KVCache(1, 20).feed(model, x))
+    y = model(x)
+    y.sum().backward()
+
+
+def test_what_a_cache_cannot_hold_is_refused():
+    model, x = model_of("GPT"), tokens(2, 5)
+    with pytest.raises(ValueError, match="batch and max_length must be at least 1, got 0 and 5"):
+        KVCache(0, 5)
+    cache = KVCache(2, 20)
+    with pytest.raises(sf.errors.InputError, match=r"the cache has 2 sequences, got x \(3, 5\)"):
+        cache.feed(model, tokens(3, 5))
+    with pytest.raises(sf.errors.InputError, match=r"expects counts \[2\], got \(1,\)"):
+        cache.feed(model, x, torch.tensor([3]))
+    with pytest.raises(sf.errors.StateError, match="causal attention without a mask"):
+        cache.feed(sf.Sequential(ops.Embedding(41, 24), ops.Attention(2)), x)
+    cache = KVCache(2, 20)
+    cache.feed(model, x)
+    with pytest.raises(sf.errors.StateError, match="attended 1 times, and 2 times before"):
+        cache.feed(sf.Sequential(ops.Embedding(41, 96), ops.Attention(4, causal=True)), x)
+
+
+def test_the_repr_says_what_is_in_it():
+    cache = KVCache(2, 20, int8=True)
+    cache.feed(model_of("GPT"), tokens(2, 5))
+    assert repr(cache) == "KVCache(2, 20, int8=True) of 2 layers, at most 5 rows"
+    assert isinstance(model_of("GPT"), nn.Module)
