@@ -19,48 +19,24 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.nn import TransformerStack
 
 CONTEXT, BATCH, HEAD = 64, 16, 32
 
 
-class Attention(nn.Module):
-    """Causal self-attention, a plain torch module: the fuser runs it as it is and plans around it."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)  # each [batch, heads, context, HEAD]
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-def block(dim: int) -> sf.Sequential:
+def gpt(dim: int, layers: int) -> sf.Sequential:
+    """Bytes to logits of the next byte."""
     return sf.Sequential(
-        ops.Residual(ops.LayerNorm(dim), Attention(dim)),
-        ops.Residual(
-            ops.LayerNorm(dim), ops.Linear(dim, 4 * dim), ops.GeLU(), ops.Linear(4 * dim, dim), ops.Dropout(0.05)
-        ),
+        ops.Embedding(256, dim),
+        ops.PositionEmbedding(CONTEXT, dim),
+        TransformerStack(layers, dim, dim // HEAD, causal=True, dropout=0.05),
+        ops.Linear(dim, 256),
     )
 
 
-class GPT(nn.Module):
-    """Next-byte model; everything behind the embeddings is one `sf.Sequential`."""
-
-    def __init__(self, dim: int, layers: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(256, dim), nn.Embedding(CONTEXT, dim)
-        self.chain = sf.Sequential(*(block(dim) for _ in range(layers)), ops.LayerNorm(dim), ops.Linear(dim, 256))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.chain(self.embed(tokens))
-
-    def loss(self, windows: Tensor) -> Tensor:
-        """Cross entropy in nats per byte on windows of CONTEXT + 1 bytes."""
-        return F.cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
+    """Cross entropy in nats per byte on windows of CONTEXT + 1 bytes."""
+    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
 def read_bytes(source: Path) -> tuple[Tensor, Tensor]:
@@ -95,7 +71,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, fusing: bool) -> None:
         torch.manual_seed(args.seed)
-        self.model, self.fusing = GPT(args.dim, args.layers), fusing
+        self.model, self.fusing = gpt(args.dim, args.layers), fusing
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.98), fused=True)
         steps = max(args.steps, 2)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=steps, pct_start=0.1)
@@ -106,7 +82,7 @@ class Run:
         torch.manual_seed(seed)  # what dropout draws from: the same masks in both runs
         began = time.perf_counter()
         with sf.fusing(self.fusing):
-            loss = self.model.loss(windows)
+            loss = loss_of(self.model, windows)
             self.optimizer.zero_grad()
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -125,7 +101,7 @@ class Run:
         self.model.eval()
         starts = torch.linspace(0, len(text) - CONTEXT - 1, 16 * BATCH, dtype=torch.float64).long()
         with sf.fusing(self.fusing):
-            losses = [self.model.loss(windows_at(text, part)).item() for part in starts.split(BATCH)]
+            losses = [loss_of(self.model, windows_at(text, part)).item() for part in starts.split(BATCH)]
         self.model.train()
         return sum(losses) / len(losses)
 
@@ -175,12 +151,12 @@ def saved_for_backward(run: Run, windows: Tensor) -> int:
         return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     with sf.fusing(run.fusing), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run.model.loss(windows)
+        loss_of(run.model, windows)
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
 
 
 @torch.no_grad()
-def continued(model: GPT, prompt: Tensor, length: int) -> str:
+def continued(model: nn.Module, prompt: Tensor, length: int) -> str:
     """`length` bytes after `prompt`, each drawn from what the model expects."""
     model.eval()
     text = prompt.long()
@@ -220,8 +196,8 @@ def main() -> None:
 
     fused, unfused = Run(args, fusing=True), Run(args, fusing=False)
     windows = windows_at(text, torch.arange(BATCH) * CONTEXT)
-    x = fused.model.embed(windows[:, :-1])
-    plan = fused.model.chain.plan(x)
+    x = windows[:, :-1]
+    plan = fused.model.plan(x)
     forward, backward = plan.fused
     kept = saved_for_backward(fused, windows)
     kept_unfused = saved_for_backward(unfused, windows)
@@ -230,7 +206,7 @@ def main() -> None:
         f"model: {count:,} parameters, {len(plan.names)} operations in {len(plan.segments)} segments,\n"
         f"       {forward} fused forward, {backward} fused backward, {len(plan.alone)} alone; its first block:\n"
     )
-    print(f"{fused.model.chain[0].plan(x)}\n")
+    print(f"{fused.model[2][0].plan(fused.model[:2](x))}\n")
 
     before = fused.validate(held_out)
     train(fused, unfused, text, args.steps, args.seed)
