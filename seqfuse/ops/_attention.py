@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -79,6 +79,24 @@ def stats_dtype(q: Tensor) -> torch.dtype:
 def numbers(ends: Tensor) -> list[int]:
     """What an int tensor holds; the host waits for it."""
     return ends.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def head_size(shape: Sequence[int], heads: int, kv_heads: int) -> int:
+    """D of a packed [*, S, (H + 2 Hkv) D].
+
+    Raises:
+        ValueError: if there is none.
+    """
+    parts = heads + 2 * kv_heads
+    if len(shape) < 2 or shape[-1] % parts or not shape[-1]:
+        wanted = f"{heads} query, {kv_heads} key and {kv_heads} value heads"
+        raise ValueError(f"expects [*, S, {parts} D] of {wanted}, got shape {tuple(shape)}")
+    return shape[-1] // parts
+
+
+def broadcasts(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a tensor of this shape may stand for one of the whole."""
+    return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
 
 
 def unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:

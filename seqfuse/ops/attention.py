@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import operation as sf
 from ..env import autocast_of
 from ..errors import InputError
-from ._attention import QKV, Scores, attend, attend_backward, numbers, stats_dtype, unflatten
+from ._attention import QKV, Scores, attend, attend_backward, broadcasts, head_size, numbers, stats_dtype, unflatten
 from ._attention_blocks import attend_blocks, attend_blocks_backward
 from ._cache import current
 from ._philox import drop_mask
@@ -234,12 +234,8 @@ class Attention(sf.UnfusedOperation):
     def _check(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if mask is not None:
             whole = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
-            shape = mask.shape
-            fits = len(shape) <= len(whole) and all(
-                a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False)
-            )
-            if not fits:
-                message = f"expects a mask that broadcasts to {whole}, got {tuple(shape)}"
+            if not broadcasts(mask.shape, whole):
+                message = f"expects a mask that broadcasts to {whole}, got {tuple(mask.shape)}"
                 raise InputError(message, code="SF101", operation="Attention")
         if cu_seqlens is not None:
             if x.ndim != 2 or cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
@@ -253,11 +249,7 @@ class Attention(sf.UnfusedOperation):
                     raise InputError(message, code="SF107", operation="Attention")
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        parts = self.heads + 2 * self.kv_heads
-        if len(shape) < 2 or shape[-1] % parts or not shape[-1]:
-            wanted = f"{self.heads} query, {self.kv_heads} key and {self.kv_heads} value heads"
-            raise ValueError(f"expects [*, S, {parts} D] of {wanted}, got shape {tuple(shape)}")
-        return (*shape[:-1], self.heads * (shape[-1] // parts))
+        return (*shape[:-1], self.heads * head_size(shape, self.heads, self.kv_heads))
 
     @classmethod
     def example(cls, x: Tensor) -> Attention:

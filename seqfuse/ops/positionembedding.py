@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..errors import InputError
+from ._attention import broadcasts
 from ._cache import current
 from ._norm import stats_dtype
 from ._read import parameter
@@ -85,12 +86,8 @@ class PositionEmbedding(sf.UnfusedOperation):
         if positions is None:
             cache = current()
             return weight[: x.shape[-2]] if cache is None else weight[cache.positions(x)]
-        shape, whole = positions.shape, x.shape[:-1]
-        fits = len(shape) <= len(whole) and all(
-            a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False)
-        )
-        if not fits:
-            message = f"expects positions that broadcast to {tuple(whole)}, got {tuple(shape)}"
+        if not broadcasts(positions.shape, x.shape[:-1]):
+            message = f"expects positions that broadcast to {tuple(x.shape[:-1])}, got {tuple(positions.shape)}"
             raise InputError(message, code="SF101", operation="PositionEmbedding")
         return weight[positions]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import operation as sf
 from ..errors import InputError
-from ._attention import unflatten
+from ._attention import broadcasts, head_size, unflatten
 from ._cache import current
 from ._norm import stats_dtype
 
@@ -94,7 +94,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         cache = current()
         if positions is None:
             positions = torch.arange(length, device=x.device) if cache is None else cache.positions(x)
-        elif positions.ndim > x.ndim - 1 or not _broadcasts(positions.shape, x.shape[:-1]):
+        elif not broadcasts(positions.shape, x.shape[:-1]):
             message = f"expects positions that broadcast to {tuple(x.shape[:-1])}, got {tuple(positions.shape)}"
             raise InputError(message, code="SF101", operation="RotaryEmbedding")
         powers = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / -size
@@ -126,11 +126,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         return y
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        parts = self.heads + 2 * self.kv_heads
-        if len(shape) < 2 or shape[-1] % parts or not shape[-1]:
-            wanted = f"{self.heads} query, {self.kv_heads} key and {self.kv_heads} value heads"
-            raise ValueError(f"expects [*, S, {parts} D] of {wanted}, got shape {tuple(shape)}")
-        size = shape[-1] // parts
+        size = head_size(shape, self.heads, self.kv_heads)
         if (self.rotary_dim or size) > size or (self.rotary_dim is None and size % 2):
             raise ValueError(f"turns {self.rotary_dim or 'all'} elements of a head, got heads of {size}")
         return shape
@@ -146,7 +142,3 @@ class RotaryEmbedding(sf.UnfusedOperation):
         text += f", style={self.style!r}, base={self.base:g}"
         named = {"rotary_dim": self.rotary_dim, "positions": self.positions}
         return text + "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
-
-
-def _broadcasts(shape: torch.Size, whole: torch.Size) -> bool:
-    return all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
