@@ -94,7 +94,9 @@ class PointwiseChainBackward(BackwardFusion):
         return _requirements((self.first, *self.rest), env)
 
     def saves(self, env: Env) -> Savings:
-        return _worth((self.first, *self.rest), env, 2 * len(self.rest))
+        parts = (self.first, *self.rest)
+        # A bias reads its gradient and hands it on; the others read and write one.
+        return _worth(parts, env, 2 * len(self.rest) - sum(isinstance(part, Bias) for part in parts))
 
     def bwd(
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _columns, _philox, pointwise
+from seqfuse.kernels import _columns, _philox, activations, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS, Activation
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
@@ -614,6 +614,12 @@ MUTANTS = {
         "tl.zeros((BLOCK_M, BLOCK_N), COMPUTE),)",
         "tl.full((BLOCK_M, BLOCK_N), 1.0, COMPUTE),)",
         "sum",
+    ),
+    "a function called with something else": (
+        activations,
+        "        return FUNCTION(x)\n",
+        "        return FUNCTION(x + 0.01)\n",
+        "bias_gelu",
     ),
     "dropout without its scale": (_philox, "tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "long"),
     "gate without its function": (
