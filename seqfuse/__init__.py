@@ -1,6 +1,6 @@
 """seqfuse: small operations in, fused kernels out."""
 
-from . import errors, fusions, ops, plugins, testing
+from . import errors, fusions, losses, ops, plugins, testing
 from .env import Env, Savings, fusing
 from .errors import (
     CacheWarning,
@@ -52,6 +52,7 @@ __all__ = [
     "field",
     "fusing",
     "fusions",
+    "losses",
     "ops",
     "plugins",
     "remap_keys",
