@@ -2,8 +2,8 @@
 # Schemas are text, and what is registered under them has no types of its own.
 """Cross-entropy as an operator, `torch.ops.seqfuse.cross_entropy_`: what traces see.
 
-Arguments are those of the function; results come as a list, the loss where it is made and then the log-sum-exp where
-it was not given. Importing this module registers it; eager code calls the function.
+Arguments are those of the function; results come as a list, the loss and the softmax, none where the softmax is
+given. Importing this module registers it; eager code calls the function.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from .crossentropy import cross_entropy_
 _library = torch.library.Library("seqfuse", "FRAGMENT")
 _SCHEMA = (
     "cross_entropy_(Tensor(a!) logits, Tensor targets, *, int ignore_index=-100, float label_smoothing=0.0, "
-    "float z_loss=0.0, float? softcap=None, Tensor? scale=None, Tensor? lse=None, bool gradient=True) -> Tensor[]"
+    "float z_loss=0.0, float? softcap=None, Tensor? scale=None, Tensor? softmax=None, bool gradient=True) -> Tensor[]"
 )
 
 
-def _run(logits: Tensor, targets: Tensor, *, lse: Tensor | None = None, **rest: Any) -> list[Tensor]:
-    loss, made = cross_entropy_(logits, targets, lse=lse, **rest)
+def _run(logits: Tensor, targets: Tensor, *, softmax: Tensor | None = None, **rest: Any) -> list[Tensor]:
+    loss, made = cross_entropy_(logits, targets, softmax=softmax, **rest)
     return [] if loss is None else [loss, made]
 
 
-def _fake(logits: Tensor, targets: Tensor, *, lse: Tensor | None = None, **_: Any) -> list[Tensor]:
+def _fake(logits: Tensor, targets: Tensor, *, softmax: Tensor | None = None, **_: Any) -> list[Tensor]:
     dtype = torch.float64 if logits.dtype is torch.float64 else torch.float32
-    return [] if lse is not None else [logits.new_empty(logits.shape[:1], dtype=dtype) for _ in range(2)]
+    rows = logits.shape[0]
+    return [] if softmax is not None else [logits.new_empty(shape, dtype=dtype) for shape in ((rows,), (2, rows))]
 
 
 _library.define(_SCHEMA)

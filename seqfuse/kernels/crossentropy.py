@@ -36,7 +36,7 @@ def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits, targets, scale, lse_in, loss, lse, stride, ignore, classes,
+    logits, targets, scale, given, loss, made, stride, softmax_stride, ignore, classes,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
     BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def _cross_entropy_kernel(
     logits += row * stride
     target = tl.load(targets + row)
     counted = target != ignore
-    if lse_in is None:
+    if given is None:
         top = tl.full((), float("-inf"), COMPUTE)
         total = tl.zeros((), COMPUTE)
         plain = tl.zeros((), COMPUTE)
@@ -64,18 +64,17 @@ def _cross_entropy_kernel(
         if SOFTCAP is not None:
             picked = tanh(picked / SOFTCAP) * SOFTCAP
         log_total = tl.log(total)
-        row_lse = top + log_total
         value = log_total - (1.0 - SMOOTHING) * (picked - top)
         if SMOOTHING > 0.0:
             value -= SMOOTHING * (plain / classes.to(COMPUTE) - top)
         if Z_LOSS != 0.0:
-            value += Z_LOSS * row_lse * row_lse
+            value += Z_LOSS * (top + log_total) * (top + log_total)
         tl.store(loss + row, tl.where(counted, value, 0.0))
-        tl.store(lse + row, row_lse)
+        tl.store(made + row, top)
+        tl.store(made + softmax_stride + row, total)
     else:
-        row_lse = tl.load(lse_in + row).to(COMPUTE)
-        top = row_lse
-        total = tl.full((), 1.0, COMPUTE)
+        top = tl.load(given + row).to(COMPUTE)
+        total = tl.load(given + softmax_stride + row).to(COMPUTE)
     if GRADIENT:
         g = tl.full((), 1.0, COMPUTE)
         if scale is not None:
@@ -83,15 +82,18 @@ def _cross_entropy_kernel(
         g = tl.where(counted, g, 0.0)
         by_softmax = g / total
         if Z_LOSS != 0.0:
-            by_softmax *= 1.0 + 2.0 * Z_LOSS * row_lse
-        at_target = g * (1.0 - SMOOTHING)
+            of_lse = 2.0 * Z_LOSS * (top + tl.log(total))
+        spread = SMOOTHING / classes.to(COMPUTE)
+        away = g * spread
+        at_target = g * (1.0 - SMOOTHING + spread)
         for first in tl.range(0, classes, BLOCK_N):
             z, bent, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
             # A product, not a choice: as in torch, a row that does not count hands on its NaN.
-            d = tl.exp(z - top) * by_softmax
-            if SMOOTHING > 0.0:
-                d -= g * SMOOTHING / classes.to(COMPUTE)
-            d -= tl.where(cols == target, at_target, 0.0)
+            p = tl.exp(z - top) * by_softmax
+            d = p - tl.where(cols == target, at_target, away)
+            if Z_LOSS != 0.0:
+                # Added last: where p is near one, the loss's own part would drown the digits of this one.
+                d += p * of_lse
             if SOFTCAP is not None:
                 d *= 1.0 - bent * bent
             tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)
@@ -106,19 +108,20 @@ def cross_entropy_(
     z_loss: float = 0.0,
     softcap: float | None = None,
     scale: Tensor | None = None,
-    lse: Tensor | None = None,
+    softmax: Tensor | None = None,
     gradient: bool = True,
-) -> tuple[Tensor | None, Any]:
-    """Cross-entropy and log-sum-exp of each row of logits, which its gradient overwrites.
+) -> tuple[Tensor | None, Tensor]:
+    """Cross-entropy and softmax of each row of logits, which its gradient overwrites.
 
     z = softcap tanh(logits / softcap), or the logits;  lse = log sum exp z;  with s the label smoothing,
     loss = lse - (1 - s) z[target] - s mean z + z_loss lse^2, and 0 where the target is `ignore_index`.
     Gradient: scale (softmax(z) (1 + 2 z_loss lse) - (1 - s) onehot - s / V) (1 - (z / softcap)^2).
 
-    logits: [R, V], any row stride, changed in place; targets: [R] int64; loss, lse, scale: [R] float32, float64 for
-    float64. Computed in that dtype. A target that is no class and not `ignore_index` is the caller's to refuse: it
-    reads nothing and counts as a logit of 0. Source: Milakov and Gimelshein 2018, arXiv:1805.02867; z-loss:
-    Chowdhery et al. 2022, arXiv:2204.02311; soft-cap: Gemma 2, arXiv:2408.00118.
+    logits: [R, V], any row stride, changed in place; targets: [R] int64; loss, scale: [R] float32, float64 for float64,
+    and computed in that dtype; softmax: [2, R] of it, the largest z of a row and the sum of exp z relative to it. A
+    target that is no class and not `ignore_index` is the caller's to refuse: it reads nothing and counts as a logit of
+    0. Source: Milakov and Gimelshein 2018, arXiv:1805.02867; z-loss: Chowdhery et al. 2022, arXiv:2204.02311; soft-cap:
+    Gemma 2, arXiv:2408.00118.
 
     Args:
         logits: what is read, and overwritten where a gradient is wanted.
@@ -128,7 +131,7 @@ def cross_entropy_(
         z_loss: factor of lse^2.
         softcap: bound on the logits.
         scale: gradient of each row's loss, one by default.
-        lse: as returned before; then no loss is made, and the gradient alone is written.
+        softmax: as returned before; then no loss is made, and the gradient alone is written.
         gradient: whether to write it.
 
     Raises:
@@ -137,23 +140,28 @@ def cross_entropy_(
     if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
         raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
     R, V = logits.shape
-    for name, row in (("targets", targets), ("scale", scale), ("lse", lse)):
+    for name, row in (("targets", targets), ("scale", scale)):
         if row is not None and (tuple(row.shape) != (R,) or (R > 1 and row.stride(0) != 1)):
             raise ValueError(f"{name} must be contiguous, of shape ({R},), got {tuple(row.shape)}, {row.stride()}")
     inner_contiguous("logits", logits)
+    if softmax is not None and tuple(inner_contiguous("softmax", softmax).shape) != (2, R):
+        raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
     compute, triton_compute = (
         (torch.float64, tl.float64) if logits.dtype is torch.float64 else (torch.float32, tl.float32)
     )
-    loss = torch.empty(R, dtype=compute, device=logits.device) if lse is None else None
-    made = torch.empty(R, dtype=compute, device=logits.device) if lse is None else None
+    loss = torch.empty(R, dtype=compute, device=logits.device) if softmax is None else None
+    made = torch.empty((2, R), dtype=compute, device=logits.device) if softmax is None else softmax
     launch(
         _cross_entropy_kernel,
         R,
-        (logits, targets, scale, lse, loss, made, logits.stride(0), ignore_index, V),
+        (
+            logits, targets, scale, softmax, loss, None if loss is None else made, logits.stride(0), made.stride(0),
+            ignore_index, V,
+        ),
         constexprs(block(V, logits.element_size()), label_smoothing, z_loss, softcap, gradient, triton_compute),
         num_warps(V, logits.element_size()),
-    )
-    return loss, lse if made is None else made
+    )  # fmt: skip
+    return loss, made
 
 
 def constexprs(
@@ -193,14 +201,14 @@ def _variant(dtype: str, classes: int, full: bool, way: str) -> Variant:
     item, wide = TRITON_DTYPES[dtype], dtype == "float64"
     stats = "*fp64" if wide else "*fp32"
     signature: dict[str, Any] = {"logits": f"*{item}", "targets": "*i64"}
-    signature |= {"scale": stats, "lse_in": stats} if way == "given" else {"loss": stats, "lse": stats}
-    signature |= {"stride": "i32", "ignore": "i32", "classes": "i32"}
+    signature |= {"scale": stats, "given": stats} if way == "given" else {"loss": stats, "made": stats}
+    signature |= {"stride": "i32", "softmax_stride": "i32", "ignore": "i32", "classes": "i32"}
     itemsize = getattr(torch, dtype).itemsize
     values = constexprs(
         block(classes, itemsize), 0.1 if full else 0.0, 1e-4 if full else 0.0, 30.0 if full else None, way != "loss",
         tl.float64 if wide else tl.float32,
     )  # fmt: skip
-    absent = [name for name in ("scale", "lse_in", "loss", "lse") if name not in signature]
+    absent = [name for name in ("scale", "given", "loss", "made") if name not in signature]
     pointers = [name for name, kind in signature.items() if kind.startswith("*")]
     aligned = ("stride", "classes") if classes % 16 == 0 else ()
     return Variant(

@@ -20,7 +20,7 @@ class Made(NamedTuple):
     """What one walk over the rows made; `None` for what was not asked for."""
 
     rows: Tensor | None  # [T], the loss of each
-    lse: Tensor | None  # [T]
+    softmax: Tensor | None  # [2, T], the largest logit of each row, and the sum of exponentials relative to it
     dx: Tensor | None  # [T, E], in the dtype of the products
     dweight: Tensor | None  # [V, E], as it was summed
     dbias: Tensor | None  # [V], as it was summed
@@ -53,17 +53,17 @@ def walk(
     bias: Tensor | None,
     wanted: tuple[bool, bool, bool],
     scale: Tensor | None = None,
-    lse: Tensor | None = None,
+    softmax: Tensor | None = None,
 ) -> Made:
     """Walk over the rows of x [T, E], a chunk of logits at a time.
 
-    Losses are made unless `lse` is given, and the gradients `wanted` of x, weight and bias, where each row's loss has
-    the gradient `scale`, or one.
+    Losses are made unless `softmax` is given, and the gradients `wanted` of x, weight and bias, where each row's loss
+    has the gradient `scale`, or one.
     """
     (T, E), V, wide = x.shape, weight.shape[0], wide_dtype(product)
     made = Made(
-        x.new_empty(T, dtype=wide) if lse is None else None,
-        x.new_empty(T, dtype=wide) if lse is None else lse,
+        x.new_empty(T, dtype=wide) if softmax is None else None,
+        x.new_empty((2, T), dtype=wide) if softmax is None else softmax,
         x.new_empty((T, E), dtype=product) if wanted[0] else None,
         x.new_zeros((V, E), dtype=wide) if wanted[1] else None,
         x.new_zeros(V, dtype=wide) if wanted[2] else None,
@@ -76,10 +76,10 @@ def walk(
         for first in range(0, T, step):
             part = slice(first, first + step)
             piece = x[part].to(product)
-            given = None if scale is None else scale[part], None if lse is None else lse[part]
+            given = None if scale is None else scale[part], None if softmax is None else softmax[:, part]
             loss, of_rows, d = cross_entropy(how, F.linear(piece, cast, shift), targets[part], *given, any(wanted))
-            if made.rows is not None and made.lse is not None:
-                made.rows[part], made.lse[part] = loss, of_rows
+            if made.rows is not None and made.softmax is not None:
+                made.rows[part], made.softmax[:, part] = loss, of_rows
             if made.dx is not None:
                 torch.mm(d.to(product), cast, out=made.dx[part])
             if made.dweight is not None:
@@ -98,7 +98,7 @@ def _add_product(total: Tensor, d: Tensor, x: Tensor) -> None:
 
 
 def _in_triton(
-    how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, lse: Tensor | None, gradient: bool
+    how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None, gradient: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     from ..kernels.crossentropy import cross_entropy_
 
@@ -110,16 +110,16 @@ def _in_triton(
         z_loss=how.z_loss,
         softcap=how.softcap,
         scale=scale,
-        lse=lse,
+        softmax=softmax,
         gradient=gradient,
     )
     return loss, of_rows, logits
 
 
 def _in_torch(
-    how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, lse: Tensor | None, gradient: bool
+    how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None, gradient: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Loss, log-sum-exp and gradient of a chunk, in place of its logits where their dtype is wide enough."""
+    """Loss, softmax and gradient of a chunk, in place of its logits where their dtype is wide enough."""
     z = logits.to(wide_dtype(logits.dtype))
     bent = None
     if how.softcap is not None:
@@ -127,35 +127,42 @@ def _in_torch(
         z = bent * how.softcap
     counted = targets != how.ignore_index
     at = targets.where(counted, 0).unsqueeze(1)
-    loss = total = None
-    if lse is None:
-        top = z.amax(1, keepdim=True)
-        z.sub_(top)
+    loss = None
+    if softmax is None:
+        top = z.amax(1)
+        z.sub_(top.unsqueeze(1))
         loss = z.gather(1, at).squeeze(1).mul_(how.label_smoothing - 1)
         if how.label_smoothing:
             loss.sub_(z.mean(1), alpha=how.label_smoothing)
         total = z.exp_().sum(1)
-        log_total = total.log()
-        lse = log_total + top.squeeze(1)
-        loss.add_(log_total)
+        loss.add_(total.log())
         if how.z_loss:
-            loss.add_(lse.square(), alpha=how.z_loss)
+            loss.add_((top + total.log()).square(), alpha=how.z_loss)
         loss.masked_fill_(~counted, 0)
-    elif gradient:
-        z.sub_(lse.unsqueeze(1)).exp_()
+        softmax = torch.stack((top, total))
+    else:
+        top, total = softmax
+        z.sub_(top.unsqueeze(1)).exp_()
     if gradient:
         g = counted.to(z.dtype) if scale is None else scale.where(counted, 0)
-        by_softmax = g if total is None else g / total
+        by_softmax = g / total
+        picked = z.gather(1, at).squeeze(1) * by_softmax
+        spread = how.label_smoothing / z.shape[1]
+        # One number, so that no digits are lost where it is all but the softmax itself.
+        at_target = picked - g * (1 - how.label_smoothing + spread)
         if how.z_loss:
-            by_softmax = by_softmax * (1 + 2 * how.z_loss * lse)
+            of_lse = 2 * how.z_loss * (top + total.log())
+            # Where the softmax is near one, the loss's own part would drown the other's digits.
+            at_target = at_target + picked * of_lse
+            by_softmax = by_softmax * (1 + of_lse)
         # Products, not choices: as in torch, a row that does not count hands on its NaN.
         z.mul_(by_softmax.unsqueeze(1))
         if how.label_smoothing:
-            z.sub_((g * (how.label_smoothing / z.shape[1])).unsqueeze(1))
-        z.scatter_add_(1, at, g.mul(how.label_smoothing - 1).unsqueeze(1))
+            z.sub_((g * spread).unsqueeze(1))
+        z.scatter_(1, at, at_target.unsqueeze(1))
         if bent is not None:
             z.mul_(bent.square_().neg_().add_(1))
-    return loss, lse, z
+    return loss, softmax, z
 
 
 def _plainly(device: torch.device) -> contextlib.AbstractContextManager[Any]:

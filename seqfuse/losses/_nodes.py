@@ -49,16 +49,16 @@ class LinearCrossEntropyRows(torch.autograd.Function):
         ctx: Any, how: How, product: torch.dtype, targets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Any:
         made = walk(how, product, flat(x), weight, targets, bias, (False, False, False))
-        ctx.save_for_backward(x, weight, targets, bias, made.lse)
+        ctx.save_for_backward(x, weight, targets, bias, made.softmax)
         ctx.shape, ctx.how, ctx.product = x.shape, how, product
         return made.rows
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
-        x, weight, targets, bias, lse = saved = ctx.saved_tensors
+        x, weight, targets, bias, softmax = saved = ctx.saved_tensors
         with torch.no_grad():
             scale = douts[0].contiguous()
-            args = (flat(x), weight, targets, bias, ctx.needs_input_grad[3:], scale, lse)
+            args = (flat(x), weight, targets, bias, ctx.needs_input_grad[3:], scale, softmax)
             made = walk(ctx.how, ctx.product, *args)
             grads = [None if d is None else d.to(t.dtype) for d, t in zip(made[2:], (x, weight, bias), strict=True)]
         return _guarded(ctx, grads, (*douts, *saved))
