@@ -41,6 +41,7 @@ def _cross_entropy_kernel(
     BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """One row: an online softmax in one pass, then its gradient in place."""
+    classes = tl.cast(classes, tl.int32)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -190,6 +191,8 @@ def num_warps(classes: int, itemsize: int) -> int:
 
 def variants() -> Iterator[Variant]:
     """Each dtype, aligned and not, with every option and none, both ways to the gradient, and without one."""
+    for way in ("ahead", "given"):
+        yield _variant("bfloat16", 1, True, way, ("stride", "softmax_stride", "ignore", "classes"))
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         for classes in (100, 1024, 262144, 50257):
             for full in (False, True):
@@ -197,7 +200,7 @@ def variants() -> Iterator[Variant]:
                     yield _variant(dtype, classes, full, way)
 
 
-def _variant(dtype: str, classes: int, full: bool, way: str) -> Variant:
+def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ...] = ()) -> Variant:
     item, wide = TRITON_DTYPES[dtype], dtype == "float64"
     stats = "*fp64" if wide else "*fp32"
     signature: dict[str, Any] = {"logits": f"*{item}", "targets": "*i64"}
@@ -214,8 +217,8 @@ def _variant(dtype: str, classes: int, full: bool, way: str) -> Variant:
     return Variant(
         name=f"cross_entropy{'+all' if full else ''} {way} {item} {classes}",
         kernel=_cross_entropy_kernel,
-        signature=signature,
-        constexprs=values | dict.fromkeys(absent),
+        signature={name: kind for name, kind in signature.items() if name not in ones},
+        constexprs=values | dict.fromkeys(absent) | dict.fromkeys(ones, 1),
         divisible=(*pointers, *aligned),
         num_warps=num_warps(classes, itemsize),
     )

@@ -29,6 +29,7 @@ class How(NamedTuple):
     chunk: int | None
 
     def checked(self) -> How:
+        """These, if they can be asked for."""
         if self.reduction not in ("mean", "sum", "none"):
             self.refuse(f'reduction must be "mean", "sum" or "none", got {self.reduction!r}', "SF106")
         if not 0 <= self.label_smoothing <= 1:
@@ -42,6 +43,7 @@ class How(NamedTuple):
         return self
 
     def refuse(self, message: str, code: str) -> None:
+        """Raise the error of the one who asked."""
         raise InputError(message, code=code, operation=self.operation)
 
 
@@ -76,8 +78,9 @@ def check(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torch.dtype
 
 
 def check_targets(how: How, targets: Tensor, classes: int) -> None:
+    """Check that every target is a class, or `ignore_index`."""
     wrong = (targets != how.ignore_index) & ((targets < 0) | (targets >= classes))
-    if targets.device.type != "cpu":
+    if targets.is_cuda:  # without waiting for it
         torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif wrong.any():
         first = int(targets[wrong][0].item())

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..env import Env, autocast_of, fusing_now
+from ..errors import KernelError
 from ._ask import How
 
 _CHUNK_BYTES = 64 * 2**20
@@ -27,18 +28,22 @@ class Made(NamedTuple):
 
 
 def flat(x: Tensor) -> Tensor:
+    """Rows of x, [T, E]."""
     return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of all that is no product: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def counted_rows(how: How, targets: Tensor) -> Tensor | None:
+    """What "mean" divides by."""
     return (targets != how.ignore_index).sum() if how.reduction == "mean" else None
 
 
 def reduced(how: How, rows: Any, count: Tensor | None) -> Tensor:
+    """The loss of all rows as it was asked for."""
     if how.reduction == "none":
         return rows
     return rows.sum() if count is None else rows.sum() / count
@@ -86,6 +91,7 @@ def walk(
                 _add_product(made.dweight, d, piece)
             if made.dbias is not None:
                 made.dbias.add_(d.sum(0, dtype=wide))
+            del d  # before the next logits are made
     return made
 
 
@@ -102,17 +108,23 @@ def _in_triton(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     from ..kernels.crossentropy import cross_entropy_
 
-    loss, of_rows = cross_entropy_(
-        logits,
-        targets,
-        ignore_index=how.ignore_index,
-        label_smoothing=how.label_smoothing,
-        z_loss=how.z_loss,
-        softcap=how.softcap,
-        scale=scale,
-        softmax=softmax,
-        gradient=gradient,
-    )
+    try:
+        loss, of_rows = cross_entropy_(
+            logits,
+            targets,
+            ignore_index=how.ignore_index,
+            label_smoothing=how.label_smoothing,
+            z_loss=how.z_loss,
+            softcap=how.softcap,
+            scale=scale,
+            softmax=softmax,
+            gradient=gradient,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        hint = "with sf.fusing(False): operations of torch do the same"
+        raise KernelError(f"its kernel failed: {error}", code="SF401", operation=how.operation, hint=hint) from error
     return loss, of_rows, logits
 
 

@@ -231,9 +231,9 @@ def test_the_operator_passes_the_checks_of_torch(name: str) -> None:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_it_compiles_without_spills(target: str) -> None:
-    only = r"(ahead (bf16|fp64) (262144|50257)|all loss fp32 262144|given fp16 100)$"
+    only = r"(ahead (bf16|fp64) (262144|50257)|all loss fp32 262144|given fp16 100|bf16 1)$"
     compiled = list(compile_variants(["seqfuse.kernels.crossentropy"], [target], only=only, jobs=1))
-    assert len(compiled) == 11
+    assert len(compiled) == 13
     for one in compiled:
         assert one.error is None, one
         assert one.spills == one.int32_multiplications == 0, one
@@ -242,6 +242,19 @@ def test_it_compiles_without_spills(target: str) -> None:
         if target.startswith("sm_") and "262144" in one.variant:
             assert one.wide > 0, one
             assert one.narrow <= 5, one
+
+
+def test_a_kernel_that_fails_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **more: Any) -> None:
+        raise RuntimeError("ptxas is not there")
+
+    monkeypatch.setattr(crossentropy, "cross_entropy_", failing)
+    module = LinearCrossEntropy(3, 4)
+    x, targets = torch.randn(2, 3), torch.tensor([1, 2])
+    with pytest.raises(sf.KernelError, match=r"SF401 LinearCrossEntropy: its kernel failed: ptxas is not there \[with"):
+        module(x, targets)
+    with sf.fusing(False):
+        torch.testing.assert_close(module(x, targets), F.cross_entropy(F.linear(x, module.weight), targets))
 
 
 REFUSED = {

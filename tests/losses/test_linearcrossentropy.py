@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -243,6 +244,41 @@ def test_no_tensor_has_all_logits(dtype: torch.dtype, reduction: str, monkeypatc
             results(linear_cross_entropy, case, case.drawn())
         assert ours.largest == max(rows * 500, 500 * 8)
     assert _chunks._CHUNK_BYTES == 3
+
+
+class Alive(TorchDispatchMode):
+    """Counts the memories of at least so many elements that are alive together."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most = elements, 0
+        self.seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() >= self.elements:
+            self.seen[id(out)] = weakref.ref(out)
+        memories = {t.data_ptr() for t in (ref() for ref in self.seen.values()) if t is not None}
+        self.most = max(self.most, len(memories))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("softcap", "dtype", "most"),
+    [
+        (None, torch.float32, 1),
+        (2.0, torch.float32, 2),
+        (None, torch.bfloat16, 2),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_of_one_chunk_are_gone_before_the_next(
+    reduction: str, softcap: float | None, dtype: torch.dtype, most: int
+) -> None:
+    case = Case((40,), 6, 300, dtype, softcap=softcap, reduction=reduction, label_smoothing=0.1, z_loss=1e-3)
+    with Alive(8 * 300) as alive:
+        results(linear_cross_entropy, case, case.drawn(), chunk=8)
+    assert alive.most == most
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
