@@ -23,15 +23,15 @@ _WIDEST = 8192  # bytes
 
 @triton.jit
 def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr):
-    """A block of a row of logits, -inf beyond its end, with what the soft-cap left of them, and where they are."""
+    """A block of a row of logits after the soft-cap, -inf beyond its end, what went into it, and where they are."""
     cols = first + tl.arange(0, BLOCK_N)
     inside = cols < classes
     z = tl.load(logits + cols, mask=inside, other=0.0).to(COMPUTE)
-    bent = z
+    u = z
     if SOFTCAP is not None:
-        bent = tanh(z / SOFTCAP)
-        z = bent * SOFTCAP
-    return tl.where(inside, z, float("-inf")), bent, cols, inside
+        u = z / SOFTCAP
+        z = tanh(u) * SOFTCAP
+    return tl.where(inside, z, float("-inf")), u, cols, inside
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _cross_entropy_kernel(
         away = g * spread
         at_target = g * (1.0 - SMOOTHING + spread)
         for first in tl.range(0, classes, BLOCK_N):
-            z, bent, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
+            z, u, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
             # A product, not a choice: as in torch, a row that does not count hands on its NaN.
             p = tl.exp(z - top) * by_softmax
             d = p - tl.where(cols == target, at_target, away)
@@ -96,7 +96,9 @@ def _cross_entropy_kernel(
                 # Added last: where p is near one, the loss's own part would drown the digits of this one.
                 d += p * of_lse
             if SOFTCAP is not None:
-                d *= 1.0 - bent * bent
+                # 1 - tanh^2 without the cancellation where the cap is near.
+                q = tl.exp(-2.0 * tl.abs(u))
+                d *= 4.0 * q / ((1.0 + q) * (1.0 + q))
             tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)
 
 
@@ -185,8 +187,8 @@ def block(classes: int, itemsize: int) -> int:
 
 
 def num_warps(classes: int, itemsize: int) -> int:
-    """16 numbers per thread at most."""
-    return max(4, block(classes, itemsize) // 512)
+    """8 numbers per thread: where rows are not aligned each has an address of its own, and 16 do not fit."""
+    return max(4, block(classes, itemsize) // 256)
 
 
 def variants() -> Iterator[Variant]:

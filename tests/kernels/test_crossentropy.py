@@ -337,7 +337,7 @@ MUTANTS = {
         "tl.store(made + softmax_stride + row, total * 1.01)",
         "again",
     ),
-    "slope of the soft-cap": ("d *= 1.0 - bent * bent", "d *= 1.0", "softcap"),
+    "slope of the soft-cap": ("d *= 4.0 * q", "d *= 3.9 * q", "softcap"),
     "scale": ("g = tl.load(scale + row).to(COMPUTE)", "g = g + 0.0 * tl.load(scale + row).to(COMPUTE)", "scaled"),
     "last logit": (
         "tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)",

@@ -139,7 +139,7 @@ OPTIONS: dict[str, list[Any]] = {
     "softcap": [3.0],
     "reduction": ["sum", "none"],
     "ignored": ["none", "all"],
-    "ignore_index": [0],
+    "ignore_index": [0, 1000],
     "bias": [False],
     "chunk": [None, 64, 1],
     "lead": [(1,), (2, 3, 7), (0,), ()],
@@ -186,6 +186,32 @@ def test_gradients_are_those_of_differences(reduction: str, full: bool) -> None:
         return linear_cross_entropy(x, weight, case.targets(), bias, chunk=4, **case.options)
 
     assert torch.autograd.gradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_logits_do_not_overflow(dtype: torch.dtype, reduction: str) -> None:
+    case = Case(reduction=reduction, dtype=dtype)
+    tensors = case.drawn()
+    tensors["x"] = tensors["x"] * 400
+    wide = {name: t.clone().double() for name, t in tensors.items()}
+    ours, theirs = results(linear_cross_entropy, case, tensors, chunk=5), results(in_torch, case, tensors)
+    assert all(t.isfinite().all() for t in ours.values())
+    assert_fused_close(ours, theirs, results(in_torch, case, wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_the_weight_is_summed_in_float32(dtype: torch.dtype) -> None:
+    case = Case(dtype=dtype)
+    kept: list[Tensor] = []
+    for chunk in (1, 37):
+        leaves = {name: t.requires_grad_() for name, t in case.drawn().items()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t), lambda _: None):
+            linear_cross_entropy(*_in_order(case, leaves), chunk=chunk, **case.options)
+    shape = (case.classes, case.features)
+    one, whole = (t for t in kept if tuple(t.shape) == shape)
+    assert one.dtype is whole.dtype is torch.float32
+    torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -355,6 +381,18 @@ def test_products_are_in_the_dtype_of_autocast(reduction: str) -> None:
         twice = torch.autograd.grad(total, module.weight)[0]
         alone = torch.autograd.grad(module(x, targets).sum(), module.weight)[0]
     assert not torch.allclose(twice, alone)
+
+
+def test_a_backward_under_autocast_is_that_of_its_forward() -> None:
+    case = Case(reduction="none")
+    tensors = case.drawn()
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    found: list[Any] = []
+    for on in (False, True):
+        loss = linear_cross_entropy(*_in_order(case, leaves), **case.options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append(torch.autograd.grad(loss, list(leaves.values()), torch.ones_like(loss)))
+    assert_bitwise_equal(*found)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
