@@ -1,6 +1,10 @@
 """seqfuse: small operations in, fused kernels out."""
 
+<<<<<<< HEAD
 from . import errors, fusions, inference, nn, ops, plugins, testing
+=======
+from . import errors, fusions, losses, ops, plugins, testing
+>>>>>>> losses
 from .env import Env, Savings, fusing
 from .errors import (
     CacheWarning,
@@ -52,8 +56,12 @@ __all__ = [
     "field",
     "fusing",
     "fusions",
+<<<<<<< HEAD
     "inference",
     "nn",
+=======
+    "losses",
+>>>>>>> losses
     "ops",
     "plugins",
     "remap_keys",

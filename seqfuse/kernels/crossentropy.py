@@ -1,0 +1,226 @@
+# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
+"""Cross-entropy of rows of logits, whose gradient is written over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import inner_contiguous, launch, next_power_of_2
+from ._variants import TRITON_DTYPES, Variant
+from .activations import tanh
+
+MAX_CLASSES = 2**30
+"""The widest row."""
+_WIDEST = 8192  # bytes
+
+
+@triton.jit
+def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr):
+    """A block of a row of logits after the soft-cap, -inf beyond its end, what went into it, and where they are."""
+    cols = first + tl.arange(0, BLOCK_N)
+    inside = cols < classes
+    z = tl.load(logits + cols, mask=inside, other=0.0).to(COMPUTE)
+    u = z
+    if SOFTCAP is not None:
+        u = z / SOFTCAP
+        z = tanh(u) * SOFTCAP
+    return tl.where(inside, z, float("-inf")), u, cols, inside
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits, targets, scale, given, loss, made, stride, softmax_stride, ignore, classes,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """One row: an online softmax in one pass, then its gradient in place."""
+    classes = tl.cast(classes, tl.int32)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    counted = target != ignore
+    if given is None:
+        top = tl.full((), float("-inf"), COMPUTE)
+        total = tl.zeros((), COMPUTE)
+        plain = tl.zeros((), COMPUTE)
+        for first in tl.range(0, classes, BLOCK_N):
+            z, _, _, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
+            higher = tl.maximum(top, tl.max(z, 0))
+            # As long as every number was -inf there is nothing to rescale.
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
+            top = higher
+            if SMOOTHING > 0.0:
+                plain += tl.sum(tl.where(inside, z, 0.0), 0)
+        # Read before the second pass writes; the sums above hold all of the program's threads together.
+        known = counted & (target >= 0) & (target < classes)
+        picked = tl.load(logits + target, mask=known, other=0.0).to(COMPUTE)
+        if SOFTCAP is not None:
+            picked = tanh(picked / SOFTCAP) * SOFTCAP
+        log_total = tl.log(total)
+        value = log_total - (1.0 - SMOOTHING) * (picked - top)
+        if SMOOTHING > 0.0:
+            value -= SMOOTHING * (plain / classes.to(COMPUTE) - top)
+        if Z_LOSS != 0.0:
+            value += Z_LOSS * (top + log_total) * (top + log_total)
+        tl.store(loss + row, tl.where(counted, value, 0.0))
+        tl.store(made + row, top)
+        tl.store(made + softmax_stride + row, total)
+    else:
+        top = tl.load(given + row).to(COMPUTE)
+        total = tl.load(given + softmax_stride + row).to(COMPUTE)
+    if GRADIENT:
+        g = tl.full((), 1.0, COMPUTE)
+        if scale is not None:
+            g = tl.load(scale + row).to(COMPUTE)
+        g = tl.where(counted, g, 0.0)
+        by_softmax = g / total
+        if Z_LOSS != 0.0:
+            of_lse = 2.0 * Z_LOSS * (top + tl.log(total))
+        spread = SMOOTHING / classes.to(COMPUTE)
+        away = g * spread
+        at_target = g * (1.0 - SMOOTHING + spread)
+        for first in tl.range(0, classes, BLOCK_N):
+            z, u, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
+            # A product, not a choice: as in torch, a row that does not count hands on its NaN.
+            p = tl.exp(z - top) * by_softmax
+            d = p - tl.where(cols == target, at_target, away)
+            if Z_LOSS != 0.0:
+                # Added last: where p is near one, the loss's own part would drown the digits of this one.
+                d += p * of_lse
+            if SOFTCAP is not None:
+                # 1 - tanh^2 without the cancellation where the cap is near.
+                q = tl.exp(-2.0 * tl.abs(u))
+                d *= 4.0 * q / ((1.0 + q) * (1.0 + q))
+            tl.store(logits + cols, d.to(logits.dtype.element_ty), mask=inside)
+
+
+def cross_entropy_(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: Tensor | None = None,
+    softmax: Tensor | None = None,
+    gradient: bool = True,
+) -> tuple[Tensor | None, Tensor]:
+    """Cross-entropy and softmax of each row of logits, which its gradient overwrites.
+
+    z = softcap tanh(logits / softcap), or the logits;  lse = log sum exp z;  with s the label smoothing,
+    loss = lse - (1 - s) z[target] - s mean z + z_loss lse^2, and 0 where the target is `ignore_index`.
+    Gradient: scale (softmax(z) (1 + 2 z_loss lse) - (1 - s) onehot - s / V) (1 - (z / softcap)^2).
+
+    logits: [R, V], any row stride, changed in place; targets: [R] int64; loss, scale: [R] float32, float64 for float64,
+    and computed in that dtype; softmax: [2, R] of it, the largest z of a row and the sum of exp z relative to it. A
+    target that is no class and not `ignore_index` is the caller's to refuse: it reads nothing and counts as a logit of
+    0. Source: Milakov and Gimelshein 2018, arXiv:1805.02867; z-loss: Chowdhery et al. 2022, arXiv:2204.02311; soft-cap:
+    Gemma 2, arXiv:2408.00118.
+
+    Args:
+        logits: what is read, and overwritten where a gradient is wanted.
+        targets: a class per row.
+        ignore_index: the target of rows that do not count.
+        label_smoothing: share of the target that is spread over all classes.
+        z_loss: factor of lse^2.
+        softcap: bound on the logits.
+        scale: gradient of each row's loss, one by default.
+        softmax: as returned before; then no loss is made, and the gradient alone is written.
+        gradient: whether to write it.
+
+    Raises:
+        ValueError: for shapes that differ, no or more than 2^30 classes, or classes that are not contiguous.
+    """
+    if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
+        raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
+    R, V = logits.shape
+    for name, row in (("targets", targets), ("scale", scale)):
+        if row is not None and (tuple(row.shape) != (R,) or (R > 1 and row.stride(0) != 1)):
+            raise ValueError(f"{name} must be contiguous, of shape ({R},), got {tuple(row.shape)}, {row.stride()}")
+    inner_contiguous("logits", logits)
+    if softmax is not None and tuple(inner_contiguous("softmax", softmax).shape) != (2, R):
+        raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
+    compute, triton_compute = (
+        (torch.float64, tl.float64) if logits.dtype is torch.float64 else (torch.float32, tl.float32)
+    )
+    loss = torch.empty(R, dtype=compute, device=logits.device) if softmax is None else None
+    made = torch.empty((2, R), dtype=compute, device=logits.device) if softmax is None else softmax
+    launch(
+        _cross_entropy_kernel,
+        R,
+        (
+            logits, targets, scale, softmax, loss, None if loss is None else made, logits.stride(0), made.stride(0),
+            ignore_index, V,
+        ),
+        constexprs(block(V, logits.element_size()), label_smoothing, z_loss, softcap, gradient, triton_compute),
+        num_warps(V, logits.element_size()),
+    )  # fmt: skip
+    return loss, made
+
+
+def constexprs(
+    block_n: int, label_smoothing: float, z_loss: float, softcap: float | None, gradient: bool, compute: Any
+) -> dict[str, Any]:
+    """In the order of the kernel."""
+    return {
+        "SMOOTHING": float(label_smoothing),
+        "Z_LOSS": float(z_loss),
+        "SOFTCAP": None if softcap is None else float(softcap),
+        "GRADIENT": gradient,
+        "BLOCK_N": block_n,
+        "COMPUTE": compute,
+    }
+
+
+def block(classes: int, itemsize: int) -> int:
+    """Logits at a time."""
+    return min(_WIDEST // itemsize, next_power_of_2(classes))
+
+
+def num_warps(classes: int, itemsize: int) -> int:
+    """8 numbers per thread: where rows are not aligned each has an address of its own, and 16 do not fit."""
+    return max(4, block(classes, itemsize) // 256)
+
+
+def variants() -> Iterator[Variant]:
+    """Each dtype, aligned and not, with every option and none, both ways to the gradient, and without one."""
+    for way in ("ahead", "given"):
+        yield _variant("bfloat16", 1, True, way, ("stride", "softmax_stride", "ignore", "classes"))
+    for dtype in ("bfloat16", "float16", "float32", "float64"):
+        for classes in (100, 1024, 262144, 50257):
+            for full in (False, True):
+                for way in ("ahead", "given", "loss"):
+                    yield _variant(dtype, classes, full, way)
+
+
+def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ...] = ()) -> Variant:
+    item, wide = TRITON_DTYPES[dtype], dtype == "float64"
+    stats = "*fp64" if wide else "*fp32"
+    signature: dict[str, Any] = {"logits": f"*{item}", "targets": "*i64"}
+    signature |= {"scale": stats, "given": stats} if way == "given" else {"loss": stats, "made": stats}
+    signature |= {"stride": "i32", "softmax_stride": "i32", "ignore": "i32", "classes": "i32"}
+    itemsize = getattr(torch, dtype).itemsize
+    values = constexprs(
+        block(classes, itemsize), 0.1 if full else 0.0, 1e-4 if full else 0.0, 30.0 if full else None, way != "loss",
+        tl.float64 if wide else tl.float32,
+    )  # fmt: skip
+    absent = [name for name in ("scale", "given", "loss", "made") if name not in signature]
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    aligned = ("stride", "classes") if classes % 16 == 0 else ()
+    return Variant(
+        name=f"cross_entropy{'+all' if full else ''} {way} {item} {classes}",
+        kernel=_cross_entropy_kernel,
+        signature={name: kind for name, kind in signature.items() if name not in ones},
+        constexprs=values | dict.fromkeys(absent) | dict.fromkeys(ones, 1),
+        divisible=(*pointers, *aligned),
+        num_warps=num_warps(classes, itemsize),
+    )

@@ -1,0 +1,184 @@
+"""The walk over the rows: a chunk of logits at a time, and their gradient in place."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..env import Env, autocast_of, fusing_now
+from ..errors import KernelError
+from ._ask import How
+
+_CHUNK_BYTES = 64 * 2**20
+
+
+class Made(NamedTuple):
+    """What one walk over the rows made; `None` for what was not asked for."""
+
+    rows: Tensor | None  # [T], the loss of each
+    softmax: Tensor | None  # [2, T], the largest logit of each row, and the sum of exponentials relative to it
+    dx: Tensor | None  # [T, E], in the dtype of the products
+    dweight: Tensor | None  # [V, E], as it was summed
+    dbias: Tensor | None  # [V], as it was summed
+
+
+def flat(x: Tensor) -> Tensor:
+    """Rows of x, [T, E]."""
+    return x.reshape(-1, x.shape[-1]) if x.shape[-1] else x.reshape(math.prod(x.shape[:-1]), 0)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of all that is no product: float32, or float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def counted_rows(how: How, targets: Tensor) -> Tensor | None:
+    """What "mean" divides by."""
+    return (targets != how.ignore_index).sum() if how.reduction == "mean" else None
+
+
+def reduced(how: How, rows: Any, count: Tensor | None) -> Tensor:
+    """The loss of all rows as it was asked for."""
+    if how.reduction == "none":
+        return rows
+    return rows.sum() if count is None else rows.sum() / count
+
+
+def walk(
+    how: How,
+    product: torch.dtype,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    scale: Tensor | None = None,
+    softmax: Tensor | None = None,
+) -> Made:
+    """Walk over the rows of x [T, E], a chunk of logits at a time.
+
+    Losses are made unless `softmax` is given, and the gradients `wanted` of x, weight and bias, where each row's loss
+    has the gradient `scale`, or one.
+    """
+    (T, E), V, wide = x.shape, weight.shape[0], wide_dtype(product)
+    made = Made(
+        x.new_empty(T, dtype=wide) if softmax is None else None,
+        x.new_empty((2, T), dtype=wide) if softmax is None else softmax,
+        x.new_empty((T, E), dtype=product) if wanted[0] else None,
+        x.new_zeros((V, E), dtype=wide) if wanted[1] else None,
+        x.new_zeros(V, dtype=wide) if wanted[2] else None,
+    )
+    kernel = fusing_now().enabled and Env.of(x.device).triton
+    cross_entropy: Any = _in_triton if kernel else _in_torch
+    step = how.chunk or max(1, _CHUNK_BYTES // (V * wide.itemsize))
+    with _plainly(x.device):
+        cast, shift = weight.to(product), None if bias is None else bias.to(product)
+        for first in range(0, T, step):
+            part = slice(first, first + step)
+            piece = x[part].to(product)
+            given = None if scale is None else scale[part], None if softmax is None else softmax[:, part]
+            loss, of_rows, d = cross_entropy(how, F.linear(piece, cast, shift), targets[part], *given, any(wanted))
+            if made.rows is not None and made.softmax is not None:
+                made.rows[part], made.softmax[:, part] = loss, of_rows
+            if made.dx is not None:
+                torch.mm(d.to(product), cast, out=made.dx[part])
+            if made.dweight is not None:
+                _add_product(made.dweight, d, piece)
+            if made.dbias is not None:
+                made.dbias.add_(d.sum(0, dtype=wide))
+            del d  # before the next logits are made
+    return made
+
+
+def _add_product(total: Tensor, d: Tensor, x: Tensor) -> None:
+    """Add d^T x, summed in the dtype of the total."""
+    if total.is_cuda and d.dtype is not total.dtype and torch.version.hip is None:
+        total.add_(torch.mm(d.t(), x, out_dtype=total.dtype))
+    else:
+        total.addmm_(d.to(total.dtype).t(), x.to(total.dtype))
+
+
+def _in_triton(
+    how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None, gradient: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    from ..kernels.crossentropy import cross_entropy_
+
+    try:
+        loss, of_rows = cross_entropy_(
+            logits,
+            targets,
+            ignore_index=how.ignore_index,
+            label_smoothing=how.label_smoothing,
+            z_loss=how.z_loss,
+            softcap=how.softcap,
+            scale=scale,
+            softmax=softmax,
+            gradient=gradient,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        hint = "with sf.fusing(False): operations of torch do the same"
+        raise KernelError(f"its kernel failed: {error}", code="SF401", operation=how.operation, hint=hint) from error
+    return loss, of_rows, logits
+
+
+def _in_torch(
+    how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None, gradient: bool
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Loss, softmax and gradient of a chunk, in place of its logits where their dtype is wide enough."""
+    z = logits.to(wide_dtype(logits.dtype))
+    bent = None
+    if how.softcap is not None:
+        bent = z.div_(how.softcap).tanh_()
+        z = bent * how.softcap
+    counted = targets != how.ignore_index
+    at = targets.where(counted, 0).unsqueeze(1)
+    loss = None
+    if softmax is None:
+        top = z.amax(1)
+        z.sub_(top.unsqueeze(1))
+        loss = z.gather(1, at).squeeze(1).mul_(how.label_smoothing - 1)
+        if how.label_smoothing:
+            loss.sub_(z.mean(1), alpha=how.label_smoothing)
+        total = z.exp_().sum(1)
+        loss.add_(total.log())
+        if how.z_loss:
+            loss.add_((top + total.log()).square(), alpha=how.z_loss)
+        loss.masked_fill_(~counted, 0)
+        softmax = torch.stack((top, total))
+    else:
+        top, total = softmax
+        z.sub_(top.unsqueeze(1)).exp_()
+    if gradient:
+        g = counted.to(z.dtype) if scale is None else scale.where(counted, 0)
+        by_softmax = g / total
+        picked = z.gather(1, at).squeeze(1) * by_softmax
+        spread = how.label_smoothing / z.shape[1]
+        # One number, so that no digits are lost where it is all but the softmax itself.
+        at_target = picked - g * (1 - how.label_smoothing + spread)
+        if how.z_loss:
+            of_lse = 2 * how.z_loss * (top + total.log())
+            # Where the softmax is near one, the loss's own part would drown the other's digits.
+            at_target = at_target + picked * of_lse
+            by_softmax = by_softmax * (1 + of_lse)
+        # Products, not choices: as in torch, a row that does not count hands on its NaN.
+        z.mul_(by_softmax.unsqueeze(1))
+        if how.label_smoothing:
+            z.sub_((g * spread).unsqueeze(1))
+        z.scatter_(1, at, at_target.unsqueeze(1))
+        if bent is not None:
+            z.mul_(bent.square_().neg_().add_(1))
+    return loss, softmax, z
+
+
+def _plainly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Without autocast: everything is cast by hand."""
+    if autocast_of(device.type) is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)

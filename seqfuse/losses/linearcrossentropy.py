@@ -1,0 +1,178 @@
+"""LinearCrossEntropy: the cross-entropy of logits that exist a chunk of rows at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..fuser.reference import transformed
+from ._ask import How, Reduction, check, check_targets
+from ._chunks import counted_rows, flat, reduced, walk, wide_dtype
+from ._nodes import LinearCrossEntropyNode, LinearCrossEntropyRows
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class LinearCrossEntropy(nn.Module):
+    """The cross-entropy of logits x weight^T + bias, which exist a chunk of rows at a time.
+
+    z = x weight^T + bias, with `softcap` c: c tanh(z / c);  lse = log sum_j exp z_j;  with s = `label_smoothing`,
+    loss = lse - (1 - s) z_target - s mean_j z_j + `z_loss` lse^2, and 0 where the target is `ignore_index`.
+    "mean" divides the sum by the number of rows that count: NaN where there are none, as in torch.
+
+    Gradients: dz_j = softmax(z)_j (1 + 2 z_loss lse) - (1 - s) [j = target] - s / V, times 1 - (z_j / c)^2;
+    dx = dz weight;  dweight = dz^T x;  dbias = sum of dz over rows. For "mean" and "sum" they are made in the forward
+    pass in place of the logits, those that are wanted, and the backward pass multiplies them by the incoming number;
+    for "none" the logits are made again. Second derivatives are not supported.
+
+    x: [*, in_features] of float16, bfloat16, float32 or float64; targets: [*] of integers; the loss: a number, or [*],
+    in float32 (float64 for float64). Products are in the dtype of x and weight, or that of autocast; the rest, and sums
+    over rows, in float32. Under torch.compile, torch.func, forward-mode AD and for tensor subclasses plain operations
+    of torch run, which hold all logits.
+
+    Keys and initial values are those of `torch.nn.Linear(in_features, num_classes)`.
+    Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
+
+    Args:
+        in_features: last dimension of x.
+        num_classes: rows of the weight.
+        bias: whether to own a bias.
+        ignore_index: the target of rows that do not count.
+        label_smoothing: share of the target that is spread over all classes.
+        z_loss: factor of lse^2, which keeps lse near zero.
+        softcap: bound on the logits, none by default.
+        reduction: `"mean"`, `"sum"` or `"none"`.
+        weight: a parameter to use in place of one of its own, such as an embedding's; gradients of both uses add up.
+        chunk: rows of logits at a time; by default as many as fit in 64 MiB of float32.
+
+    Raises:
+        InputError: (SF101) for shapes or dtypes that do not fit, (SF102) for tensors on two devices, (SF105) for what
+            is no tensor, (SF106) for a setting that is none.
+        IndexError: for a target that is no class and not `ignore_index` (on a GPU an error of the device).
+        StateError: (SF501) for a backward through the backward.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        bias: bool = False,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: Reduction = "mean",
+        weight: nn.Parameter | None = None,
+        chunk: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.num_classes = in_features, num_classes
+        self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
+        self.softcap, self.chunk = softcap, chunk
+        self.reduction: Reduction = reduction
+        how = self._how()
+        self.tied = weight is not None
+        if weight is None:
+            weight = nn.Parameter(torch.empty((num_classes, in_features), device=device, dtype=dtype))
+        elif tuple(weight.shape) != (num_classes, in_features):
+            how.refuse(f"weight must have shape ({num_classes}, {in_features}), got {tuple(weight.shape)}", "SF101")
+        self.register_parameter("weight", weight)
+        factory: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or weight.dtype}
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_classes, **factory)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear`; a tied weight is let be."""
+        if not self.tied:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def _how(self) -> How:
+        return How(
+            "LinearCrossEntropy", self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.reduction,
+            self.chunk,
+        ).checked()  # fmt: skip
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of x [*, in_features] and targets [*]."""
+        return _run(self._how(), x, self.weight, targets, self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what differs from the defaults."""
+        parts = [f"{self.in_features}, {self.num_classes}, bias={self.bias is not None}"]
+        defaults = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "reduction": "mean"}
+        defaults |= {"tied": False, "chunk": None}
+        parts += [f"{key}={getattr(self, key)!r}" for key, value in defaults.items() if getattr(self, key) != value]
+        return ", ".join(parts)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """The cross-entropy of logits x weight^T + bias, a chunk of rows at a time: `LinearCrossEntropy` as a function.
+
+    x: [*, E], weight: [V, E], targets: [*], bias: [V]. Arguments and errors are those of the class.
+    """
+    how = How(
+        "linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction, chunk
+    ).checked()  # fmt: skip
+    return _run(how, x, weight, targets, bias)
+
+
+def _run(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+    product = check(how, x, weight, targets, bias)
+    given = (x, weight, targets) if bias is None else (x, weight, targets, bias)
+    if (
+        torch.compiler.is_compiling()
+        or any(t.__class__ not in _PLAIN for t in given)
+        or transformed()
+        or x.device.type == "meta"
+    ):
+        return _reference(how, x, weight, targets, bias)
+    rows = targets.reshape(-1).to(torch.int64)
+    check_targets(how, rows, weight.shape[0])
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        function: Any = LinearCrossEntropyRows if how.reduction == "none" else LinearCrossEntropyNode
+        loss: Tensor = function.apply(how, product, rows, x, weight, bias)
+    else:
+        with torch.no_grad():
+            made = walk(how, product, flat(x), weight, rows, bias, (False, False, False))
+            loss = reduced(how, made.rows, counted_rows(how, rows))
+    return loss.view(targets.shape) if how.reduction == "none" else loss
+
+
+def _reference(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by plain operations, differentiable any number of times; it holds all logits."""
+    z = F.linear(flat(x), weight, bias)
+    z = z.to(wide_dtype(z.dtype))
+    if how.softcap is not None:
+        z = (z / how.softcap).tanh() * how.softcap
+    rows = targets.reshape(-1).to(torch.int64)
+    rest: dict[str, Any] = {"ignore_index": how.ignore_index, "label_smoothing": how.label_smoothing}
+    loss = F.cross_entropy(z, rows, reduction="none", **rest)
+    if how.z_loss:
+        loss = loss + (how.z_loss * z.logsumexp(-1).square()).masked_fill(rows == how.ignore_index, 0.0)
+    loss = reduced(how, loss, counted_rows(how, rows))
+    return loss.reshape(targets.shape) if how.reduction == "none" else loss

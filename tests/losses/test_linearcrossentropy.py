@@ -1,0 +1,558 @@
+"""The last product and the loss in one, beside `F.cross_entropy` of `F.linear`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.losses import LinearCrossEntropy, _chunks, linear_cross_entropy
+from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, laid_out, seeded_randn
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: sizes, options, and what is wanted."""
+
+    lead: tuple[int, ...] = (37,)
+    features: int = 19
+    classes: int = 53
+    dtype: torch.dtype = torch.float32
+    bias: bool = True
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    reduction: Any = "mean"
+    ignored: str = "some"  # none, some, all
+    ignore_index: int = -100
+    chunk: int | None = 5
+    layout: str = "contiguous"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        names = ("label_smoothing", "z_loss", "softcap", "reduction", "ignore_index")
+        return {name: getattr(self, name) for name in names}
+
+    def drawn(self, seed: int = 1) -> dict[str, Tensor]:
+        x = seeded_randn((*self.lead, self.features), seed, dtype=self.dtype)
+        tensors = {"x": laid_out(x, self.layout)}
+        tensors["weight"] = 0.4 * seeded_randn((self.classes, self.features), 2, dtype=self.dtype)
+        if self.bias:
+            tensors["bias"] = seeded_randn((self.classes,), 3, dtype=self.dtype)
+        return tensors
+
+    def targets(self) -> Tensor:
+        draw = torch.Generator().manual_seed(4)
+        targets = torch.randint(self.classes, self.lead, generator=draw)
+        ignored = {"none": 0.0, "some": 0.3, "all": 1.0}[self.ignored]
+        return targets.masked_fill(torch.rand(self.lead, generator=draw) < ignored, self.ignore_index)
+
+
+def in_torch(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    **rest: Any,
+) -> Tensor:
+    """What is computed, by the functions of torch."""
+    z = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    z = z if z.dtype is torch.float64 else z.float()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    flat = targets.reshape(-1)
+    loss = F.cross_entropy(z, flat, ignore_index=ignore_index, reduction=reduction, **rest)
+    if z_loss:
+        squares = (z_loss * z.logsumexp(-1).square()).masked_fill(flat == ignore_index, 0)
+        count = (flat != ignore_index).sum()
+        loss = loss + {"none": squares, "sum": squares.sum(), "mean": squares.sum() / count}[reduction]
+    return loss.view(targets.shape) if reduction == "none" else loss
+
+
+def results(function: Callable[..., Tensor], case: Case, tensors: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
+    """The loss, and the gradient of every tensor under an incoming gradient that is no power of two."""
+    leaves = {name: t.detach().requires_grad_() for name, t in tensors.items()}
+    x, weight, bias = leaves["x"], leaves["weight"], leaves.get("bias")
+    loss = function(x, weight, case.targets(), bias, **case.options, **more)
+    incoming = 1.7 * (seeded_randn(case.lead, 5) if case.reduction == "none" else torch.ones(()))
+    grads = torch.autograd.grad(loss, list(leaves.values()), incoming.to(loss.dtype))
+    return {"loss": loss.detach(), **{f"d_{name}": d for name, d in zip(leaves, grads, strict=True)}}
+
+
+def losses(function: Callable[..., Tensor], case: Case, in_double: bool, **more: Any) -> list[Tensor]:
+    """The losses of other inputs."""
+    found: list[Tensor] = []
+    for seed in range(100, 115):
+        tensors = {name: t.double() if in_double else t for name, t in case.drawn(seed).items()}
+        found.append(
+            function(tensors["x"], tensors["weight"], case.targets(), tensors.get("bias"), **case.options, **more)
+        )
+    return found
+
+
+def check(case: Case) -> None:
+    tensors = case.drawn()
+    targets = case.targets()
+    with Untouched({**tensors, "targets": targets}):
+        ours = results(linear_cross_entropy, case, tensors, chunk=case.chunk)
+    theirs = results(in_torch, case, tensors)
+    # Of its own layout: the reference is a copy in float64.
+    exact = results(in_torch, case, {name: t.clone().double() for name, t in tensors.items()})
+    if case.reduction != "none":
+        # The error of one number is a matter of luck; that of several is not.
+        for found, function, more in (
+            (ours, linear_cross_entropy, {"chunk": case.chunk}),
+            (theirs, in_torch, {}),
+            (exact, in_torch, {}),
+        ):
+            found["loss"] = torch.stack([found["loss"], *losses(function, case, found is exact, **more)])
+    if case.targets().numel() == 1:
+        # All of them share one softmax: one draw to the rule's part on bias.
+        for found, name in itertools.product((ours, theirs, exact), tensors):
+            found[f"d_{name}"] = found[f"d_{name}"].reshape(1, -1)
+    assert ours["loss"].dtype is (torch.float64 if case.dtype is torch.float64 else torch.float32)
+    assert_fused_close(ours, theirs, exact)
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "label_smoothing": [0.1, 1.0],
+    "z_loss": [1e-2],
+    "softcap": [3.0],
+    "reduction": ["sum", "none"],
+    "ignored": ["none", "all"],
+    "ignore_index": [0, 1000],
+    "bias": [False],
+    "chunk": [None, 64, 1],
+    "lead": [(1,), (2, 3, 7), (0,), ()],
+    "classes": [1, 128],
+    "features": [1, 128],
+    "layout": ["strided", "transposed", "misaligned", "expanded"],
+}
+SINGLE = [{name: value} for name, values in OPTIONS.items() for value in values]
+# Every row the same: the rule's part on bias counts on rows that are drawn apart.
+SAME = {"label_smoothing": 1.0, "layout": "expanded"}
+PAIRS = [a | b for a, b in itertools.combinations(SINGLE, 2) if not a.keys() & b.keys() and a | b != SAME]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("change", [{}, *SINGLE], ids=str)
+def test_it_is_the_cross_entropy_of_the_product(change: dict[str, Any], dtype: torch.dtype) -> None:
+    check(dataclasses.replace(Case(dtype=dtype), **change))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_options_go_together_in_pairs(dtype: torch.dtype) -> None:
+    for number, change in enumerate(PAIRS):
+        # All of them in some dtype, each dtype a part of them.
+        if number % len(DTYPES) == DTYPES.index(dtype):
+            check(dataclasses.replace(Case(dtype=dtype), **change))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_options_go_together_in_pairs_everywhere(dtype: torch.dtype) -> None:
+    for change in PAIRS:
+        check(dataclasses.replace(Case(dtype=dtype), **change))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("full", [False, True])
+def test_gradients_are_those_of_differences(reduction: str, full: bool) -> None:
+    case = Case((6,), 4, 7, torch.float64, reduction=reduction)
+    if full:
+        case = dataclasses.replace(case, label_smoothing=0.2, z_loss=0.05, softcap=2.0)
+    leaves = [t.requires_grad_() for t in case.drawn().values()]
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, case.targets(), bias, chunk=4, **case.options)
+
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_logits_do_not_overflow(dtype: torch.dtype, reduction: str) -> None:
+    case = Case(reduction=reduction, dtype=dtype)
+    tensors = case.drawn()
+    tensors["x"] = tensors["x"] * 400
+    wide = {name: t.clone().double() for name, t in tensors.items()}
+    ours, theirs = results(linear_cross_entropy, case, tensors, chunk=5), results(in_torch, case, tensors)
+    assert all(t.isfinite().all() for t in ours.values())
+    assert_fused_close(ours, theirs, results(in_torch, case, wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_the_weight_is_summed_in_float32(dtype: torch.dtype) -> None:
+    case = Case(dtype=dtype)
+    kept: list[Tensor] = []
+    for chunk in (1, 37):
+        leaves = {name: t.requires_grad_() for name, t in case.drawn().items()}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t), lambda _: None):
+            linear_cross_entropy(*_in_order(case, leaves), chunk=chunk, **case.options)
+    shape = (case.classes, case.features)
+    one, whole = (t for t in kept if tuple(t.shape) == shape)
+    assert one.dtype is whole.dtype is torch.float32
+    torch.testing.assert_close(one, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("row", ["counted", "ignored"])
+def test_a_bad_number_spoils_what_it_spoils_in_torch(row: str, value: float, reduction: str) -> None:
+    case = Case((9,), 6, 11, reduction=reduction)
+    counted = case.targets() != case.ignore_index
+    tensors = case.drawn()
+    tensors["x"][counted.nonzero()[0] if row == "counted" else (~counted).nonzero()[0], 2] = value
+    ours, theirs = results(linear_cross_entropy, case, tensors, chunk=4), results(in_torch, case, tensors)
+    for name, t in theirs.items():
+        assert torch.equal(ours[name].isnan(), t.isnan()), name
+
+
+def test_a_class_may_be_ruled_out_by_its_bias() -> None:
+    case = Case(ignored="none")
+    tensors = case.drawn()
+    never = [c for c in range(case.classes) if c not in case.targets()]
+    tensors["bias"][never] = -torch.inf
+    ours, theirs = results(linear_cross_entropy, case, tensors), results(in_torch, case, tensors)
+    for name, t in theirs.items():
+        torch.testing.assert_close(ours[name], t)
+
+
+class Sizes(TorchDispatchMode):
+    """Counts products, and keeps the size of the largest tensor made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.products = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, Tensor):
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_tensor_has_all_logits(dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case((96,), 8, 500, dtype, reduction=reduction, softcap=5.0, label_smoothing=0.1, z_loss=1e-3)
+    with Sizes() as plain:
+        results(in_torch, case, case.drawn())
+    assert plain.largest == 96 * 500
+    with Sizes() as ours:
+        results(linear_cross_entropy, case, case.drawn(), chunk=12)
+    assert ours.largest == 12 * 500
+    # By default what fits, one row at least.
+    for limit, rows in ((20 * 500 * 4, 20), (3, 1)):
+        monkeypatch.setattr(_chunks, "_CHUNK_BYTES", limit)
+        with Sizes() as ours:
+            results(linear_cross_entropy, case, case.drawn())
+        assert ours.largest == max(rows * 500, 500 * 8)
+    assert _chunks._CHUNK_BYTES == 3
+
+
+class Alive(TorchDispatchMode):
+    """Counts the memories of at least so many elements that are alive together."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.most = elements, 0
+        self.seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() >= self.elements:
+            self.seen[id(out)] = weakref.ref(out)
+        memories = {t.data_ptr() for t in (ref() for ref in self.seen.values()) if t is not None}
+        self.most = max(self.most, len(memories))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("softcap", "dtype", "most"),
+    [
+        (None, torch.float32, 1),
+        (2.0, torch.float32, 2),
+        (None, torch.bfloat16, 2),
+    ],
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_logits_of_one_chunk_are_gone_before_the_next(
+    reduction: str, softcap: float | None, dtype: torch.dtype, most: int
+) -> None:
+    case = Case((40,), 6, 300, dtype, softcap=softcap, reduction=reduction, label_smoothing=0.1, z_loss=1e-3)
+    with Alive(8 * 300) as alive:
+        results(linear_cross_entropy, case, case.drawn(), chunk=8)
+    assert alive.most == most
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_gradient_nobody_wants_is_not_computed(reduction: str) -> None:
+    case = Case(reduction=reduction)
+    tensors = case.drawn()
+    whole = results(linear_cross_entropy, case, tensors)
+    again = 1 if reduction == "none" else 0
+    for wanted in itertools.product((False, True), repeat=3):
+        leaves = {k: t.clone().requires_grad_(w) for (k, t), w in zip(tensors.items(), wanted, strict=True)}
+        with Sizes() as sizes:
+            loss = linear_cross_entropy(*_in_order(case, leaves), chunk=64, **case.options)
+            if any(wanted):
+                incoming = 1.7 * (seeded_randn(case.lead, 5) if reduction == "none" else torch.ones(()))
+                loss.backward(incoming)
+        assert sizes.products == 1 + (again if any(wanted) else 0) + wanted[0] + wanted[1]
+        assert loss.requires_grad == any(wanted)
+        for (name, leaf), want in zip(leaves.items(), wanted, strict=True):
+            assert (leaf.grad is not None) == want
+            if want:
+                assert leaf.grad is not None
+                torch.testing.assert_close(leaf.grad, whole[f"d_{name}"])
+    with torch.no_grad(), Sizes() as sizes:
+        loss = linear_cross_entropy(*_in_order(case, leaves), chunk=64, **case.options)
+    assert not loss.requires_grad
+    assert sizes.products == 1
+
+
+def _in_order(case: Case, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    return tensors["x"], tensors["weight"], case.targets(), tensors.get("bias")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_may_run_twice_and_not_through_itself(reduction: str) -> None:
+    case = Case(reduction=reduction)
+    leaves = {name: t.requires_grad_() for name, t in case.drawn().items()}
+    loss = linear_cross_entropy(*_in_order(case, leaves), **case.options).sum()
+    first = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+    kept = [d.clone() for d in first]
+    (scaled,) = torch.autograd.grad(loss, [leaves["x"]], torch.tensor(3.0), retain_graph=True)
+    torch.testing.assert_close(scaled, 3 * kept[0])
+    assert_bitwise_equal(torch.autograd.grad(loss, list(leaves.values())), kept)
+    assert_bitwise_equal(first, kept)
+    loss = linear_cross_entropy(*_in_order(case, leaves), **case.options).sum()
+    (dx,) = torch.autograd.grad(loss, [leaves["x"]], create_graph=True)
+    with pytest.raises(sf.StateError, match="SF501"):
+        dx.sum().backward()
+
+
+def autocast_results(run: Callable[..., Tensor], module: nn.Module, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = run(x, module.weight, targets, module.bias)
+    grads = torch.autograd.grad(loss.sum(), [x, module.weight, module.bias])
+    return {"loss": loss.detach(), **dict(zip(("dx", "dweight", "dbias"), grads, strict=True))}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_products_are_in_the_dtype_of_autocast(reduction: str) -> None:
+    module: Any = LinearCrossEntropy(24, 40, True, chunk=7, reduction=reduction)
+    x, targets = seeded_randn((33, 24), 0), torch.arange(33)
+    ours = autocast_results(lambda *a: linear_cross_entropy(*a, chunk=7, reduction=reduction), module, x, targets)
+    theirs = autocast_results(lambda *a: in_torch(*a, reduction=reduction), module, x, targets)
+    assert {t.dtype for t in ours.values()} == {torch.float32}
+    exact = copy.deepcopy(module).double()
+    x64 = x.double().requires_grad_()
+    loss = in_torch(x64, exact.weight, targets, exact.bias, reduction=reduction)
+    grads = torch.autograd.grad(loss.sum(), [x64, exact.weight, exact.bias])
+    wide = {"loss": loss.detach(), **dict(zip(("dx", "dweight", "dbias"), grads, strict=True))}
+    assert_fused_close(ours, theirs, wide)
+    # Nothing that a later use of the weight would find in autocast's cache.
+    with torch.autocast("cpu", torch.bfloat16):
+        total = module(x, targets).sum() + F.linear(x, module.weight).float().sum()
+        twice = torch.autograd.grad(total, module.weight)[0]
+        alone = torch.autograd.grad(module(x, targets).sum(), module.weight)[0]
+    assert not torch.allclose(twice, alone)
+
+
+def test_a_backward_under_autocast_is_that_of_its_forward() -> None:
+    case = Case(reduction="none")
+    tensors = case.drawn()
+    leaves = {name: t.requires_grad_() for name, t in tensors.items()}
+    found: list[Any] = []
+    for on in (False, True):
+        loss = linear_cross_entropy(*_in_order(case, leaves), **case.options)
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            found.append(torch.autograd.grad(loss, list(leaves.values()), torch.ones_like(loss)))
+    assert_bitwise_equal(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_it_may_be_checkpointed(reduction: str, reentrant: bool) -> None:
+    module = LinearCrossEntropy(8, 11, reduction=reduction)
+    x, targets = seeded_randn((5, 8), 0).requires_grad_(), torch.arange(5)
+    plain = torch.autograd.grad(module(x, targets).sum(), [x, module.weight])
+    module(x, targets)
+    again = checkpoint(module, x, targets, use_reentrant=reentrant).sum()
+    again.backward()
+    assert_bitwise_equal([x.grad, module.weight.grad], plain)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_everything_kept_passes_the_hooks_of_saved_tensors(reduction: str) -> None:
+    module = LinearCrossEntropy(8, 11, reduction=reduction)
+    x, targets = seeded_randn((5, 8), 0).requires_grad_(), torch.arange(5)
+    plain = torch.autograd.grad(module(x, targets).sum(), [x, module.weight])
+    seen: list[Tensor] = []
+
+    def pack(t: Tensor) -> int:
+        seen.append(t.clone())
+        return len(seen) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, seen.__getitem__):
+        loss = module(x, targets)
+    # dx, dweight and the count, or what they are made of.
+    assert len(seen) == (3 if reduction == "mean" else 4)
+    assert_bitwise_equal(torch.autograd.grad(loss.sum(), [x, module.weight]), plain)
+
+
+def test_a_weight_changed_before_the_backward_is_an_error_where_it_is_read() -> None:
+    for reduction in ("mean", "none"):
+        module = LinearCrossEntropy(8, 11, reduction=reduction)
+        x, targets = seeded_randn((5, 8), 0).requires_grad_(), torch.arange(5)
+        before = torch.autograd.grad(module(x, targets).sum(), [x])
+        loss = module(x, targets).sum()
+        with torch.no_grad():
+            module.weight.add_(1)
+        if reduction == "none":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            assert_bitwise_equal(torch.autograd.grad(loss, [x]), before)
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x])),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),)),
+    "hessian": lambda f, x: torch.func.hessian(f)(x),
+    "compile": lambda f, x: torch.compile(f, backend="eager", fullgraph=True)(x),
+    "compiled gradient": lambda f, x: torch.autograd.grad(
+        torch.compile(f, backend="aot_eager", fullgraph=True)(x.requires_grad_()), x
+    ),
+}
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_and_compilers_see_plain_operations(name: str, full: bool) -> None:
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 2.0} if full else {}
+    module = LinearCrossEntropy(4, 7, True, **options).double()
+    x, targets = seeded_randn((3, 4), 0, dtype=torch.float64), torch.tensor([1, -100, 6])
+
+    def ours(x: Tensor) -> Tensor:
+        return module(x, targets)
+
+    def theirs(x: Tensor) -> Tensor:
+        return in_torch(x, module.weight, targets, module.bias, **options)
+
+    torch.testing.assert_close(TRANSFORMS[name](ours, x), TRANSFORMS[name](theirs, x))
+
+
+def test_it_is_a_module_like_any_other() -> None:
+    torch.manual_seed(3)
+    module = LinearCrossEntropy(8, 11, True, z_loss=0.1, softcap=4.0, reduction="sum", ignore_index=2, chunk=3)
+    torch.manual_seed(3)
+    linear = nn.Linear(8, 11)
+    assert_bitwise_equal(dict(module.state_dict()), dict(linear.state_dict()))
+    x, targets = seeded_randn((5, 8), 0), torch.arange(5)
+    loss = module(x, targets)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x, targets), loss)
+    meta = LinearCrossEntropy(8, 11, True, device="meta")
+    assert meta(x.to("meta"), targets.to("meta")).shape == ()
+    meta.to_empty(device="cpu")
+    torch.manual_seed(3)
+    meta.reset_parameters()
+    assert_bitwise_equal(dict(meta.state_dict()), dict(linear.state_dict()))
+    expected = "8, 11, bias=True, ignore_index=2, z_loss=0.1, softcap=4.0, reduction='sum', chunk=3"
+    assert repr(module) == f"LinearCrossEntropy({expected})"
+
+
+def test_a_tied_weight_gets_the_gradients_of_both_uses() -> None:
+    embedding = ops.Embedding(11, 8)
+    start = embedding.weight.detach().clone()
+    model = nn.ModuleDict({"embedding": embedding, "loss": LinearCrossEntropy(8, 11, weight=embedding.weight)})
+    assert torch.equal(embedding.weight, start)
+    model["loss"].reset_parameters()
+    assert torch.equal(embedding.weight, start)
+    model = copy.deepcopy(model)
+    weight = model["loss"].weight
+    assert weight is model["embedding"].weight
+    tokens, targets = torch.tensor([1, 4, 4, 0]), torch.tensor([4, 4, 0, -100])
+    found = torch.autograd.grad(model["loss"](sf.Sequential(model["embedding"])(tokens), targets), weight)
+    expected = torch.autograd.grad(F.cross_entropy(F.linear(F.embedding(tokens, weight), weight), targets), weight)
+    torch.testing.assert_close(found, expected)
+
+
+def test_targets_may_be_any_integers() -> None:
+    x, weight = seeded_randn((5, 8), 0), seeded_randn((11, 8), 1)
+    expected = linear_cross_entropy(x, weight, torch.arange(5))
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8):
+        assert torch.equal(linear_cross_entropy(x, weight, torch.arange(5, dtype=dtype)), expected)
+
+
+X, W, T = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0, 1, 2])
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "last dimension": ((torch.randn(3, 6), W, T), {}, "SF101 .*: expects last dimension 4, got 6"),
+    "a number": ((torch.tensor(1.0), W, T), {}, "SF101 .*: expects last dimension 4, got a 0-d tensor"),
+    "targets": ((X, W, T[:2]), {}, r"SF101 .*: targets must have shape \(3,\), got \(2,\)"),
+    "real targets": ((X, W, T.float()), {}, "SF101 .*: targets must be integers, one class per row, got torch.float32"),
+    "bias": ((X, W, T, torch.randn(4)), {}, r"SF101 .*: bias must have shape \(5,\), got \(4,\)"),
+    "no classes": ((X, W[:0], T), {}, r"SF101 .*: weight must be \[V, E\] of at least one class, got \(0, 4\)"),
+    "dtypes": ((X.double(), W, T), {}, "SF101 .*: expects one dtype of .*, got x torch.float64, weight torch.float32"),
+    "integers": ((T.view(3, 1), T.view(3, 1), T), {}, "SF101 .*: expects one dtype of"),
+    "devices": ((X, W.to("meta"), T), {}, "SF102 .*: expects its weight on cpu, where x is, got meta"),
+    "no tensor": ((X, W, [0, 1, 2]), {}, "SF105 .*: targets must be a tensor, not list"),
+    "reduction": ((X, W, T), {"reduction": "max"}, 'SF106 .*: reduction must be "mean", "sum" or "none", got \'max\''),
+    "smoothing": ((X, W, T), {"label_smoothing": 1.5}, "SF106 .*: label_smoothing must be within 0 and 1, got 1.5"),
+    "z-loss": ((X, W, T), {"z_loss": -1.0}, "SF106 .*: z_loss must be finite and not negative, got -1.0"),
+    "soft-cap": ((X, W, T), {"softcap": 0.0}, "SF106 .*: softcap must be finite and positive, got 0.0"),
+    "chunk": ((X, W, T), {"chunk": 0}, "SF106 .*: chunk must be at least one row, got 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_one_clear_error(name: str) -> None:
+    args, options, message = REFUSED[name]
+    with pytest.raises(sf.InputError, match=message) as caught:
+        linear_cross_entropy(*args, **options)
+    assert caught.value.operation == "linear_cross_entropy"
+
+
+def test_the_module_names_itself() -> None:
+    with pytest.raises(sf.InputError, match=r"SF101 LinearCrossEntropy: expects last dimension 4, got 6"):
+        LinearCrossEntropy(4, 5)(torch.randn(3, 6), T)
+    with pytest.raises(sf.InputError, match="SF106 LinearCrossEntropy: z_loss"):
+        LinearCrossEntropy(4, 5, z_loss=-1)
+    with pytest.raises(sf.InputError, match=r"weight must have shape \(5, 4\), got \(4, 5\)"):
+        LinearCrossEntropy(4, 5, weight=nn.Parameter(torch.ones(4, 5)))
+
+
+@pytest.mark.parametrize("target", [5, -1, -101, 2**40])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_target_that_is_no_class_is_an_index_error(target: int, reduction: str) -> None:
+    targets = torch.tensor([0, target, -100])
+    with pytest.raises(IndexError):
+        F.cross_entropy(F.linear(X, W), targets)
+    with pytest.raises(IndexError, match=f"linear_cross_entropy: target {target} is out of bounds for 5 classes"):
+        linear_cross_entropy(X, W, targets, reduction=reduction)
