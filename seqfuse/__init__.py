@@ -1,10 +1,6 @@
 """seqfuse: small operations in, fused kernels out."""
 
-<<<<<<< HEAD
-from . import errors, fusions, inference, nn, ops, plugins, testing
-=======
-from . import errors, fusions, losses, ops, plugins, testing
->>>>>>> losses
+from . import errors, fusions, inference, losses, nn, ops, plugins, testing
 from .env import Env, Savings, fusing
 from .errors import (
     CacheWarning,
@@ -56,12 +52,9 @@ __all__ = [
     "field",
     "fusing",
     "fusions",
-<<<<<<< HEAD
     "inference",
-    "nn",
-=======
     "losses",
->>>>>>> losses
+    "nn",
     "ops",
     "plugins",
     "remap_keys",
