@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse.kernels import _norm, activations, gemm
+from seqfuse.kernels import _norm, activations, crossentropy, gemm
 
-from . import test_activations, test_gemm, test_norm, test_pointwise
+from . import test_activations, test_crossentropy, test_gemm, test_norm, test_pointwise
 
 KERNELS = Path(gemm.__file__).parent
 
 
 def _replaced() -> Iterator[tuple[str, str]]:
     """File and text that a mutant replaces."""
-    for module, mutants in ((gemm, test_gemm.MUTANTS), (_norm, test_norm.MUTANTS)):
+    for module, mutants in (
+        (gemm, test_gemm.MUTANTS),
+        (_norm, test_norm.MUTANTS),
+        (crossentropy, test_crossentropy.MUTANTS),
+    ):
         yield from ((str(module.__file__), old) for old, *_ in mutants.values())
     yield from ((str(activations.__file__), old) for _, old, _ in test_activations.MUTANTS.values())
     yield from ((str(module.__file__), old) for module, old, *_ in test_pointwise.MUTANTS.values())
@@ -48,4 +52,4 @@ def test_a_mutant_changes_it(name: str) -> None:
 
 
 def test_there_are_kernels() -> None:
-    assert sum(name.endswith("_kernel") for name in FUNCTIONS) == 7
+    assert sum(name.endswith("_kernel") for name in FUNCTIONS) >= 8
