@@ -26,6 +26,8 @@ run on a GPU: `Sequential(..., fusions=(*fusions.triton, *fusions.default))`.
 * `BlockBoundary`, `BiasDropoutAddNorm`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each
   way; the residual stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
+* `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
+  stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
 """
@@ -35,6 +37,13 @@ from .activationlinear import ActivationLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
+from .biasqknormrotary import (
+    BiasQKNorm,
+    BiasQKNormBackward,
+    BiasQKNormRotary,
+    BiasQKNormRotaryBackward,
+    BiasQKNormRotaryInference,
+)
 from .blockboundary import BiasDropoutAddNorm, BlockBoundary, BlockBoundaryBackward
 from .gatedlinear import GatedLinearBackward
 from .linearbias import LinearBias, LinearBiasBackward
@@ -80,6 +89,11 @@ triton: tuple[type[FusedOperation], ...] = (
     BlockBoundaryBackward,
     NormForward,
     NormBackward,
+    BiasQKNormRotaryInference,
+    BiasQKNormRotary,
+    BiasQKNorm,
+    BiasQKNormRotaryBackward,
+    BiasQKNormBackward,
 )
 
 __all__ = [
@@ -92,6 +106,11 @@ __all__ = [
     "BiasDropoutAddNorm",
     "BiasGated",
     "BiasGatedBackward",
+    "BiasQKNorm",
+    "BiasQKNormBackward",
+    "BiasQKNormRotary",
+    "BiasQKNormRotaryBackward",
+    "BiasQKNormRotaryInference",
     "BlockBoundary",
     "BlockBoundaryBackward",
     "GatedLinearBackward",
