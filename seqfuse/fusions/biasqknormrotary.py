@@ -132,9 +132,7 @@ class BiasQKNormBackward(BackwardFusion):
         return _backward(self.bias, self.norm, None, dy, norm, None, needs)
 
 
-def _kernels_take(
-    bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env
-) -> Requirements:
+def _kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env) -> Requirements:
     yield from kernels_run(env)
     yield bias is None or bias.bias.dtype == env.dtype, "input and bias must have one dtype"
     if norm is not None and rotary is not None:
@@ -158,9 +156,7 @@ def _width(bias: Bias | None, norm: QKNorm | None) -> int | None:
     return None if bias is None else bias.size
 
 
-def _worth(
-    bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env, made: int
-) -> Savings:
+def _worth(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env, made: int) -> Savings:
     """What the operations launch and move by themselves, less one launch and the passes that are made."""
     there = [name for name, of in (("bias", bias), ("norm", norm), ("rotary", rotary)) if of is not None]
     width = _width(bias, norm) or 0

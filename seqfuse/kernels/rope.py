@@ -314,12 +314,12 @@ class Tile:
 
 
 def tile_of(heads: int, size: int, rotary: int, most: int) -> Tile:
-    """At most `most` elements, and a quarter of it where masks cut a head; four heads at a time where they fit."""
+    """At most `most` elements, of four heads where they fit; of one where masks cut a head, which costs registers."""
     pairs = next_power_of_2(rotary // 2) if rotary else 1
     rest = next_power_of_2(size - rotary) if rotary < size else 1
     width = next_power_of_2(2 * pairs * (rotary > 0) + rest * (rotary < size))
-    most = most if width == size and (not rotary or rotary == size) else most // 4
-    h = min(4, next_power_of_2(heads), max(1, most // width))
+    cut = width != size or 0 < rotary < size
+    h = 1 if cut else min(4, next_power_of_2(heads), max(1, most // width))
     return Tile(max(1, most // (width * h)), h, pairs, rest, 4)
 
 
@@ -340,7 +340,8 @@ def rope_fwd(
     k_weight: Tensor | None = None,
     store: bool = False,
 ) -> Forward:
-    """y = turned(norm(x + bias)) for query and key heads, x + bias for values, as far as these are given.
+    """Bias, norm and rotation of packed heads: y = turned(norm(x + bias)) for query and key heads, x + bias for
+    values, as far as these are given.
 
     Norm: z rstd weight with rstd = (E[z^2] + eps)^-1/2 over a head. All in float32, rounded once.
     x, y: [*, S, (H + 2 Hkv) D]; bias: [(H + 2 Hkv) D]; weights: [D].
@@ -514,7 +515,8 @@ def _positions(x: Tensor, positions: Tensor | None) -> tuple[Tensor | None, int]
     lead = x.shape[:-1]
     if positions is None:
         return None, max(1, lead[-1])
-    if positions.ndim > len(lead) or any(a not in (1, b) for a, b in zip(positions.shape[::-1], lead[::-1])):
+    fits = all(a in (1, b) for a, b in zip(positions.shape[::-1], lead[::-1], strict=False))
+    if positions.ndim > len(lead) or not fits:
         raise ValueError(f"positions must broadcast to {tuple(lead)}, got shape {tuple(positions.shape)}")
     of = lead if positions.numel() > positions.shape[-1:].numel() else lead[-1:]
     return positions.reshape(positions.shape[-len(of) :]).expand(of).reshape(-1), max(1, of.numel())

@@ -115,9 +115,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found(
-    mutant: Callable[[ModuleType, str, str], ModuleType], name: str, device: torch.device
-):
+def test_a_mutant_is_found(mutant: Callable[[ModuleType, str, str], ModuleType], name: str, device: torch.device):
     old, new, kind = MUTANTS[name]
     changed = getattr(mutant(module, old, new), kind)
     made = [op.to(device) for op in operations("bias", "norm", "rotary")]
