@@ -226,6 +226,7 @@ def decode_attention(
         ),
         _constexprs(group, size, softcap is not None, window is not None, block_n, q.dtype),
         _warps(q.dtype),
+        _stages(q.dtype, k_scale is not None),
     )  # fmt: skip
     if partials is not None:
         launch(
@@ -280,14 +281,19 @@ def splits_of(key_heads: int, rows: int, block_n: int, processors: int) -> int:
 
 
 def _block_n(size: int, dtype: torch.dtype, int8: bool) -> int:
-    # A product of float32 is made without matrix instructions, and of numbers that were int8 all in registers.
-    if dtype is torch.float32 and int8:
-        return 16
+    # Numbers that were int8 are converted in registers, and a product of float32 is made of nothing else.
+    if int8:
+        return 16 if dtype is torch.float32 else 32
     return 64 if next_power_of_2(size) * dtype.itemsize <= 256 else 32
 
 
 def _block_g(group: int, dtype: torch.dtype) -> int:
     return min(16 if dtype is torch.float32 else 32, max(16, next_power_of_2(group)))
+
+
+# Of the pipeline: 64 KiB of shared memory hold two of a cache in float32 or int8.
+def _stages(dtype: torch.dtype, int8: bool) -> int:
+    return 2 if dtype is torch.float32 or int8 else 3
 
 
 def _warps(dtype: torch.dtype) -> int:
@@ -376,7 +382,7 @@ def _decode_variant(dtype: torch.dtype, size: int, group: int, int8: bool, limit
     present |= {"partials": "fp32", "sums": "fp32"} if split else {}
     fixed = _constexprs(group, size, limited, limited, _block_n(size, dtype, int8), dtype, interpret=False)
     label = f"decode {item} {size} group {group}" + " int8" * int8 + " limited" * limited + " split" * split
-    return _variant(label, _decode_kernel, present, fixed, _warps(dtype))
+    return _variant(label, _decode_kernel, present, fixed, _warps(dtype), _stages(dtype, int8))
 
 
 def _write_variant(dtype: torch.dtype, size: int, int8: bool) -> Variant:
@@ -387,7 +393,9 @@ def _write_variant(dtype: torch.dtype, size: int, int8: bool) -> Variant:
     return _variant(f"cache_write {item} {size}" + " int8" * int8, _cache_write_kernel, present, fixed, 1)
 
 
-def _variant(name: str, kernel: Any, present: dict[str, str], fixed: dict[str, Any], num_warps: int) -> Variant:
+def _variant(
+    name: str, kernel: Any, present: dict[str, str], fixed: dict[str, Any], num_warps: int, num_stages: int = 3
+) -> Variant:
     floats = {"scale": "fp32", "softcap": "fp32"}
     counts = {"heads": "i32", "kv_heads": "i32", "rows": "i32", "splits": "i32", "window": "i32"}
     signature: dict[str, Any] = {}
@@ -411,4 +419,5 @@ def _variant(name: str, kernel: Any, present: dict[str, str], fixed: dict[str, A
         constexprs={**fixed, **absent},
         divisible=(*present, *strides),
         num_warps=num_warps,
+        num_stages=num_stages,
     )

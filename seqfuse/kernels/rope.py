@@ -18,7 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import column_sums
-from ._launch import MAX_GRID, as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._launch import (
+    MAX_GRID,
+    architecture,
+    as_rows,
+    cdiv,
+    inner_contiguous,
+    launch,
+    next_power_of_2,
+    processors,
+    workspace,
+)
 from ._variants import TRITON_DTYPES, Variant
 
 MAX_HEAD = 1024
@@ -313,14 +323,22 @@ class Tile:
     num_warps: int
 
 
-def tile_of(heads: int, size: int, rotary: int, most: int) -> Tile:
-    """At most `most` elements, of four heads where they fit; of one where masks cut a head, which costs registers."""
+def tile_of(heads: int, size: int, rotary: int, most: int, amd: bool) -> Tile:
+    """At most `most` elements, of four heads where they fit; of one where masks cut a head, which costs registers.
+
+    On NVIDIA masks are few registers of their own, on AMD pairs of scalars for each address.
+    """
     pairs = next_power_of_2(rotary // 2) if rotary else 1
     rest = next_power_of_2(size - rotary) if rotary < size else 1
     width = next_power_of_2(2 * pairs * (rotary > 0) + rest * (rotary < size))
     cut = width != size or 0 < rotary < size
+    most = most // 4 if width != size and not amd else most
     h = 1 if cut else min(4, next_power_of_2(heads), max(1, most // width))
     return Tile(max(1, most // (width * h)), h, pairs, rest, 4)
+
+
+def _amd(device: torch.device) -> bool:
+    return architecture(device).startswith("gfx")
 
 
 # Backward has two tensors and four sums in registers.
@@ -373,7 +391,7 @@ def rope_fwd(
     rstd = torch.empty((*x.shape[:-1], known), dtype=torch.float32, device=x.device) if norm else None
     frequencies = None if rotation is None else _frequencies(rotation, x.device)
     at, period = (None, 1) if rotation is None else _positions(x, positions)
-    tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD)
+    tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
     launch(
         _rope_fwd_kernel,
         cdiv(M, tile.m) * cdiv(heads + 2 * kv_heads, tile.h),
@@ -442,7 +460,7 @@ def rope_bwd(
             for kind, n in zip(wanted, (width, size, size), strict=True)
         ]
         return Backward(out, *zeros)
-    tile = tile_of(parts, size, rotary, _BACKWARD)
+    tile = tile_of(parts, size, rotary, _BACKWARD, _amd(dy.device))
     across = cdiv(parts, tile.h)
     programs = min(cdiv(M, tile.m), max(1, 8 * processors(device) // across))
     steps = cdiv(cdiv(M, tile.m), programs)
@@ -572,10 +590,13 @@ def variants() -> Iterator[Variant]:
         for size, rotation in _SHAPES if dtype is torch.bfloat16 else _SHAPES[1:3]:
             for around in (("bias", "norm", "positions"), ("norm",), ("bias",), ()):
                 if rotation is not None or "norm" in around:
-                    yield from _of_shape(dtype, size, rotation, around)
+                    yield from _of_shape(dtype, size, rotation, around, "sm_")
+                    yield from _of_shape(dtype, size, rotation, around, "gfx")
 
 
-def _of_shape(dtype: torch.dtype, size: int, rotation: Rotation | None, around: tuple[str, ...]) -> Iterator[Variant]:
+def _of_shape(
+    dtype: torch.dtype, size: int, rotation: Rotation | None, around: tuple[str, ...], target: str
+) -> Iterator[Variant]:
     item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
     norm, bias = "norm" in around, "bias" in around
     style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
@@ -590,15 +611,16 @@ def _of_shape(dtype: torch.dtype, size: int, rotation: Rotation | None, around: 
     backward |= {"x": item, "rstd": "fp32", "gains": "fp32"} if norm else {}
     both = ((_rope_fwd_kernel, "fwd", forward, _FORWARD), (_rope_bwd_kernel, "bwd", backward, _BACKWARD))
     for kernel, name, present, most in both:
-        tile = tile_of(40, size, 0 if rotation is None else rotation.dim, most)
+        tile = tile_of(40, size, 0 if rotation is None else rotation.dim, most, target == "gfx")
         fixed = {**({"EPS": 1e-6} if name == "fwd" else {}), **_constexprs(tile, norm, size, rotation)}
         numbers = [n for n in kernel.arg_names if n.endswith("stride") or n in ("M", "Q", "K", "period", "steps")]
         pointers = [n for n in kernel.arg_names if n not in fixed and n not in numbers]
         yield Variant(
-            name=f"{label} {name}",
+            name=f"{label} {name} {target.rstrip('_')}",
             kernel=kernel,
             signature={n: f"*{present[n]}" for n in pointers if n in present} | dict.fromkeys(numbers, "i32"),
             constexprs=fixed | {n: None for n in pointers if n not in present},
             divisible=(*pointers, *(n for n in numbers if n.endswith("stride") and size % 16 == 0)),
             num_warps=tile.num_warps,
+            targets=(target,),
         )
