@@ -29,6 +29,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `BlockBoundary`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each way; the residual
   stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
+* `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
+  stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
 * `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors and biases in
@@ -45,6 +47,13 @@ from .activationlinear import ActivationLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
+from .biasqknormrotary import (
+    BiasQKNorm,
+    BiasQKNormBackward,
+    BiasQKNormRotary,
+    BiasQKNormRotaryBackward,
+    BiasQKNormRotaryInference,
+)
 from .blockboundary import BlockBoundary, BlockBoundaryBackward
 from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
@@ -96,6 +105,11 @@ triton: tuple[type[FusedOperation], ...] = (
     PointwiseChainInference,
     PointwiseChain,
     PointwiseChainBackward,
+    BiasQKNormRotaryInference,
+    BiasQKNormRotary,
+    BiasQKNorm,
+    BiasQKNormRotaryBackward,
+    BiasQKNormBackward,
 )
 
 lean: tuple[type[FusedOperation], ...] = (LinearActivationLinear,)
@@ -111,6 +125,11 @@ __all__ = [
     "BiasDropoutAddBackward",
     "BiasGated",
     "BiasGatedBackward",
+    "BiasQKNorm",
+    "BiasQKNormBackward",
+    "BiasQKNormRotary",
+    "BiasQKNormRotaryBackward",
+    "BiasQKNormRotaryInference",
     "BlockBoundary",
     "BlockBoundaryBackward",
     "BlockEndBackward",

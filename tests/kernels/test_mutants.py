@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse.kernels import _norm, activations, crossentropy, gemm
+from seqfuse.kernels import _norm, activations, crossentropy, decode, gemm, rope
 
-from . import test_activations, test_crossentropy, test_gemm, test_norm, test_pointwise
+from . import (
+    test_activations,
+    test_crossentropy,
+    test_decode,
+    test_gemm,
+    test_norm,
+    test_pointwise,
+    test_rope,
+)
 
 KERNELS = Path(gemm.__file__).parent
 
@@ -21,6 +29,8 @@ def _replaced() -> Iterator[tuple[str, str]]:
         (gemm, test_gemm.MUTANTS),
         (_norm, test_norm.MUTANTS),
         (crossentropy, test_crossentropy.MUTANTS),
+        (decode, test_decode.MUTANTS),
+        (rope, test_rope.MUTANTS),
     ):
         yield from ((str(module.__file__), old) for old, *_ in mutants.values())
     yield from ((str(activations.__file__), old) for _, old, _ in test_activations.MUTANTS.values())

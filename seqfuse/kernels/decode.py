@@ -1,0 +1,423 @@
+# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
+"""Attention of one new row per sequence over a cache of keys and values: what each step of decoding does.
+
+A key head's cache is split among programs, each of which sees it for all query heads that share it, so it is read
+once. Splits are of equal size by the length of the sequence, which the device alone knows; a second kernel merges them.
+Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import cdiv, inner_contiguous, interpreted, launch, next_power_of_2, processors, workspace
+from ._variants import TRITON_DTYPES, Variant
+
+MAX_HEAD = 256
+"""The widest head."""
+MAX_SPLITS = 32
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _decode_kernel(
+    q, k, v, k_scale, v_scale, lengths, y, partials, sums,
+    q_batch, q_head, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch, scale_head,
+    heads, kv_heads, rows, splits, scale, softcap, window,
+    GROUP: tl.constexpr, D: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """One split of one key head of one sequence: y unnormalized, and log2 of the sum of weights; y itself if alone."""
+    pid = tl.program_id(0)
+    split = pid % splits
+    # Of a large group some members at a time.
+    PARTS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    part = pid // splits % PARTS
+    head = (pid // splits // PARTS % kv_heads).to(tl.int64)
+    batch = (pid // splits // PARTS // kv_heads).to(tl.int64)
+    length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), rows).to(tl.int32)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0)
+    chunk = tl.cdiv(tl.cdiv(length - first, splits), BLOCK_N) * BLOCK_N
+    start = first + split * chunk
+    stop = tl.minimum(start + chunk, length)
+
+    members = tl.cast(part, tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    taken = (members < GROUP)[:, None] & inside[None, :]
+    queries = head * GROUP + members
+    query = tl.load(q + batch * q_batch + queries[:, None] * q_head + cols[None, :], mask=taken, other=0.0)
+    keys = k + batch * k_batch + head * k_head
+    values = v + batch * v_batch + head * v_head
+    if k_scale is not None:
+        key_scales = k_scale + batch * scale_batch + head * scale_head
+        value_scales = v_scale + batch * scale_batch + head * scale_head
+    most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for at in tl.range(start, stop, BLOCK_N):
+        row = tl.cast(at, tl.int64) + tl.arange(0, BLOCK_N)
+        seen = row < stop
+        both = seen[:, None] & inside[None, :]
+        key = tl.load(keys + row[:, None] * k_row + cols[None, :], mask=both, other=0.0).to(query.dtype)
+        value = tl.load(values + row[:, None] * v_row + cols[None, :], mask=both, other=0.0).to(query.dtype)
+        if INTERPRET:
+            scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)))
+        else:
+            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if k_scale is not None:
+            scores *= tl.load(key_scales + row, mask=seen, other=0.0)[None, :]
+        scores *= scale
+        if SOFTCAP:
+            # softcap tanh(scores / softcap), in numbers that are already in base 2.
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, 1))
+        # A row of scores that are all -inf, as overflowed ones may be, has weights of zero rather than NaN.
+        origin = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - origin[:, None])
+        shrink = tl.exp2(most - origin)
+        total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
+        if v_scale is not None:
+            weights *= tl.load(value_scales + row, mask=seen, other=0.0)[None, :]
+        weights = weights.to(query.dtype)
+        if INTERPRET:
+            acc += tl.dot(weights.to(tl.float32), value.to(tl.float32))
+        else:
+            acc = tl.dot(weights, value, acc, input_precision=PRECISION)
+        most = larger
+    whole = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = batch * heads + queries
+    if partials is None:
+        tl.store(y + out[:, None] * D + cols[None, :], whole.to(y.dtype.element_ty), mask=taken)
+    else:
+        place = out * splits + split
+        tl.store(partials + place[:, None] * D + cols[None, :], whole, mask=taken)
+        tl.store(sums + place, most + tl.log2(total), mask=members < GROUP)
+
+
+@triton.jit
+def _merge_kernel(
+    partials, sums, y, splits, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """One head of one sequence: its splits by their share of the sum of weights, in a fixed order."""
+    out = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    cols = tl.arange(0, BLOCK_D)
+    there = split < splits
+    place = out * splits + split
+    logs = tl.load(sums + place, mask=there, other=float("-inf"))
+    most = tl.max(logs, 0)
+    shares = tl.exp2(logs - tl.where(most == float("-inf"), 0.0, most))
+    total = tl.sum(shares, 0)
+    mask = there[:, None] & (cols < D)[None, :]
+    part = tl.load(partials + place[:, None] * D + cols[None, :], mask=mask, other=0.0)
+    # A split that saw nothing has a share of zero.
+    part = tl.where((logs == float("-inf"))[:, None], 0.0, part * shares[:, None])
+    whole = tl.sum(part, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(y + out * D + cols, whole.to(y.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def _quantized(x, mask):
+    """A row as int8 and its scale, max |x| / 127; a half is rounded away from zero."""
+    scale = tl.max(tl.where(mask, tl.abs(x), 0.0), 0) / 127.0
+    t = x / tl.where(scale == 0.0, 1.0, scale)
+    t = tl.minimum(tl.maximum(t, -127.0), 127.0)
+    return tl.where(t < 0.0, t - 0.5, t + 0.5).to(tl.int8), scale
+
+
+@triton.jit
+def _cache_write_kernel(
+    k_new, v_new, k, v, k_scale, v_scale, lengths,
+    k_new_batch, k_new_head, v_new_batch, v_new_head, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
+    scale_head, kv_heads, rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    head = (pid % kv_heads).to(tl.int64)
+    batch = (pid // kv_heads).to(tl.int64)
+    row = tl.load(lengths + batch).to(tl.int64)
+    cols = tl.arange(0, BLOCK_D)
+    inside = cols < D
+    fits = (row >= 0) & (row < rows)
+    key = tl.load(k_new + batch * k_new_batch + head * k_new_head + cols, mask=inside, other=0.0)
+    value = tl.load(v_new + batch * v_new_batch + head * v_new_head + cols, mask=inside, other=0.0)
+    to_key = k + batch * k_batch + head * k_head + row * k_row + cols
+    to_value = v + batch * v_batch + head * v_head + row * v_row + cols
+    if k_scale is not None:
+        key, key_scale = _quantized(key.to(tl.float32), inside)
+        value, value_scale = _quantized(value.to(tl.float32), inside)
+        place = batch * scale_batch + head * scale_head + row
+        tl.store(k_scale + place, key_scale, mask=fits)
+        tl.store(v_scale + place, value_scale, mask=fits)
+    tl.store(to_key, key.to(k.dtype.element_ty), mask=inside & fits)
+    tl.store(to_value, value.to(v.dtype.element_ty), mask=inside & fits)
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    scale: float | None = None,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Attention over the first `lengths` rows of each cache, y = softmax(scale q k^T) v; zeros where there are none.
+
+    q, y: [B, H, D]; k, v: [B, Hkv, max, D], of q's dtype, or int8 with a float32 scale for each row, [B, Hkv, max];
+    lengths: [B] int32 or int64 on the device, which the host does not read. Heads H / Hkv at a time share a key head.
+    The query stands at the last of these rows. Scores and sums are float32.
+    Source: Dao et al. 2023, Flash-Decoding.
+
+    Args:
+        q: the new row's queries.
+        k: cache of keys, the new row's among them.
+        v: cache of values.
+        lengths: rows of the cache that are there.
+        scale: D^-1/2 by default.
+        window: how many rows are seen, the last ones; all by default.
+        softcap: scores become softcap tanh(score / softcap), if given.
+        k_scale: what int8 keys are multiplied by.
+        v_scale: what int8 values are multiplied by.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
+    """
+    batch, heads, size, kv_heads, rows = _checked(q, k, v, lengths, k_scale, v_scale)
+    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+        raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
+    y = torch.empty((batch, heads, size), dtype=q.dtype, device=q.device)
+    if rows == 0:
+        return y.zero_()
+    group = heads // kv_heads
+    block_n = _block_n(size, q.dtype, k_scale is not None)
+    seen = rows if window is None else min(rows, window)
+    splits = splits_of(batch * kv_heads, seen, block_n, processors(q.device))
+    partials = sums = None
+    if splits > 1:
+        partials = workspace("decode", batch * heads * splits * size, torch.float32, q.device)
+        sums = workspace("decode.sums", batch * heads * splits, torch.float32, q.device)
+    factor = size**-0.5 if scale is None else scale
+    # Scores in base 2; a soft-cap takes twice score / softcap, since tanh x = 1 - 2 / (e^2x + 1).
+    factor *= _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
+    strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
+    launch(
+        _decode_kernel,
+        batch * kv_heads * cdiv(group, _block_g(group, q.dtype)) * splits,
+        (
+            q, k, v, k_scale, v_scale, lengths, y, partials, sums, q.stride(0), q.stride(1), *k.stride()[:3],
+            *v.stride()[:3], *strides, heads, kv_heads, rows, splits, float(factor),
+            float((softcap or 0.0) * _LOG2_E), window or 0,
+        ),
+        _constexprs(group, size, softcap is not None, window is not None, block_n, q.dtype),
+        _warps(q.dtype),
+        _stages(q.dtype, k_scale is not None),
+    )  # fmt: skip
+    if partials is not None:
+        launch(
+            _merge_kernel,
+            batch * heads,
+            (partials, sums, y, splits),
+            {"D": size, "BLOCK_S": next_power_of_2(splits), "BLOCK_D": next_power_of_2(size)},
+            4,
+        )
+    return y
+
+
+def cache_write(
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write a new row of each sequence at row `lengths` of its cache, where there is room.
+
+    k_new, v_new: [B, Hkv, D]; the rest is as in `decode_attention`, with lengths before the new row. An int8 cache gets
+    rows divided by their scale, max |x| / 127, which is written as well.
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
+    """
+    batch, kv_heads, size, _, rows = _checked(k_new, k, v, lengths, k_scale, v_scale)
+    if kv_heads != k.shape[1] or v_new.shape != k_new.shape or v_new.dtype is not k_new.dtype:
+        shapes = f"{tuple(k_new.shape)} and {tuple(v_new.shape)}"
+        raise ValueError(f"k_new and v_new must both be {(batch, k.shape[1], size)} of one dtype, got {shapes}")
+    inner_contiguous("v_new", v_new)
+    strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
+    launch(
+        _cache_write_kernel,
+        batch * kv_heads,
+        (
+            k_new, v_new, k, v, k_scale, v_scale, lengths, *k_new.stride()[:2], *v_new.stride()[:2], *k.stride()[:3],
+            *v.stride()[:3], *strides, kv_heads, rows,
+        ),
+        {"D": size, "BLOCK_D": next_power_of_2(size)},
+        1,
+    )  # fmt: skip
+
+
+def splits_of(key_heads: int, rows: int, block_n: int, processors: int) -> int:
+    """Programs per key head: two for each processor altogether, none with less than a block, and at most 32."""
+    return max(1, min(MAX_SPLITS, cdiv(rows, block_n), cdiv(2 * processors, max(1, key_heads))))
+
+
+def _block_n(size: int, dtype: torch.dtype, int8: bool) -> int:
+    # Numbers that were int8 are converted in registers, and a product of float32 is made of nothing else.
+    if int8:
+        return 16 if dtype is torch.float32 else 32
+    return 64 if next_power_of_2(size) * dtype.itemsize <= 256 else 32
+
+
+def _block_g(group: int, dtype: torch.dtype) -> int:
+    return min(16 if dtype is torch.float32 else 32, max(16, next_power_of_2(group)))
+
+
+# Of the pipeline: 64 KiB of shared memory hold two of a cache in float32 or int8.
+def _stages(dtype: torch.dtype, int8: bool) -> int:
+    return 2 if dtype is torch.float32 or int8 else 3
+
+
+def _warps(dtype: torch.dtype) -> int:
+    return 8 if dtype is torch.float32 else 4
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> tuple[int, int, int, int, int]:
+    """B, H, D, Hkv and the rows of the cache."""
+    if q.ndim != 3 or k.ndim != 4 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[2]:
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        raise ValueError(f"expects [B, H, D] and caches [B, Hkv, max, D], got {shapes}")
+    batch, heads, size = q.shape
+    kv_heads, rows = k.shape[1:3]
+    if not kv_heads or heads % kv_heads or not 0 < size <= MAX_HEAD:
+        raise ValueError(f"{kv_heads} key heads must divide {heads} heads, of 1 to {MAX_HEAD} elements, got {size}")
+    if tuple(lengths.shape) != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"lengths must be int32 or int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}")
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"the kernels are for float32, float16 and bfloat16, not {q.dtype}")
+    quantized = k.dtype is torch.int8
+    if k.dtype is not v.dtype or (not quantized and k.dtype is not q.dtype):
+        raise ValueError(f"caches must be {q.dtype} or int8, got {k.dtype} and {v.dtype}")
+    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scales is not None) != quantized:
+            raise ValueError(f"{name} is given with an int8 cache, and only then")
+        if scales is not None and (tuple(scales.shape) != tuple(k.shape[:3]) or scales.dtype is not torch.float32):
+            got = f"{scales.dtype} {tuple(scales.shape)}"
+            raise ValueError(f"{name} must be float32 {tuple(k.shape[:3])}, got {got}")
+    if k_scale is not None and v_scale is not None:
+        inner_contiguous("k_scale", k_scale)
+        if k_scale.stride() != v_scale.stride():
+            raise ValueError(f"k_scale and v_scale must have one layout, got {k_scale.stride()}, {v_scale.stride()}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        inner_contiguous(name, tensor)
+    return batch, heads, size, kv_heads, rows
+
+
+def _constexprs(
+    group: int, size: int, softcap: bool, window: bool, block_n: int, dtype: torch.dtype, interpret: bool | None = None
+) -> dict[str, Any]:
+    """In the order of the kernel."""
+    return {
+        "GROUP": group,
+        "D": size,
+        "SOFTCAP": softcap,
+        "WINDOW": window,
+        "BLOCK_G": _block_g(group, dtype),
+        "BLOCK_N": block_n,
+        "BLOCK_D": max(16, next_power_of_2(size)),
+        "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
+        "INTERPRET": interpreted() if interpret is None else interpret,
+    }
+
+
+def variants() -> Iterator[Variant]:
+    """Sizes of heads and groups, quantized or not, alone and in splits; merges and writes.
+
+    A dot of 16 rows is not `wgmma`'s, which has 64: what counts is that a cache is read once, 16 bytes at a time.
+    """
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size in (64, 80, 128, 256) if dtype is torch.bfloat16 else (128,):
+            for group, int8, limited, split in (
+                (1, False, False, True), (4, True, True, True), (8, False, True, False), (32, True, False, True),
+            ):  # fmt: skip
+                yield _decode_variant(dtype, size, group, int8, limited, split)
+            for int8 in (False, True):
+                yield _write_variant(dtype, size, int8)
+            for splits in (2, MAX_SPLITS):
+                item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
+                yield Variant(
+                    name=f"merge {item} {size} {splits}",
+                    kernel=_merge_kernel,
+                    signature={"partials": "*fp32", "sums": "*fp32", "y": f"*{item}", "splits": "i32"},
+                    constexprs={"D": size, "BLOCK_S": splits, "BLOCK_D": next_power_of_2(size)},
+                    divisible=("partials", "sums", "y"),
+                )
+
+
+def _decode_variant(dtype: torch.dtype, size: int, group: int, int8: bool, limited: bool, split: bool) -> Variant:
+    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
+    cache = "i8" if int8 else item
+    present = {"q": item, "k": cache, "v": cache, "lengths": "i64", "y": item}
+    present |= {"k_scale": "fp32", "v_scale": "fp32"} if int8 else {}
+    present |= {"partials": "fp32", "sums": "fp32"} if split else {}
+    fixed = _constexprs(group, size, limited, limited, _block_n(size, dtype, int8), dtype, interpret=False)
+    label = f"decode {item} {size} group {group}" + " int8" * int8 + " limited" * limited + " split" * split
+    return _variant(label, _decode_kernel, present, fixed, _warps(dtype), _stages(dtype, int8))
+
+
+def _write_variant(dtype: torch.dtype, size: int, int8: bool) -> Variant:
+    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
+    present = {"k_new": item, "v_new": item, "lengths": "i64"} | dict.fromkeys(("k", "v"), "i8" if int8 else item)
+    present |= {"k_scale": "fp32", "v_scale": "fp32"} if int8 else {}
+    fixed = {"D": size, "BLOCK_D": next_power_of_2(size)}
+    return _variant(f"cache_write {item} {size}" + " int8" * int8, _cache_write_kernel, present, fixed, 1)
+
+
+def _variant(
+    name: str, kernel: Any, present: dict[str, str], fixed: dict[str, Any], num_warps: int, num_stages: int = 3
+) -> Variant:
+    floats = {"scale": "fp32", "softcap": "fp32"}
+    counts = {"heads": "i32", "kv_heads": "i32", "rows": "i32", "splits": "i32", "window": "i32"}
+    signature: dict[str, Any] = {}
+    absent: dict[str, Any] = {}
+    for argument in kernel.arg_names:
+        if argument in fixed:
+            continue
+        if argument in present:
+            signature[argument] = f"*{present[argument]}"
+        elif argument in floats or argument in counts:
+            signature[argument] = (floats | counts)[argument]
+        elif argument.endswith(("_batch", "_head", "_row")):
+            signature[argument] = "i32"
+        else:
+            absent[argument] = None
+    strides = [n for n in signature if n.endswith(("_batch", "_head", "_row"))]
+    return Variant(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs={**fixed, **absent},
+        divisible=(*present, *strides),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )

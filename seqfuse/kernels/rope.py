@@ -1,0 +1,626 @@
+# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
+"""What is done to packed [q; k; v] before attention, in one pass each way: bias, norm of each head, rotation.
+
+A tile is some rows by some heads. An angle is made once for all heads of a tile: its product in float32, as the
+operation rounds it, reduced in float64, so that far positions keep what digits they have. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._columns import column_sums
+from ._launch import (
+    MAX_GRID,
+    architecture,
+    as_rows,
+    cdiv,
+    inner_contiguous,
+    launch,
+    next_power_of_2,
+    processors,
+    workspace,
+)
+from ._variants import TRITON_DTYPES, Variant
+
+MAX_HEAD = 1024
+"""The widest head."""
+
+
+@triton.jit
+def _sine_cosine(angle):
+    """Of float32 angles of any size: reduced to a quarter turn in float64, then polynomials of Cephes' `sinf`.
+
+    libdevice has a path for large angles through local memory, of which every thread would get some.
+    """
+    wide = angle.to(tl.float64)
+    quarters = tl.floor(wide * 0.6366197723675814 + 0.5)
+    r = (wide - quarters * 1.5707963267948966).to(tl.float32)
+    quadrant = quarters.to(tl.int64)
+    z = r * r
+    sine = r + r * z * ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1)
+    cosine = 1.0 - 0.5 * z + z * z * ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2)
+    odd = (quadrant & 1) != 0
+    s = tl.where(odd, cosine, sine)
+    c = tl.where(odd, sine, cosine)
+    return tl.where((quadrant & 2) != 0, -s, s), tl.where(((quadrant + 1) & 2) != 0, -c, c)
+
+
+@triton.jit
+def _turn(frequencies, positions, rows, M, period, ROTARY: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Sine and cosine of each row and pair, [BLOCK_M, 1, BLOCK_R]."""
+    pairs = tl.arange(0, BLOCK_R)
+    frequency = tl.load(frequencies + pairs, mask=pairs < ROTARY // 2, other=0.0)
+    # A 64-bit remainder is a call of many instructions; the host refuses more rows than 32 bits count.
+    position = rows.to(tl.int32) % period
+    if positions is not None:
+        position = tl.load(positions + position, mask=rows < M, other=0)
+    sine, cosine = _sine_cosine(position.to(tl.float32)[:, None] * frequency[None, :])
+    return tl.expand_dims(sine, 1), tl.expand_dims(cosine, 1)
+
+
+@triton.jit
+def _load_pair(at, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr):
+    """First and second members of the pairs of heads that begin `at`, float32 [*, *, BLOCK_R] each."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+        both = tl.load(at + cols, mask=mask & (cols < ROTARY), other=0.0).to(tl.float32)
+        one, two = tl.split(tl.reshape(both, (both.shape[0], both.shape[1], BLOCK_R, 2)))
+    else:
+        cols = tl.arange(0, BLOCK_R)[None, None, :]
+        inside = mask & (cols < ROTARY // 2)
+        one = tl.load(at + cols, mask=inside, other=0.0).to(tl.float32)
+        two = tl.load(at + ROTARY // 2 + cols, mask=inside, other=0.0).to(tl.float32)
+    return one, two
+
+
+@triton.jit
+def _store_pair(at, one, two, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr):
+    kind = at.dtype.element_ty
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+        both = tl.reshape(tl.join(one.to(kind), two.to(kind)), (one.shape[0], one.shape[1], 2 * BLOCK_R))
+        tl.store(at + cols, both, mask=mask & (cols < ROTARY))
+    else:
+        cols = tl.arange(0, BLOCK_R)[None, None, :]
+        inside = mask & (cols < ROTARY // 2)
+        tl.store(at + cols, one.to(kind), mask=inside)
+        tl.store(at + ROTARY // 2 + cols, two.to(kind), mask=inside)
+
+
+@triton.jit
+def _load_rest(at, mask, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr):
+    cols = tl.arange(0, BLOCK_P)[None, None, :]
+    return tl.load(at + ROTARY + cols, mask=mask & (cols < D - ROTARY), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rest(at, rest, mask, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr):
+    cols = tl.arange(0, BLOCK_P)[None, None, :]
+    tl.store(at + ROTARY + cols, rest.to(at.dtype.element_ty), mask=mask & (cols < D - ROTARY))
+
+
+@triton.jit
+def _pair_gain(
+    q_weight, k_weight, heads, Q, KNOWN, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """The gain of pairs of each head: that of queries, of keys, and 0 for values."""
+    none = heads * 0
+    q1, q2 = _load_pair(q_weight + none, heads < Q, ROTARY, INTERLEAVED, BLOCK_R)
+    k1, k2 = _load_pair(k_weight + none, (heads >= Q) & (heads < KNOWN), ROTARY, INTERLEAVED, BLOCK_R)
+    return q1 + k1, q2 + k2
+
+
+@triton.jit
+def _rest_gain(q_weight, k_weight, heads, Q, KNOWN, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr):
+    none = heads * 0
+    q = _load_rest(q_weight + none, heads < Q, ROTARY, D, BLOCK_P)
+    return q + _load_rest(k_weight + none, (heads >= Q) & (heads < KNOWN), ROTARY, D, BLOCK_P)
+
+
+@triton.jit
+def _rope_fwd_kernel(
+    x, bias, q_weight, k_weight, frequencies, positions, y, stored, rstd_out, x_stride, M, Q, K, period,
+    EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    parts = tl.cast(Q, tl.int64) + K + K
+    across = tl.cdiv(Q + K + K, BLOCK_H)
+    pid = tl.program_id(0)
+    rows = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads = ((pid % across).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :, None]
+    known = heads < Q + K
+    mask = (rows < M)[:, None, None] & (heads < parts)
+    place = heads * D
+    source = x + rows[:, None, None] * x_stride + place
+    target = rows[:, None, None] * (parts * D) + place
+    squares = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    if ROTARY > 0:
+        one, two = _load_pair(source, mask, ROTARY, INTERLEAVED, BLOCK_R)
+        if bias is not None:
+            b1, b2 = _load_pair(bias + place, heads < parts, ROTARY, INTERLEAVED, BLOCK_R)
+            one += b1
+            two += b2
+        if stored is not None:
+            # The backward pass reads the sum as it is stored, so the statistics are those of the stored one.
+            one = one.to(stored.dtype.element_ty).to(tl.float32)
+            two = two.to(stored.dtype.element_ty).to(tl.float32)
+            _store_pair(stored + target, one, two, mask, ROTARY, INTERLEAVED, BLOCK_R)
+        squares += tl.sum(one * one + two * two, 2)
+    if ROTARY < D:
+        rest = _load_rest(source, mask, ROTARY, D, BLOCK_P)
+        if bias is not None:
+            rest += _load_rest(bias + place, heads < parts, ROTARY, D, BLOCK_P)
+        if stored is not None:
+            rest = rest.to(stored.dtype.element_ty).to(tl.float32)
+            _store_rest(stored + target, rest, mask, ROTARY, D, BLOCK_P)
+        squares += tl.sum(rest * rest, 2)
+    if NORM:
+        rstd = tl.expand_dims(1.0 / tl.sqrt(squares / D + EPS), 2)
+        tl.store(rstd_out + rows[:, None, None] * (parts - K) + heads, rstd, mask=mask & known)
+    if ROTARY > 0:
+        if NORM:
+            n1, n2 = one * rstd, two * rstd
+            if q_weight is not None:
+                g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, INTERLEAVED, BLOCK_R)
+                n1 *= g1
+                n2 *= g2
+        else:
+            n1, n2 = one, two
+        sine, cosine = _turn(frequencies, positions, rows, M, period, ROTARY, BLOCK_R)
+        one = tl.where(known, n1 * cosine - n2 * sine, one)
+        two = tl.where(known, n2 * cosine + n1 * sine, two)
+        _store_pair(y + target, one, two, mask, ROTARY, INTERLEAVED, BLOCK_R)
+    if ROTARY < D:
+        if NORM:
+            n = rest * rstd
+            if q_weight is not None:
+                n *= _rest_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, D, BLOCK_P)
+            rest = tl.where(known, n, rest)
+        _store_rest(y + target, rest, mask, ROTARY, D, BLOCK_P)
+
+
+@triton.jit
+def _rope_bwd_kernel(
+    dy, x, rstd, q_weight, k_weight, frequencies, positions, dx, biases, gains, dy_stride, x_stride, M, Q, K, period,
+    steps,
+    NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Rows of one program, one tile after the other, for the same heads: sums over rows stay in registers.
+
+    biases: [programs, (Q + 2 K) D], gains: [Q + K, programs, D], float32.
+    """
+    parts = tl.cast(Q, tl.int64) + K + K
+    across = tl.cdiv(Q + K + K, BLOCK_H)
+    pid = tl.program_id(0)
+    down = (pid // across).to(tl.int64)
+    heads = ((pid % across).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :, None]
+    known = heads < Q + K
+    place = heads * D
+    if ROTARY > 0:
+        b1 = tl.zeros((BLOCK_M, BLOCK_H, BLOCK_R), tl.float32)
+        b2, w1, w2 = b1, b1, b1
+    if ROTARY < D:
+        b3 = tl.zeros((BLOCK_M, BLOCK_H, BLOCK_P), tl.float32)
+        w3 = b3
+    for step in tl.range(0, steps, num_stages=1):
+        rows = (down * steps + tl.cast(step, tl.int64)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None, None] & (heads < parts)
+        gradient = dy + rows[:, None, None] * dy_stride + place
+        target = rows[:, None, None] * (parts * D) + place
+        along = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+        if NORM:
+            source = x + rows[:, None, None] * x_stride + place
+            r = tl.load(rstd + rows[:, None, None] * (parts - K) + heads, mask=mask & known, other=0.0)
+        if ROTARY > 0:
+            d1, d2 = _load_pair(gradient, mask, ROTARY, INTERLEAVED, BLOCK_R)
+            sine, cosine = _turn(frequencies, positions, rows, M, period, ROTARY, BLOCK_R)
+            g1 = tl.where(known, d1 * cosine + d2 * sine, d1)
+            g2 = tl.where(known, d2 * cosine - d1 * sine, d2)
+            if NORM:
+                x1, x2 = _load_pair(source, mask & known, ROTARY, INTERLEAVED, BLOCK_R)
+                x1 *= r
+                x2 *= r
+                if gains is not None:
+                    w1 += g1 * x1
+                    w2 += g2 * x2
+                if q_weight is not None:
+                    a1, a2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, INTERLEAVED, BLOCK_R)
+                    g1 = tl.where(known, g1 * a1, g1)
+                    g2 = tl.where(known, g2 * a2, g2)
+                along += tl.sum(g1 * x1 + g2 * x2, 2)
+        if ROTARY < D:
+            g3 = _load_rest(gradient, mask, ROTARY, D, BLOCK_P)
+            if NORM:
+                x3 = _load_rest(source, mask & known, ROTARY, D, BLOCK_P) * r
+                if gains is not None:
+                    w3 += g3 * x3
+                if q_weight is not None:
+                    a3 = _rest_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, D, BLOCK_P)
+                    g3 = tl.where(known, g3 * a3, g3)
+                along += tl.sum(g3 * x3, 2)
+        if NORM:
+            mean = tl.expand_dims(along / D, 2)
+        if ROTARY > 0:
+            if NORM:
+                g1 = tl.where(known, (g1 - x1 * mean) * r, g1)
+                g2 = tl.where(known, (g2 - x2 * mean) * r, g2)
+            if dx is not None:
+                _store_pair(dx + target, g1, g2, mask, ROTARY, INTERLEAVED, BLOCK_R)
+            if biases is not None:
+                b1 += g1
+                b2 += g2
+        if ROTARY < D:
+            if NORM:
+                g3 = tl.where(known, (g3 - x3 * mean) * r, g3)
+            if dx is not None:
+                _store_rest(dx + target, g3, mask, ROTARY, D, BLOCK_P)
+            if biases is not None:
+                b3 += g3
+    if biases is not None:
+        to = biases + down * (parts * D) + place
+        if ROTARY > 0:
+            _store_pair(
+                to, tl.sum(b1, 0, keep_dims=True), tl.sum(b2, 0, keep_dims=True), heads < parts,
+                ROTARY, INTERLEAVED, BLOCK_R,
+            )  # fmt: skip
+        if ROTARY < D:
+            _store_rest(to, tl.sum(b3, 0, keep_dims=True), heads < parts, ROTARY, D, BLOCK_P)
+    if gains is not None:
+        programs = tl.num_programs(0) // across
+        to = gains + (heads * programs + down) * D
+        if ROTARY > 0:
+            _store_pair(
+                to, tl.sum(w1, 0, keep_dims=True), tl.sum(w2, 0, keep_dims=True), known, ROTARY, INTERLEAVED, BLOCK_R
+            )
+        if ROTARY < D:
+            _store_rest(to, tl.sum(w3, 0, keep_dims=True), known, ROTARY, D, BLOCK_P)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """How pairs are turned: `dim` elements of each head, by angles position base^(-2 i / dim)."""
+
+    style: Literal["half", "interleaved"]
+    dim: int
+    base: float = 10000.0
+
+
+class Forward(NamedTuple):
+    """Results of the forward pass."""
+
+    y: Tensor  # [*, S, (H + 2 Hkv) D]
+    z: Tensor | None  # the same, x + bias, where it was to be stored
+    rstd: Tensor | None  # [*, S, H + Hkv] float32
+
+
+class Backward(NamedTuple):
+    """Results of the backward pass; `None` for what was not asked for."""
+
+    dx: Tensor | None  # [*, S, (H + 2 Hkv) D]
+    dbias: Tensor | None  # [(H + 2 Hkv) D]
+    dq_weight: Tensor | None  # [D]
+    dk_weight: Tensor | None  # [D]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows, heads, pairs and other elements of a head at a time; warps."""
+
+    m: int
+    h: int
+    pairs: int
+    rest: int
+    num_warps: int
+
+
+def tile_of(heads: int, size: int, rotary: int, most: int, amd: bool) -> Tile:
+    """At most `most` elements, of four heads where they fit; of one where masks cut a head, which costs registers.
+
+    On NVIDIA masks are few registers of their own, on AMD pairs of scalars for each address.
+    """
+    pairs = next_power_of_2(rotary // 2) if rotary else 1
+    rest = next_power_of_2(size - rotary) if rotary < size else 1
+    width = next_power_of_2(2 * pairs * (rotary > 0) + rest * (rotary < size))
+    cut = width != size or 0 < rotary < size
+    most = most // 4 if width != size and not amd else most
+    h = 1 if cut else min(4, next_power_of_2(heads), max(1, most // width))
+    return Tile(max(1, most // (width * h)), h, pairs, rest, 4)
+
+
+def _amd(device: torch.device) -> bool:
+    return architecture(device).startswith("gfx")
+
+
+# Backward has two tensors and four sums in registers.
+_FORWARD, _BACKWARD = 1024, 1024
+
+
+def rope_fwd(
+    x: Tensor,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None = None,
+    *,
+    bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    norm_eps: float | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    store: bool = False,
+) -> Forward:
+    """Bias, norm and rotation of packed heads: y = turned(norm(x + bias)) for query and key heads, x + bias for
+    values, as far as these are given.
+
+    Norm: z rstd weight with rstd = (E[z^2] + eps)^-1/2 over a head. All in float32, rounded once.
+    x, y: [*, S, (H + 2 Hkv) D]; bias: [(H + 2 Hkv) D]; weights: [D].
+    Source: Su et al. 2021, arXiv:2104.09864; Henry et al. 2020, arXiv:2010.04245.
+
+    Args:
+        x: packed [q; k; v].
+        heads: H.
+        kv_heads: Hkv.
+        rotation: how heads are turned, if they are.
+        bias: added first.
+        positions: broadcast to [*, S]; 0..S-1 by default.
+        norm_eps: added to the mean square; `None` for no norm.
+        q_weight: gain of queries, with the norm; given with `k_weight` or not at all.
+        k_weight: gain of keys.
+        store: whether x + bias is to be written, rounded, as the backward of a norm reads it.
+
+    Raises:
+        ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
+    """
+    size, rotary = _checked(x, heads, kv_heads, rotation, bias=bias)
+    source = as_rows("x", x, x.shape[-1])
+    M = source.shape[0]
+    norm = norm_eps is not None
+    _check_weights(size, q_weight, k_weight)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    z = torch.empty(x.shape, dtype=x.dtype, device=x.device) if store else None
+    known = heads + kv_heads
+    rstd = torch.empty((*x.shape[:-1], known), dtype=torch.float32, device=x.device) if norm else None
+    frequencies = None if rotation is None else _frequencies(rotation, x.device)
+    at, period = (None, 1) if rotation is None else _positions(x, positions)
+    tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
+    launch(
+        _rope_fwd_kernel,
+        cdiv(M, tile.m) * cdiv(heads + 2 * kv_heads, tile.h),
+        (
+            source, bias, q_weight if norm else None, k_weight if norm else None, frequencies, at, y, z, rstd,
+            source.stride(0), M, heads, kv_heads, period,
+        ),
+        {"EPS": float(norm_eps or 0.0), **_constexprs(tile, norm, size, rotation)},
+        tile.num_warps,
+    )  # fmt: skip
+    return Forward(y, z, rstd)
+
+
+def rope_bwd(
+    dy: Tensor,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None = None,
+    *,
+    positions: Tensor | None = None,
+    x: Tensor | None = None,
+    rstd: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    dx: bool = True,
+    dbias: torch.dtype | None = None,
+    dq_weight: torch.dtype | None = None,
+    dk_weight: torch.dtype | None = None,
+) -> Backward:
+    """Gradients of `rope_fwd`, in one pass over dy, and over x where there was a norm.
+
+    dy is turned back, then dx = rstd (g - xhat E[g xhat]) with g = dy weight; the gradients of bias and weights are
+    sums over rows in float32, in a fixed order, rounded once.
+
+    Args:
+        dy: gradient of y.
+        heads: H.
+        kv_heads: Hkv.
+        rotation: as in the forward.
+        positions: as in the forward.
+        x: what was normalized, where there was a norm: x + bias of the forward.
+        rstd: as the forward gave it.
+        q_weight: gain of queries, for dx.
+        k_weight: gain of keys, for dx.
+        dx: whether dx is wanted.
+        dbias: dtype of the bias gradient, `None` where it is not wanted.
+        dq_weight: dtype of the gradient of q_weight, as well.
+        dk_weight: dtype of the gradient of k_weight, as well.
+
+    Raises:
+        ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
+    """
+    size, rotary = _checked(dy, heads, kv_heads, rotation)
+    _check_weights(size, q_weight, k_weight)
+    if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
+        raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
+    width, parts, known = dy.shape[-1], heads + 2 * kv_heads, heads + kv_heads
+    gradient = as_rows("dy", dy, width)
+    source = None if x is None else as_rows("x", x, width)
+    M, device = gradient.shape[0], dy.device
+    out = torch.empty(dy.shape, dtype=dy.dtype, device=device) if dx else None
+    wanted = (dbias, dq_weight, dk_weight)
+    if M == 0:
+        zeros = [
+            None if kind is None else torch.zeros(n, dtype=kind, device=device)
+            for kind, n in zip(wanted, (width, size, size), strict=True)
+        ]
+        return Backward(out, *zeros)
+    tile = tile_of(parts, size, rotary, _BACKWARD, _amd(dy.device))
+    across = cdiv(parts, tile.h)
+    programs = min(cdiv(M, tile.m), max(1, 8 * processors(device) // across))
+    steps = cdiv(cdiv(M, tile.m), programs)
+    programs = cdiv(cdiv(M, tile.m), steps)
+    biases = gains = None
+    if dbias is not None:
+        biases = workspace("rope.bias", programs * width, torch.float32, device)
+    if dq_weight is not None or dk_weight is not None:
+        gains = workspace("rope.gain", programs * known * size, torch.float32, device)
+    frequencies = None if rotation is None else _frequencies(rotation, device)
+    at, period = (None, 1) if rotation is None else _positions(dy, positions)
+    launch(
+        _rope_bwd_kernel,
+        programs * across,
+        (
+            gradient, source, rstd, q_weight, k_weight, frequencies, at, out, biases, gains, gradient.stride(0),
+            0 if source is None else source.stride(0), M, heads, kv_heads, period, steps,
+        ),
+        _constexprs(tile, x is not None, size, rotation),
+        tile.num_warps,
+    )  # fmt: skip
+    totals: list[Tensor | None] = [None, None, None]
+    if dbias is not None and biases is not None:
+        totals[0] = column_sums(biases[: programs * width].view(programs, width), width, dbias)
+    if gains is not None:
+        table = gains[: known * programs * size].view(known * programs, size)
+        if dq_weight is not None:
+            totals[1] = column_sums(table[: heads * programs], size, dq_weight)
+        if dk_weight is not None:
+            totals[2] = column_sums(table[heads * programs :], size, dk_weight)
+    return Backward(out, *totals)
+
+
+def _checked(
+    x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None = None
+) -> tuple[int, int]:
+    """Sizes of a head and of what is turned of it."""
+    parts = heads + 2 * kv_heads
+    if x.ndim < 1 + (rotation is not None) or not x.shape[-1] or x.shape[-1] % parts:
+        raise ValueError(f"x must be [*, S, {parts} D], got shape {tuple(x.shape)}")
+    size = x.shape[-1] // parts
+    rotary = 0 if rotation is None else rotation.dim
+    if size > MAX_HEAD:
+        raise ValueError(f"heads of {size}: at most {MAX_HEAD} can be turned or normalized")
+    if x.numel() // x.shape[-1] > MAX_GRID:
+        raise ValueError(f"at most {MAX_GRID} rows can be turned or normalized")
+    if x.dtype is torch.float64:
+        raise ValueError("the kernels compute in float32, so x must not be float64")
+    if rotary % 2 or rotary > size or (rotation is not None and rotary < 2):
+        raise ValueError(f"an even number of at most {size} elements of a head can be turned, got {rotary}")
+    if bias is not None and tuple(bias.shape) != (x.shape[-1],):
+        raise ValueError(f"bias must have shape ({x.shape[-1]},), got {tuple(bias.shape)}")
+    if bias is not None:
+        inner_contiguous("bias", bias)
+    return size, rotary
+
+
+def _check_weights(size: int, *weights: Tensor | None) -> None:
+    if len({weight is None for weight in weights}) > 1:
+        raise ValueError("q_weight and k_weight are given together")
+    for weight in weights:
+        if weight is not None and tuple(weight.shape) != (size,):
+            raise ValueError(f"weights must have shape ({size},), got {tuple(weight.shape)}")
+        if weight is not None:
+            inner_contiguous("weight", weight)
+
+
+def _positions(x: Tensor, positions: Tensor | None) -> tuple[Tensor | None, int]:
+    """Positions in one piece, `None` for 0, 1, ..., and after how many rows they begin again."""
+    lead = x.shape[:-1]
+    if positions is None:
+        return None, max(1, lead[-1])
+    fits = all(a in (1, b) for a, b in zip(positions.shape[::-1], lead[::-1], strict=False))
+    if positions.ndim > len(lead) or not fits:
+        raise ValueError(f"positions must broadcast to {tuple(lead)}, got shape {tuple(positions.shape)}")
+    of = lead if positions.numel() > positions.shape[-1:].numel() else lead[-1:]
+    return positions.reshape(positions.shape[-len(of) :]).expand(of).reshape(-1), max(1, of.numel())
+
+
+_known: dict[tuple[float, int, torch.device], Tensor] = {}
+
+
+def _frequencies(rotation: Rotation, device: torch.device) -> Tensor:
+    """The angle of one position, of each pair, float32 [dim / 2]; made once per device."""
+    key = (rotation.base, rotation.dim, device)
+    found = _known.get(key)
+    if found is None:
+        powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
+        found = rotation.base ** powers.float()
+        # A graph under capture owns what it makes, and a tensor that is none has no memory.
+        if type(found) is Tensor and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            _known[key] = found
+    return found
+
+
+def _constexprs(tile: Tile, norm: bool, size: int, rotation: Rotation | None) -> dict[str, Any]:
+    """In the order of the kernels."""
+    return {
+        "NORM": norm,
+        "D": size,
+        "ROTARY": 0 if rotation is None else rotation.dim,
+        "INTERLEAVED": rotation is not None and rotation.style == "interleaved",
+        "BLOCK_M": tile.m,
+        "BLOCK_H": tile.h,
+        "BLOCK_R": tile.pairs,
+        "BLOCK_P": tile.rest,
+    }
+
+
+_SHAPES = (
+    (64, Rotation("half", 64)),
+    (128, Rotation("half", 128)),
+    (128, Rotation("interleaved", 128)),
+    (128, Rotation("half", 32)),
+    (96, Rotation("interleaved", 24)),
+    (256, Rotation("half", 256)),
+    (1024, Rotation("interleaved", 512)),
+    (80, Rotation("half", 80)),
+    (127, Rotation("half", 126)),
+    (128, None),
+)
+
+
+def variants() -> Iterator[Variant]:
+    """Common sizes of heads, both styles, with and without bias, norm and given positions, every dtype for one size."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for size, rotation in _SHAPES if dtype is torch.bfloat16 else _SHAPES[1:3]:
+            for around in (("bias", "norm", "positions"), ("norm",), ("bias",), ()):
+                if rotation is not None or "norm" in around:
+                    yield from _of_shape(dtype, size, rotation, around, "sm_")
+                    yield from _of_shape(dtype, size, rotation, around, "gfx")
+
+
+def _of_shape(
+    dtype: torch.dtype, size: int, rotation: Rotation | None, around: tuple[str, ...], target: str
+) -> Iterator[Variant]:
+    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
+    norm, bias = "norm" in around, "bias" in around
+    style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
+    label = f"rope{'+' + ','.join(around) if around else ''} {item} {size} {style}"
+    shared = {"positions": "i64"} if "positions" in around and rotation is not None else {}
+    shared |= {"frequencies": "fp32"} if rotation is not None else {}
+    shared |= {"q_weight": item, "k_weight": item} if norm else {}
+    forward = {**shared, "x": item, "y": item} | ({"bias": item} if bias else {})
+    forward |= {"rstd_out": "fp32"} if norm else {}
+    forward |= {"stored": item} if norm and bias else {}
+    backward = {**shared, "dy": item, "dx": item} | ({"biases": "fp32"} if bias else {})
+    backward |= {"x": item, "rstd": "fp32", "gains": "fp32"} if norm else {}
+    both = ((_rope_fwd_kernel, "fwd", forward, _FORWARD), (_rope_bwd_kernel, "bwd", backward, _BACKWARD))
+    for kernel, name, present, most in both:
+        tile = tile_of(40, size, 0 if rotation is None else rotation.dim, most, target == "gfx")
+        fixed = {**({"EPS": 1e-6} if name == "fwd" else {}), **_constexprs(tile, norm, size, rotation)}
+        numbers = [n for n in kernel.arg_names if n.endswith("stride") or n in ("M", "Q", "K", "period", "steps")]
+        pointers = [n for n in kernel.arg_names if n not in fixed and n not in numbers]
+        yield Variant(
+            name=f"{label} {name} {target.rstrip('_')}",
+            kernel=kernel,
+            signature={n: f"*{present[n]}" for n in pointers if n in present} | dict.fromkeys(numbers, "i32"),
+            constexprs=fixed | {n: None for n in pointers if n not in present},
+            divisible=(*pointers, *(n for n in numbers if n.endswith("stride") and size % 16 == 0)),
+            num_warps=tile.num_warps,
+            targets=(target,),
+        )

@@ -1,0 +1,123 @@
+"""Bias, norm of heads and rotation, between the product that makes [q; k; v] and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import biasqknormrotary as module
+from seqfuse.testing import check_fusion, seeded_randn
+
+from .fourways import four_ways
+
+
+def operations(*names: str, heads: int = 2, kv_heads: int = 1, size: int = 8, **rotary: Any) -> list[Any]:
+    width = (heads + 2 * kv_heads) * size
+    made = {
+        "bias": lambda: ops.Bias(width),
+        "norm": lambda: ops.QKNorm(size, heads, kv_heads),
+        "rotary": lambda: ops.RotaryEmbedding(heads, kv_heads, **{"style": "half", **rotary}),
+    }
+    return [made[name]() for name in names]
+
+
+WITH_ROTARY = [("bias", "norm", "rotary"), ("norm", "rotary"), ("bias", "rotary"), ("rotary",)]
+WITHOUT = [("bias", "norm"), ("norm",)]
+
+
+@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
+@pytest.mark.parametrize("names", WITH_ROTARY, ids="-".join)
+def test_takes_the_place_of_what_it_replaces(kind: str, names: tuple[str, ...], device: torch.device):
+    made = [op.to(device) for op in operations(*names)]
+    check_fusion(getattr(module, kind), seeded_randn((5, 32), 0).to(device), *made)
+
+
+@pytest.mark.parametrize("kind", ["BiasQKNorm", "BiasQKNormBackward"])
+@pytest.mark.parametrize("names", WITHOUT, ids="-".join)
+def test_does_without_a_rotation(kind: str, names: tuple[str, ...], device: torch.device):
+    made = [op.to(device) for op in operations(*names)]
+    check_fusion(getattr(module, kind), seeded_randn((5, 32), 0).to(device), *made, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("names", [("bias", "norm", "rotary"), ("bias", "norm")], ids="-".join)
+def test_stores_nothing_in_inference(names: tuple[str, ...], device: torch.device):
+    made = [op.to(device) for op in operations(*names)]
+    x = seeded_randn((5, 32), 0).to(device)
+    check_fusion(module.BiasQKNormRotaryInference, x, *made, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
+def test_takes_every_form_of_rotation(kind: str, device: torch.device):
+    made = operations("norm", "rotary", size=6, style="interleaved", rotary_dim=4, base=100.0)
+    plain = [ops.QKNorm(6, 2, 1, elementwise_affine=False), made[1]]
+    for of in (made, plain):
+        x = seeded_randn((2, 5, 24), 0).to(device)
+        check_fusion(getattr(module, kind), x, *[op.to(device) for op in of], dtypes=[torch.float16])
+
+
+@pytest.mark.parametrize("ids", [[4, 9, 0, 100_000, 3], [[0, 1, 2, 3, 4], [7, 7, 8, 9, 1]]], ids=["shared", "each"])
+def test_positions_may_be_given(ids: list[Any], device: torch.device):
+    bias, norm, rotary = operations("bias", "norm", "rotary", positions="ids")
+    positions, fusions = torch.tensor(ids, device=device), (module.BiasQKNormRotary, module.BiasQKNormRotaryBackward)
+    model = sf.Sequential(bias, norm, rotary, fusions=fusions).to(device)
+    x = seeded_randn((2, 5, 32), 0).to(device)
+    with sf.fusing(on_error="raise"):
+        assert model.plan(x, ids=positions).count("BiasQKNormRotary") == 1
+        leaf = x.clone().requires_grad_()
+        fused = model(leaf, ids=positions)
+        (dx,) = torch.autograd.grad(fused, leaf, torch.ones_like(fused))
+    with sf.fusing(False):
+        leaf = x.clone().requires_grad_()
+        plain = model(leaf, ids=positions)
+        (want,) = torch.autograd.grad(plain, leaf, torch.ones_like(plain))
+    torch.testing.assert_close(fused, plain)
+    torch.testing.assert_close(dx, want)
+
+
+def test_positions_that_do_not_fit_are_refused_as_by_the_operation(device: torch.device):
+    model = sf.Sequential(*operations("norm", "rotary", positions="ids"), fusions=(module.BiasQKNormRotary,)).to(device)
+    with pytest.raises(sf.errors.InputError, match=r"positions that broadcast to \(5,\), got \(3,\)"):
+        model(torch.zeros(5, 32, device=device), ids=torch.arange(3, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_block_trains_to_the_same_gradients(dtype: torch.dtype, device: torch.device):
+    both = (module.BiasQKNormRotary, module.BiasQKNormRotaryBackward)
+    model = sf.Sequential(
+        ops.Linear(8, 32), *operations("norm", "rotary"), ops.Attention(2, 1, causal=True), ops.Linear(16, 8),
+        fusions=both,
+    ).to(device, dtype)  # fmt: skip
+    four_ways(model, seeded_randn((18, 8), 0, dtype=dtype).to(device), *both)
+
+
+def test_other_heads_are_refused():
+    model = sf.Sequential(
+        ops.QKNorm(8, 2, 1), ops.RotaryEmbedding(1, 1, style="half", rotary_dim=2), fusions=(module.BiasQKNormRotary,)
+    )
+    refused = {r.reason for r in model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).refused}
+    assert "the norm and the rotation must be of the same heads" in refused
+
+
+MUTANTS = {
+    "what is stored": ('x=x if out.z is None else out.z', "x=x", "BiasQKNormRotary"),
+    "gains": ("**_gains(parameter(norm, \"q_weight\"), parameter(norm, \"k_weight\"))", "", "BiasQKNormRotary"),
+    "no gains behind a bias": ('if "x" in needs or "bias.bias" in needs:', "if False:", "BiasQKNormRotaryBackward"),
+    "the heads of keys": ("rope_bwd(dy, of.heads, of.kv_heads", "rope_bwd(dy, of.heads + of.kv_heads, 0 * of.kv_heads",
+                          "BiasQKNormRotaryBackward"),
+    "a gradient nobody wants": ('dx="x" in needs', "dx=True", "BiasQKNormRotaryBackward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_found(mutant: Callable[[ModuleType, str, str], ModuleType], name: str, device: torch.device):
+    old, new, kind = MUTANTS[name]
+    changed = getattr(mutant(module, old, new), kind)
+    made = [op.to(device) for op in operations("bias", "norm", "rotary")]
+    with pytest.raises((AssertionError, sf.SeqfuseError)):
+        check_fusion(changed, seeded_randn((5, 32), 0).to(device), *made, dtypes=[torch.float32])

@@ -1,0 +1,206 @@
+"""Attention of one row over a cache, against its math in float64 written out here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqfuse.kernels import decode
+from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, seeded_randn
+from seqfuse.testing.compiled import compile_variants
+
+LENGTHS = [0, 1, 37, 200, 128]
+ROWS = 200
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, wide: bool = True, **how: Any) -> Tensor:
+    """Sequence by sequence; in float64, or rounded after each product as torch would."""
+    kind = torch.float64 if wide else q.dtype
+    y = torch.zeros_like(q, dtype=kind)
+    for b, length in enumerate(lengths.tolist()):
+        first = 0 if how.get("window") is None else max(0, length - how["window"])
+        if length <= first:
+            continue
+        keys, values = (t[b, :, first:length].to(kind) for t in (k, v))
+        if how.get("k_scale") is not None:
+            keys = keys * how["k_scale"][b, :, first:length, None].to(kind)
+            values = values * how["v_scale"][b, :, first:length, None].to(kind)
+        shared = q.shape[1] // k.shape[1]
+        keys, values = (t.repeat_interleave(shared, 0) for t in (keys, values))
+        scale = how.get("scale") or q.shape[-1] ** -0.5
+        scores = (keys @ q[b].to(kind).unsqueeze(-1)).squeeze(-1).to(torch.promote_types(kind, torch.float32)) * scale
+        if how.get("softcap") is not None:
+            scores = how["softcap"] * torch.tanh(scores / how["softcap"])
+        y[b] = (scores.softmax(-1).to(kind).unsqueeze(1) @ values).squeeze(1)
+    return y
+
+
+def drawn(heads: int, kv_heads: int, size: int, dtype: torch.dtype, int8: bool = False) -> dict[str, Tensor]:
+    batch = len(LENGTHS)
+    tensors = {"q": seeded_randn((batch, heads, size), 0, dtype=dtype), "lengths": torch.tensor(LENGTHS)}
+    for i, name in enumerate(("k", "v"), start=1):
+        cache = seeded_randn((batch, kv_heads, ROWS, size), i)
+        if int8:
+            tensors[f"{name}_scale"] = cache.abs().amax(-1) / 127
+            cache = (cache / tensors[f"{name}_scale"].unsqueeze(-1)).round().to(torch.int8)
+        tensors[name] = cache if int8 else cache.to(dtype)
+    return tensors
+
+
+def forget(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What no row may see, as the worst there is."""
+    for b, length in enumerate(LENGTHS):
+        for name in ("k", "v", "k_scale", "v_scale"):
+            if name in tensors:
+                tensors[name][b, :, length:] = 127 if tensors[name].dtype is torch.int8 else torch.nan
+    return tensors
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 50},
+    "softcap": {"softcap": 2.0, "scale": 0.7},
+    "both": {"window": 3, "softcap": 1.0},
+}
+HEADS = [(4, 4, 16), (6, 2, 24), (20, 1, 64), (8, 2, 100)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def check(tensors: dict[str, Tensor], how: dict[str, Any], k: ModuleType = decode) -> None:
+    with Untouched(tensors):
+        ours = k.decode_attention(**tensors, **how)
+    assert_fused_close(ours, truth(**tensors, **how, wide=False), truth(**tensors, **how))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", HOW)
+def test_is_its_math(how: str, dtype: torch.dtype, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "processors", lambda device: 10)
+    at = list(HOW).index(how) + DTYPES.index(dtype) + int8
+    check(forget(drawn(*HEADS[at % 4], dtype, int8)), HOW[how])
+
+
+@pytest.mark.parametrize("processors", [1, 4, 1000])
+def test_the_number_of_splits_is_of_no_consequence(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "processors", lambda device: processors)
+    monkeypatch.setattr(decode, "_block_n", lambda size, dtype, int8: 16)
+    tensors = forget(drawn(6, 2, 16, torch.float32))
+    for how in ("plain", "window"):
+        torch.testing.assert_close(decode.decode_attention(**tensors, **HOW[how]), truth(**tensors, **HOW[how]).float())
+
+
+def test_splits_follow_heads_rows_and_processors() -> None:
+    assert decode.splits_of(8, 32768, 64, 132) == 32
+    assert decode.splits_of(64, 32768, 64, 132) == 5
+    assert decode.splits_of(1024, 32768, 64, 132) == 1
+    assert decode.splits_of(8, 100, 64, 132) == 2
+
+
+def test_a_sequence_of_no_rows_gives_zeros() -> None:
+    tensors = drawn(4, 2, 16, torch.float32)
+    y = decode.decode_attention(**{**tensors, "lengths": torch.zeros(len(LENGTHS), dtype=torch.int32)})
+    assert_bitwise_equal(y, torch.zeros_like(y))
+    empty = {name: t[:, :, :0] if name in "kv" else t for name, t in tensors.items()}
+    assert not decode.decode_attention(**empty).any()
+
+
+def test_caches_may_have_any_strides() -> None:
+    tensors = drawn(4, 2, 16, torch.float32)
+    turned = {
+        name: t.transpose(1, 2).contiguous().transpose(1, 2) if name in "kv" else t for name, t in tensors.items()
+    }
+    assert_bitwise_equal(decode.decode_attention(**turned), decode.decode_attention(**tensors))
+
+
+def test_a_new_row_is_written_where_there_is_room() -> None:
+    tensors = drawn(4, 2, 24, torch.bfloat16)
+    k, v, lengths = (tensors[name].clone() for name in ("k", "v", "lengths"))
+    new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i, dtype=torch.bfloat16) for i in range(2)]
+    decode.cache_write(*new, k, v, lengths)
+    for b, length in enumerate(LENGTHS):
+        for mine, row, before in ((k, new[0], tensors["k"]), (v, new[1], tensors["v"])):
+            want = before[b].clone()
+            if length < ROWS:
+                want[:, length] = row[b]
+            assert_bitwise_equal(mine[b].clone(), want)
+
+
+def check_write(module: ModuleType = decode) -> None:
+    tensors = drawn(4, 2, 24, torch.float32, int8=True)
+    new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i) for i in range(2)]
+    new[0][1] = 0
+    caches = {name: tensors[name].clone() for name in ("k", "v", "k_scale", "v_scale")}
+    module.cache_write(*new, lengths=tensors["lengths"], **caches)
+    for b, length in enumerate(LENGTHS):
+        for name, row in zip(("k", "v"), new, strict=True):
+            if length < ROWS:
+                scale = caches[f"{name}_scale"][b, :, length]
+                torch.testing.assert_close(scale, row[b].abs().amax(-1) / 127)
+                found = caches[name][b, :, length] * scale.unsqueeze(-1)
+                assert ((found - row[b]).abs() <= 0.501 * scale.unsqueeze(-1)).all()
+            assert_bitwise_equal(caches[name][b, :, :length].clone(), tensors[name][b, :, :length].clone())
+
+
+def test_an_int8_cache_gets_rows_and_their_scales() -> None:
+    check_write()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    tensors = drawn(4, 2, 16, torch.float32)
+    caches = torch.zeros(len(LENGTHS), 3, 8, 16)
+    with pytest.raises(ValueError, match="3 key heads must divide 4 heads"):
+        decode.decode_attention(tensors["q"], caches, caches, tensors["lengths"])
+    with pytest.raises(ValueError, match=r"lengths must be int32 or int64 \(5,\)"):
+        decode.decode_attention(**{**tensors, "lengths": tensors["lengths"].float()})
+    with pytest.raises(ValueError, match="k_scale is given with an int8 cache"):
+        decode.decode_attention(**{name: t.to(torch.int8) if name in "kv" else t for name, t in tensors.items()})
+    with pytest.raises(ValueError, match="window and softcap must be positive"):
+        decode.decode_attention(**tensors, window=0)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_kernels_compile_without_spills(target: str) -> None:
+    compiled = list(compile_variants(["seqfuse.kernels.decode"], [target], only=r"bf16 128|fp32 128 group", jobs=1))
+    assert len(compiled) >= 10
+    for one in compiled:
+        assert one.error is None, one
+        assert one.spills == one.int32_multiplications == 0, one
+        assert not one.over_shared, one
+
+
+MUTANTS = {
+    "one key too many": ("tl.minimum(start + chunk, length)", "tl.minimum(start + chunk, length + 1)", "plain"),
+    "window": ("first = tl.maximum(length - window, 0)", "first = tl.maximum(length - window - 1, 0)", "window"),
+    "sum is not shrunk": ("total = total * shrink + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", "plain"),
+    "result is not shrunk": ("        acc *= shrink[:, None]\n", "", "plain"),
+    "soft-cap": ("softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))", "softcap * scores * 0.34657359", "softcap"),
+    "shares": ("part * shares[:, None])", "part)", "plain"),
+    "an empty split": ("most + tl.log2(total)", "tl.log2(total)", "plain"),
+    "scale of values": ("weights *= tl.load(value_scales", "weights *= tl.load(key_scales", "plain"),
+    "scale of keys": ("scores *= tl.load(key_scales", "scores *= tl.load(value_scales", "plain"),
+    "rounded towards zero": ("tl.where(t < 0.0, t - 0.5, t + 0.5)", "t", "write"),
+    "a row too far": ("row = tl.load(lengths + batch).to(tl.int64)\n    cols", "row = tl.load(lengths + batch).to(tl.int64) + 1\n    cols", "write"),
+    "neighbor's queries": ("queries = head * GROUP + members", "queries = head + members", "plain"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, how = MUTANTS[name]
+    if how == "write":
+        with pytest.raises(AssertionError):
+            check_write(mutant(decode, old, new))
+        return
+    tensors = drawn(6, 2, 16, torch.float32, int8="scale of" in name)
+    monkeypatch.setattr(decode, "processors", lambda device: 10)
+    check(tensors, HOW[how])
+    changed = mutant(decode, old, new)
+    monkeypatch.setattr(changed, "processors", lambda device: 10)
+    with pytest.raises(AssertionError):
+        check(tensors, HOW[how], changed)

@@ -1,0 +1,264 @@
+"""Bias, norm of heads and rotation in one pass, against the operations, one at a time and in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqfuse import ops
+from seqfuse.kernels import rope
+from seqfuse.kernels.rope import Rotation
+from seqfuse.testing import (
+    Untouched,
+    assert_bitwise_equal,
+    assert_fused_close,
+    guarded,
+    in_regime,
+    red_zones,
+    seeded_randn,
+)
+from seqfuse.testing.compiled import compile_variants
+
+HEADS, KV = 3, 2
+PARTS = HEADS + 2 * KV
+EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is done, to heads of which size."""
+
+    size: int
+    rotation: Rotation | None
+    bias: bool = False
+    norm: bool = False
+    affine: bool = True
+    positions: str | None = None  # "shared" or "each"
+
+
+CASES = {
+    "half": Case(8, Rotation("half", 8)),
+    "interleaved": Case(8, Rotation("interleaved", 8)),
+    "part": Case(10, Rotation("half", 6, 100.0), bias=True),
+    "part_interleaved": Case(10, Rotation("interleaved", 4), norm=True),
+    "bias": Case(6, Rotation("interleaved", 6), bias=True, positions="shared"),
+    "norm": Case(8, Rotation("half", 8), norm=True, positions="each"),
+    "norm_plain": Case(8, Rotation("half", 4), bias=True, norm=True, affine=False),
+    "all": Case(12, Rotation("half", 12), bias=True, norm=True),
+    "all_interleaved": Case(16, Rotation("interleaved", 12), bias=True, norm=True, positions="each"),
+    "norm_alone": Case(8, None, norm=True),
+    "bias_norm": Case(7, None, bias=True, norm=True),
+}
+
+
+def drawn(case: Case, lead: tuple[int, ...], dtype: torch.dtype, regime: str = "normal") -> dict[str, Tensor]:
+    width = PARTS * case.size
+    tensors = {
+        "x": in_regime(regime, (*lead, width), 1, dtype=dtype),
+        "dy": seeded_randn((*lead, width), 2, dtype=dtype),
+    }
+    if case.bias:
+        tensors["bias"] = seeded_randn((width,), 3, dtype=dtype)
+    if case.norm and case.affine:
+        tensors |= {name: seeded_randn((case.size,), 4 + i, dtype=dtype) for i, name in enumerate(("q", "k"))}
+    return tensors
+
+
+def positions(case: Case, lead: tuple[int, ...]) -> Tensor | None:
+    if case.positions is None:
+        return None
+    shape = lead[-1:] if case.positions == "shared" else lead
+    return torch.randint(0, 5000, shape, generator=torch.Generator().manual_seed(5))
+
+
+def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    leaves = {name: t.clone().requires_grad_() for name, t in tensors.items() if name != "dy"}
+    x = leaves["x"]
+    y = x + leaves["bias"] if case.bias else x
+    if case.norm:
+        norm = ops.QKNorm(case.size, HEADS, KV, EPS, case.affine)
+        for name in ("q", "k") if case.affine else ():
+            delattr(norm, f"{name}_weight")
+            setattr(norm, f"{name}_weight", leaves[name])
+        y = norm.reference(y)
+    if case.rotation is not None:
+        r = case.rotation
+        ids = None if case.positions is None else "ids"
+        turn = ops.RotaryEmbedding(HEADS, KV, style=r.style, base=r.base, rotary_dim=r.dim, positions=ids)
+        y = turn.reference(y, position_ids=positions(case, tuple(x.shape[:-1])))
+    y.backward(tensors["dy"])
+    return {"y": y.detach()} | {f"d_{name}": t.grad for name, t in leaves.items() if t.grad is not None}
+
+
+def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> dict[str, Tensor]:
+    x, dtype = tensors["x"], tensors["x"].dtype
+    rotation: Any = case.rotation
+    if rotation is not None:
+        rotation = k.Rotation(rotation.style, rotation.dim, rotation.base)
+    both: dict[str, Any] = {"positions": positions(case, tuple(x.shape[:-1]))}
+    weights = {"q_weight": tensors.get("q"), "k_weight": tensors.get("k")}
+    f = k.rope_fwd(
+        x, HEADS, KV, rotation, bias=tensors.get("bias"), norm_eps=EPS if case.norm else None,
+        store=case.bias and case.norm, **both, **weights,
+    )  # fmt: skip
+    kept = {"x": x if f.z is None else f.z, "rstd": f.rstd, **weights} if case.norm else {}
+    of = dtype if case.norm and case.affine else None
+    b = k.rope_bwd(
+        tensors["dy"], HEADS, KV, rotation, dbias=dtype if case.bias else None, dq_weight=of, dk_weight=of, **both,
+        **kept,
+    )  # fmt: skip
+    results = {"y": f.y, "d_x": b.dx, "d_bias": b.dbias, "d_q": b.dq_weight, "d_k": b.dk_weight}
+    return {name: t for name, t in results.items() if t is not None}
+
+
+def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> None:
+    with Untouched(tensors):
+        ours = run(case, tensors, k)
+    theirs, exact = in_torch(case, tensors), in_torch(case, {name: t.double() for name, t in tensors.items()})
+    # Angles are float32 in both, which float64 would hold against either: positions are small where it counts.
+    assert ours.keys() == theirs.keys()
+    assert_fused_close(dict(sorted(ours.items())), dict(sorted(theirs.items())), dict(sorted(exact.items())))
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+REGIMES = ["normal", "small", "offset", "heavy"]
+LEADS = [(1,), (7,), (2, 33), (2, 3, 2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_one_pass_equals_the_operations_it_stands_for(name: str, dtype: torch.dtype) -> None:
+    at = list(CASES).index(name) + DTYPES.index(dtype)
+    check(CASES[name], drawn(CASES[name], LEADS[at % 4], dtype, REGIMES[(at + 1) % 4]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_one_pass_equals_the_operations_everywhere(name: str, dtype: torch.dtype) -> None:
+    for lead in LEADS:
+        for regime in REGIMES:
+            check(CASES[name], drawn(CASES[name], lead, dtype, regime))
+
+
+def test_many_rows_go_through_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "tile_of", lambda heads, size, rotary, most, amd: rope.Tile(2, 2, 8, 4, 4))
+    monkeypatch.setattr(rope, "processors", lambda device: 1)
+    check(CASES["all_interleaved"], drawn(CASES["all_interleaved"], (2, 20), torch.float32))
+
+
+def test_far_positions_are_turned_as_by_the_operation() -> None:
+    x, ids = seeded_randn((6, PARTS * 8), 0), torch.tensor([0, 1, 99_999, 131_071, 1_000_000, 16_000_000])
+    op = ops.RotaryEmbedding(HEADS, KV, style="half", positions="p")
+    y = rope.rope_fwd(x, HEADS, KV, Rotation("half", 8), positions=ids).y
+    torch.testing.assert_close(y, op.fwd(x, position_ids=ids)[0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["all", "part_interleaved", "bias_norm"])
+def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
+    tensors = drawn(CASES[name], (5,), torch.float32)
+    with red_zones():
+        inside = run(CASES[name], {key: guarded(t).tensor for key, t in tensors.items()})
+    assert_bitwise_equal({k: t.clone() for k, t in inside.items()}, run(CASES[name], tensors))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["half", "all"])
+def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) -> None:
+    tensors = drawn(CASES[name], (6,), torch.float32)
+    tensors["x"][2, 3] = value
+    tensors["x"][1, -1] = value
+    ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
+    for key, t in theirs.items():
+        assert torch.equal(ours[key].isfinite(), t.isfinite()), key
+
+
+def test_values_pass_bit_for_bit() -> None:
+    tensors = drawn(CASES["norm"], (9,), torch.bfloat16)
+    ours, values = run(CASES["norm"], tensors), slice((HEADS + KV) * 8, None)
+    assert_bitwise_equal(ours["y"][:, values].clone(), tensors["x"][:, values].clone())
+    assert_bitwise_equal(ours["d_x"][:, values].clone(), tensors["dy"][:, values].clone())
+
+
+@pytest.mark.parametrize("name", ["all", "norm_alone", "half"])
+def test_no_rows_give_zero_gradients(name: str) -> None:
+    ours = run(CASES[name], drawn(CASES[name], (0,), torch.float32))
+    assert ours["y"].shape[0] == 0
+    for key in ("d_bias", "d_q", "d_k"):
+        assert not ours.get(key, torch.zeros(1)).any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = torch.zeros(3, PARTS * 8)
+    with pytest.raises(ValueError, match=r"x must be \[\*, S, 7 D\], got shape \(3, 55\)"):
+        rope.rope_fwd(x[:, :-1], HEADS, KV, Rotation("half", 8))
+    with pytest.raises(ValueError, match="at most 8 elements of a head can be turned, got 10"):
+        rope.rope_fwd(x, HEADS, KV, Rotation("half", 10))
+    with pytest.raises(ValueError, match=r"positions must broadcast to \(3,\), got shape \(2,\)"):
+        rope.rope_fwd(x, HEADS, KV, Rotation("half", 8), positions=torch.arange(2))
+    with pytest.raises(ValueError, match="must not be float64"):
+        rope.rope_fwd(x.double(), HEADS, KV, Rotation("half", 8))
+    with pytest.raises(ValueError, match="given together"):
+        rope.rope_fwd(x, HEADS, KV, norm_eps=EPS, q_weight=torch.ones(8))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_kernels_compile_without_spills(target: str) -> None:
+    only = r"(positions|norm) bf16 (128 half 128|128 interleaved|80|127|96) "
+    compiled = list(compile_variants(["seqfuse.kernels.rope"], [target], only=only, jobs=1))
+    assert len(compiled) >= 16
+    for one in compiled:
+        assert one.error is None, one
+        # Heads of an odd size there keep six scalars in lanes of vector registers; none goes to memory.
+        odd = " 127 " in one.variant and target.startswith("gfx")
+        assert one.spills <= 6 * odd, one
+        assert one.int32_multiplications == 0, one
+        assert not one.over_shared, one
+
+
+MUTANTS = {
+    "sine": ("two = tl.where(known, n2 * cosine + n1 * sine, two)", "two = tl.where(known, n2 * cosine, two)", "half"),
+    "turned back": (
+        "g1 = tl.where(known, d1 * cosine + d2 * sine, d1)",
+        "g1 = tl.where(known, d1 * cosine - d2 * sine, d1)",
+        "half",
+    ),
+    "values turned": ("one = tl.where(known, n1 * cosine - n2 * sine, one)", "one = n1 * cosine - n2 * sine", "half"),
+    "quadrant": ("odd = (quadrant & 1) != 0", "odd = (quadrant & 1) == 3", "interleaved"),
+    "period": ("position = rows.to(tl.int32) % period", "position = rows.to(tl.int32) + 0 * period", "part"),
+    "keys' gain": ("return q1 + k1, q2 + k2", "return q1 + k1, q2 + 0.0 * k2", "all"),
+    "rest of the mean square": ("        squares += tl.sum(rest * rest, 2)\n", "", "all_interleaved"),
+    "rounded as stored": (
+        "            one = one.to(stored.dtype.element_ty).to(tl.float32)\n", "            one = one * 1.01\n", "all",
+    ),
+    "mean of g xhat": ("g1 = tl.where(known, (g1 - x1 * mean) * r, g1)", "g1 = tl.where(known, g1 * r, g1)", "all"),
+    "norm of values": ("g2 = tl.where(known, (g2 - x2 * mean) * r, g2)", "g2 = (g2 - x2 * mean) * r", "all"),
+    "sum of the rest": ("                b3 += g3\n", "                b3 += 0.0\n", "part"),
+    "gain's second half": ("                    w2 += g2 * x2\n", "                    w2 += g2\n", "norm"),
+    "second of a pair read": (
+        "two = tl.load(at + ROTARY // 2 + cols, mask=inside", "two = tl.load(at + cols, mask=inside", "half",
+    ),
+    "second of a pair written": ("cols, two.to(kind), mask=inside", "cols, one.to(kind), mask=inside", "half"),
+    "rest read": ("return tl.load(at + ROTARY + cols", "return tl.load(at + cols", "part"),
+    "rest written": ("cols, rest.to(at.dtype.element_ty)", "cols, (rest * 1.01).to(at.dtype.element_ty)", "part"),
+    "gain of keys' rest": ("return q + _load_rest(k_weight", "return q + 0.0 * _load_rest(k_weight", "all_interleaved"),
+    "queries among keys": (
+        "table[: heads * programs]", "table[: (heads + 1) * programs]", "norm",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType]) -> None:
+    old, new, case = MUTANTS[name]
+    tensors = drawn(CASES[case], (2, 9), torch.float32)
+    check(CASES[case], tensors)
+    changed = mutant(rope, old, new)
+    with pytest.raises(AssertionError):
+        check(CASES[case], tensors, changed)
