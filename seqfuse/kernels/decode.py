@@ -196,11 +196,14 @@ def decode_attention(
         v_scale: what int8 values are multiplied by.
 
     Raises:
-        ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
+        ValueError: for shapes or dtypes that do not fit, or heads of more than 256, or of 128 for float32 queries of an
+            int8 cache, which do not fit in registers.
     """
     batch, heads, size, kv_heads, rows = _checked(q, k, v, lengths, k_scale, v_scale)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
+    if k_scale is not None and q.dtype is torch.float32 and size > 128:
+        raise ValueError(f"an int8 cache takes float32 queries of at most 128 elements, got {size}")
     y = torch.empty((batch, heads, size), dtype=q.dtype, device=q.device)
     if rows == 0:
         return y.zero_()
@@ -282,9 +285,9 @@ def splits_of(key_heads: int, rows: int, block_n: int, processors: int) -> int:
 
 def _block_n(size: int, dtype: torch.dtype, int8: bool) -> int:
     # Numbers that were int8 are converted in registers, and a product of float32 is made of nothing else.
-    if int8:
-        return 16 if dtype is torch.float32 else 32
-    return 64 if next_power_of_2(size) * dtype.itemsize <= 256 else 32
+    if dtype is torch.float32:
+        return 16
+    return 64 if next_power_of_2(size) <= 128 and not int8 else 32
 
 
 def _block_g(group: int, dtype: torch.dtype) -> int:
@@ -356,10 +359,12 @@ def variants() -> Iterator[Variant]:
     A dot of 16 rows is not `wgmma`'s, which has 64: what counts is that a cache is read once, 16 bytes at a time.
     """
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for size in (64, 80, 128, 256) if dtype is torch.bfloat16 else (128,):
+        for size in (64, 80, 128, 256) if dtype is torch.bfloat16 else (128, 256):
             for group, int8, limited, split in (
                 (1, False, False, True), (4, True, True, True), (8, False, True, False), (32, True, False, True),
             ):  # fmt: skip
+                if int8 and dtype is torch.float32 and size > 128:
+                    continue
                 yield _decode_variant(dtype, size, group, int8, limited, split)
             for int8 in (False, True):
                 yield _write_variant(dtype, size, int8)

@@ -160,13 +160,15 @@ def test_what_does_not_fit_is_refused() -> None:
         decode.decode_attention(**{**tensors, "lengths": tensors["lengths"].float()})
     with pytest.raises(ValueError, match="k_scale is given with an int8 cache"):
         decode.decode_attention(**{name: t.to(torch.int8) if name in "kv" else t for name, t in tensors.items()})
+    with pytest.raises(ValueError, match="float32 queries of at most 128 elements, got 136"):
+        decode.decode_attention(**drawn(2, 1, 136, torch.float32, int8=True))
     with pytest.raises(ValueError, match="window and softcap must be positive"):
         decode.decode_attention(**tensors, window=0)
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_compile_without_spills(target: str) -> None:
-    compiled = list(compile_variants(["seqfuse.kernels.decode"], [target], only=r"bf16 128|fp32 128 group", jobs=1))
+    compiled = list(compile_variants(["seqfuse.kernels.decode"], [target], only=r"bf16 128|fp32 \d+ group", jobs=1))
     assert len(compiled) >= 10
     for one in compiled:
         assert one.error is None, one
