@@ -187,7 +187,11 @@ MUTANTS = {
     "scale of values": ("weights *= tl.load(value_scales", "weights *= tl.load(key_scales", "plain"),
     "scale of keys": ("scores *= tl.load(key_scales", "scores *= tl.load(value_scales", "plain"),
     "rounded towards zero": ("tl.where(t < 0.0, t - 0.5, t + 0.5)", "t", "write"),
-    "a row too far": ("row = tl.load(lengths + batch).to(tl.int64)\n    cols", "row = tl.load(lengths + batch).to(tl.int64) + 1\n    cols", "write"),
+    "a row too far": (
+        "row = tl.load(lengths + batch).to(tl.int64)\n    cols",
+        "row = tl.load(lengths + batch).to(tl.int64) + 1\n    cols",
+        "write",
+    ),
     "neighbor's queries": ("queries = head * GROUP + members", "queries = head + members", "plain"),
 }  # fmt: skip
 
