@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import operator
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +45,18 @@ def _fresh_locks() -> None:
 # A forked child would wait for a thread it does not have; what the locks protect is swapped whole, so it is sound.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fresh_locks)
+
+
+@contextlib.contextmanager
+def _collecting_later() -> Generator[None]:
+    """Put garbage collection off: in a long list it would go through the many objects made here again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Fuser:
@@ -153,7 +167,8 @@ class Fuser:
                 validate(listing, region, shape)
                 program = region.programs.get(bucket_key)
                 if program is None:
-                    program = self._bind(listing, region, x, channels, parameters)
+                    with _collecting_later():
+                        program = self._bind(listing, region, x, channels, parameters)
                     region.programs = _with(region.programs, bucket_key, program)
                 region.shapes = _with(region.shapes, exact_key, program)
             region.latest = key, program
@@ -202,7 +217,8 @@ class Fuser:
                 if listing.fingerprint.holds():
                     return listing
             kept = [known for known in self._listings if known.fingerprint.differs_in_training_only()]
-            listing = Listing(self.root)
+            with _collecting_later():
+                listing = Listing(self.root)
             self._matcher.failures.clear()  # they are known by their positions
             self._listings = (listing, *kept[: KEPT_LISTS - 1])
             return listing
@@ -213,6 +229,10 @@ class Fuser:
         Without an input, gradients are taken to be wanted for parameters but not for the input. Behind a barrier the
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
+        with _collecting_later():
+            return self._plan(x, env, channels)
+
+    def _plan(self, x: Tensor | None, env: Env | None, channels: dict[str, Tensor]) -> Plan:
         listing = self.listing()
         if x is not None:
             check_channels(listing.items, listing.inputs, channels)
