@@ -548,7 +548,7 @@ def test_the_dtype_of_results_can_be_chosen(device: torch.device) -> None:
     assert z is not None
     torch.testing.assert_close(y, o.x.float() @ o.weight.float().t(), rtol=1e-4, atol=1e-4)
     dz, total, _ = gemm.linear_dgrad(o.dy, o.weight, sums=True, sums_dtype=torch.float32)
-    assert (dz.dtype, total.dtype) == (torch.bfloat16, torch.float32)  # type: ignore[union-attr]
+    assert (dz.dtype, total.dtype) == (torch.bfloat16, torch.float32)
 
 
 REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {
@@ -652,7 +652,7 @@ def test_variants_have_names_of_their_own_and_cover_the_table() -> None:
         for number in ("half", "tf32", "float32", "float64"):
             for weight in ("light", "heavy", "gradient", "gated", "dgated"):
                 for suffix in ("", " unaligned"):
-                    assert choose(of + suffix, number, weight, False, 1000, 1000, 100)  # type: ignore[arg-type]
+                    assert choose(of + suffix, number, weight, False, 1000, 1000, 100)
 
 
 # Each is a bug in the kernel, and the check that has to see it.

@@ -68,7 +68,7 @@ class _Pair:
 
     def both(self, x: Tensor) -> Any:
         spend(self.takes)
-        bias: Any = self.bias  # type: ignore[attr-defined]
+        bias: Any = self.bias
         return (x + bias.bias) / 2, {"bias": ops.Bias.Saved(), "halve": Halve.Saved()}
 
 

@@ -125,7 +125,7 @@ def _process(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_process, (str(folder),), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.spawn(_process, (str(folder),), nprocs=2)
     return folder
 
 

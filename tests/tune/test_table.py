@@ -357,7 +357,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no home": lambda m: (
         m.delenv("XDG_CACHE_HOME"),
         m.setattr("platformdirs.user_cache_path", lambda name: Path("~/.cache") / name),
-    ),  # type: ignore[dict-item]
+    ),
 }  # fmt: skip
 
 

@@ -264,14 +264,14 @@ def test_every_candidate_of_the_default_rule_set_is_known_after_tuning() -> None
         missed.extend([repr(fusion)] if found is None else [])
         return found
 
-    known.Known.__call__ = seen  # type: ignore[method-assign]
+    known.Known.__call__ = seen
     try:
         other(x).sum().backward()
         other.eval()
         with torch.no_grad():
             other(x)
     finally:
-        known.Known.__call__ = look_up  # type: ignore[method-assign]
+        known.Known.__call__ = look_up
     assert missed == []
 
 
