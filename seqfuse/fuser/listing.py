@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+from collections.abc import Generator
 from typing import Any
 
 from torch import nn
@@ -81,3 +84,15 @@ class Listing:
         direct = all(name in owner._parameters for owner, name in slots)  # pyright: ignore[reportPrivateUsage]
         plain = [(owner._parameters, name) for owner, name in slots] if direct else None  # pyright: ignore[reportPrivateUsage]
         return Region(start, stop, slots, plain, channels)
+
+
+@contextlib.contextmanager
+def collecting_later() -> Generator[None]:
+    """Put garbage collection off: in a long list it would go through the many objects made here again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import operator
 import os
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from .bind import binder_of
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
 from .known import Known
-from .listing import Listing, Program, Region
+from .listing import Listing, Program, Region, collecting_later
 from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
@@ -45,18 +43,6 @@ def _fresh_locks() -> None:
 # A forked child would wait for a thread it does not have; what the locks protect is swapped whole, so it is sound.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fresh_locks)
-
-
-@contextlib.contextmanager
-def _collecting_later() -> Generator[None]:
-    """Put garbage collection off: in a long list it would go through the many objects made here again and again."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class Fuser:
@@ -167,7 +153,7 @@ class Fuser:
                 validate(listing, region, shape)
                 program = region.programs.get(bucket_key)
                 if program is None:
-                    with _collecting_later():
+                    with collecting_later():
                         program = self._bind(listing, region, x, channels, parameters)
                     region.programs = _with(region.programs, bucket_key, program)
                 region.shapes = _with(region.shapes, exact_key, program)
@@ -217,7 +203,7 @@ class Fuser:
                 if listing.fingerprint.holds():
                     return listing
             kept = [known for known in self._listings if known.fingerprint.differs_in_training_only()]
-            with _collecting_later():
+            with collecting_later():
                 listing = Listing(self.root)
             self._matcher.failures.clear()  # they are known by their positions
             self._listings = (listing, *kept[: KEPT_LISTS - 1])
@@ -229,7 +215,7 @@ class Fuser:
         Without an input, gradients are taken to be wanted for parameters but not for the input. Behind a barrier the
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
-        with _collecting_later():
+        with collecting_later():
             return self._plan(x, env, channels)
 
     def _plan(self, x: Tensor | None, env: Env | None, channels: dict[str, Tensor]) -> Plan:
