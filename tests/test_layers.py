@@ -10,7 +10,19 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
-SINGULAR = {"errors", "generated", "saved", "signature", "env", "autograd", "operation", "fusion", "store", "measured"}
+SINGULAR = {
+    "errors",
+    "generated",
+    "saved",
+    "signature",
+    "env",
+    "maingrad",
+    "autograd",
+    "operation",
+    "fusion",
+    "store",
+    "measured",
+}
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -22,8 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "env": {"errors"},
-    "autograd": {"saved", "errors"},
-    "operation": {"saved", "signature", "autograd", "errors"},
+    "maingrad": {"errors"},
+    "autograd": {"saved", "maingrad", "errors"},
+    "operation": {"saved", "signature", "maingrad", "autograd", "errors"},
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
     "measured": {"store", "env", "operation", "errors"},
