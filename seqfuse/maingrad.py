@@ -60,7 +60,7 @@ def main_grads(
 
     Args:
         nodes: the node that each parameter's gradient goes to.
-        executes: whether a node will run; raises `RuntimeError` for a leaf whose gradient is returned.
+        executes: asked of a node whether it will run, raises `RuntimeError` for a leaf whose gradient is returned.
         where: parameter, operation and position, by index.
 
     Raises:
@@ -73,15 +73,14 @@ def main_grads(
         if leaf is None or buffer is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             continue
         try:
-            runs = executes(node)
+            executes(node)
         except RuntimeError:
             continue
-        if runs:
-            wanted = torch.float64 if leaf.dtype == torch.float64 else torch.float32
-            like = (tuple(leaf.shape), wanted, leaf.device)
-            if not isinstance(buffer, Tensor) or (tuple(buffer.shape), buffer.dtype, buffer.device) != like:
-                raise _unfit(where(i), like, buffer)
-            found[i] = buffer
+        wanted = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        like = (tuple(leaf.shape), wanted, leaf.device)
+        if not isinstance(buffer, Tensor) or (tuple(buffer.shape), buffer.dtype, buffer.device) != like:
+            raise _unfit(where(i), like, buffer)
+        found[i] = buffer
     return MainGrads(found) if found else None
 
 
