@@ -50,6 +50,14 @@ def interpreted() -> bool:
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
+_TRACERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def traced() -> bool:
+    """Whether what runs is being recorded, by a compiler or an export, which sees operators and no launches."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(key) for key in _TRACERS)
+
+
 def faking() -> bool:
     """Whether tensors have no memory here: shapes are wanted, and a kernel would write to address 0."""
     return torch._C._get_dispatch_mode(_FAKE) is not None
@@ -81,7 +89,10 @@ def launch(
 
     Raises:
         ValueError: for a grid beyond 2^31 - 1, tensors on two devices, or a CPU tensor without the interpreter.
+        RuntimeError: where what runs is being recorded: the launch would be lost.
     """
+    if traced():
+        raise RuntimeError(f"{kernel.__name__} was launched where a compiler records what runs; call its operator")
     if grid <= 0 or faking():
         return
     if grid > MAX_GRID:

@@ -60,3 +60,18 @@ def _fake(
 _library.define(_SCHEMA)
 _library.impl("pointwise", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("seqfuse::pointwise", _fake, lib=_library)
+
+
+def recorded(
+    x: Tensor,
+    chain: pointwise.Chain,
+    operands: Sequence[Tensor],
+    dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype],
+    result: bool,
+) -> tuple[Tensor | None, ...]:
+    """`pointwise.pointwise` by its operator."""
+    made = torch.ops.seqfuse.pointwise(
+        x, chain.text, list(operands), dtype=dtype, dtypes=list(dtypes) or None, result=result
+    )
+    return tuple(made) if result else (None, *made)
