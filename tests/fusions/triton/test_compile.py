@@ -85,13 +85,16 @@ def chains() -> nn.Module:
 
 
 def heads() -> nn.Module:
-    around = (ops.QKNorm(2, 4, 1), ops.RotaryEmbedding(2, 1, base=100.0))
+    around = (ops.QKNorm(4, 2, 1), ops.RotaryEmbedding(2, 1, style="half", base=100.0))
     return sf.Sequential(ops.Linear(6, 16), *around, ops.Linear(16, 6))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
-    "mlp": (mlp, {"linear", "linear_gated", "linear_dgrad", "linear_dgrad_gated", "layernorm_backward", "rmsnorm"}),
-    "barrier and channels": (with_a_barrier_and_channels, {"linear", "linear_dgrad", "layernorm"}),
+    "mlp": (
+        mlp,
+        {"linear", "linear_gated", "linear_dgrad", "linear_dgrad_gated", "layernorm_backward", "rmsnorm_backward"},
+    ),
+    "barrier and channels": (with_a_barrier_and_channels, {"linear", "layernorm"}),
     "chains": (chains, {"pointwise", "layernorm", "layernorm_backward"}),
     "heads": (heads, {"rope", "rope_backward"}),
 }
