@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import PlanError, PluginError
+from ..group import Group
 from ..measured import Epoch
 from ..operation import Changes, FusableOperation, UnfusedOperation
 
@@ -42,6 +43,8 @@ class Item:
     slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     crossing: int = 0  # channels that pass the border before this position
     readers: dict[str, set[int]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    rank: int = 0  # of this process where others have something else to draw a mask for
+    sum_over: Group | None = None  # the processes whose gradients of its parameters are summed
 
     @property
     def fusable(self) -> bool:
@@ -123,7 +126,25 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
 
     visit(root, "", True)
     _route(items, nested, isinstance(root, UnfusedOperation), looked_at)
+    _tell_apart(items)
     return items
+
+
+def _tell_apart(items: list[Item]) -> None:
+    """Say of each position whether other processes have other rows or features there."""
+    met = [i.operation.meeting for i in items if isinstance(i.operation, UnfusedOperation)]
+    first = next((m for m in met if m is not None and m.group.size > 1), None)
+    group, has = (first.group, first.before) if first is not None else (None, "whole")
+    for item in items:
+        operation = item.operation
+        if not isinstance(operation, UnfusedOperation):
+            continue
+        if operation.meeting is not None and operation.meeting.group.size > 1:
+            group, _, has = operation.meeting
+        if group is not None and has != "whole":
+            item.rank = group.rank
+        if item.slots:
+            item.sum_over = operation.sum_over or (group if has == "rows" else None)
 
 
 def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict[str, tuple[nn.Module, str]]:

@@ -35,9 +35,16 @@ def random_positions(items: Sequence[Item]) -> dict[int, int]:
     return random
 
 
-def draw(count: int, x: Tensor) -> Tensor:
-    """One 63-bit seed per active random operation, on x's device, from torch's generator."""
-    return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=x.device)
+def draw(items: Sequence[Item], random: Mapping[int, int], x: Tensor) -> Tensor:
+    """One 63-bit seed per active random operation, on x's device, from torch's generator.
+
+    Processes with one state of it draw the same; where they have different rows or features, their seeds differ.
+    """
+    seeds = torch.randint(2**63 - 1, (len(random),), dtype=torch.int64, device=x.device)
+    for position, index in random.items():
+        if items[position].rank:
+            seeds[index].bitwise_xor_(items[position].rank)
+    return seeds
 
 
 def by_reference(
@@ -50,7 +57,7 @@ def by_reference(
 ) -> Any:
     """Run every operation's reference under plain autograd."""
     check_channels(items, inputs, channels)
-    seeds = draw(len(random), x) if random else None
+    seeds = draw(items, random, x) if random else None
     x = walk_reference(items, range(len(items)), random, x, channels, seeds)
     return (x, *[channels[name] for name in outputs]) if outputs else x
 
