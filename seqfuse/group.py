@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ class Group:
                 message = f"expects a mesh of one dimension, got {group.ndim}"
                 raise InputError(message, code="SF106", hint='take one of them: mesh["tp"]')
             group = group.get_group()
-        self.process_group = group
+        self.process_group: Any = group
         if group is None:
             self.name, self.size, self.rank = "", 1, 0
             return
@@ -111,10 +111,10 @@ class Group:
 
 
 def _named(name: str) -> Group:
-    from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateUsage]
+    from torch.distributed import distributed_c10d
 
     try:
-        return Group(_resolve_process_group(name))
+        return Group(cast(Any, distributed_c10d)._resolve_process_group(name))
     except (RuntimeError, ValueError) as error:
         message = f"a module of process group {name!r} was unpickled where there is no such group"
         raise StateError(message, code="SF506", hint="keep its state dictionary instead") from error
@@ -156,8 +156,10 @@ class Share:
         if whole.shape[self.dim] != sum(self.parts):
             got, wanted = whole.shape[self.dim], sum(self.parts)
             raise InputError(f"expects {wanted} along dimension {self.dim} of the whole, got {got}", code="SF101")
-        pieces: Any = whole.split(self.parts, self.dim)  # pyright: ignore[reportUnknownMemberType]
-        return torch.cat([piece.chunk(self.group.size, self.dim)[self.group.rank] for piece in pieces], self.dim)
+        mine = [
+            piece.chunk(self.group.size, self.dim)[self.group.rank] for piece in _split(whole, self.parts, self.dim)
+        ]
+        return torch.cat(mine, self.dim)
 
     def whole_shape(self, own: Tensor) -> tuple[int, ...]:
         """The shape of the whole."""
@@ -169,12 +171,21 @@ class Share:
         """The whole, from what every process of the group holds; all of them must ask."""
         gathered = self.group.all_gather(own, self.dim, "a parameter")
         sizes = [part // self.group.size for part in self.parts]
-        shares: Sequence[Any] = [s.split(sizes, self.dim) for s in gathered.chunk(self.group.size, self.dim)]  # pyright: ignore[reportUnknownMemberType]
+        shares = [_split(share, sizes, self.dim) for share in gathered.chunk(self.group.size, self.dim)]
         return torch.cat([share[i] for i in range(len(sizes)) for share in shares], self.dim)
+
+
+def _split(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+    return cast(Any, x).split(sizes, dim)
 
 
 class Both(torch.autograd.Function):
     """`ahead(x)`, whose gradient is `back(dy)`: a collective and its adjoint for plain autograd."""
+
+    @classmethod
+    def ways(cls, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run it."""
+        return cast(Tensor, cls.apply(ahead, back, x))  # pyright: ignore[reportUnknownMemberType]
 
     @staticmethod
     def forward(ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -192,9 +203,9 @@ class Both(torch.autograd.Function):
 
 def summed_gradient(group: Group, x: Tensor) -> Tensor:
     """x, whose gradient is summed over the processes: each of them uses it for a part of what it is used for."""
-    y: Tensor = Both.apply(_same, lambda d: group.all_reduce(d, "a gradient"), x)  # pyright: ignore
-    return y
+    return Both.ways(same, lambda d: group.all_reduce(d, "a gradient"), x)
 
 
-def _same(x: Tensor) -> Tensor:
+def same(x: Tensor) -> Tensor:
+    """x: the way on which nothing is exchanged."""
     return x

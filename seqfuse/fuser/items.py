@@ -126,25 +126,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
 
     visit(root, "", True)
     _route(items, nested, isinstance(root, UnfusedOperation), looked_at)
-    _tell_apart(items)
     return items
-
-
-def _tell_apart(items: list[Item]) -> None:
-    """Say of each position whether other processes have other rows or features there."""
-    met = [i.operation.meeting for i in items if isinstance(i.operation, UnfusedOperation)]
-    first = next((m for m in met if m is not None and m.group.size > 1), None)
-    group, has = (first.group, first.before) if first is not None else (None, "whole")
-    for item in items:
-        operation = item.operation
-        if not isinstance(operation, UnfusedOperation):
-            continue
-        if operation.meeting is not None and operation.meeting.group.size > 1:
-            group, _, has = operation.meeting
-        if group is not None and has != "whole":
-            item.rank = group.rank
-        if item.slots:
-            item.sum_over = operation.sum_over or (group if has == "rows" else None)
 
 
 def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict[str, tuple[nn.Module, str]]:

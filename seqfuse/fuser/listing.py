@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize
 
 from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
+from .apart import tell_apart
 from .items import Fingerprint, flatten, public_channels
 from .plan import Plan
 from .reference import random_positions
@@ -49,6 +50,7 @@ class Listing:
     def __init__(self, root: FusableOperation) -> None:
         modules: list[nn.Module] = []
         self.items = flatten(root, modules)
+        tell_apart(self.items)
         self.fingerprint = Fingerprint(modules, root)
         self.inputs, self.outputs = public_channels(self.items)
         self.random = random_positions(self.items)

@@ -19,6 +19,7 @@ from ..env import Env, any_autocast, autocast_of, fusing_now
 from ..fusion import FusedOperation, checked
 from ..group import summed_gradient
 from ..operation import FusableOperation, UnfusedOperation
+from .apart import tell_apart
 from .bind import binder_of
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
@@ -280,6 +281,7 @@ class Fuser:
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""
         items = flatten(self.root)
+        tell_apart(items)
         random = random_positions(items)
         inputs, outputs = public_channels(items)
         return by_reference(items, random, inputs, outputs, x, channels)

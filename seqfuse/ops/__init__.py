@@ -18,8 +18,8 @@ from .linear import Linear
 from .positionembedding import PositionEmbedding
 from .qknorm import QKNorm
 from .quickgelu import QuickGeLU
-from .reglu import ReGLU
 from .reducescatter import ReduceScatter
+from .reglu import ReGLU
 from .relu import ReLU
 from .reshape import Reshape
 from .residual import Residual
