@@ -8,10 +8,11 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -21,14 +22,37 @@ Work = Callable[[], None]
 PATIENCE = 120
 
 
-def failures(works: Sequence[Work], world: int, seconds: int = 20) -> dict[str, str]:
-    """Run each of `works` in `world` processes; what failed, by its name, in the words of the first process.
+class Facts:
+    """Facts that hold in several processes: `works` by how many of them there are, run once for all tests.
 
     Args:
         works: module-level functions, which see the group of all processes as the default one.
-        world: number of processes.
         seconds: the timeout of the group.
     """
+
+    def __init__(self, works: Mapping[int, Sequence[Work]], seconds: int = 20) -> None:
+        self.works, self.seconds = works, seconds
+        self._failed: dict[int, dict[str, str]] = {}
+
+    @property
+    def cases(self) -> list[Any]:
+        """What to parametrize a test with."""
+        return [
+            pytest.param(world, work.__name__, id=f"{work.__name__}-{world}")
+            for world, works in self.works.items()
+            for work in works
+        ]
+
+    def check(self, world: int, work: str) -> None:
+        """Fail as the fact did."""
+        if world not in self._failed:
+            self._failed[world] = failures(self.works[world], world, self.seconds)
+        if work in self._failed[world]:
+            pytest.fail(self._failed[world][work], pytrace=False)
+
+
+def failures(works: Sequence[Work], world: int, seconds: int) -> dict[str, str]:
+    """Run each of `works` in `world` processes; what failed, by its name, in the words of the first process."""
     with tempfile.TemporaryDirectory() as folder:
         context: Any = mp.spawn(_process, (list(works), world, seconds, folder), nprocs=world, join=False)
         deadline, dead = time.monotonic() + PATIENCE, {}

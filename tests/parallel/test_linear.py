@@ -11,9 +11,7 @@ import torch.distributed as dist
 import seqfuse as sf
 from seqfuse import ops
 
-from .processes import assert_same, copy_shares, draw, failures, randomize
-
-WORLD: Any = dist.group.WORLD if dist.is_available() else None
+from .processes import Facts, assert_same, copy_shares, draw, randomize
 
 
 def pair(group: Any = None, *, bias: bool = True, bias_last: bool = True, **rest: Any) -> sf.Sequential:
@@ -61,14 +59,9 @@ def exact_numbers_are_exact() -> None:
         assert torch.equal(model(x), whole(x))
 
 
-WORKS = [divided_equals_whole, unfused_equals_fused, exact_numbers_are_exact]
+FACTS = Facts({2: [divided_equals_whole, unfused_equals_fused, exact_numbers_are_exact]})
 
 
-@pytest.fixture(scope="module")
-def failed() -> dict[str, str]:
-    return failures(WORKS, 2)
-
-
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
-def test_in_two_processes(work: Any, failed: dict[str, str]) -> None:
-    assert work.__name__ not in failed, failed[work.__name__]
+@pytest.mark.parametrize(("world", "work"), FACTS.cases)
+def test_in_several_processes(world: int, work: str) -> None:
+    FACTS.check(world, work)
