@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -173,6 +173,20 @@ class Share:
         sizes = [part // self.group.size for part in self.parts]
         shares = [_split(share, sizes, self.dim) for share in gathered.chunk(self.group.size, self.dim)]
         return torch.cat([share[i] for i in range(len(sizes)) for share in shares], self.dim)
+
+
+def vocabulary_share(operation: str, shares: Mapping[str, Share], rows: int, group: Group) -> Share:
+    """Which share of a table of `rows` each process would hold.
+
+    Raises:
+        InputError: (SF101) where the processes do not divide it, (SF106) where it is divided already.
+    """
+    if shares:
+        raise InputError("it is divided among processes already", code="SF106", operation=operation)
+    if rows % group.size:
+        message = f"expects a vocabulary that {group.size} processes divide, got {rows}"
+        raise InputError(message, code="SF101", operation=operation, hint="pad it")
+    return Share(group, 0, (rows,))
 
 
 def _split(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
