@@ -82,7 +82,7 @@ def _process(rank: int, works: list[Work], world: int, seconds: int, folder: str
         torch.manual_seed(0)
         try:
             work()
-        except Exception:
+        except BaseException:  # that of a failed assertion of pytest is no Exception
             Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
         gc.collect()
         dist.barrier()
