@@ -21,6 +21,7 @@
 | SF503 | StateError   | a checkpoint was recomputed under another plan                      |
 | SF504 | StateError   | the rank that tunes for a group failed                              |
 | SF505 | StateError   | a cache of keys and values cannot take what it was fed              |
+| SF506 | StateError   | the processes of a group cannot go on together                      |
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
-SINGULAR = {"errors", "generated", "saved", "signature", "env", "autograd", "operation", "fusion", "store", "measured"}
+SINGULAR = {
+    "errors", "generated", "group", "saved", "signature", "env", "autograd", "operation", "fusion", "store", "measured",
+}  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -23,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "signature": {"errors"},
     "env": {"errors"},
     "autograd": {"saved", "errors"},
-    "operation": {"saved", "signature", "autograd", "errors"},
+    "group": {"errors"},
+    "operation": {"saved", "signature", "autograd", "group", "errors"},
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
     "measured": {"store", "env", "operation", "errors"},
