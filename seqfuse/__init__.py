@@ -14,6 +14,7 @@ from .errors import (
 )
 from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
+from .maingrad import accumulated
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
 from .saved import Recompute, Saved, field
 from .tune import tune
@@ -48,6 +49,7 @@ __all__ = [
     "Sequential",
     "StateError",
     "UnfusedOperation",
+    "accumulated",
     "errors",
     "field",
     "fusing",

@@ -22,6 +22,7 @@
 | SF504 | StateError   | the rank that tunes for a group failed                              |
 | SF505 | StateError   | a cache of keys and values cannot take what it was fed              |
 | SF506 | StateError   | the processes of a group cannot go on together                      |
+| SF507 | StateError   | a gradient cannot be added to the `main_grad` of its parameter      |
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from torch.nn.utils import parametrize
 
 from .errors import definition_error
 from .group import Group, Meeting, Share
+from .maingrad import Accumulated
 from .saved import Layout, Saved, field
 from .signature import Signature, check_device_functions
 
-Grads = Mapping[str, Tensor | None]
+Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
 
 

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
-    "errors", "generated", "group", "saved", "signature", "env", "autograd", "operation", "fusion", "store", "measured",
+    "errors", "generated", "group", "saved", "signature", "env", "maingrad", "autograd", "operation", "fusion", "store", "measured",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -24,9 +24,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "env": {"errors"},
-    "autograd": {"saved", "errors"},
+    "maingrad": {"errors"},
+    "autograd": {"saved", "maingrad", "errors"},
     "group": {"errors"},
-    "operation": {"saved", "signature", "autograd", "group", "errors"},
+    "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
     "measured": {"store", "env", "operation", "errors"},
