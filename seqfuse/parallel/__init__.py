@@ -1,0 +1,5 @@
+"""Many processes: a model in stages over torch.distributed."""
+
+from .pipeline import pipeline
+
+__all__ = ["pipeline"]
