@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 from torch import nn
 
@@ -45,7 +47,7 @@ def _places(root: nn.Module, items: Sequence[Item]) -> dict[str, int]:
             first.setdefault(".".join(parts[:depth]), position)
     operations = {item.path for item in items}
     places: dict[str, int] = {}
-    for name, _ in root.named_modules(remove_duplicate=False):
+    for name, _ in cast(Iterable[tuple[str, Any]], root.named_modules(remove_duplicate=False)):
         parts = name.split(".")
         above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
         if name in first and not above & operations:
@@ -63,7 +65,7 @@ def _balanced(items: Sequence[Item], places: dict[str, int], stages: int) -> lis
     if stages > len(at) - 1:
         message = f"a list of {len(at) - 1} parts that a single tensor leaves cannot be cut into {stages} stages"
         raise PlanError(message, code="SF202", hint="name the modules that stages begin at, inside of residuals too")
-    weight = [sum(_weight(item) for item in items[a:b]) for a, b in zip(at, at[1:], strict=False)]
+    weight = [sum(_weight(item) for item in items[a:b]) for a, b in itertools.pairwise(at)]
     ends = [0]
     for total in weight:
         ends.append(ends[-1] + total)

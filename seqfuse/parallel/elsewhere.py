@@ -24,20 +24,20 @@ class Elsewhere(Tensor):
     once for every rank.
 
     Attributes:
-        where: the place of the numbers, in words.
+        place: the place of the numbers, in words.
 
     Raises:
         StateError: (SF506) where its numbers are asked for.
     """
 
-    where: str
+    place: str
 
     @staticmethod
     def of(tensor: Tensor, where: str) -> Elsewhere:
         """Shape, dtype and `requires_grad` of a tensor; no gradient comes back to it, which it is an error to want."""
-        meta = tensor if tensor.is_meta else _Down.apply(tensor, where)
-        out: Any = meta.as_subclass(Elsewhere)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportOptionalMemberAccess]
-        out.where = where
+        meta: Any = tensor if tensor.is_meta else _down(tensor, where)
+        out: Any = meta.as_subclass(Elsewhere)
+        out.place = where
         return out
 
     @classmethod
@@ -62,10 +62,10 @@ class Elsewhere(Tensor):
                 raise _absent(where, f"{name} into a tensor of this rank")
 
         def down(tensor: Tensor) -> Tensor:
-            return tensor if tensor.is_meta else _Down.apply(tensor, where)  # pyright: ignore[reportReturnType]
+            return tensor if tensor.is_meta else _down(tensor, where)
 
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with _plainly():
                 given, named = tree_map_only(Tensor, down, (tuple(args), named))
                 out = func(*given, **named)
         except NotImplementedError as error:
@@ -83,7 +83,7 @@ class Elsewhere(Tensor):
 
 def _where(values: Any) -> str:
     found: list[str] = []
-    tree_map_only(Elsewhere, lambda t: found.append(t.where) if hasattr(t, "where") else None, values)
+    tree_map_only(Elsewhere, lambda t: found.append(t.place) if hasattr(t, "place") else None, values)
     return found[0] if found else "on another rank"
 
 
@@ -108,3 +108,7 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         raise _absent(ctx.where, "the gradient of a tensor of this rank")
+
+
+_down: Callable[..., Any] = _Down.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_plainly: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

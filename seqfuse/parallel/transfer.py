@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from ..errors import PlanError, StateError
 from ..operation import FusableOperation
 from .elsewhere import Elsewhere
 
-_DTYPES = [d for d in vars(torch).values() if isinstance(d, torch.dtype)]
-_DTYPES = sorted(set(_DTYPES), key=str)
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DIMENSIONS = 16
 
 
@@ -70,7 +69,7 @@ class Placement:
             dist.broadcast(table, self.rank(stage), group=self.group)
         except RuntimeError as error:
             raise self.failed(f"telling the shapes of what leaves stage {stage}", error) from error
-        rows: list[list[int]] = table.tolist()  # pyright: ignore[reportUnknownMemberType]
+        rows: list[list[int]] = table.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return [(r[4 : 4 + r[3]], _DTYPES[r[0]], bool(r[1]), bool(r[2])) for r in rows]
 
     def failed(self, doing: str, error: Exception) -> StateError:
@@ -112,12 +111,12 @@ class Boundary(FusableOperation):
 
     def enter(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Receive what these stand for; its gradient goes back the same way."""
-        return [*_Enter.apply(self, device, *tensors)]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownArgumentType]
+        return [*_enter(self, device, *tensors)]
 
     def leave(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Send these; what stands for them brings their gradients back."""
         where = self.placement.where(self.stage)
-        return [Elsewhere.of(t, where) for t in _Leave.apply(self, *tensors)]  # pyright: ignore[reportGeneralTypeIssues, reportUnknownVariableType, reportUnknownArgumentType]
+        return [Elsewhere.of(t, where) for t in _leave(self, *tensors)]
 
     def send(self, tensors: Sequence[Tensor], back: bool) -> None:
         """Send to the stage that begins here, or back to the one before it."""
@@ -157,7 +156,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Any) -> Any:
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         wanted = ctx.needs_input_grad[2:]
         ctx.boundary.send([d for d, n in zip(douts, wanted, strict=True) if n], back=True)
         return (None, None, *[m if n else None for m, n in zip(ctx.metas, wanted, strict=True)])
@@ -175,7 +174,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Any) -> Any:
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         wanted = ctx.needs_input_grad[1:]
         likes = [meta for meta, n in zip(ctx.metas, wanted, strict=True) if n]
         received = iter(ctx.boundary.receive(likes, ctx.device, back=True))
@@ -195,7 +194,7 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *douts: Any) -> Any:
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         wanted = ctx.needs_input_grad[-len(ctx.entries) :]
         before = len(ctx.needs_input_grad) - len(wanted)
         return (*[None] * before, *[t if n else None for t, n in zip(ctx.entries, wanted, strict=True)])
@@ -206,10 +205,10 @@ def through(entries: Sequence[Tensor], outs: Sequence[Tensor], passes: Sequence[
 
     Its rank gives back either all gradients of what entered, or none.
     """
-    plain = [t.detach() for t in outs]
+    plain: list[Tensor] = [t.detach() for t in outs]
     wanted = [t.requires_grad and p for t, p in zip(outs, passes, strict=True)]
     if any(wanted):
-        linked: Any = _Through.apply(len(plain), wanted, *plain, *entries)
+        linked = _link(len(plain), wanted, *plain, *entries)
         plain = [new if w else old for new, old, w in zip(linked, plain, wanted, strict=True)]
     for new, old, w in zip(plain, outs, wanted, strict=True):
         if old.requires_grad and not w:
@@ -217,7 +216,7 @@ def through(entries: Sequence[Tensor], outs: Sequence[Tensor], passes: Sequence[
     return [Elsewhere.of(t, where) for t in plain]
 
 
-def reaches(tensor: Tensor, found: Any) -> bool:
+def reaches(tensor: Tensor, found: Callable[[Any], bool]) -> bool:
     """Whether a node that is `found` lies on a path of gradients from a tensor."""
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
@@ -229,6 +228,11 @@ def reaches(tensor: Tensor, found: Any) -> bool:
         seen.add(node)
         waiting += [following for following, _ in node.next_functions]
     return False
+
+
+_enter: Callable[..., tuple[Tensor, ...]] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
+_leave: Callable[..., tuple[Tensor, ...]] = _Leave.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
+_link: Callable[..., tuple[Tensor, ...]] = _Through.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
 
 
 def _enters(node: Any) -> bool:
