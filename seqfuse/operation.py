@@ -38,7 +38,14 @@ class Changes:
 
 
 class FusableOperation(nn.Module):
-    """Anything the fuser can process: an unfused operation, or a container of them."""
+    """Anything the fuser can process: an unfused operation, or a container of them.
+
+    Attributes:
+        barrier: why nothing fuses across it and it runs through its own `__call__`, as a plan says it; `None` where
+            the fuser decides.
+    """
+
+    barrier: str | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
-    "errors", "generated", "group", "saved", "signature", "env", "maingrad", "autograd", "operation", "fusion", "store", "measured",
+    "errors", "generated", "group", "saved", "signature", "env", "maingrad", "autograd", "operation",
+    "fusion", "store", "measured",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
