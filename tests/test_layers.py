@@ -10,7 +10,19 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
-SINGULAR = {"errors", "generated", "saved", "signature", "env", "autograd", "operation", "fusion", "store", "measured", "pictures"}
+SINGULAR = {
+    "errors",
+    "generated",
+    "saved",
+    "signature",
+    "env",
+    "autograd",
+    "operation",
+    "fusion",
+    "store",
+    "measured",
+    "pictures",
+}
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")

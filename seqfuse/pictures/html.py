@@ -20,7 +20,10 @@ _WORDS = (
     ".sf-plan-words summary{cursor:pointer;color:var(--sf-faint)}"
     ".sf-plan-picture{overflow-x:auto}"
 )
-_PAGE = "body{margin:0;padding:12px;background:var(--sf-ground)}main{padding:0 20px 20px}h3{font-size:15px;margin:1em 0 .4em}"
+_PAGE = (
+    "body{margin:0;padding:12px;background:var(--sf-ground)}"
+    "main{padding:0 20px 20px}h3{font-size:15px;margin:1em 0 .4em}"
+)
 
 
 def fragment(plan: PlanData) -> Markup:

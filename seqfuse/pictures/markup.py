@@ -16,7 +16,7 @@ def tag(name: str, *inside: str, **attributes: str | float) -> Markup:
     """An element; `class_` and the like lose their underscore, others turn it into a hyphen."""
     parts = [f"<{name}"]
     for key, value in attributes.items():
-        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = number(value) if isinstance(value, float) else str(value)
         parts.append(f' {key.rstrip("_").replace("_", "-")}="{escaped(text)}"')
     if inside:
         parts += [">", *map(escaped, inside), f"</{name}>"]
@@ -28,6 +28,11 @@ def tag(name: str, *inside: str, **attributes: str | float) -> Markup:
 def escaped(text: str) -> str:
     """Markup as it is; of anything else, characters that mean something become references."""
     return text if isinstance(text, Markup) else html.escape(printable(text))
+
+
+def number(value: float) -> str:
+    """To a hundredth."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from .data import PlanData
 from .markup import printable
@@ -19,6 +20,7 @@ _STYLES = (
     "classDef inference fill:#f7e4ee,stroke:#b3568a,color:#5c1f42",
     "classDef unfused fill:none,stroke:#8b949e",
     "classDef alone fill:none,stroke:#8b949e,stroke-dasharray:4 3",
+    "classDef segment fill:none,stroke:#8b949e,stroke-width:0.5px",
 )
 
 
@@ -33,11 +35,15 @@ def mermaid(plan: PlanData) -> str:
         columns += block.columns
     left_out, columns = columns[MOST:], columns[:MOST]
     lines = ["flowchart TB", *(f"  {line}" for line in _STYLES)]
-    for column in columns:
-        operation = column.operation
-        label = [operation["name"], f"{operation['at']} {operation['path']}".rstrip()]
-        label += [times[operation["at"]]] if operation["at"] in times else []
-        lines.append(f"  o{operation['at']}[{_quoted(label)}]")
+    for segment, several in groupby(columns, key=lambda column: column.segment):
+        if segment is not None:
+            lines.append(f"  subgraph s{segment}[{_quoted([f'segment {segment + 1}'])}]")
+        for column in several:
+            operation = column.operation
+            label = [operation["name"], f"{operation['at']} {operation['path']}".rstrip()]
+            label += [times[operation["at"]]] if operation["at"] in times else []
+            lines.append(f"  o{operation['at']}[{_quoted(label)}]")
+        lines += ["  end", f"  class s{segment} segment"] if segment is not None else []
     if left_out:
         lines.append(f"  more[{_quoted([f'{len(left_out)} more'])}]")
     lines += _cover(columns, [column.forward for column in columns], "f")
@@ -56,7 +62,9 @@ def _cover(columns: Sequence[Column], marks: Sequence[Mark | None], letter: str)
             shown = at
             sign = SIGNS.get(mark.kind)
             lines.append(f"  {letter}{shown}({_quoted([f'{sign} {mark.name}' if sign else mark.kind])}):::{mark.kind}")
-        saves = column.operation["saves"]
+        saves: Sequence[str] = column.operation["saves"]
+        if mark.kind == "joint" and column.forward is not None and mark.offset == 0:
+            saves = column.forward.saves
         if letter == "f":
             lines.append(f"  f{shown} --- o{at}")
         elif saves:

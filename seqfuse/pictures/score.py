@@ -48,7 +48,16 @@ class Column:
         """What is drawn of it, apart from its position."""
         refused = tuple((r["fusion"], r["reason"]) for r in self.refused)
         operation = self.operation["name"], *self.operation["saves"], None, *self.operation["wants"]
-        return operation, self.forward, self.backward, self.segment is None, self.opens, self.closes, self.alone, refused
+        return (
+            operation,
+            self.forward,
+            self.backward,
+            self.segment is None,
+            self.opens,
+            self.closes,
+            self.alone,
+            refused,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +146,7 @@ def _repeats(columns: Sequence[Column], looks: Sequence[int], at: int) -> tuple[
 
 
 def lines_of(block: Block, most: int) -> list[tuple[Column, ...]]:
-    """Lines of a block, of `most` columns at most: cut between segments, or at least between steps, where that can be."""
+    """Lines of a block, of `most` columns at most: cut between segments or else between steps, where that can be."""
     lines: list[tuple[Column, ...]] = []
     rest = block.columns
     while len(rest) > most:

@@ -16,8 +16,8 @@ NAMES: dict[Kind, str] = {
     "alone": "runs alone",
 }
 
-# Ground, band of a segment, card, ink, faint ink, lines; then ground, edge and ink of each kind of fusion. The edges are
-# of the palette of Okabe and Ito.
+# Ground, band of a segment, card, ink, faint ink, lines; then ground, edge and ink of each kind of fusion. The
+# edges are of the palette of Okabe and Ito.
 _LIGHT = {
     "ground": "#ffffff", "band": "#f3f5f8", "card": "#ffffff", "ink": "#1b1f24", "faint": "#59636e", "line": "#c9d1d9",
     "forward": "#d9eaf7", "forward-edge": "#0072b2", "forward-ink": "#00395a",

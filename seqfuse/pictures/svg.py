@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from .data import Kind, PlanData
-from .markup import Markup, cut, escaped, tag, width
+from .markup import Markup, cut, escaped, number, tag, width
 from .score import Block, Column, Mark, columns_of, fold, lines_of
 from .style import COLORS, NAMES, SHAPES, SIGNS
 
@@ -49,8 +49,8 @@ class _Picture:
             parts.append(tag("text", line, x=_MARGIN, y=y, class_="faint"))
         y += 20
         for block in self._blocks:
-            for number, line in enumerate(lines_of(block, MOST)):
-                parts += self._line(block, line, y, number == 0)
+            for i, line in enumerate(lines_of(block, MOST)):
+                parts += self._line(block, line, y, i == 0)
                 y += self._height() + _APART
         if not self._blocks:
             parts.append(tag("text", "no operations", x=_MARGIN, y=y + 10, class_="faint"))
@@ -66,7 +66,7 @@ class _Picture:
             *parts,
             *legend,
             xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {self._width:g} {y:g}",
+            viewBox=f"0 0 {number(self._width)} {number(y)}",
             width=self._width,
             height=y,
             role="img",
@@ -113,7 +113,7 @@ class _Picture:
 
     def _times(self, block: Block, top: float, first: bool) -> Iterator[Markup]:
         x, bottom = _MARGIN + 4, top + self._height()
-        yield tag("path", d=f"M{x + 6:g} {top:g}h-6v{bottom - top:g}h6", class_="bracket")
+        yield tag("path", d=f"M{number(x + 6)} {number(top)}h-6v{number(bottom - top)}h6", class_="bracket")
         if first:
             start, size = block.columns[0].operation["at"], len(block.columns)
             about = f"these {size} positions stand {block.times} times in a row, from {start} to {block.last}"
@@ -200,7 +200,11 @@ class _Picture:
     ) -> Iterator[Markup]:
         """What is saved, on the way from the forward pass to the backward pass."""
         y, middle = rows["saved"], x + size / 2
-        yield tag("path", d=f"M{middle:g} {y - _SPACE:g}v{_SPACE:g}m0 {_RECORD:g}v{_SPACE:g}", class_="wire")
+        yield tag(
+            "path",
+            d=f"M{number(middle)} {number(y - _SPACE)}v{number(_SPACE)}m0 {number(_RECORD)}v{number(_SPACE)}",
+            class_="wire",
+        )
         text = tag("text", cut(", ".join(fields), size - 8, 10.5, 0.61), x=middle, y=y + 15, class_="mono middle")
         yield tag(
             "g",
