@@ -40,16 +40,12 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def _load(at, block, stride, limit, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr):
-    """A block of rows of one head, [BLOCK, BLOCK_D]; zeros beyond `limit` rows where that is asked, and beyond D."""
+def _load(at, block, stride, limit, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A block of rows of one head, [BLOCK, BLOCK_D], zeros beyond `limit` rows and D elements."""
     rows = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, BLOCK_D)
-    at += rows[:, None] * stride + cols[None, :]
-    if EDGE:
-        return tl.load(at, mask=(rows < limit)[:, None] & (cols < D)[None, :], other=0.0)
-    if BLOCK_D != D:
-        return tl.load(at, mask=(cols < D)[None, :], other=0.0)
-    return tl.load(at)
+    mask = (rows < limit)[:, None] & (cols < D)[None, :]
+    return tl.load(at + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -100,16 +96,14 @@ def _split(first, last, BLOCK: tl.constexpr):
     """Blocks `begin..end` that any sees, and `full..rest` among them that all see."""
     begin = tl.min(first, 0) // BLOCK
     end = tl.maximum(tl.cdiv(tl.max(last, 0), BLOCK), begin)
-    full = tl.minimum(tl.cdiv(tl.max(first, 0), BLOCK), end)
-    rest = tl.maximum(tl.minimum(tl.min(last, 0) // BLOCK, end), full)
-    return begin, full, rest, end
+    return begin, end, tl.cdiv(tl.max(first, 0), BLOCK), tl.min(last, 0) // BLOCK
 
 
 @triton.jit
 def _scores(
-    a, b, factor, softcap, mask, own_stride, other_stride, own_block, other_block, owns, others, first, last,
-    SOFTCAP: tl.constexpr, EDGE: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    a, b, factor, softcap, mask, own_stride, other_stride, own_block, other_block, owns, others, first, last, full,
+    rest,
+    SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2, [OWN, OTHER], -inf where not seen, and tanh(score / softcap) where they are bent."""
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
@@ -129,7 +123,7 @@ def _scores(
             scores += tl.where(added == float("-inf"), added, tl.maximum(added * _LOG2_E, -3.4e38))
         else:
             scores = tl.where(seen != 0, scores, float("-inf"))
-    if EDGE:
+    if (other_block < full) | (other_block >= rest):
         place = other_block * OTHER + tl.arange(0, OTHER)[None, :]
         scores = tl.where((place >= first[:, None]) & (place < last[:, None]), scores, float("-inf"))
     return scores, bent
@@ -153,30 +147,12 @@ def _dropped(value, keep, P: tl.constexpr):
 
 
 @triton.jit
-def _fwd_step(
-    acc, most, total, query, k, v, mask, seed, k_row, v_row, mask_row, mask_col, row_block, key_block, head, rows, keys,
-    first, last, factor, softcap,
-    SOFTCAP: tl.constexpr, P: tl.constexpr, GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    key = _load(k, key_block, k_row, keys, D, BLOCK_N, BLOCK_D, EDGE)
-    scores, _ = _scores(
-        query, key, factor, softcap, mask, mask_row, mask_col, row_block, key_block, rows, keys, first, last,
-        SOFTCAP, EDGE, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
-    )  # fmt: skip
-    larger = tl.maximum(most, tl.max(scores, 1))
-    # A row that has seen nothing yet has weights of zero rather than NaN.
-    origin = tl.where(larger == float("-inf"), 0.0, larger)
-    weights = tl.exp2(scores - origin[:, None])
-    shrink = tl.exp2(most - origin)
-    total = total * shrink + tl.sum(weights, 1)
-    acc *= shrink[:, None]
-    if P is not None:
-        keep = _keep(seed, head, row_block, key_block, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED)
-        weights = _dropped(weights, keep, P)
-    value = _load(v, key_block, v_row, keys, D, BLOCK_N, BLOCK_D, EDGE)
-    acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
-    return acc, larger, total
+def _weights(scores, sums, MASK: tl.constexpr):
+    t = scores - sums
+    if MASK:
+        # Near the least number a difference may come out above zero.
+        t = tl.minimum(t, 0.0)
+    return tl.exp2(t)
 
 
 @triton.jit
@@ -200,65 +176,36 @@ def _attention_fwd_kernel(
     v += batch * v_batch + member // GROUP * v_head
     if mask is not None:
         mask += batch * mask_batch + member * mask_head
-    query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D, True)
+    query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D)
     first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
-    begin, full, rest, end = _split(first, last, BLOCK_N)
+    begin, end, full, rest = _split(first, last, BLOCK_N)
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for at in tl.range(full, rest):
-        acc, most, total = _fwd_step(
-            acc, most, total, query, k, v, mask, seed, k_row, v_row, mask_row, mask_col, block, at, head, rows, keys,
-            first, last, factor, softcap, SOFTCAP, P, GROUPED, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, INTERPRET, False
+    for at in tl.range(begin, end):
+        key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
+        scores, _ = _scores(
+            query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
+            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
-    for i in tl.range(0, full - begin + end - rest):
-        at = tl.where(i < full - begin, begin + i, rest + i - (full - begin))
-        acc, most, total = _fwd_step(
-            acc, most, total, query, k, v, mask, seed, k_row, v_row, mask_row, mask_col, block, at, head, rows, keys,
-            first, last, factor, softcap, SOFTCAP, P, GROUPED, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION, INTERPRET, True
-        )  # fmt: skip
-    seen = total > 0.0
-    whole = acc / tl.where(seen, total, 1.0)[:, None]
-    _store(
-        y + (batch * rows * heads + member) * D, whole, block, tl.cast(heads, tl.int64) * D, rows, D, BLOCK_M, BLOCK_D
-    )
+        larger = tl.maximum(most, tl.max(scores, 1))
+        # A row that has seen nothing yet has weights of zero rather than NaN.
+        origin = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - origin[:, None])
+        shrink = tl.exp2(most - origin)
+        total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
+        if P is not None:
+            weights = _dropped(weights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+        value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
+        acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
+        most = larger
+    blind = total == 0.0
+    whole = acc / tl.where(blind, 1.0, total)[:, None]
+    stride = tl.cast(heads, tl.int64) * D
+    _store(y + (batch * rows * heads + member) * D, whole, block, stride, rows, D, BLOCK_M, BLOCK_D)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # NaN is no number above zero, and is handed on.
-    sums = tl.where(total == 0.0, 0.0, (most + tl.log2(total)) * _LN_2)
-    tl.store(lse + head * rows + place, sums, mask=place < rows)
-
-
-@triton.jit
-def _weights(scores, sums, MASK: tl.constexpr):
-    t = scores - sums
-    if MASK:
-        # Near the least number a difference may come out above zero.
-        t = tl.minimum(t, 0.0)
-    return tl.exp2(t)
-
-
-@triton.jit
-def _dq_step(
-    acc, query, dy, sums, delta, k, v, mask, seed, k_row, v_row, mask_row, mask_col, row_block, key_block, head, rows,
-    keys, first, last, factor, softcap,
-    SOFTCAP: tl.constexpr, P: tl.constexpr, GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    key = _load(k, key_block, k_row, keys, D, BLOCK_N, BLOCK_D, EDGE)
-    value = _load(v, key_block, v_row, keys, D, BLOCK_N, BLOCK_D, EDGE)
-    scores, bent = _scores(
-        query, key, factor, softcap, mask, mask_row, mask_col, row_block, key_block, rows, keys, first, last,
-        SOFTCAP, EDGE, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
-    )  # fmt: skip
-    weights = _weights(scores, sums[:, None], mask is not None)
-    dweights = _dot(dy, tl.trans(value), None, PRECISION, INTERPRET)
-    if P is not None:
-        keep = _keep(seed, head, row_block, key_block, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED)
-        dweights = _dropped(dweights, keep, P)
-    dscores = weights * (dweights - delta[:, None])
-    if SOFTCAP:
-        dscores *= 1.0 - bent * bent
-    return _dot(dscores.to(key.dtype), key, acc, PRECISION, INTERPRET)
+    tl.store(lse + head * rows + place, tl.where(blind, 0.0, (most + tl.log2(total)) * _LN_2), mask=place < rows)
 
 
 @triton.jit
@@ -282,63 +229,33 @@ def _attention_dq_kernel(
     v += batch * v_batch + member // GROUP * v_head
     if mask is not None:
         mask += batch * mask_batch + member * mask_head
-    grad = _load(dy + batch * dy_batch + member * dy_head, block, dy_row, rows, D, BLOCK_M, BLOCK_D, True)
-    result = _load(
-        y + (batch * rows * heads + member) * D, block, tl.cast(heads, tl.int64) * D, rows, D, BLOCK_M, BLOCK_D, True
-    )
+    grad = _load(dy + batch * dy_batch + member * dy_head, block, dy_row, rows, D, BLOCK_M, BLOCK_D)
+    stride = tl.cast(heads, tl.int64) * D
+    result = _load(y + (batch * rows * heads + member) * D, block, stride, rows, D, BLOCK_M, BLOCK_D)
     delta = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(deltas + head * rows + place, delta, mask=place < rows)
     sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0) * _LOG2_E
-    query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D, True)
+    query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D)
     first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
-    begin, full, rest, end = _split(first, last, BLOCK_N)
+    begin, end, full, rest = _split(first, last, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for at in tl.range(full, rest):
-        acc = _dq_step(
-            acc, query, grad, sums, delta, k, v, mask, seed, k_row, v_row, mask_row, mask_col, block, at, head, rows,
-            keys, first, last, factor, softcap, SOFTCAP, P, GROUPED, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-            INTERPRET, False,
+    for at in tl.range(begin, end):
+        key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
+        value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
+        scores, bent = _scores(
+            query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
+            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
-    for i in tl.range(0, full - begin + end - rest):
-        at = tl.where(i < full - begin, begin + i, rest + i - (full - begin))
-        acc = _dq_step(
-            acc, query, grad, sums, delta, k, v, mask, seed, k_row, v_row, mask_row, mask_col, block, at, head, rows,
-            keys, first, last, factor, softcap, SOFTCAP, P, GROUPED, D, BLOCK_M, BLOCK_N, BLOCK_D, PRECISION,
-            INTERPRET, True,
-        )  # fmt: skip
+        weights = _weights(scores, sums[:, None], mask is not None)
+        dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
+        if P is not None:
+            dweights = _dropped(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+        dscores = weights * (dweights - delta[:, None])
+        if SOFTCAP:
+            dscores *= 1.0 - bent * bent
+        acc = _dot(dscores.to(key.dtype), key, acc, PRECISION, INTERPRET)
     _store(dq + batch * dq_batch + member * dq_head, acc * scale, block, dq_row, rows, D, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
-def _dkv_step(
-    dk, dv, key, value, q, dy, lse, deltas, mask, seed, q_row, dy_row, mask_row, mask_col, key_block, row_block, head,
-    rows, keys, first, last, factor, softcap,
-    SOFTCAP: tl.constexpr, P: tl.constexpr, GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    query = _load(q, row_block, q_row, rows, D, BLOCK_M, BLOCK_D, EDGE)
-    grad = _load(dy, row_block, dy_row, rows, D, BLOCK_M, BLOCK_D, EDGE)
-    place = tl.cast(row_block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0) * _LOG2_E
-    delta = tl.load(deltas + head * rows + place, mask=place < rows, other=0.0)
-    scores, bent = _scores(
-        key, query, factor, softcap, mask, mask_col, mask_row, key_block, row_block, keys, rows, first, last,
-        SOFTCAP, EDGE, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
-    )  # fmt: skip
-    weights = _weights(scores, sums[None, :], mask is not None)
-    dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)
-    kept = weights
-    if P is not None:
-        keep = tl.trans(_keep(seed, head, row_block, key_block, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED))
-        dweights = _dropped(dweights, keep, P)
-        kept = _dropped(weights, keep, P)
-    dv = _dot(kept.to(grad.dtype), grad, dv, PRECISION, INTERPRET)
-    dscores = weights * (dweights - delta[None, :])
-    if SOFTCAP:
-        dscores *= 1.0 - bent * bent
-    dk = _dot(dscores.to(query.dtype), query, dk, PRECISION, INTERPRET)
-    return dk, dv
 
 
 @triton.jit
@@ -358,10 +275,10 @@ def _attention_dkv_kernel(
     block = pid % blocks
     batch = (pid // blocks // kv_heads).to(tl.int64)
     shared = (pid // blocks % kv_heads).to(tl.int64)
-    key = _load(k + batch * k_batch + shared * k_head, block, k_row, keys, D, BLOCK_N, BLOCK_D, True)
-    value = _load(v + batch * v_batch + shared * v_head, block, v_row, keys, D, BLOCK_N, BLOCK_D, True)
+    key = _load(k + batch * k_batch + shared * k_head, block, k_row, keys, D, BLOCK_N, BLOCK_D)
+    value = _load(v + batch * v_batch + shared * v_head, block, v_row, keys, D, BLOCK_N, BLOCK_D)
     first, last = _range(block, keys, rows, window, ends, sequences, steps, CAUSAL, False, WINDOW, BLOCK_N)
-    begin, full, rest, end = _split(first, last, BLOCK_M)
+    begin, end, full, rest = _split(first, last, BLOCK_M)
     sum_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     sum_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for i in range(GROUP):
@@ -372,19 +289,28 @@ def _attention_dkv_kernel(
         of_head = mask
         if mask is not None:
             of_head = mask + batch * mask_batch + member * mask_head
-        for at in tl.range(full, rest):
-            sum_k, sum_v = _dkv_step(
-                sum_k, sum_v, key, value, queries, grads, lse, deltas, of_head, seed, q_row, dy_row, mask_row, mask_col,
-                block, at, head, rows, keys, first, last, factor, softcap, SOFTCAP, P, GROUPED, D, BLOCK_M, BLOCK_N,
-                BLOCK_D, PRECISION, INTERPRET, False,
+        for at in tl.range(begin, end):
+            query = _load(queries, at, q_row, rows, D, BLOCK_M, BLOCK_D)
+            grad = _load(grads, at, dy_row, rows, D, BLOCK_M, BLOCK_D)
+            place = tl.cast(at, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0) * _LOG2_E
+            scores, bent = _scores(
+                key, query, factor, softcap, of_head, mask_col, mask_row, block, at, keys, rows, first, last, full,
+                rest, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
             )  # fmt: skip
-        for j in tl.range(0, full - begin + end - rest):
-            at = tl.where(j < full - begin, begin + j, rest + j - (full - begin))
-            sum_k, sum_v = _dkv_step(
-                sum_k, sum_v, key, value, queries, grads, lse, deltas, of_head, seed, q_row, dy_row, mask_row, mask_col,
-                block, at, head, rows, keys, first, last, factor, softcap, SOFTCAP, P, GROUPED, D, BLOCK_M, BLOCK_N,
-                BLOCK_D, PRECISION, INTERPRET, True,
-            )  # fmt: skip
+            weights = _weights(scores, sums[None, :], mask is not None)
+            dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)
+            kept = weights
+            if P is not None:
+                keep = tl.trans(_keep(seed, head, at, block, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED))
+                dweights = _dropped(dweights, keep, P)
+                kept = _dropped(weights, keep, P)
+            sum_v = _dot(kept.to(grad.dtype), grad, sum_v, PRECISION, INTERPRET)
+            delta = tl.load(deltas + head * rows + place, mask=place < rows, other=0.0)
+            dscores = weights * (dweights - delta[None, :])
+            if SOFTCAP:
+                dscores *= 1.0 - bent * bent
+            sum_k = _dot(dscores.to(query.dtype), query, sum_k, PRECISION, INTERPRET)
     _store(dk + batch * dk_batch + shared * dk_head, sum_k * scale, block, dk_row, keys, D, BLOCK_N, BLOCK_D)
     _store(dv + batch * dv_batch + shared * dv_head, sum_v, block, dv_row, keys, D, BLOCK_N, BLOCK_D)
 
