@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="check every row, time none")
     parser.add_argument("--list", action="store_true", help="print the rows and their order")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU in Triton's interpreter")
+    parser.add_argument("--dtype", default="float32", help="of the tiny rows")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / ("gpu_check.json" if arguments.check else "gpu.json")
@@ -96,7 +97,7 @@ def chosen(arguments: argparse.Namespace) -> list[Any]:
     from gpu import rows
     from gpu.sizes import real, tiny
 
-    found = rows.cases(tiny() if arguments.tiny else real())
+    found = rows.cases(tiny(getattr(torch, arguments.dtype)) if arguments.tiny else real())
     return [case for case in found if re.search(arguments.only, case.key)]
 
 
@@ -142,7 +143,7 @@ def _bench(arguments: argparse.Namespace, book: Any) -> Any:
     device = torch.device("cpu" if arguments.tiny else "cuda")
     on_host = OnHost(device)
     if arguments.tiny:
-        found = ceilings.measure(on_host, device, (torch.float32,), numel=2**16, side=64)
+        found = ceilings.measure(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)
         return Bench(device, found, on_host, on_host, 1024, arguments.seconds)
     clock = OnDevice()
     known = book.data.get("ceilings")

@@ -84,8 +84,9 @@ class Case:
 
 def run(contender: Contender, inputs: Inputs) -> list[Tensor | None]:
     """Its results, once, from a fixed seed of torch's generators."""
+    call = contender.prepare(inputs)
     torch.manual_seed(0)
-    return [None if t is None else t.detach() for t in contender.prepare(inputs)()]
+    return [None if t is None else t.detach() for t in call()]
 
 
 def copied(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:

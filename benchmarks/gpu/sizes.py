@@ -71,9 +71,9 @@ class Sizes:
 
 
 def real() -> Sizes:
-    """Everything, on the current GPU."""
+    """Everything, on the first GPU."""
     return Sizes(
-        device=torch.device("cuda", torch.cuda.current_device()),
+        device=torch.device("cuda", 0),
         compile_modes=("default", "max-autotune-no-cudagraphs"),
         checked_rows=512,
         norms=tuple((32768, n) for n in (8192, 4096, 1024, 16384, 2048, 32768)),
