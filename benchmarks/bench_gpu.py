@@ -13,6 +13,7 @@ import contextlib
 import gc
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 
 # Whatever a user has measured on this machine must not decide what is compared.
 os.environ["SEQFUSE_TUNE"] = "0"
+# A fusion that fails must not be timed as what takes its place.
+os.environ["SEQFUSE_ON_ERROR"] = "raise"
 
 import torch
 from record import RESULTS, about
@@ -31,8 +34,8 @@ MOST_CHILDREN = 12
 ENDED = 3  # exit status of a child that has lost its device
 
 
-class TooLong(Exception):
-    """A row that took more than its share of the time."""
+class TooLong(BaseException):
+    """A row that took more than its share of the time; no error, which something might handle."""
 
 
 def main() -> int:
@@ -49,7 +52,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", help="of the tiny rows")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / ("gpu_check.json" if arguments.check else "gpu.json")
+    out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / (
+        "gpu_check.json" if arguments.check else "gpu.json"
+    )
     if arguments.tiny:
         os.environ["TRITON_INTERPRET"] = "1"
     if arguments.child is not None:
@@ -70,6 +75,9 @@ def supervise(arguments: argparse.Namespace, out: Path) -> int:
 
     if not arguments.resume:
         out.unlink(missing_ok=True)
+    elif not out.exists() and (RESULTS / out.name).exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(RESULTS / out.name, out)
     until = time.time() + arguments.budget
     command = [sys.executable, __file__, *sys.argv[1:], "--child", repr(until)]
     for _ in range(MOST_CHILDREN):
@@ -131,6 +139,8 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
             book.add(case.key, row)
             case.after()
             print(_line(case.key, row), flush=True)
+            if not _alive():
+                return ENDED
             _tidy()
     return 0
 
@@ -180,6 +190,16 @@ def _rounding(tiny: bool) -> contextlib.AbstractContextManager[None]:
     from seqfuse.testing.interpreter import corrected
 
     return corrected()
+
+
+def _alive() -> bool:
+    """Whether the device still answers: after an illegal access nothing in this process can run on it."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _tidy() -> None:

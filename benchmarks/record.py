@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
 
 
 def about() -> dict[str, Any]:
-    """Commit, whether the tree was changed since, device and versions; `BENCH_COMMIT` names it where there is no git."""
+    """Commit, or `BENCH_COMMIT` where there is no git; whether the tree was changed since; device and versions."""
 
     def git(*arguments: str) -> str:
         try:

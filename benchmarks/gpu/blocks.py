@@ -141,6 +141,17 @@ def stepped(model: Any, *, fusing: bool = True) -> Contender:
     return Contender(prepare)
 
 
+def planned(model: Any) -> Any:
+    """What notes say of a model of operations: its fused steps, by name."""
+
+    def notes(inputs: Inputs) -> dict[str, Any]:
+        plan = model().plan(inputs["x"].detach().requires_grad_())
+        covers = {"forward": plan.forward, "backward": plan.backward}
+        return {"plan": {k: [step.name for step in cover if step.fused] for k, cover in covers.items()}}
+
+    return notes
+
+
 def spec_of(model: Model, dropout: float = 0.0) -> plain.Spec:
     return plain.Spec(
         model.H, model.F, model.heads, model.kv_heads, model.head_dim, model.llama, 0.0 if model.llama else dropout
@@ -160,7 +171,7 @@ def drawn(sizes: Sizes, model: Model, *names: str) -> Any:
 
     def make(rows: int, seed: int) -> Inputs:
         S = min(sizes.sequence, rows)
-        return normal({name: (rows // S, S, model.H) for name in names}, seed, sizes.device, sizes.dtype)
+        return normal(dict.fromkeys(names, (rows // S, S, model.H)), seed, sizes.device, sizes.dtype)
 
     return make
 
@@ -217,6 +228,7 @@ def block_case(
         GROUPS[what], f"{model.name} {rows}{' best modes' if best else ''}",
         make=drawn(sizes, model, "x", "dy"), priority=priority, **_common(sizes, model, rows),
         flops=3 * flops(what, model, rows, min(sizes.sequence, rows)), contenders=contenders,
+        notes=planned(lambda: models.ours),
         unfused=trained(lambda: models.ours, fusing=False), exact=trained(lambda: models.exact, fusing=False),
     )  # fmt: skip
 
@@ -238,7 +250,7 @@ def _stack(sizes: Sizes, model: Model) -> Case:
     return Case(
         f"{sizes.layers} layers and optimizer", f"{model.name} {rows}", make=drawn(sizes, model, "x", "dy"), priority=6,
         flops=3 * sizes.layers * flops("layer", model, rows, min(sizes.sequence, rows)), **common,
-        contenders=contenders, unfused=stepped(lambda: models.ours, fusing=False),
+        contenders=contenders, notes=planned(mine), unfused=stepped(lambda: models.ours, fusing=False),
         exact=stepped(lambda: models.exact, fusing=False),
     )  # fmt: skip
 

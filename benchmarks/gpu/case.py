@@ -57,6 +57,7 @@ class Case:
         priority: rows of low numbers are measured first.
         as_called: whether the time with the host in it is taken as well.
         shape: numbers for tables.
+        notes: what else is to be written down, asked when the row is measured.
         after: called when the row is done.
     """
 
@@ -74,6 +75,7 @@ class Case:
     priority: int = 5
     as_called: bool = False
     shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: Callable[[Inputs], Mapping[str, Any]] = lambda _: {}
     after: Callable[[], None] = lambda: None
 
     @property
@@ -131,7 +133,7 @@ def distance(one: Outputs, other: Outputs) -> float:
 
 
 def reds(case: Case, inputs: Inputs) -> dict[str, str]:
-    """Why each contender cannot be trusted on all rows: not near what is unfused, or an error; those that can are left out."""
+    """Why contenders cannot be trusted on all rows: far from what is unfused, or an error. Others are not named."""
     wrong: dict[str, str] = {}
     judge = case.unfused or case.contenders["eager"]
     wanted = run(judge, copied(inputs))

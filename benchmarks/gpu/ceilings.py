@@ -23,7 +23,10 @@ class Ceilings:
 
     def stated(self) -> dict[str, Any]:
         """As it is written down."""
-        return {"copy_TB_per_s": self.bandwidth / 1e6, "cublas_TFLOP_per_s": {k: r / 1e6 for k, r in self.rates.items()}}
+        return {
+            "copy_TB_per_s": self.bandwidth / 1e6,
+            "cublas_TFLOP_per_s": {k: r / 1e6 for k, r in self.rates.items()},
+        }
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+
 def normal(
     shapes: Mapping[str, tuple[int, ...]], seed: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
@@ -17,6 +18,7 @@ def normal(
         t = torch.empty(shape, device=device, dtype=dtype).normal_(generator=draw)
         found[name] = t.mul_(0.1).add_(1) if len(shape) == 1 else t
     return found
+
 
 def seed_tensor(seed: int, device: torch.device) -> Tensor:
     """A seed as kernels read it: on the device."""

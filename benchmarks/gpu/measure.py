@@ -64,7 +64,7 @@ class Bench:
         outputs = contenders["seqfuse"].prepare(copied(inputs))()
         least = fewest_bytes(case, inputs, outputs)
         del outputs
-        row |= {"fewest_bytes": least, "flops": case.flops}
+        row |= {"fewest_bytes": least, "flops": case.flops, **case.notes(inputs)}
         if case.as_called:
             row["memory"] = {name: self._memory(c, inputs) for name, c in contenders.items()}
         sets = self._sets(case, inputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -141,10 +140,10 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     for rank, (rows, columns, late) in enumerate(shapes):
         for centered in (False, True):
             later = late + (rank > 1) + 2 * centered
-            yield from _of_shape(sizes, rows, columns, centered, later, alone=late > 0)
+            yield from _of_shape(sizes, rows, columns, centered, later, alone=late > 0, first=rank < 2)
 
 
-def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone: bool) -> Iterator[Case]:
+def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone: bool, first: bool) -> Iterator[Case]:
     device, dtype = sizes.device, sizes.dtype
     names = ("weight", "bias") if centered else ("weight",)
 
@@ -162,7 +161,7 @@ def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone
     common: dict[str, Any] = {
         "dtype": dtype, "rows": M, "checked_rows": sizes.checked_rows, "shape": {"M": M, "N": N},
     }  # fmt: skip
-    modes = () if alone else sizes.compile_modes
+    modes = sizes.compile_modes if first else ()
     yield Case(
         "norm forward", label, make=make(), priority=later, **common,
         contenders={"seqfuse": _forward(centered), **peers_of(forward_of, eager, modes, liger=theirs, quack=quacks)},
@@ -197,17 +196,18 @@ def _of_shape(sizes: Sizes, M: int, N: int, centered: bool, later: int, *, alone
         contenders={"seqfuse": _add_forward(centered), **peers_of(forward_of, both, modes, **fused)},
     )  # fmt: skip
     if centered:
-        yield _with_dropout(label, make("residual"), common, later, sizes)
+        yield _with_dropout(label, make("residual"), common, max(0, later - 2), modes)
 
 
-def _with_dropout(label: str, make: Any, common: dict[str, Any], later: int, sizes: Sizes) -> Case:
+def _with_dropout(label: str, make: Any, common: dict[str, Any], priority: int, modes: tuple[str, ...]) -> Case:
     def drawn(rows: int, seed: int) -> Inputs:
-        return {**make(rows, seed), "seed": seed_tensor(seed, sizes.device)}
+        found = make(rows, seed)
+        return {**found, "seed": seed_tensor(seed, found["x"].device)}
 
-    peers = {"eager": forward_of(_own_mask), **peers_of(forward_of, _own_mask, sizes.compile_modes)}
+    peers = peers_of(forward_of, _own_mask, modes)
     peers = {name: Contender(peer.prepare, checked=False) for name, peer in peers.items()}
     same = forward_of(_same_mask)
     return Case(
-        "dropout + add + norm", label, make=drawn, priority=max(0, later - 2), **common,
+        "dropout + add + norm", label, make=drawn, priority=priority, **common,
         contenders={"seqfuse": _dropped(), **peers}, unfused=same, exact=same,
     )  # fmt: skip

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 from .case import Contender, Inputs, Run
@@ -22,7 +24,9 @@ DISTRIBUTIONS = {"liger": "liger-kernel", "quack": "quack-kernels"}
 
 @functools.cache
 def module(name: str) -> Any:
-    """A module, or `None` where it cannot be imported for whatever reason."""
+    """A module, or `None` where it cannot be imported for whatever reason, or its kernels would be interpreted."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
     try:
         return importlib.import_module(name)
     except Exception:

@@ -12,10 +12,16 @@ ROOMS = (norms, blocks, products, pointwise, small, tuned)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """All rows by priority; among equals the rooms take turns, so that a run that is cut off has some of each."""
+    """All rows by priority, behind one of each group; among equals the rooms take turns: a run that is cut off has some
+    of each.
+    """
     found = [list(room.cases(sizes)) for room in ROOMS]
     ranked = [(case.priority, place, case) for several in found for place, case in _places(several)]
-    return [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
+    ordered = [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
+    first: dict[str, Case] = {}
+    for case in ordered:
+        first.setdefault(case.group, case)
+    return [*first.values(), *(case for case in ordered if first[case.group] is not case)]
 
 
 def _places(several: list[Case]) -> Iterator[tuple[int, Case]]:

@@ -84,7 +84,18 @@ def real() -> Sizes:
         models=MODELS,
         tokens=TOKENS,
         sequence=2048,
-        decodes=tuple((b, n) for n in (8192, 32768, 2048, 512, 128) for b in (1, 16, 64) if b * n <= 64 * 8192),
+        decodes=(
+            (16, 8192),
+            (64, 8192),
+            (1, 8192),
+            (1, 32768),
+            (16, 32768),
+            (64, 2048),
+            (16, 2048),
+            (1, 2048),
+            (64, 32768),
+            *((b, n) for n in (128, 512) for b in (64, 16, 1)),
+        ),
         layers=12,
     )
 

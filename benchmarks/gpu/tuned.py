@@ -29,7 +29,9 @@ def _tuned(sizes: Sizes, model: Any, what: str, priority: int) -> Case:
     models = Models(what, spec_of(model), sizes)
     plain = block_case(sizes, models, model, what, sizes.tokens[0], priority)
     return dataclasses.replace(
-        plain, group=f"{GROUPS[what]}, tuned", contenders={**plain.contenders, "seqfuse": _after_tuning(models)},
+        plain,
+        group=f"{GROUPS[what]}, tuned",
+        contenders={**plain.contenders, "seqfuse": _after_tuning(models)},
         after=functools.partial(_forget, sizes),
     )
 
@@ -47,7 +49,6 @@ def _after_tuning(models: Models) -> Contender:
         return after.prepare(inputs)
 
     return dataclasses.replace(after, prepare=prepare)
-
 
 
 def _forget(sizes: Sizes) -> None:
