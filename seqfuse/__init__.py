@@ -4,7 +4,7 @@ import importlib
 import typing
 
 try:
-    import torch as _torch  # noqa: F401  # said here in one sentence, and not by the first file that needs it
+    import torch as _torch  # noqa: F401  # pyright: ignore[reportUnusedImport]  # said here in one sentence, and not by the first file that needs it
 except ModuleNotFoundError as _missing:
     if _missing.name != "torch":
         raise

@@ -197,7 +197,7 @@ class StagedFuser(Fuser):
         batch = self._ran.get(index, 0)
         self._ran[index] = batch + 1
         if batch not in self._drawn:
-            self._drawn[batch] = draw(len(listing.random), x)
+            self._drawn[batch] = draw(listing.items, listing.random, x)
         own = [s for s in range(self.placement.stages) if self.placement.own(s)]
         done = all(self._ran.get(s, 0) > batch for s in own)
         return self._drawn.pop(batch) if done else self._drawn[batch]
