@@ -14,10 +14,11 @@ from torch.nn.utils import parametrize
 
 from .errors import definition_error
 from .group import Group, Meeting, Share
+from .maingrad import Accumulated
 from .saved import Layout, Saved, field
 from .signature import Signature, check_device_functions
 
-Grads = Mapping[str, Tensor | None]
+Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
 
 
@@ -37,7 +38,14 @@ class Changes:
 
 
 class FusableOperation(nn.Module):
-    """Anything the fuser can process: an unfused operation, or a container of them."""
+    """Anything the fuser can process: an unfused operation, or a container of them.
+
+    Attributes:
+        barrier: why nothing fuses across it and it runs through its own `__call__`, as a plan says it; `None` where
+            the fuser decides.
+    """
+
+    barrier: str | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,6 +67,8 @@ def has_own_graph(module: nn.Module) -> bool:
 def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
         return "not an operation of this library"
+    if module.barrier is not None:
+        return module.barrier
     if global_hooks() and not hidden:  # a member that is no submodule is not among the user's modules
         return "global module hooks are registered"
     if any(getattr(module, name) for name in _HOOKS):

@@ -38,12 +38,17 @@ def random_positions(items: Sequence[Item]) -> dict[int, int]:
     return random
 
 
+def random_seeds(count: int, x: Tensor) -> Tensor:
+    """63-bit seeds on x's device, from torch's generator."""
+    return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=x.device)
+
+
 def draw(items: Sequence[Item], random: Mapping[int, int], x: Tensor) -> Tensor:
     """One 63-bit seed per active random operation, on x's device, from torch's generator.
 
     Processes with one state of it draw the same; where they have different rows or features, their seeds differ.
     """
-    seeds = torch.randint(2**63 - 1, (len(random),), dtype=torch.int64, device=x.device)
+    seeds = random_seeds(len(random), x)
     for position, index in random.items():
         if items[position].rank:
             seeds[index].bitwise_xor_(items[position].rank)

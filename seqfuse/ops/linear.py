@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import operation as sf
 from ..errors import InputError
 from ..group import Group, Share
+from ..maingrad import Accumulated, accumulated
 from ._read import divide, initial, parameter
 from .allgather import AllGather
 from .allreduce import AllReduce
@@ -27,7 +28,8 @@ class Linear(sf.UnfusedOperation):
     Forward: y = x weight^T. Called as a module it adds `bias`; in a list it expands to this product and a `Bias` that
     reads `linear.bias`, so that `Linear(bias=True)` and `Linear(bias=False), Bias` are one pattern.
 
-    Backward: dx = dy weight;  dweight = dy^T x over all rows.
+    Backward: dx = dy weight;  dweight = dy^T x over all rows; where there is a `weight.main_grad` it is
+    added to that in float32.
 
     x: [*, in_features], y: [*, out_features], weight: [out_features, in_features], bias: [out_features].
     Saved: x for dweight, weight for dx; each is dropped when that gradient is not wanted.
@@ -177,7 +179,9 @@ class Linear(sf.UnfusedOperation):
         assert weight is not None
         return F.linear(x, weight), self.Saved(x=x, weight=weight)
 
-    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor | None, sf.Grads]:
         flat, conjugate = dy.ndim == 2, dy.is_complex()
         dx = dweight = None
         if "x" in needs:
@@ -185,7 +189,7 @@ class Linear(sf.UnfusedOperation):
             dx = dy.mm(weight) if flat else dy.matmul(weight)
         if "weight" in needs:
             x = saved.x.conj() if conjugate else saved.x
-            dweight = dy.t().mm(x) if flat else _rows(dy).t().mm(_rows(x))
+            dweight = weight_grad(dy, x, main_grads.pop("weight", None) if main_grads else None)
         return dx, {"weight": dweight}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -202,6 +206,25 @@ class Linear(sf.UnfusedOperation):
     def extra_repr(self) -> str:
         text = f"{self.in_features}, {self.out_features}, bias={self._parameters.get('bias', self) is not None}"
         return text + (f", parallel={self.parallel!r}" if self.parallel else "")
+
+
+def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None) -> Tensor | Accumulated:
+    """The gradient of a weight, dy^T x over all rows, or `accumulated` where it was added to `main_grad`.
+
+    What is added is float32, as `main_grad` is (float64 as that): it is not rounded to the dtype of dy first.
+    dy: [*, N], x: [*, K], dweight, main_grad: [N, K].
+    """
+    dy, x = dy if dy.ndim == 2 else _rows(dy), x if x.ndim == 2 else _rows(x)
+    if main_grad is None:
+        return dy.t().mm(x)
+    device, dtype = dy.device.type, main_grad.dtype
+    if torch.is_autocast_enabled(device):  # it does not reach a product in place
+        dy, x = (t.to(torch.get_autocast_dtype(device)) for t in (dy, x))
+    if device == "cuda" and torch.version.hip is None and dy.dtype is not dtype and dy.dtype is x.dtype:
+        torch.addmm(main_grad, dy.t(), x, out_dtype=dtype, out=main_grad)
+    else:
+        main_grad.addmm_(dy.to(dtype).t(), x.to(dtype))
+    return accumulated
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -14,7 +14,8 @@ from ..group import Share
 def unshard(model: nn.Module) -> dict[str, Tensor]:
     """The state dictionary of the whole model, the same in every process; all of them must call this."""
     shares = _shares(model)
-    return {name: _whole(shares.get(name), value) for name, value in model.state_dict().items()}
+    state = {name: _full(value) for name, value in model.state_dict().items()}
+    return {name: shares[name].whole(value) if name in shares else value for name, value in state.items()}
 
 
 def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -30,7 +31,7 @@ def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     shares = _shares(model)
     own: dict[str, Tensor] = {}
     for name, value in state.items():
-        whole: Tensor = value.full_tensor() if _is_dtensor(value) else value
+        whole = _full(value)
         share = shares.get(name)
         try:
             own[name] = whole if share is None else share.of(whole)
@@ -66,15 +67,10 @@ def dtensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _shares(model: nn.Module) -> dict[str, Share]:
-    named = model.named_modules(remove_duplicate=False)
-    shares = ((path, dict(getattr(module, "shares", {}))) for path, module in named)
-    return {f"{path}.{name}".lstrip("."): share for path, held in shares for name, share in held.items()}
+    modules = cast(Iterable[tuple[str, Any]], model.named_modules(remove_duplicate=False))
+    held: list[tuple[str, Mapping[str, Share]]] = [(path, getattr(m, "shares", {})) for path, m in modules]
+    return {f"{path}.{name}".lstrip("."): share for path, shares in held for name, share in shares.items()}
 
 
-def _whole(share: Share | None, value: Any) -> Tensor:
-    value = value.full_tensor() if _is_dtensor(value) else value
-    return value if share is None else share.whole(value)
-
-
-def _is_dtensor(value: Any) -> bool:
-    return hasattr(value, "full_tensor")
+def _full(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

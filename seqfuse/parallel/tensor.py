@@ -72,7 +72,7 @@ def _acts(
     model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None
 ) -> tuple[list[_Act], list[nn.Module]]:
     """What the plan says to do, module by module, and what lies inside of regions."""
-    named = dict(model.named_modules())
+    named = dict(_named(model))
     acts: dict[str, _Act] = {}
     inside: list[nn.Module] = []
     for pattern, style in plan.items():
@@ -116,7 +116,7 @@ def _product(
 
 def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
     """A product, what can be done to a share of its features, and a product."""
-    found = [(name, m) for name, m in container.named_modules() if isinstance(m, UnfusedOperation)]
+    found = [(name, m) for name, m in _named(container) if isinstance(m, UnfusedOperation)]
     places = [i for i, (_, m) in enumerate(found) if isinstance(m, ops.Linear)]
     wanted = "a product, attention and a product" if style == "heads" else "a product, an activation and a product"
     wrong: dict[str, Any] = {"code": "SF106", "operation": type(container).__name__}
@@ -164,30 +164,29 @@ def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
     listed = [item.operation for item in flatten(model)]
     after = listed[listed.index(linear) + 1 :] if linear in listed else []
     follows = next((m for m in after if not isinstance(m, ops.Bias)), None)
-    return (linear.out_features // 2,) * 2 if isinstance(follows, Gated) else None
+    half = linear.out_features // 2
+    return (half, half) if isinstance(follows, Gated) else None
 
 
 def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:
     """Check that all who use a parameter that is divided divide it alike."""
     shares = {(id(act.module), name): share for act in acts for name, share in act.shares.items()}
     uses: dict[int, list[tuple[str, Share | None]]] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+    for path, module in _named(model):
+        for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
             uses.setdefault(id(parameter), []).append((f"{path}.{name}", shares.get((id(module), name))))
     for users in uses.values():
         if len({None if share is None else (share.dim, share.parts) for _, share in users}) > 1:
-            named = {share is not None: path for path, share in users}
-            message = (
-                f"{named.get(True)!r} is to be divided, but {named.get(False, users[-1][0])!r}, the same, is not so"
-            )
-            raise InputError(message, code="SF106", hint="name both in the plan")
+            listed = ", ".join(f"{path!r} {'whole' if share is None else 'divided'}" for path, share in users)
+            message = f"one parameter would be used in several ways: {listed}"
+            raise InputError(message, code="SF106", hint="name all of them in the plan")
 
 
 def _on_rows(model: nn.Module, acts: Sequence[_Act], inside: Sequence[nn.Module]) -> list[UnfusedOperation]:
     """The operations with parameters of which each process sees a share of the rows."""
     divided = {id(act.module) for act in acts} | {id(m) for region in inside for m in region.modules()}
     found: list[UnfusedOperation] = []
-    for path, module in model.named_modules():
+    for path, module in _named(model):
         if id(module) in divided or not isinstance(module, UnfusedOperation) or not module.parameter_slots():
             continue
         if isinstance(module, ops.PositionEmbedding) and module.positions is None:
@@ -201,8 +200,13 @@ def _placed(error: InputError, model: nn.Module, module: nn.Module, path: str) -
     """The error with the place of the module in the list, and its name."""
     if isinstance(model, FusableOperation):
         among = {id(m) for m in module.modules()}
-        listed = [item.operation for item in flatten(model)]
-        error.position = next((i for i, operation in enumerate(listed) if id(operation) in among), None)
+        places = [(i, item.name) for i, item in enumerate(flatten(model)) if id(item.operation) in among]
+        named = [i for i, name in places if name == error.operation]
+        error.position = next(iter((*named, *(i for i, _ in places))), None)
     error.operation = error.operation or type(module).__name__
     error.hint = f"in {path!r}" + (f"; {error.hint}" if error.hint else "")
     return error
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return cast(list[tuple[str, nn.Module]], [*module.named_modules()])
