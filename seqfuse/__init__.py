@@ -4,7 +4,7 @@ import importlib
 import typing
 
 try:
-    import torch as _torch  # noqa: F401  # said here in one sentence, and not by the first file that needs it
+    import torch as _torch  # noqa: F401  # pyright: ignore[reportUnusedImport]  # said here in one sentence, and not by the first file that needs it
 except ModuleNotFoundError as _missing:
     if _missing.name != "torch":
         raise
@@ -27,6 +27,7 @@ from .errors import (
 )
 from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
+from .maingrad import accumulated
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
 from .saved import Recompute, Saved, field
 from .tune import tune
@@ -64,6 +65,7 @@ __all__ = [
     "Sequential",
     "StateError",
     "UnfusedOperation",
+    "accumulated",
     "errors",
     "field",
     "fusing",
