@@ -12,16 +12,25 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 STYLE = """
-    svg { --back: #f8f9fb; --ink: #1f2430; --soft: #667085; --line: #98a2b3; --plain: #ffffff; --record: #fdf3d7;
-          --forward: #d6ebff; --backward: #dff3e1; --joint: #ece3fb; }
+    svg {
+      --back: #f8f9fb; --ink: #1f2430; --soft: #667085; --line: #98a2b3;
+      --plain: #ffffff; --record: #fdf3d7; --forward: #d6ebff; --backward: #dff3e1; --joint: #ece3fb;
+    }
     @media (prefers-color-scheme: dark) {
-      svg { --back: #1b1e24; --ink: #e8eaf0; --soft: #a0a8b8; --line: #667085; --plain: #272b33; --record: #4a3f1c;
-            --forward: #17395c; --backward: #1d4527; --joint: #3b2c5a; } }
+      svg {
+        --back: #1b1e24; --ink: #e8eaf0; --soft: #a0a8b8; --line: #667085;
+        --plain: #272b33; --record: #4a3f1c; --forward: #17395c; --backward: #1d4527; --joint: #3b2c5a;
+      }
+    }
     text { font: 14px system-ui, sans-serif; fill: var(--ink); text-anchor: middle; dominant-baseline: central; }
-    .soft { fill: var(--soft); font-size: 12px; } .left { text-anchor: start; } .code { font-family: ui-monospace, monospace;
-            font-size: 12px; } .bold { font-weight: 600; }
-    rect { stroke: var(--line); rx: 6; } path { stroke: var(--soft); stroke-width: 1.5; fill: none; marker-end: url(#head); }
-    marker path { fill: var(--soft); stroke: none; marker-end: none; } .back { fill: var(--back); stroke: none; rx: 10; }
+    .soft { fill: var(--soft); font-size: 12px; }
+    .left { text-anchor: start; }
+    .code { font-family: ui-monospace, monospace; font-size: 12px; }
+    .bold { font-weight: 600; }
+    rect { stroke: var(--line); rx: 6; }
+    path { stroke: var(--soft); stroke-width: 1.5; fill: none; marker-end: url(#head); }
+    marker path { fill: var(--soft); stroke: none; marker-end: none; }
+    .back { fill: var(--back); stroke: none; rx: 10; }
 """
 
 
@@ -144,8 +153,8 @@ def memory() -> str:
         p.text(24, y + 18, name, "left")
         p.box(150, y, 560 * count / most, 36, fill)
         p.text(160 + 560 * count / most, y + 18, f"{count / 2**20:.2f} MiB", "left")
-    p.text(430, 184, "kept for backward by a residual block: LayerNorm, Linear, GeLU, Linear, Dropout; 512 rows of 64, float32",
-           "soft")  # fmt: skip
+    operations = "LayerNorm, Linear, GeLU, Linear, Dropout"
+    p.text(430, 184, f"kept for backward by a residual block: {operations}; 512 rows of 64, float32", "soft")
     return p.svg()
 
 

@@ -19,9 +19,9 @@ import typing
 from typing import Any
 
 import formulas
+from documented import docstring, is_value
 from docutils import nodes
 from docutils.statemachine import StringList
-from documented import docstring, is_value
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective

@@ -1,8 +1,8 @@
 """What README.md and docs/ show and nobody types: printed output, and figures of committed benchmarks.
 
 A `text` block right behind a `python` block is what that block prints. Figures stand between two comments, the first of
-which names the file they are drawn from; so do the tables of faults and of settings. A `python` block behind a comment that names a
-file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
+which names the file they are drawn from; so do the tables of faults and of settings. A `python` block behind a comment
+that names a file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
 """
 
 from __future__ import annotations
@@ -153,8 +153,9 @@ def kernels() -> str:
 def variables() -> str:
     """The table of environment variables, from the one object that holds them."""
     lines = ["| variable | values | default | effect |", "| --- | --- | --- | --- |"]
-    arguments = inspect.getdoc(Settings).split("Args:\n")[1]  # pyright: ignore[reportOptionalMemberAccess]
-    said = {found[1]: found for found in re.finditer(r"^ *(\w+): `(\w+)` \(([^)]*)\): (.*)\.$", arguments, re.MULTILINE)}
+    arguments = str(inspect.getdoc(Settings)).partition("Args:\n")[2]
+    entry = re.compile(r"^ *(\w+): `(\w+)` \(([^)]*)\): (.*)\.$", re.MULTILINE)
+    said = {found[1]: found for found in entry.finditer(arguments)}
     for field in dataclasses.fields(Settings):
         _, variable, values, effect = said[field.name].groups()
         default = str(int(field.default)) if isinstance(field.default, bool) else str(field.default)
