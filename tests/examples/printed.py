@@ -1,14 +1,16 @@
 """What README.md and docs/ show and nobody types: printed output, and figures of committed benchmarks.
 
 A `text` block right behind a `python` block is what that block prints. Figures stand between two comments, the first of
-which names the file they are drawn from; so does the table of faults. A `python` block behind a comment that names a
-file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
+which names the file they are drawn from; so do the tables of faults and of settings. A `python` block behind a comment
+that names a file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -18,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from seqfuse.env import Settings
 from seqfuse.testing.compiled import Compiled
 from tests.examples.counted import source_of
 
@@ -28,6 +31,7 @@ MARK = "\x00"
 FIGURES = re.compile(r"(<!-- figures: benchmarks/results/(\w+)\.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
+SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/env.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -146,6 +150,19 @@ def kernels() -> str:
     return "\n".join(lines) + "\n"
 
 
+def variables() -> str:
+    """The table of environment variables, from the one object that holds them."""
+    lines = ["| variable | values | default | effect |", "| --- | --- | --- | --- |"]
+    arguments = str(inspect.getdoc(Settings)).partition("Args:\n")[2]
+    entry = re.compile(r"^ *(\w+): `(\w+)` \(([^)]*)\): (.*)\.$", re.MULTILINE)
+    said = {found[1]: found for found in entry.finditer(arguments)}
+    for field in dataclasses.fields(Settings):
+        _, variable, values, effect = said[field.name].groups()
+        default = str(int(field.default)) if isinstance(field.default, bool) else str(field.default)
+        lines.append(f"| `{variable}` | {values} | `{default}` | {effect} |")
+    return "\n".join(lines) + "\n"
+
+
 DRAWN = {"host": host, "kernels": kernels, "traffic": traffic}
 
 
@@ -167,6 +184,7 @@ def regenerated(page: Path) -> str:
         from tests.examples import faults
 
         markdown = FAULTS.sub(lambda _: faults.table(), markdown)
+    markdown = SETTINGS.sub(lambda _: variables(), markdown)
     return FIGURES.sub(_drawn, markdown)
 
 
