@@ -117,6 +117,35 @@ def tune(
 
 
 @app.command
+def check(
+    target: str,
+    /,
+    *,
+    input: Annotated[str | None, Parameter(help="What enters, such as 8x64; a model needs it.")] = None,
+    device: Annotated[str | None, Parameter(help="cpu, cuda or cuda:0; else the first GPU there is.")] = None,
+    dtype: Annotated[str | None, Parameter(help="The only dtype; else float32 and bfloat16.")] = None,
+    part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None,
+    eval: Annotated[bool, Parameter(negative="", show_default=False, help="Put a model into evaluation mode.")] = False,
+    repro: Annotated[Path | None, Parameter(help="Where to write a script that shows a failure again.")] = None,
+    seed: int = 0,
+    json: Json = False,
+) -> int:
+    """Run the test kit on an operation, a fusion or a model; exit 1 and write a script if it finds something."""
+    from . import check as checking
+
+    found: list[checking.Checked] = []
+    for one in checking.checked(
+        target, given=input, device=device, dtype=dtype, part=part, evaluate=eval, file=repro, seed=seed
+    ):
+        found.append(one)
+        if not json:
+            checking.show(one)
+    if json:
+        tell_json(checking.data(found))
+    return int(any(one.failure is not None for one in found))
+
+
+@app.command
 def compare(
     target: str,
     /,
@@ -128,7 +157,7 @@ def compare(
     json: Json = False,
     on: _Shared = None,
 ) -> int:
-    """Find the first operation at which two runs differ by more than the numeric rule allows; exit 1 if there is one."""
+    """Find the first operation at which two runs differ beyond the numeric rule; exit 1 if there is one."""
     from . import compare as comparing
 
     on = on or On()

@@ -71,7 +71,7 @@ def compare(
     seed: int = 0,
 ) -> Comparison:
     """Compare two runs by the rule, given one in float64, at every place that all three have."""
-    labels = [_label(run) for run in runs[:2]]
+    first, second = _label(runs[0]), _label(runs[1])
     if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
         raise Unable("the model has parameters that are not finite")
     alarms: dict[Place, list[tuple[str, ...]]] = {}
@@ -103,7 +103,7 @@ def compare(
         )
         for place in places
     )
-    return Comparison(*labels, tuple(seen))
+    return Comparison(first, second, tuple(seen))
 
 
 def _failures(place: Place, f: Values, u: Values, r: Values) -> tuple[str, ...]:
@@ -127,7 +127,8 @@ def runs_of(
 ) -> tuple[Run, Run, Run]:
     """The two runs that are asked for, and the one in float64 that both are measured against.
 
-    Against another dtype the second run is what rounding to the first one's dtype does to a run in the other.
+    Against another dtype the second run is what rounding to the first one's 16 bits between operations does to a run
+    in the other; within operations these are expected to compute in float32.
     """
     cpu = torch.device("cpu")
     first = Run("engine", dtype, device, fused, autocast=autocast)
@@ -137,9 +138,11 @@ def runs_of(
         raise Unable("under --autocast a run is compared with the unfused one alone")
     if against in inputs.DTYPES:
         wide = inputs.dtype(against)
-        if not wide.is_floating_point or torch.finfo(wide).eps >= torch.finfo(dtype).eps:
-            short = str(dtype).removeprefix("torch.")
-            raise Unable(f"{against} has no more digits than {short}, which runs: name one that has")
+        short = str(dtype).removeprefix("torch.")
+        if dtype not in (torch.bfloat16, torch.float16):
+            raise Unable(f"{short} adds up in {short}, so rounding is not all it loses: compare a 16-bit dtype")
+        if wide not in (torch.float32, torch.float64):
+            raise Unable(f"{against} has not all digits of float32: {short} is compared with float32 or float64")
         return first, Run("rounded", dtype, device, rounds=dtype), Run("reference", torch.float64, device, rounds=wide)
     Env.of(against)
     other = inputs.device(against)
@@ -200,3 +203,14 @@ def data(found: Comparison) -> dict[str, Any]:
 def show(found: Comparison) -> None:
     """Print a comparison for a reader."""
     tell(str(found), "" if found.difference is None else "bold")
+
+
+def assert_same(
+    model: Sequential, given: str, dtype: torch.dtype, *, device: str = "cpu", grad: bool = True, seed: int = 0
+) -> None:
+    """Raises AssertionError unless a list gives fused what it gives unfused, for an input such as `8x64:bfloat16`."""
+    spec = inputs.spec(given)
+    runs = runs_of(spec, torch.device(device), dtype, "unfused", None)
+    found = compare(model.to(dtype), spec, {}, runs, grad=grad, seed=seed)
+    if found.difference is not None:
+        raise AssertionError(str(found))

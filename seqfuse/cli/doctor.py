@@ -21,7 +21,8 @@ import torch
 
 from .. import fusions, plugins, store
 from ..env import Env, settings
-from ..fuser import Sequential
+from ..fuser import Sequential, flatten
+from ..fuser.items import public_channels
 from ..fusion import FusedOperation, InferenceFusion
 from ..testing.patterns import example_lists
 from ..testing.tensors import seeded_randn
@@ -193,7 +194,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
             try:
                 for operations, entering in itertools.islice(example_lists(fusion, x), _EXAMPLES):
                     chain = Sequential(*operations, fusions=(fusion,)).to(device, dtype)
-                    inputs = {name: torch.empty_like(entering) for name in chain._own().listing().inputs}  # pyright: ignore[reportPrivateUsage]
+                    inputs: Any = {c: torch.empty_like(entering) for c in public_channels(flatten(chain))[0]}
                     with torch.set_grad_enabled(grad):
                         plan = chain.plan(entering.requires_grad_(grad), **inputs)
                     if plan.fused != (0, 0) or any(r.outbid for r in plan.refused):

@@ -122,10 +122,9 @@ def _backward(outputs: Sequence[Tensor], seed: int) -> None:
 def _gradients(model: Sequential) -> Values:
     readers: dict[int, int] = {}
     for at, item in enumerate(flatten(model)):
-        for p in item.operation.parameters():
+        slots = [getattr(owner, name) for owner, name in item.slots.values()]
+        for p in slots if item.fusable else item.operation.parameters():
             readers.setdefault(id(p), at)
-        for owner, name in item.slots.values():
-            readers.setdefault(id(getattr(owner, name)), at)
     named = model.named_parameters()
     return {Place.grad(readers.get(id(p), 0), name): p.grad for name, p in named if p.grad is not None}
 
@@ -171,23 +170,23 @@ class _Recorder(Fuser):
 
     def _call(self, owner: Any, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         out = fn(*args, **kwargs)
-        first = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportUnknownVariableType]
+        first: Any = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportUnknownVariableType]
         kept = first.detach().clone() if isinstance(first, Tensor) else None
         self._seen.setdefault((id(owner), name), []).append(kept)
-        return out
+        return out  # pyright: ignore[reportUnknownVariableType]
 
     def collect(self, values: Values) -> dict[int, str]:
-        """Give what was kept the places it has in the plans that ran; returns the fused steps of either pass."""
+        """Give what was kept its places in the plans that ran; returns the fusions at `at` ahead, and back at `~at`."""
         names: dict[int, str] = {}
         for part in self.listing().parts:
             if isinstance(part, Region):
                 plan = part.latest[1].plan
                 for step in plan.forward:
                     self._take(step, "fwd", Place.y(step.covers.stop - 1), values)
-                    names.update({step.covers.stop - 1: step.name} if step.fused else {})
+                    names.update(dict.fromkeys(step.covers, step.name) if step.fused else {})
                 for step in reversed(plan.backward):
                     self._take(step, "bwd", Place.dx(step.covers.start), values)
-                    names.update({~step.covers.start: step.name} if step.fused else {})
+                    names.update({~at: step.name for at in step.covers} if step.fused else {})
         values |= self._alone
         return names
 
@@ -200,7 +199,7 @@ class _Recorder(Fuser):
 def _watch_alone(module: nn.Module, at: int, values: Values) -> None:
     def before(_: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].requires_grad:
-            args[0].register_hook(lambda g: values.__setitem__(Place.dx(at), g.clone()))
+            _keep_gradient(args[0], Place.dx(at), values)
 
     def after(_: nn.Module, args: Any, out: Any) -> None:
         first = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportUnknownVariableType]
@@ -241,7 +240,7 @@ def _walked(
     for at, item in enumerate(items):
         x = border(x)
         if x.requires_grad:
-            x.register_hook(functools.partial(_keep, values, Place.dx(at)))
+            _keep_gradient(x, Place.dx(at), values)
         if item.alone is not None:
             x = run_alone(items, at, x, made)
         else:
@@ -253,5 +252,8 @@ def _walked(
     return x, *(made[channel] for channel in outputs)
 
 
-def _keep(values: Values, place: Place, g: Tensor) -> None:
-    values[place] = g.clone()
+def _keep_gradient(x: Tensor, place: Place, values: Values) -> None:
+    def keep(g: Tensor) -> None:
+        values[place] = g.clone()
+
+    x.register_hook(keep)  # pyright: ignore[reportUnknownMemberType]
