@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 FOUND, UNABLE, INTERRUPTED, CLOSED = 1, 2, 130, 141
+_PACKAGES = ("cyclopts", "rich")  # the second one for help alone
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
@@ -22,15 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
     if rank != "0":
         return 0
-    try:
-        import cyclopts  # pyright: ignore[reportUnusedImport] # noqa: F401
-    except ImportError:
-        print("seqfuse: the command line needs the package cyclopts: pip install 'seqfuse[cli]'", file=sys.stderr)
-        return FOUND
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         try:
             return _run(given)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in _PACKAGES:
+                raise
+            print(f"seqfuse: this needs the package {missing}: pip install 'seqfuse[cli]'", file=sys.stderr)
+            return FOUND
         except KeyboardInterrupt:
             print("seqfuse: interrupted", file=sys.stderr)
             return INTERRUPTED

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..env import Env
 from ..errors import InputError
@@ -206,10 +207,11 @@ def show(found: Comparison) -> None:
 
 
 def assert_same(
-    model: Sequential, given: str, dtype: torch.dtype, *, device: str = "cpu", grad: bool = True, seed: int = 0
+    model: nn.Module, given: str, dtype: torch.dtype, *, device: str = "cpu", grad: bool = True, seed: int = 0
 ) -> None:
     """Raises AssertionError unless a list gives fused what it gives unfused, for an input such as `8x64:bfloat16`."""
     spec = inputs.spec(given)
+    model = container(model, type(model).__name__, None)
     runs = runs_of(spec, torch.device(device), dtype, "unfused", None)
     found = compare(model.to(dtype), spec, {}, runs, grad=grad, seed=seed)
     if found.difference is not None:
