@@ -53,6 +53,7 @@ def checked(
     Raises:
         Unable: if it cannot be loaded or built, cannot run here, or what is said of it does not fit.
     """
+    torch.default_generator.manual_seed(0)
     target, here = load(name), inputs.device(device)
     dtypes = _BOTH if dtype is None else (inputs.dtype(dtype),)
     job = _Job(target, here, inputs.spec(given or "4x64"), dtypes, seed, given is not None)

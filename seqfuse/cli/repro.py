@@ -47,6 +47,7 @@ def script(failure: Failure, target: Target) -> str:
         f"sys.path.insert(0, {target.folder!r})",
         "torch.manual_seed(0)",
         f"named = operator.attrgetter({target.attribute!r})(importlib.import_module({target.module!r}))",
+        "torch.manual_seed(0)  # its import may have drawn",
         *failure.lines,
     ]
     return "\n".join(lines) + "\n"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..env import Fusing, fusing
 from ..fuser import Fuser, Sequential, flatten
 from ..fuser.cover import Candidate
+from ..fuser.fake import is_fake
 from ..fuser.items import Item
 from ..fuser.listing import Region
 from ..fuser.match import Matcher, Refusal
@@ -171,8 +172,9 @@ class _Recorder(Fuser):
     def _call(self, owner: Any, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         out = fn(*args, **kwargs)
         first: Any = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportUnknownVariableType]
-        kept = first.detach().clone() if isinstance(first, Tensor) else None
-        self._seen.setdefault((id(owner), name), []).append(kept)
+        if not any(map(is_fake, (first, *args[:1]))):  # the engine checks a pass on tensors without data
+            kept = first.detach().clone() if isinstance(first, Tensor) else None
+            self._seen.setdefault((id(owner), name), []).append(kept)
         return out  # pyright: ignore[reportUnknownVariableType]
 
     def collect(self, values: Values) -> dict[int, str]:

@@ -176,9 +176,7 @@ def on_a_terminal(*arguments: str) -> str:
     controller, terminal = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     environment.pop("NO_COLOR", None)
-    with subprocess.Popen(
-        [sys.executable, *arguments], stdout=terminal, stderr=subprocess.PIPE, env=environment
-    ):
+    with subprocess.Popen([sys.executable, *arguments], stdout=terminal, stderr=subprocess.PIPE, env=environment):
         os.close(terminal)
         out = b""
         try:
