@@ -11,18 +11,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
-    "errors",
-    "generated",
-    "saved",
-    "signature",
-    "env",
-    "autograd",
-    "operation",
-    "fusion",
-    "store",
-    "measured",
-    "pictures",
-}
+    "errors", "generated", "group", "saved", "signature", "env", "maingrad", "autograd", "operation",
+    "fusion", "store", "measured", "pictures",
+}  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -34,8 +25,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "env": {"errors"},
-    "autograd": {"saved", "errors"},
-    "operation": {"saved", "signature", "autograd", "errors"},
+    "maingrad": {"errors"},
+    "autograd": {"saved", "maingrad", "errors"},
+    "group": {"errors"},
+    "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
     "pictures": set(),
