@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 
-os.environ |= {"SEQFUSE_TUNE": "0", "TRITON_INTERPRET": "1"}  # so that what needs Triton is planned; nothing is launched
+os.environ |= {
+    "SEQFUSE_TUNE": "0",
+    "TRITON_INTERPRET": "1",
+}  # so that what needs Triton is planned; nothing is launched
 
 from typing import Any
 from unittest import mock
