@@ -325,16 +325,75 @@ class Tile:
     num_stages: int = 2
 
 
-def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str) -> Tile:
-    """What a kernel works on at a time: `"fwd"`, `"dq"` or `"dkv"`."""
-    wide = max(16, next_power_of_2(size))
+_Row = tuple[Tile, Tile, Tile]
+# By kernel and width of a head: for scores as they are, for those that are bent, dropped or packed, for those with a
+# mask. What does not spill, with `wgmma` on sm_90 where a tile has the 64 rows that it takes.
+_HOPPER: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(128, 64, 8)),
+        128: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 8)),
+        256: (Tile(64, 64, 8), Tile(64, 32, 8), Tile(64, 32, 8)),
+    },
+    "dq": {
+        64: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(128, 64, 8)),
+        128: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(128, 32, 8)),
+        256: (Tile(64, 32, 8), Tile(64, 32, 8), Tile(64, 32, 8)),
+    },
+    "dkv": {
+        64: (Tile(64, 128, 8), Tile(32, 128, 8), Tile(16, 128, 8)),
+        128: (Tile(32, 128, 8), Tile(16, 128, 8), Tile(16, 64, 8)),
+        256: (Tile(16, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+    },
+}
+_AMPERE: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 8)),
+        128: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 8)),
+        256: (Tile(64, 32, 8), Tile(64, 32, 8), Tile(64, 32, 8)),
+    },
+    "dq": {
+        64: (Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 32, 8)),
+        128: (Tile(64, 64, 8), Tile(64, 64, 8), Tile(64, 32, 8)),
+        256: (Tile(32, 32, 8), Tile(32, 32, 8), Tile(32, 32, 8)),
+    },
+    "dkv": {
+        64: (Tile(32, 64, 8), Tile(16, 64, 8), Tile(16, 32)),
+        128: (Tile(32, 64, 8), Tile(16, 64, 8), Tile(16, 32, 8)),
+        256: (Tile(16, 32, 8), Tile(16, 32, 8), Tile(16, 32, 8)),
+    },
+}
+_AMD: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+        128: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+        256: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+    },
+    "dq": {
+        64: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        128: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+    },
+    "dkv": {
+        64: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        128: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+    },
+}
+_TILES = {"sm_90": _HOPPER, "sm_100": _HOPPER, "gfx": _AMD, "sm": _AMPERE}
+
+
+def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
+    """What a kernel works on at a time: `"fwd"`, `"dq"` or `"dkv"`; `load` as in the tables."""
+    width = max(64, next_power_of_2(size))
     if dtype is torch.float32:
-        return Tile(32, 32, 4, 1)
-    if kernel == "fwd":
-        return Tile(128, 64, 8, 2) if wide <= 128 else Tile(64, 64, 8, 2)
-    if kernel == "dq":
-        return Tile(128, 64, 8, 2) if wide <= 128 else Tile(64, 32, 8, 2)
-    return Tile(64, 128, 8, 2) if wide <= 128 else Tile(32, 64, 8, 2)
+        # Its products are made of multiplications in registers.
+        return Tile(32, 32, 8, 1) if width == 64 else Tile(16, 16, 8, 1)
+    tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
+    return tiles[kernel][width][load]
+
+
+def _load_of(softcap: float | None, mask: Any, ends: Any, p: float) -> int:
+    return 2 if mask is not None else int(softcap is not None or ends is not None or p > 0)
 
 
 def attention_fwd(
@@ -372,14 +431,14 @@ def attention_fwd(
         p: probability of dropping a weight, as elements of one mask over contiguous [B, H, S, N].
 
     Raises:
-        ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256.
+        ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256, or of 128 in float32.
     """
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     if keys == 0:
         return y.zero_(), lse.zero_()
-    tile = tile_of("fwd", size, q.dtype, architecture(q.device))
+    tile = tile_of("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
     factor, limits = _numbers(size, scale, window, softcap, cu_seqlens)[1:]
     launch(
         _attention_fwd_kernel,
@@ -454,13 +513,13 @@ def attention_bwd(
         return
     deltas = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     scale, factor, limits = _numbers(size, scale, window, softcap, cu_seqlens)
-    group, arch = heads // k.shape[1], architecture(q.device)
+    group, arch, load = heads // k.shape[1], architecture(q.device), _load_of(softcap, mask, cu_seqlens, p)
     grad = dy.transpose(1, 2)
     read = (*_strides(grad), *_strides(q), *_strides(k), *_strides(v))
     mask_strides = _mask_strides(mask, (batch, heads, rows, keys))
     counts = (*mask_strides, heads, rows, keys, *limits[:3], scale, factor, limits[3])
     seed = seed if p else None
-    tile = tile_of("dq", size, q.dtype, arch)
+    tile = tile_of("dq", size, q.dtype, arch, load)
     launch(
         _attention_dq_kernel,
         batch * heads * cdiv(rows, tile.m),
@@ -469,7 +528,7 @@ def attention_bwd(
         tile.num_warps,
         tile.num_stages,
     )
-    tile = tile_of("dkv", size, q.dtype, arch)
+    tile = tile_of("dkv", size, q.dtype, arch, load)
     launch(
         _attention_dkv_kernel,
         batch * k.shape[1] * cdiv(keys, tile.n),
@@ -484,10 +543,10 @@ def attention_bwd(
 
 def takes(dtype: torch.dtype, size: int) -> bool:
     """Whether there are kernels for heads of this dtype and size."""
-    return dtype in _DTYPES and 0 < size <= MAX_HEAD
+    return 0 < size <= (MAX_HEAD if dtype in _HALF else 128 if dtype is torch.float32 else 0)
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def _checked(
@@ -510,7 +569,7 @@ def _checked(
         raise ValueError(f"{kv_heads} key heads must divide {heads} heads")
     if not takes(q.dtype, size) or k.dtype is not q.dtype or v.dtype is not q.dtype:
         got = f"{q.dtype}, {k.dtype} and {v.dtype} of {size}"
-        raise ValueError(f"the kernels are for heads of 1 to 256 of one of float32, float16 and bfloat16, not {got}")
+        raise ValueError(f"the kernels are for heads of 1 to 256 in float16 or bfloat16, 128 in float32, not {got}")
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
     if mask is not None:
@@ -611,8 +670,8 @@ def variants() -> Iterator[Variant]:
 def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[str, Any], arch: str) -> Variant:
     kernel = _KERNELS[name]
     item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-    tile = tile_of(name, size, dtype, arch)
     window, softcap, p = limits.get("window"), limits.get("softcap"), limits.get("p", 0.0)
+    tile = tile_of(name, size, dtype, arch, _load_of(softcap, limits.get("mask"), limits.get("ends"), p))
     keys = 4097 if limits.get("odd") else 4096
     fixed = _constexprs(tile, 4, limits.get("causal", False), window, softcap, p, keys, size, dtype, interpret=False)
     present = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), f"*{item}")
@@ -639,6 +698,7 @@ def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[
         divisible=tuple(aligned),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        has_dot=dtype is not torch.float32,
+        # Of other than 64 rows a product on sm_90 is made by the instruction of sm_80.
+        has_dot=dtype is not torch.float32 and (tile.n if name == "dkv" else tile.m) >= 64,
         targets=(arch,),
     )
