@@ -103,13 +103,14 @@ def _split(first, last, BLOCK: tl.constexpr):
 def _scores(
     a, b, factor, softcap, mask, own_stride, other_stride, own_block, other_block, owns, others, first, last, full,
     rest,
-    SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BASE_2: tl.constexpr, SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Scores in base 2, [OWN, OTHER], -inf where not seen, and tanh(score / softcap) where they are bent."""
+    """Scores, as exponents of e or 2, [OWN, OTHER], -inf where not seen, and tanh(score / softcap) where they are bent."""
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
     bent = scores
     if SOFTCAP:
-        # tanh x = 1 - 2 / (e^2x + 1), and `factor` has what makes it base 2.
+        # tanh x = 1 - 2 / (e^2x + 1), and `factor` has what makes it an exponent of 2.
         bent = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)
         scores = bent * softcap
     if mask is not None:
@@ -119,8 +120,10 @@ def _scores(
         seen = tl.load(mask + own[:, None] * own_stride + other[None, :] * other_stride, mask=inside, other=0)
         if seen.dtype.is_floating():
             added = seen.to(tl.float32)
-            # The least number is a mask that people use: it must not become -inf in base 2.
-            scores += tl.where(added == float("-inf"), added, tl.maximum(added * _LOG2_E, -3.4e38))
+            if BASE_2:
+                # The least number is a mask that people use: it must not become -inf.
+                added = tl.where(added == float("-inf"), added, tl.maximum(added * _LOG2_E, -3.4e38))
+            scores += added
         else:
             scores = tl.where(seen != 0, scores, float("-inf"))
     if (other_block < full) | (other_block >= rest):
@@ -147,12 +150,20 @@ def _dropped(value, keep, P: tl.constexpr):
 
 
 @triton.jit
+def _exp(x, BASE_2: tl.constexpr):
+    if BASE_2:
+        return tl.exp2(x)
+    return tl.exp(x)
+
+
+@triton.jit
 def _weights(scores, sums, MASK: tl.constexpr):
+    """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents."""
     t = scores - sums
     if MASK:
-        # Near the least number a difference may come out above zero.
+        # Of the least numbers it may come out above zero.
         t = tl.minimum(t, 0.0)
-    return tl.exp2(t)
+    return tl.exp(t)
 
 
 @triton.jit
@@ -162,7 +173,7 @@ def _attention_fwd_kernel(
     heads, rows, keys, window, sequences, steps, factor, softcap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr,
     GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one head."""
     blocks = tl.cdiv(rows, BLOCK_M)
@@ -186,13 +197,13 @@ def _attention_fwd_kernel(
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
         scores, _ = _scores(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
-            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+            BASE_2, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
         larger = tl.maximum(most, tl.max(scores, 1))
         # A row that has seen nothing yet has weights of zero rather than NaN.
         origin = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(scores - origin[:, None])
-        shrink = tl.exp2(most - origin)
+        weights = _exp(scores - origin[:, None], BASE_2)
+        shrink = _exp(most - origin, BASE_2)
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         if P is not None:
@@ -205,7 +216,11 @@ def _attention_fwd_kernel(
     stride = tl.cast(heads, tl.int64) * D
     _store(y + (batch * rows * heads + member) * D, whole, block, stride, rows, D, BLOCK_M, BLOCK_D)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(lse + head * rows + place, tl.where(blind, 0.0, (most + tl.log2(total)) * _LN_2), mask=place < rows)
+    if BASE_2:
+        sums = (most + tl.log2(total)) * _LN_2
+    else:
+        sums = most + tl.log(total)
+    tl.store(lse + head * rows + place, tl.where(blind, 0.0, sums), mask=place < rows)
 
 
 @triton.jit
@@ -235,7 +250,7 @@ def _attention_dq_kernel(
     delta = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(deltas + head * rows + place, delta, mask=place < rows)
-    sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0) * _LOG2_E
+    sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0)
     query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D)
     first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
     begin, end, full, rest = _split(first, last, BLOCK_N)
@@ -245,7 +260,7 @@ def _attention_dq_kernel(
         value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
         scores, bent = _scores(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
-            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+            False, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
         weights = _weights(scores, sums[:, None], mask is not None)
         dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
@@ -293,10 +308,10 @@ def _attention_dkv_kernel(
             query = _load(queries, at, q_row, rows, D, BLOCK_M, BLOCK_D)
             grad = _load(grads, at, dy_row, rows, D, BLOCK_M, BLOCK_D)
             place = tl.cast(at, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0) * _LOG2_E
+            sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0)
             scores, bent = _scores(
                 key, query, factor, softcap, of_head, mask_col, mask_row, block, at, keys, rows, first, last, full,
-                rest, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
+                rest, False, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
             )  # fmt: skip
             weights = _weights(scores, sums[None, :], mask is not None)
             dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)
@@ -439,15 +454,17 @@ def attention_fwd(
     if keys == 0:
         return y.zero_(), lse.zero_()
     tile = tile_of("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
-    factor, limits = _numbers(size, scale, window, softcap, cu_seqlens)[1:]
+    # An exponent of 2 saves a product for each score, and costs float32 some of its digits.
+    base_2 = q.dtype is not torch.float32
+    _, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, base_2)
     launch(
         _attention_fwd_kernel,
         batch * heads * cdiv(rows, tile.m),
         (
             q, k, v, mask, cu_seqlens, seed if p else None, y, lse, *_strides(q), *_strides(k), *_strides(v),
-            *_mask_strides(mask, (batch, heads, rows, keys)), heads, rows, keys, *limits[:3], factor, limits[3],
+            *_mask_strides(mask, (batch, heads, rows, keys)), heads, rows, keys, *limits, factor, cap,
         ),
-        _constexprs(tile, heads // k.shape[1], causal, window, softcap, p, keys, size, q.dtype),
+        _constexprs(tile, heads // k.shape[1], causal, window, softcap, p, keys, size, q.dtype) | {"BASE_2": base_2},
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
@@ -512,12 +529,12 @@ def attention_bwd(
         dq.zero_()
         return
     deltas = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
-    scale, factor, limits = _numbers(size, scale, window, softcap, cu_seqlens)
+    scale, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, False)
     group, arch, load = heads // k.shape[1], architecture(q.device), _load_of(softcap, mask, cu_seqlens, p)
     grad = dy.transpose(1, 2)
     read = (*_strides(grad), *_strides(q), *_strides(k), *_strides(v))
     mask_strides = _mask_strides(mask, (batch, heads, rows, keys))
-    counts = (*mask_strides, heads, rows, keys, *limits[:3], scale, factor, limits[3])
+    counts = (*mask_strides, heads, rows, keys, *limits, scale, factor, cap)
     seed = seed if p else None
     tile = tile_of("dq", size, q.dtype, arch, load)
     launch(
@@ -589,17 +606,18 @@ def _checked(
 
 
 def _numbers(
-    size: int, scale: float | None, window: int | None, softcap: float | None, cu_seqlens: Tensor | None
-) -> tuple[float, float, tuple[int, int, int, float]]:
-    """The scale; the factor of a product; the window, how many ends there are, steps of a search, and the soft-cap.
+    size: int, scale: float | None, window: int | None, softcap: float | None, cu_seqlens: Tensor | None, base_2: bool
+) -> tuple[float, float, float, tuple[int, int, int]]:
+    """The scale; the factor of a product and the soft-cap; the window, how many ends there are, steps of a search.
 
-    Scores are in base 2; under a soft-cap the factor makes twice score / softcap of them, see `_scores`.
+    Under a soft-cap the factor makes twice score / softcap as an exponent of 2, see `_scores`.
     """
     scale = float(size**-0.5 if scale is None else scale)
     log2_e = math.log2(math.e)
-    factor = scale * log2_e if softcap is None else 2 * scale * log2_e / softcap
+    unit = log2_e if base_2 else 1.0
+    factor = scale * unit if softcap is None else 2 * scale * log2_e / softcap
     ends = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    return scale, factor, (window or 0, ends, ends.bit_length(), float((softcap or 0.0) * log2_e))
+    return scale, factor, float((softcap or 0.0) * unit), (window or 0, ends, ends.bit_length())
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:
@@ -674,6 +692,8 @@ def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[
     tile = tile_of(name, size, dtype, arch, _load_of(softcap, limits.get("mask"), limits.get("ends"), p))
     keys = 4097 if limits.get("odd") else 4096
     fixed = _constexprs(tile, 4, limits.get("causal", False), window, softcap, p, keys, size, dtype, interpret=False)
+    if name == "fwd":
+        fixed["BASE_2"] = dtype is not torch.float32
     present = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), f"*{item}")
     present |= {"lse": "*fp32", "deltas": "*fp32"}
     present |= {"mask": f"*{limits['mask']}"} if "mask" in limits else {}
