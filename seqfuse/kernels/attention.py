@@ -193,7 +193,9 @@ def _attention_fwd_kernel(
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for at in tl.range(begin, end):
+    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    for i in tl.range(0, end - begin):
+        at = begin + i
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
         scores, _ = _scores(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
@@ -255,7 +257,9 @@ def _attention_dq_kernel(
     first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
     begin, end, full, rest = _split(first, last, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for at in tl.range(begin, end):
+    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    for i in tl.range(0, end - begin):
+        at = begin + i
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
         value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
         scores, bent = _scores(
@@ -304,7 +308,8 @@ def _attention_dkv_kernel(
         of_head = mask
         if mask is not None:
             of_head = mask + batch * mask_batch + member * mask_head
-        for at in tl.range(begin, end):
+        for j in tl.range(0, end - begin):
+            at = begin + j
             query = _load(queries, at, q_row, rows, D, BLOCK_M, BLOCK_D)
             grad = _load(grads, at, dy_row, rows, D, BLOCK_M, BLOCK_D)
             place = tl.cast(at, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -340,58 +345,58 @@ class Tile:
     num_stages: int = 2
 
 
-_Row = tuple[Tile, Tile, Tile]
-# By kernel and width of a head: for scores as they are, for those that are bent, dropped or packed, for those with a
-# mask. What does not spill, with `wgmma` on sm_90 where a tile has the 64 rows that it takes.
+_Row = tuple[tuple[int, int, int, int], ...]
+# Tiles by kernel and width of a head: of scores as they are, bent or packed, dropped, with a mask. None spills on
+# NVIDIA; on sm_90 `wgmma` takes those of 64 rows (keys, for dkv) and more.
 _HOPPER: dict[str, dict[int, _Row]] = {
     "fwd": {
-        64: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(128, 64, 8)),
-        128: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 8)),
-        256: (Tile(64, 64, 8), Tile(64, 32, 8), Tile(64, 32, 8)),
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
     },
     "dq": {
-        64: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(128, 64, 8)),
-        128: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(128, 32, 8)),
-        256: (Tile(64, 32, 8), Tile(64, 32, 8), Tile(64, 32, 8)),
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
     },
     "dkv": {
-        64: (Tile(64, 128, 8), Tile(32, 128, 8), Tile(16, 128, 8)),
-        128: (Tile(32, 128, 8), Tile(16, 128, 8), Tile(16, 64, 8)),
-        256: (Tile(16, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        64: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
+        128: ((32, 128, 8, 2), (16, 128, 8, 2), (16, 128, 8, 2), (16, 64, 8, 1)),
+        256: ((16, 64, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     },
 }
 _AMPERE: dict[str, dict[int, _Row]] = {
     "fwd": {
-        64: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 8)),
-        128: (Tile(128, 64, 8), Tile(128, 64, 8), Tile(64, 64, 8)),
-        256: (Tile(64, 32, 8), Tile(64, 32, 8), Tile(64, 32, 8)),
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
     },
     "dq": {
-        64: (Tile(128, 64, 8), Tile(64, 64, 8), Tile(64, 32, 8)),
-        128: (Tile(64, 64, 8), Tile(64, 64, 8), Tile(64, 32, 8)),
-        256: (Tile(32, 32, 8), Tile(32, 32, 8), Tile(32, 32, 8)),
+        64: ((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        256: ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
     },
     "dkv": {
-        64: (Tile(32, 64, 8), Tile(16, 64, 8), Tile(16, 32)),
-        128: (Tile(32, 64, 8), Tile(16, 64, 8), Tile(16, 32, 8)),
-        256: (Tile(16, 32, 8), Tile(16, 32, 8), Tile(16, 32, 8)),
+        64: ((32, 64, 8, 2), (16, 64, 8, 2), (16, 64, 8, 2), (16, 32, 4, 2)),
+        128: ((32, 64, 8, 2), (16, 64, 8, 2), (16, 64, 8, 2), (16, 32, 8, 2)),
+        256: ((16, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 2)),
     },
 }
 _AMD: dict[str, dict[int, _Row]] = {
     "fwd": {
-        64: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
-        128: (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
-        256: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        64: ((128, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+        128: ((128, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+        256: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
     },
     "dq": {
-        64: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
-        128: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
-        256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(16, 32, 4, 1)),
+        64: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
     },
     "dkv": {
-        64: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
-        128: (Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
-        256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)),
+        64: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
 }
 _TILES = {"sm_90": _HOPPER, "sm_100": _HOPPER, "gfx": _AMD, "sm": _AMPERE}
@@ -404,11 +409,11 @@ def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0
         # Its products are made of multiplications in registers.
         return Tile(32, 32, 8, 1) if width == 64 else Tile(16, 16, 8, 1)
     tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
-    return tiles[kernel][width][load]
+    return Tile(*tiles[kernel][width][load])
 
 
 def _load_of(softcap: float | None, mask: Any, ends: Any, p: float) -> int:
-    return 2 if mask is not None else int(softcap is not None or ends is not None or p > 0)
+    return 3 if mask is not None else 2 if p else int(softcap is not None or ends is not None)
 
 
 def attention_fwd(
