@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 import time
 import warnings
 from collections.abc import Iterator
@@ -528,7 +527,7 @@ def a_rank_that_dies() -> None:
 def a_rank_that_sleeps() -> None:
     staged = staged_of(model_of())
     if dist.get_rank() == 0:
-        time.sleep(20)
+        time.sleep(12)
         return
     staged(batch(0)[0])
 
@@ -536,16 +535,15 @@ def a_rank_that_sleeps() -> None:
 def test_a_rank_that_dies_is_an_error_of_the_others():
     found = raised(3, [a_rank_that_dies], patience=15)
     assert found.pop(("a_rank_that_dies", 1)) == "it exited with 7"
-    assert re.search(r"SF507: Boundary before stage 1: receiving from stage 1 on rank 1 in group 'pp'", str(found))
-    assert re.search(r"SF507: Boundary before stage 2: sending to stage 1 on rank 1 in group 'pp'", str(found)) or (
-        ("a_rank_that_dies", 2) not in found  # it may have sent before the other one died
-    )
+    text = found["a_rank_that_dies", 0]
+    assert "SF507: Boundary before stage 1: receiving from stage 1 on rank 1 in group 'pp' failed: " in text
 
 
 def test_a_rank_that_sleeps_is_an_error_of_the_others_after_the_timeout():
-    found = raised(3, [a_rank_that_sleeps], patience=8)
+    found = raised(3, [a_rank_that_sleeps], patience=5)
     assert set(found) == {("a_rank_that_sleeps", 1), ("a_rank_that_sleeps", 2)}
-    assert "SF507: Boundary before stage 1: receiving from stage 0 on rank 0 in group 'pp'" in str(found)
+    text = found["a_rank_that_sleeps", 1]
+    assert "SF507: Boundary before stage 1: receiving from stage 0 on rank 0 in group 'pp' failed: " in text
 
 
 @pytest.fixture
