@@ -22,8 +22,10 @@
 | SF503 | StateError   | a checkpoint was recomputed under another plan                      |
 | SF504 | StateError   | the rank that tunes for a group failed                              |
 | SF505 | StateError   | a cache of keys and values cannot take what it was fed              |
-| SF506 | StateError   | numbers were asked for that are on another rank                     |
-| SF507 | StateError   | a transfer between the stages of a pipeline failed                  |
+| SF506 | StateError   | the processes of a group cannot go on together                      |
+| SF507 | StateError   | a gradient cannot be added to the `main_grad` of its parameter      |
+| SF508 | StateError   | numbers were asked for that are on another rank                     |
+| SF509 | StateError   | a transfer between the stages of a pipeline failed                  |
 """
 
 from __future__ import annotations

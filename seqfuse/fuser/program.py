@@ -220,6 +220,7 @@ class Binder:
             channel_grads=tuple(channel_grads),
             shared=shared,
             dtype=None if self.dtypes is None else self.dtypes[a],
+            adds=signature.main_grads,
             zeros=not getattr(operation, "dy_may_be_none", False),
             check=functools.partial(check_backward, self, step, needs),
             unfused=functools.cache(unfused) if fused else None,

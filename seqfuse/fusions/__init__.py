@@ -79,6 +79,7 @@ aten: tuple[type[FusedOperation], ...] = (
     ScaleAdd,
     LinearBiasBackward,
 )
+"""Fusions made of calls of ATen; they apply on any device, without Triton."""
 
 triton: tuple[type[FusedOperation], ...] = (
     LinearBiasActivationInference,
@@ -111,10 +112,13 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasQKNormRotaryBackward,
     BiasQKNormBackward,
 )
+"""Fusions made of Triton kernels, refused where none can run; not yet run on a GPU."""
 
 lean: tuple[type[FusedOperation], ...] = (LinearActivationLinear,)
+"""Fusions that keep less for the backward pass and take longer, for whoever asks for them."""
 
 default: tuple[type[FusedOperation], ...] = (*triton, *aten)
+"""What a `Sequential` uses unless told otherwise: `(*triton, *aten)`."""
 
 __all__ = [
     "ActivationLinearBackward",

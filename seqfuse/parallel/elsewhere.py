@@ -27,7 +27,7 @@ class Elsewhere(Tensor):
         place: the place of the numbers, in words.
 
     Raises:
-        StateError: (SF506) where its numbers are asked for.
+        StateError: (SF508) where its numbers are asked for.
     """
 
     place: str
@@ -55,7 +55,7 @@ class Elsewhere(Tensor):
             raise _absent(where, name)
         if func is torch.autograd.grad or (func is Tensor.backward and (len(args) > 4 or named.get("inputs"))):
             message = "gradients of some tensors alone would not reach the stages before them"
-            raise StateError(message, code="SF506", hint="call backward() on every rank, and read .grad")
+            raise StateError(message, code="SF508", hint="call backward() on every rank, and read .grad")
         if name == "__repr__":
             tensor = args[0]
             return f"Elsewhere({tuple(tensor.shape)}, {tensor.dtype}, {where})"
@@ -97,7 +97,7 @@ def _in_place(func: Any, name: str) -> bool:
 
 def _absent(where: str, name: str) -> StateError:
     hint = "ask tensor.is_meta first, or take everywhere(tensor, model), which every rank calls"
-    return StateError(f"{name} needs numbers that are not here: they are {where}", code="SF506", hint=hint)
+    return StateError(f"{name} needs numbers that are not here: they are {where}", code="SF508", hint=hint)
 
 
 class _Down(torch.autograd.Function):

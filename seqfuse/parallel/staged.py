@@ -168,7 +168,7 @@ class StagedFuser(Fuser):
                 try:
                     x = walk_reference(listing.items, range(at, at + 1), listing.random, x, channels, seeds)
                 except StateError as error:
-                    if error.code == "SF506":
+                    if error.code == "SF508":
                         error.operation, error.position = listing.items[at].name, at
                         error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
                     raise
@@ -202,7 +202,7 @@ class StagedFuser(Fuser):
         batch = self._ran.get(index, 0)
         self._ran[index] = batch + 1
         if batch not in self._drawn:
-            self._drawn[batch] = draw(len(listing.random), x)
+            self._drawn[batch] = draw(listing.items, listing.random, x)
         own = [s for s in range(self.placement.stages) if self.placement.own(s)]
         done = all(self._ran.get(s, 0) > batch for s in own)
         return self._drawn.pop(batch) if done else self._drawn[batch]

@@ -24,7 +24,7 @@ def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
 
     Raises:
         InputError: (SF105) where the tensor is not what it should be on this rank.
-        StateError: (SF507) if a rank does not take part.
+        StateError: (SF509) if a rank does not take part.
     """
     fuser = staged(model)
     placement = fuser.placement
@@ -57,7 +57,7 @@ def clip_grad_norm_(
         The norm of all gradients before, on every rank.
 
     Raises:
-        StateError: (SF507) if a rank does not take part.
+        StateError: (SF509) if a rank does not take part.
     """
     placement = staged(model).placement
     parameters = [*model.parameters()]

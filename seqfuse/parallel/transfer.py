@@ -77,7 +77,7 @@ class Placement:
         hint = "a rank that failed, or does something else, lets the others wait for as long as its group's timeout"
         why = (str(error).splitlines() or [repr(error)])[0]
         message = f"{doing} in group {self.name!r} failed: {why}"
-        return StateError(message, code="SF507", hint=hint)
+        return StateError(message, code="SF509", hint=hint)
 
 
 class Boundary(FusableOperation):

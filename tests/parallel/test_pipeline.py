@@ -230,7 +230,7 @@ def reading_the_loss_elsewhere_raises() -> None:
         lambda: loss.numpy(), lambda: loss.cpu(), lambda: torch.zeros(()).copy_(loss),
         lambda: torch.zeros(1).add_(loss),
     ):  # fmt: skip
-        with pytest.raises(sf.errors.StateError, match=r"SF506.*in stage 2 on rank 2.*everywhere"):
+        with pytest.raises(sf.errors.StateError, match=r"SF508.*in stage 2 on rank 2.*everywhere"):
             read()
     assert "in stage 2 on rank 2" in repr(loss)
 
@@ -240,10 +240,10 @@ def a_tensor_of_this_rank_gets_no_gradient_from_the_loss() -> None:
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     y = staged(batch(0)[0])
     if dist.get_rank() < 2:
-        with pytest.raises(sf.errors.StateError, match=r"SF506.*gradient of a tensor of this rank"):
+        with pytest.raises(sf.errors.StateError, match=r"SF508.*gradient of a tensor of this rank"):
             (y.detach() * scale).sum().backward()
         for ask in (lambda: torch.autograd.grad(y.sum(), [scale]), lambda: y.sum().backward(inputs=[scale])):
-            with pytest.raises(sf.errors.StateError, match=r"SF506.*backward"):
+            with pytest.raises(sf.errors.StateError, match=r"SF508.*backward"):
                 ask()
 
 
@@ -326,7 +326,7 @@ def shapes_that_depend_on_numbers_are_told() -> None:
     if dist.get_rank() == 2:
         staged(batch(0, 1)[0])
     else:
-        with pytest.raises(sf.errors.StateError, match=r'SF506 position 5 \(Positive\).*shapes="broadcast"'):
+        with pytest.raises(sf.errors.StateError, match=r'SF508 position 5 \(Positive\).*shapes="broadcast"'):
             staged(batch(0, 1)[0])
     told = staged_of(alone, ("1", "4"), shapes="broadcast")
     rows = set()
@@ -536,14 +536,14 @@ def test_a_rank_that_dies_is_an_error_of_the_others():
     found = raised(3, [a_rank_that_dies], patience=15)
     assert found.pop(("a_rank_that_dies", 1)) == "it exited with 7"
     text = found["a_rank_that_dies", 0]
-    assert "SF507: Boundary before stage 1: receiving from stage 1 on rank 1 in group 'pp' failed: " in text
+    assert "SF509: Boundary before stage 1: receiving from stage 1 on rank 1 in group 'pp' failed: " in text
 
 
 def test_a_rank_that_sleeps_is_an_error_of_the_others_after_the_timeout():
     found = raised(3, [a_rank_that_sleeps], patience=5)
     assert set(found) == {("a_rank_that_sleeps", 1), ("a_rank_that_sleeps", 2)}
     text = found["a_rank_that_sleeps", 1]
-    assert "SF507: Boundary before stage 1: receiving from stage 0 on rank 0 in group 'pp' failed: " in text
+    assert "SF509: Boundary before stage 1: receiving from stage 0 on rank 0 in group 'pp' failed: " in text
 
 
 @pytest.fixture
