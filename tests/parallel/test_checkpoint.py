@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import seqfuse as sf
@@ -23,6 +23,8 @@ from .test_fsdp import full, own_share, shard
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 FOLDER = "CHECKPOINTS_OF_TEST"
 STEPS = 3
+# The moments of a parameter go by its name, not by its place in a list that no rank has whole.
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def staged(model: sf.Sequential) -> sf.Sequential:
@@ -53,7 +55,7 @@ def save() -> None:
     for name, way in WAYS.items():
         model = way(language_model())
         optimizer = trained(model, own_share if name == "sharded" else lambda t: t)
-        state, moments = get_state_dict(model, optimizer)
+        state, moments = get_state_dict(model, optimizer, options=BY_NAME)
         folder = Path(os.environ[FOLDER]) / name
         dcp.save({"model": state, "optimizer": moments}, checkpoint_id=folder)
 
@@ -73,9 +75,9 @@ def load() -> None:
             torch.manual_seed(9)
             model = way(language_model().apply(scrambled))
             optimizer = optimizer_of(model)
-            state, moments = get_state_dict(model, optimizer)
+            state, moments = get_state_dict(model, optimizer, options=BY_NAME)
             dcp.load({"model": state, "optimizer": moments}, checkpoint_id=Path(os.environ[FOLDER]) / saved)
-            set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
+            set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments, options=BY_NAME)
             own = {key: full(value) for key, value in model.state_dict().items()}
             assert own
             assert name == "staged" or own.keys() == expected.keys()
