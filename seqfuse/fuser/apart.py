@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..errors import PlanError
+from ..errors import PlanError, StateError
 from ..operation import UnfusedOperation
 from .items import Item
+
+if TYPE_CHECKING:
+    from .listing import Region
+    from .plan import Plan
 
 
 def tell_apart(items: list[Item]) -> None:
@@ -38,3 +45,36 @@ def _expect_sums(module: nn.Module, item: Item, position: int) -> None:
     if any(p.requires_grad for m in inside if getattr(m, "sum_over", None) is None for p in m.parameters(False)):
         message = "it runs by itself on a share of the rows, so that its gradients are a part of the sum"
         raise PlanError(message, code="SF201", operation=item.name, position=position, hint="set its sum_over")
+
+
+def compare(items: Sequence[Item], region: Region, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
+    """Compare the plan of a region, and the seeds of its list, with those of the processes it meets.
+
+    Once, when it first runs: a process may later go on without a fusion that failed there.
+
+    Raises:
+        StateError: (SF506) in every process of the group, if one of them has others.
+    """
+    region.compared = True
+    met = [getattr(item.operation, "meeting", None) for item in items[region.start : region.stop]]
+    groups = {m.group.name: m.group for m in met if m is not None and m.group.size > 1}
+    steps = [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
+    drawn = [] if seeds is None else [*map(int, seeds.cpu())]
+    random = [item.rank for item in items if isinstance(item.operation, UnfusedOperation) and item.operation.random]
+    common = [seed ^ rank for seed, rank in zip(drawn, random, strict=False)]
+    about = (str((tuple(x.shape), str(plan.env), steps, plan.segments)), str(common))
+    digests = [torch.frombuffer(bytearray(hashlib.sha256(t.encode()).digest()), dtype=torch.uint8) for t in about]
+    for group in groups.values():
+        what = f"{items[region.start].name} at position {region.start} and what follows"
+        every = group.all_gather(torch.stack(digests).unsqueeze(0).to(x.device), 0, what).cpu()
+        same = (every == every[0]).all(-1)
+        for i, (of, hint) in enumerate(
+            (
+                ("another plan or input", "give all processes the same list, fusions, settings and measurements"),
+                ("other seeds", "give the generators of all processes of the group one state"),
+            )
+        ):
+            others = [rank for rank in range(group.size) if not same[rank, i]]
+            if others:
+                message = f"processes {', '.join(map(str, others))} of {group} have {of} than process 0 here"
+                raise StateError(message, code="SF506", operation=what, hint=hint)

@@ -42,6 +42,7 @@ class Region:
     programs: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
     shapes: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
     latest: tuple[Any, Any] = (None, None)
+    compared: bool = False  # with the plans of other processes
 
 
 class Listing:

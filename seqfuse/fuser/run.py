@@ -15,11 +15,11 @@ from torch.nn.utils import parametrize
 
 from .. import operation as operations
 from ..autograd import apply
-from ..env import Env, any_autocast, autocast_of, fusing_now
+from ..env import Env, any_autocast, autocast_of, fusing_now, settings
 from ..fusion import FusedOperation, checked
 from ..group import summed_gradient
 from ..operation import FusableOperation, UnfusedOperation
-from .apart import tell_apart
+from .apart import compare, tell_apart
 from .bind import binder_of
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
@@ -133,6 +133,8 @@ class Fuser:
         latest, program = region.latest
         if latest != key:
             program = self._program(listing, region, key, x, channels, parameters)
+            if settings().debug and not region.compared:
+                compare(listing.items, region, program.plan, x, seeds)
         if program.by_reference:
             return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
         for segment, indices in program.segments:

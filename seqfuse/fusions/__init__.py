@@ -9,6 +9,7 @@ replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it,
 * `LinearBiasAct`, `LinearBiasAdd`: the activation or the residual sum in place of the product, which saves a tensor.
 * `ScaleAdd`: one pass in place of two.
 * `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
+* `AllReduceLinearBackward`: the sum of dx over several processes is sent while dweight is made.
 * `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
 
 ATen has nothing for add and norm in one pass, or for a backward that makes a bias gradient or an activation's gradient
@@ -44,6 +45,7 @@ In `lean` are those that keep less for the backward pass and take longer, for wh
 
 from ..fusion import FusedOperation
 from .activationlinear import ActivationLinearBackward
+from .allreducelinear import AllReduceLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
@@ -77,6 +79,7 @@ aten: tuple[type[FusedOperation], ...] = (
     LinearBiasAdd,
     LinearBias,
     ScaleAdd,
+    AllReduceLinearBackward,
     LinearBiasBackward,
 )
 """Fusions made of calls of ATen; they apply on any device, without Triton."""
@@ -122,6 +125,7 @@ default: tuple[type[FusedOperation], ...] = (*triton, *aten)
 
 __all__ = [
     "ActivationLinearBackward",
+    "AllReduceLinearBackward",
     "BiasActivation",
     "BiasActivationBackward",
     "BiasActivationInference",
