@@ -64,7 +64,7 @@ def main_grads(
         where: parameter, operation and position, by index.
 
     Raises:
-        StateError: (SF506) for a `main_grad` that cannot be added to.
+        StateError: (SF507) for a `main_grad` that cannot be added to.
     """
     found: dict[int, Tensor] = {}
     for i, node in enumerate(nodes):
@@ -90,7 +90,7 @@ def _unfit(where: tuple[str, str, int], like: tuple[Any, ...], buffer: Any) -> S
     if isinstance(buffer, Tensor):
         got = _described((tuple(buffer.shape), buffer.dtype, buffer.device))
     message = f"main_grad of {name} must be {_described(like)}, got {got}"
-    return StateError(message, code="SF506", operation=operation, position=position)
+    return StateError(message, code="SF507", operation=operation, position=position)
 
 
 def _described(like: tuple[Any, ...]) -> str:

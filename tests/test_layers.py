@@ -11,18 +11,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
-    "errors",
-    "generated",
-    "saved",
-    "signature",
-    "env",
-    "maingrad",
-    "autograd",
-    "operation",
-    "fusion",
-    "store",
-    "measured",
-}
+    "errors", "generated", "group", "saved", "signature", "env", "maingrad", "autograd", "operation",
+    "fusion", "store", "measured", "pictures",
+}  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -36,9 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "env": {"errors"},
     "maingrad": {"errors"},
     "autograd": {"saved", "maingrad", "errors"},
-    "operation": {"saved", "signature", "maingrad", "autograd", "errors"},
+    "group": {"errors"},
+    "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
+    "pictures": set(),
     "measured": {"store", "env", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
@@ -50,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "seqfuse": SINGULAR | COLLECTIONS | set(BUILT_ON),
 }
 MAY_IMPORT["cli"] |= {"seqfuse"}
+MAY_IMPORT["__main__"] = {"cli"}
 
 # Under `if TYPE_CHECKING:` only, so never at run time.
 MAY_NAME_IN_TYPES: dict[str, set[str]] = {"operation": {"env"}}

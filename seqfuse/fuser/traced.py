@@ -49,7 +49,9 @@ def _kernels_run(device: str) -> bool:
 
 
 def plannable(name: str, items: Sequence[Item], x: Tensor) -> bool:
-    """Whether a traced call is planned: kernels run, and every parameter is its module's own."""
+    """Whether a traced call is planned: kernels run, parameters are their modules' own, no other process is met."""
+    if [i for i in items if i.sum_over is not None or getattr(i.operation, "meeting", None) is not None]:
+        return False
     if not name or torch.compiler.is_exporting() or not _kernels_run(x.device.type):
         return False
     slots = [slot for item in items for slot in item.slots.values()]
@@ -67,7 +69,7 @@ def run_planned(
 ) -> Any:
     """Run a list that is being traced, one node for each stretch between barriers."""
     check_channels(items, inputs, channels)
-    seeds = draw(len(random), x) if random else None
+    seeds = draw(items, random, x) if random else None
     for start, stop in stretches(items):
         inside = items[start:stop]
         if not items[start].fusable:

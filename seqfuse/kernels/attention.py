@@ -1,0 +1,729 @@
+# pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
+# Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
+"""Attention over heads without the scores in memory: an online softmax forward, weights made again backward.
+
+What is limited (causal, a window, packed sequences) is for each row one range of keys, and for each key one range of
+rows: blocks that all of a tile sees are worked on without asking, those that part of it sees with a comparison, all
+others not at all. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2
+from ._philox import keep_mask, threshold_and_scale
+from ._variants import TRITON_DTYPES, Variant
+
+MAX_HEAD = 256
+"""The widest head."""
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
+    if INTERPRET:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    if acc is None:
+        return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _load(at, block, stride, limit, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A block of rows of one head, [BLOCK, BLOCK_D], zeros beyond `limit` rows and D elements."""
+    rows = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK_D)
+    mask = (rows < limit)[:, None] & (cols < D)[None, :]
+    return tl.load(at + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(at, value, block, stride, limit, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.arange(0, BLOCK_D)
+    mask = (rows < limit)[:, None] & (cols < D)[None, :]
+    tl.store(at + rows[:, None] * stride + cols[None, :], value.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _range(
+    block, own, others, window, ends, sequences, steps,
+    BEFORE: tl.constexpr, AFTER: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of each of a block of rows (keys) the first key (row) that it sees, and the first one that it does not.
+
+    BEFORE: nothing before itself is seen; AFTER: nothing after.
+    """
+    # Those beyond the last one see what the last one sees, so that they set no limit.
+    place = tl.minimum(tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK), own - 1).to(tl.int32)
+    first = tl.zeros_like(place)
+    last = first + others
+    if BEFORE:
+        first = place
+    if AFTER:
+        last = tl.minimum(last, place + 1)
+    if WINDOW:
+        first = tl.maximum(first, place - window + 1)
+        last = tl.minimum(last, place + window)
+    if ends is not None:
+        # How many ends are not beyond each: a binary search.
+        low = tl.zeros_like(place)
+        high = low + sequences
+        for _ in range(steps):
+            middle = (low + high) // 2
+            open_ = low < high
+            passed = open_ & (tl.load(ends + middle, mask=open_, other=0).to(tl.int32) <= place)
+            high = tl.where(open_ & ~passed, middle, high)
+            low = tl.where(passed, middle + 1, low)
+        first = tl.maximum(first, tl.load(ends + low - 1, mask=low > 0, other=0).to(tl.int32))
+        last = tl.minimum(last, tl.load(ends + low, mask=low < sequences, other=others).to(tl.int32))
+    return first, last
+
+
+@triton.jit
+def _split(first, last, BLOCK: tl.constexpr):
+    """Blocks `begin..end` that any sees, and `full..rest` among them that all see."""
+    begin = tl.min(first, 0) // BLOCK
+    end = tl.maximum(tl.cdiv(tl.max(last, 0), BLOCK), begin)
+    return begin, end, tl.cdiv(tl.max(first, 0), BLOCK), tl.min(last, 0) // BLOCK
+
+
+@triton.jit
+def _scores(
+    a, b, factor, softcap, mask, own_stride, other_stride, own_block, other_block, owns, others, first, last, full,
+    rest,
+    BASE_2: tl.constexpr, SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Scores, as exponents of e or 2, [OWN, OTHER], -inf where not seen, and tanh(score / softcap) where they are bent."""
+    scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
+    bent = scores
+    if SOFTCAP:
+        # tanh x = 1 - 2 / (e^2x + 1), and `factor` has what makes it an exponent of 2.
+        bent = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)
+        scores = bent * softcap
+    if mask is not None:
+        own = tl.cast(own_block, tl.int64) * OWN + tl.arange(0, OWN)
+        other = tl.cast(other_block, tl.int64) * OTHER + tl.arange(0, OTHER)
+        inside = (own < owns)[:, None] & (other < others)[None, :]
+        seen = tl.load(mask + own[:, None] * own_stride + other[None, :] * other_stride, mask=inside, other=0)
+        if seen.dtype.is_floating():
+            added = seen.to(tl.float32)
+            if BASE_2:
+                # The least number is a mask that people use: it must not become -inf.
+                added = tl.where(added == float("-inf"), added, tl.maximum(added * _LOG2_E, -3.4e38))
+            scores += added
+        else:
+            scores = tl.where(seen != 0, scores, float("-inf"))
+    if (other_block < full) | (other_block >= rest):
+        place = other_block * OTHER + tl.arange(0, OTHER)[None, :]
+        scores = tl.where((place >= first[:, None]) & (place < last[:, None]), scores, float("-inf"))
+    return scores, bent
+
+
+@triton.jit
+def _keep(
+    seed, head, row_block, key_block, rows, keys, P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Which weights are kept, [BLOCK_M, BLOCK_N]: elements of one mask over contiguous [B, H, S, S]."""
+    row = head * rows + tl.cast(row_block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return keep_mask(seed, row, tl.cast(key_block, tl.int64) * BLOCK_N, keys, P[0], BLOCK_N, GROUPED)
+
+
+@triton.jit
+def _dropped(value, keep, P: tl.constexpr):
+    if P[2]:
+        return tl.zeros_like(value)
+    return tl.where(keep, value * P[1], 0.0)
+
+
+@triton.jit
+def _exp(x, BASE_2: tl.constexpr):
+    if BASE_2:
+        return tl.exp2(x)
+    return tl.exp(x)
+
+
+@triton.jit
+def _weights(scores, sums, MASK: tl.constexpr):
+    """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents."""
+    t = scores - sums
+    if MASK:
+        # Of the least numbers it may come out above zero.
+        t = tl.minimum(t, 0.0)
+    return tl.exp(t)
+
+
+@triton.jit
+def _attention_fwd_kernel(
+    q, k, v, mask, ends, seed, y, lse,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head, mask_row, mask_col,
+    heads, rows, keys, window, sequences, steps, factor, softcap,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr,
+    GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BASE_2: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one head."""
+    blocks = tl.cdiv(rows, BLOCK_M)
+    pid = tl.program_id(0)
+    # Late rows see most where nothing after them is seen: the longest programs start first.
+    block = blocks - 1 - pid % blocks
+    batch = (pid // blocks // heads).to(tl.int64)
+    member = (pid // blocks % heads).to(tl.int64)
+    head = batch * heads + member
+    k += batch * k_batch + member // GROUP * k_head
+    v += batch * v_batch + member // GROUP * v_head
+    if mask is not None:
+        mask += batch * mask_batch + member * mask_head
+    query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D)
+    first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
+    begin, end, full, rest = _split(first, last, BLOCK_N)
+    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    for i in tl.range(0, end - begin):
+        at = begin + i
+        key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
+        scores, _ = _scores(
+            query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
+            BASE_2, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+        )  # fmt: skip
+        larger = tl.maximum(most, tl.max(scores, 1))
+        # A row that has seen nothing yet has weights of zero rather than NaN.
+        origin = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = _exp(scores - origin[:, None], BASE_2)
+        shrink = _exp(most - origin, BASE_2)
+        total = total * shrink + tl.sum(weights, 1)
+        acc *= shrink[:, None]
+        if P is not None:
+            weights = _dropped(weights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+        value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
+        acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
+        most = larger
+    blind = total == 0.0
+    whole = acc / tl.where(blind, 1.0, total)[:, None]
+    stride = tl.cast(heads, tl.int64) * D
+    _store(y + (batch * rows * heads + member) * D, whole, block, stride, rows, D, BLOCK_M, BLOCK_D)
+    place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if BASE_2:
+        sums = (most + tl.log2(total)) * _LN_2
+    else:
+        sums = most + tl.log(total)
+    tl.store(lse + head * rows + place, tl.where(blind, 0.0, sums), mask=place < rows)
+
+
+@triton.jit
+def _attention_dq_kernel(
+    dy, q, k, v, y, lse, mask, ends, seed, dq, deltas,
+    dy_batch, dy_head, dy_row, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    dq_batch, dq_head, dq_row, mask_batch, mask_head, mask_row, mask_col,
+    heads, rows, keys, window, sequences, steps, scale, factor, softcap,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr,
+    GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A block of rows of one head: dq, and before it delta = dy . y, which the gradients of keys read."""
+    blocks = tl.cdiv(rows, BLOCK_M)
+    pid = tl.program_id(0)
+    block = blocks - 1 - pid % blocks
+    batch = (pid // blocks // heads).to(tl.int64)
+    member = (pid // blocks % heads).to(tl.int64)
+    head = batch * heads + member
+    k += batch * k_batch + member // GROUP * k_head
+    v += batch * v_batch + member // GROUP * v_head
+    if mask is not None:
+        mask += batch * mask_batch + member * mask_head
+    grad = _load(dy + batch * dy_batch + member * dy_head, block, dy_row, rows, D, BLOCK_M, BLOCK_D)
+    stride = tl.cast(heads, tl.int64) * D
+    result = _load(y + (batch * rows * heads + member) * D, block, stride, rows, D, BLOCK_M, BLOCK_D)
+    delta = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
+    place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tl.store(deltas + head * rows + place, delta, mask=place < rows)
+    sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0)
+    query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D)
+    first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
+    begin, end, full, rest = _split(first, last, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    for i in tl.range(0, end - begin):
+        at = begin + i
+        key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
+        value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
+        scores, bent = _scores(
+            query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
+            False, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+        )  # fmt: skip
+        weights = _weights(scores, sums[:, None], mask is not None)
+        dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
+        if P is not None:
+            dweights = _dropped(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+        dscores = weights * (dweights - delta[:, None])
+        if SOFTCAP:
+            dscores *= 1.0 - bent * bent
+        acc = _dot(dscores.to(key.dtype), key, acc, PRECISION, INTERPRET)
+    _store(dq + batch * dq_batch + member * dq_head, acc * scale, block, dq_row, rows, D, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _attention_dkv_kernel(
+    dy, q, k, v, lse, deltas, mask, ends, seed, dk, dv,
+    dy_batch, dy_head, dy_row, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, mask_batch, mask_head, mask_row, mask_col,
+    heads, rows, keys, window, sequences, steps, scale, factor, softcap,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr,
+    GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A block of keys of one key head: what all heads that share it add, one after the other."""
+    blocks = tl.cdiv(keys, BLOCK_N)
+    kv_heads = heads // GROUP
+    pid = tl.program_id(0)
+    block = pid % blocks
+    batch = (pid // blocks // kv_heads).to(tl.int64)
+    shared = (pid // blocks % kv_heads).to(tl.int64)
+    key = _load(k + batch * k_batch + shared * k_head, block, k_row, keys, D, BLOCK_N, BLOCK_D)
+    value = _load(v + batch * v_batch + shared * v_head, block, v_row, keys, D, BLOCK_N, BLOCK_D)
+    first, last = _range(block, keys, rows, window, ends, sequences, steps, CAUSAL, False, WINDOW, BLOCK_N)
+    begin, end, full, rest = _split(first, last, BLOCK_M)
+    sum_k = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    sum_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for i in range(GROUP):
+        member = shared * GROUP + i
+        head = batch * heads + member
+        queries = q + batch * q_batch + member * q_head
+        grads = dy + batch * dy_batch + member * dy_head
+        of_head = mask
+        if mask is not None:
+            of_head = mask + batch * mask_batch + member * mask_head
+        for j in tl.range(0, end - begin):
+            at = begin + j
+            query = _load(queries, at, q_row, rows, D, BLOCK_M, BLOCK_D)
+            grad = _load(grads, at, dy_row, rows, D, BLOCK_M, BLOCK_D)
+            place = tl.cast(at, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0)
+            scores, bent = _scores(
+                key, query, factor, softcap, of_head, mask_col, mask_row, block, at, keys, rows, first, last, full,
+                rest, False, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
+            )  # fmt: skip
+            weights = _weights(scores, sums[None, :], mask is not None)
+            dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)
+            kept = weights
+            if P is not None:
+                keep = tl.trans(_keep(seed, head, at, block, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED))
+                dweights = _dropped(dweights, keep, P)
+                kept = _dropped(weights, keep, P)
+            sum_v = _dot(kept.to(grad.dtype), grad, sum_v, PRECISION, INTERPRET)
+            delta = tl.load(deltas + head * rows + place, mask=place < rows, other=0.0)
+            dscores = weights * (dweights - delta[None, :])
+            if SOFTCAP:
+                dscores *= 1.0 - bent * bent
+            sum_k = _dot(dscores.to(query.dtype), query, sum_k, PRECISION, INTERPRET)
+    _store(dk + batch * dk_batch + shared * dk_head, sum_k * scale, block, dk_row, keys, D, BLOCK_N, BLOCK_D)
+    _store(dv + batch * dv_batch + shared * dv_head, sum_v, block, dv_row, keys, D, BLOCK_N, BLOCK_D)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Rows and keys at a time, warps, stages of the pipeline."""
+
+    m: int
+    n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+_Row = tuple[tuple[int, int, int, int], ...]
+# Tiles by kernel and width of a head: of scores as they are, bent or packed, dropped, with a mask. None spills on
+# NVIDIA; on sm_90 `wgmma` takes those of 64 rows (keys, for dkv) and more.
+_HOPPER: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+    },
+    "dq": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+    },
+    "dkv": {
+        64: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
+        128: ((32, 128, 8, 2), (16, 128, 8, 2), (16, 128, 8, 2), (16, 64, 8, 1)),
+        256: ((16, 64, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    },
+}
+_AMPERE: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+    },
+    "dq": {
+        64: ((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        256: ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    },
+    "dkv": {
+        64: ((32, 64, 8, 2), (16, 64, 8, 2), (16, 64, 8, 2), (16, 32, 4, 2)),
+        128: ((32, 64, 8, 2), (16, 64, 8, 2), (16, 64, 8, 2), (16, 32, 8, 2)),
+        256: ((16, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 2)),
+    },
+}
+_AMD: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+        128: ((128, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+        256: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+    },
+    "dq": {
+        64: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    },
+    "dkv": {
+        64: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+}
+_TILES = {"sm_90": _HOPPER, "sm_100": _HOPPER, "gfx": _AMD, "sm": _AMPERE}
+
+
+def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
+    """What a kernel works on at a time: `"fwd"`, `"dq"` or `"dkv"`; `load` as in the tables."""
+    width = max(64, next_power_of_2(size))
+    if dtype is torch.float32:
+        # Its products are made of multiplications in registers.
+        return Tile(32, 32, 8, 1) if width == 64 else Tile(16, 16, 8, 1)
+    tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
+    return Tile(*tiles[kernel][width][load])
+
+
+def _load_of(softcap: float | None, mask: Any, ends: Any, p: float) -> int:
+    return 3 if mask is not None else 2 if p else int(softcap is not None or ends is not None)
+
+
+def attention_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows over keys, y = dropout(softmax(scale q k^T)) v, and the log-sum-exp of the scores of each row.
+
+    q: [B, H, S, D]; k, v: [B, Hkv, N, D]; y: [B, S, H, D]; lse: [B, H, S] float32, natural, 0 for a row that sees no
+    key, whose y is zero. All strides may be any but the last, which is 1. Heads H / Hkv at a time share a key head.
+    Products are summed, and all that is between them made, in float32, so scores beyond 65,504 are no matter for
+    float16; weights are rounded to the dtype of v before the second product. Source: Dao 2023, arXiv:2307.08691.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        scale: D^-1/2 by default.
+        causal: whether row i sees keys 0..i alone.
+        window: how many keys a row sees on each side, its own included; all by default.
+        softcap: scores become softcap tanh(score / softcap), if given.
+        mask: broadcast to [B, H, S, N]; bool or int, where not zero is seen, or float, added.
+        cu_seqlens: ends of sequences packed along S, int [n + 1]; no row sees another sequence. S = N.
+        seed: int64 of one element, where weights are dropped.
+        p: probability of dropping a weight, as elements of one mask over contiguous [B, H, S, N].
+
+    Raises:
+        ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256, or of 128 in float32.
+    """
+    batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
+    y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    if keys == 0:
+        return y.zero_(), lse.zero_()
+    tile = tile_of("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
+    # An exponent of 2 saves a product for each score, and costs float32 some of its digits.
+    base_2 = q.dtype is not torch.float32
+    _, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, base_2)
+    launch(
+        _attention_fwd_kernel,
+        batch * heads * cdiv(rows, tile.m),
+        (
+            q, k, v, mask, cu_seqlens, seed if p else None, y, lse, *_strides(q), *_strides(k), *_strides(v),
+            *_mask_strides(mask, (batch, heads, rows, keys)), heads, rows, keys, *limits, factor, cap,
+        ),
+        _constexprs(tile, heads // k.shape[1], causal, window, softcap, p, keys, size, q.dtype) | {"BASE_2": base_2},
+        tile.num_warps,
+        tile.num_stages,
+    )  # fmt: skip
+    return y, lse
+
+
+def attention_bwd(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    out: tuple[Tensor, Tensor, Tensor],
+    scale: float | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seed: Tensor | None = None,
+    p: float = 0.0,
+) -> None:
+    """Write the gradients of q, k and v into `out`, in two launches without atomics: the same bits each time.
+
+    With w = exp(s - lse), dw = keep (dy . v) / (1 - p) and delta = dy . y: ds = w (dw - delta), dq = scale ds k,
+    dk = scale ds^T q, dv = (keep w / (1 - p))^T dy. There is no gradient of a mask.
+
+    Args:
+        dy: gradient of y, [B, S, H, D], any strides but the last.
+        q: as in `attention_fwd`, and so are all arguments not named here.
+        k: keys.
+        v: values.
+        y: what it gave, contiguous.
+        lse: the log-sum-exp that it gave.
+        out: where the gradients go, shaped as q, k and v; any strides but the last.
+        scale: D^-1/2 by default.
+        causal: as there.
+        window: as there.
+        softcap: as there.
+        mask: as there.
+        cu_seqlens: as there.
+        seed: as there.
+        p: as there.
+
+    Raises:
+        ValueError: as in `attention_fwd`.
+    """
+    batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
+    for name, tensor, shape in (("dy", dy, (batch, rows, heads, size)), ("y", y, (batch, rows, heads, size))):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if not y.is_contiguous() or not lse.is_contiguous() or tuple(lse.shape) != (batch, heads, rows):
+        raise ValueError(f"y and lse are those of the forward, contiguous, got {tuple(lse.shape)}")
+    for name, grad, of in zip(("dq", "dk", "dv"), out, (q, k, v), strict=True):
+        if inner_contiguous(name, grad).shape != of.shape:
+            raise ValueError(f"{name} must have shape {tuple(of.shape)}, got {tuple(grad.shape)}")
+    inner_contiguous("dy", dy)
+    dq, dk, dv = out
+    if keys == 0:
+        dq.zero_()
+        return
+    deltas = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
+    scale, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, False)
+    group, arch, load = heads // k.shape[1], architecture(q.device), _load_of(softcap, mask, cu_seqlens, p)
+    grad = dy.transpose(1, 2)
+    read = (*_strides(grad), *_strides(q), *_strides(k), *_strides(v))
+    mask_strides = _mask_strides(mask, (batch, heads, rows, keys))
+    counts = (*mask_strides, heads, rows, keys, *limits, scale, factor, cap)
+    seed = seed if p else None
+    tile = tile_of("dq", size, q.dtype, arch, load)
+    launch(
+        _attention_dq_kernel,
+        batch * heads * cdiv(rows, tile.m),
+        (dy, q, k, v, y, lse, mask, cu_seqlens, seed, dq, deltas, *read, *_strides(dq), *counts),
+        _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype),
+        tile.num_warps,
+        tile.num_stages,
+    )
+    tile = tile_of("dkv", size, q.dtype, arch, load)
+    launch(
+        _attention_dkv_kernel,
+        batch * k.shape[1] * cdiv(keys, tile.n),
+        (
+            dy, q, k, v, lse, deltas, mask, cu_seqlens, seed, dk, dv, *read, *_strides(dk), *_strides(dv), *counts,
+        ),
+        _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype),
+        tile.num_warps,
+        tile.num_stages,
+    )  # fmt: skip
+
+
+def takes(dtype: torch.dtype, size: int) -> bool:
+    """Whether there are kernels for heads of this dtype and size."""
+    return 0 < size <= (MAX_HEAD if dtype in _HALF else 128 if dtype is torch.float32 else 0)
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    softcap: float | None,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+) -> tuple[int, int, int, int, int]:
+    """B, H, S, D and N."""
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[::3] != q.shape[::3]:
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        raise ValueError(f"expects q [B, H, S, D] and k, v [B, Hkv, N, D], got {shapes}")
+    (batch, heads, rows, size), (kv_heads, keys) = q.shape, k.shape[1:3]
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"{kv_heads} key heads must divide {heads} heads")
+    if not takes(q.dtype, size) or k.dtype is not q.dtype or v.dtype is not q.dtype:
+        got = f"{q.dtype}, {k.dtype} and {v.dtype} of {size}"
+        raise ValueError(f"the kernels are for heads of 1 to 256 in float16 or bfloat16, 128 in float32, not {got}")
+    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+        raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
+    if mask is not None:
+        whole = (batch, heads, rows, keys)
+        if mask.ndim != 4 or any(a not in (1, b) for a, b in zip(mask.shape, whole, strict=True)):
+            raise ValueError(f"the mask must broadcast to {whole} from 4 dimensions, got {tuple(mask.shape)}")
+    if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or rows != keys):
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} for {rows} rows and {keys} keys"
+        raise ValueError(f"cu_seqlens must be integers [n + 1] of as many rows as keys, got {got}")
+    if (seed is None) if p else (p != 0):
+        raise ValueError("a seed is needed where weights are dropped")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        inner_contiguous(name, tensor)
+    if cu_seqlens is not None:
+        inner_contiguous("cu_seqlens", cu_seqlens)
+    return batch, heads, rows, size, keys
+
+
+def _numbers(
+    size: int, scale: float | None, window: int | None, softcap: float | None, cu_seqlens: Tensor | None, base_2: bool
+) -> tuple[float, float, float, tuple[int, int, int]]:
+    """The scale; the factor of a product and the soft-cap; the window, how many ends there are, steps of a search.
+
+    Under a soft-cap the factor makes twice score / softcap as an exponent of 2, see `_scores`.
+    """
+    scale = float(size**-0.5 if scale is None else scale)
+    log2_e = math.log2(math.e)
+    unit = log2_e if base_2 else 1.0
+    factor = scale * unit if softcap is None else 2 * scale * log2_e / softcap
+    ends = 0 if cu_seqlens is None else cu_seqlens.shape[0]
+    return scale, factor, float((softcap or 0.0) * unit), (window or 0, ends, ends.bit_length())
+
+
+def _strides(t: Tensor) -> tuple[int, int, int]:
+    """Of batches, heads and rows."""
+    batch, head, row, _ = t.stride()
+    return batch, head, row
+
+
+def _mask_strides(mask: Tensor | None, whole: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if mask is None else mask.expand(whole).stride()
+
+
+def _constexprs(
+    tile: Tile,
+    group: int,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    p: float,
+    keys: int,
+    size: int,
+    dtype: torch.dtype,
+    interpret: bool | None = None,
+) -> dict[str, Any]:
+    """In the order of the kernels."""
+    return {
+        "GROUP": group,
+        "CAUSAL": causal,
+        "WINDOW": window is not None,
+        "SOFTCAP": softcap is not None,
+        "P": threshold_and_scale(p) if p else None,
+        "GROUPED": keys % 4 == 0,
+        "D": size,
+        "BLOCK_M": tile.m,
+        "BLOCK_N": tile.n,
+        "BLOCK_D": max(16, next_power_of_2(size)),
+        "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
+        "INTERPRET": interpreted() if interpret is None else interpret,
+    }
+
+
+_KERNELS = {"fwd": _attention_fwd_kernel, "dq": _attention_dq_kernel, "dkv": _attention_dkv_kernel}
+_LIMITS: dict[str, dict[str, Any]] = {
+    "": {},
+    "causal": {"causal": True},
+    "dropout": {"causal": True, "p": 0.1},
+    "packed": {"causal": True, "ends": True, "window": 4096},
+    "softcap": {"causal": True, "softcap": 30.0, "window": 4096},
+    "bool": {"mask": "i1"},
+    "float": {"mask": "fp32", "p": 0.1, "odd": True},
+}
+
+
+def variants() -> Iterator[Variant]:
+    """Every kernel for common sizes of heads and an odd one, with each thing that limits scores."""
+    for dtype, sizes in (
+        (torch.bfloat16, (64, 80, 128, 192, 256)),
+        (torch.float16, (128,)),
+        (torch.float32, (64, 128)),
+    ):
+        for size in sizes:
+            for name, limits in _LIMITS.items():
+                for kernel in _KERNELS:
+                    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
+                        yield _variant(kernel, dtype, size, name, limits, arch)
+
+
+def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[str, Any], arch: str) -> Variant:
+    kernel = _KERNELS[name]
+    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
+    window, softcap, p = limits.get("window"), limits.get("softcap"), limits.get("p", 0.0)
+    tile = tile_of(name, size, dtype, arch, _load_of(softcap, limits.get("mask"), limits.get("ends"), p))
+    keys = 4097 if limits.get("odd") else 4096
+    fixed = _constexprs(tile, 4, limits.get("causal", False), window, softcap, p, keys, size, dtype, interpret=False)
+    if name == "fwd":
+        fixed["BASE_2"] = dtype is not torch.float32
+    present = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), f"*{item}")
+    present |= {"lse": "*fp32", "deltas": "*fp32"}
+    present |= {"mask": f"*{limits['mask']}"} if "mask" in limits else {}
+    present |= {"ends": "*i32"} if "ends" in limits else {}
+    present |= {"seed": "*i64"} if p else {}
+    present |= dict.fromkeys(("scale", "factor", "softcap"), "fp32")
+    pointers = {"q", "k", "v", "y", "dy", "dq", "dk", "dv", "lse", "deltas", "mask", "ends", "seed"}
+    signature = {
+        n: present.get(n, "i32") for n in kernel.arg_names if n not in fixed and (n in present or n not in pointers)
+    }
+    absent: dict[str, Any] = {n: None for n in kernel.arg_names if n in pointers and n not in present}
+    if "mask" in limits:
+        del signature["mask_col"]
+        absent["mask_col"] = 1
+    strides = [n for n in signature if n.endswith(("_batch", "_head", "_row")) and "mask" not in n]
+    aligned = [n for n, kind in signature.items() if kind.startswith("*")] + (strides if size % 16 == 0 else [])
+    return Variant(
+        name=f"attention {name} {item} {size}{' ' if label else ''}{label} {arch}",
+        kernel=kernel,
+        signature=signature,
+        constexprs={**fixed, **absent},
+        divisible=tuple(aligned),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        # Of other than 64 rows a product on sm_90 is made by the instruction of sm_80.
+        has_dot=dtype is not torch.float32 and (tile.n if name == "dkv" else tile.m) >= 64,
+        targets=(arch,),
+    )
