@@ -31,10 +31,10 @@ _BACKWARD = (
 
 def _run(function: Any) -> Any:
     def run(
-        x: Tensor, heads: int, kv_heads: int, *, style: Any = None, dim: int = 0, base: float = 10000.0, **rest: Any
+        first: Tensor, heads: int, kv_heads: int, *, style: Any = None, dim: int = 0, base: float = 10000.0, **rest: Any
     ) -> list[Tensor]:
         rotation = None if style is None else rope.Rotation(style, dim, base)
-        return [t for t in function(x, heads, kv_heads, rotation, **rest) if t is not None]
+        return [t for t in function(first, heads, kv_heads, rotation, **rest) if t is not None]
 
     return run
 
