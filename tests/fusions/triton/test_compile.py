@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.ops import _attention
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 
@@ -223,3 +225,52 @@ def test_a_launch_that_would_be_lost_is_an_error(device: torch.device):
 
     with pytest.raises(RuntimeError, match="_column_sums_kernel was launched where a compiler records"):
         make_fx(lambda t: _columns.column_sums(t, 4, torch.float32))(torch.ones(3, 4, device=device))
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["attention of torch", "attention of ours"])
+def test_a_transformer(ours: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_attention, "interpreting", ours)
+    layer: dict[str, Any] = {"norm": ops.RMSNorm, "activation": ops.SwiGLU, "hidden_dim": 12, "causal": True}
+    model, compiler = sf.nn.TransformerStack(2, 8, 2, kv_heads=1, dropout=0.1, **layer).to(device), Compiler()
+    x = seeded_randn((2, 5, 8), 0).to(device)
+    want = passes(copy.deepcopy(model), x)
+    for one, other in zip(passes(torch.compile(model, fullgraph=True, backend=compiler), x), want, strict=True):
+        torch.testing.assert_close(one, other)
+    called = {name for graph in compiler.operators for name in graph}
+    assert {"linear_gated", "linear_dgrad_gated", "rmsnorm_backward"} <= called
+    assert ("attention_backward" in called) == ours
+
+
+def test_inductor_calls_the_operators(device: torch.device):
+    model, x = (
+        sf.Sequential(ops.Linear(6, 8), ops.GELU(), ops.Linear(8, 6)).to(device),
+        seeded_randn((5, 6), 0).to(device),
+    )
+    want = passes(model, x)
+    with torch._inductor.config.patch(compile_threads=1):
+        found = passes(torch.compile(model, fullgraph=True), x)
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_under_autocast(dtype: torch.dtype, device: torch.device):
+    model, x = mlp().to(device), seeded_randn((5, 6), 0, dtype=dtype).to(device)
+    compiled = torch.compile(model, fullgraph=True, backend=Compiler())
+    with torch.autocast(device.type, torch.bfloat16):
+        torch.manual_seed(3)
+        want = model(x)
+        torch.manual_seed(3)
+        found = compiled(x)
+    assert found.dtype is want.dtype
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0.02)
+
+
+def test_a_copy_and_a_pickle_are_found_by_names_of_their_own(device: torch.device):
+    model, x = mlp().to(device).eval(), seeded_randn((5, 6), 0).to(device)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other[0][1].weight.mul_(2)
+            got = torch.compile(other, fullgraph=True, backend=Compiler())(x)
+            assert_bitwise_equal(got, other(x))
+        assert not torch.equal(got, model(x))
