@@ -53,6 +53,9 @@ class Elsewhere(Tensor):
         name: str = getattr(func, "__name__", "")
         if name in _READS or (name == "__format__" and args[1]):
             raise _absent(where, name)
+        if func is torch.autograd.grad or (func is Tensor.backward and (len(args) > 4 or named.get("inputs"))):
+            message = "gradients of some tensors alone would not reach the stages before them"
+            raise StateError(message, code="SF508", hint="call backward() on every rank, and read .grad")
         if name == "__repr__":
             tensor = args[0]
             return f"Elsewhere({tuple(tensor.shape)}, {tensor.dtype}, {where})"

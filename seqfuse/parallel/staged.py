@@ -18,7 +18,7 @@ from ..fuser.reference import check_channels, draw, run_alone, transformed, walk
 from ..fuser.run import Fuser
 from ..fuser.sequential import Sequential
 from .elsewhere import Elsewhere
-from .transfer import Boundary, Placement, reaches, through
+from .transfer import Boundary, Placement, reaches, through, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,9 @@ class StagedFuser(Fuser):
                 told = self.placement.tell(stage.index, tensors if own else None, 1 + len(stage.leaves), x.device)
             if not own:
                 tensors = self._others(listing, stage, tensors, given, seeds, told)
-            elif stage is not stages[-1] and not self.placement.own(stage.index + 1):
+            elif stage is stages[-1]:
+                tensors = together(tensors)
+            elif not self.placement.own(stage.index + 1):
                 following = stages[stage.index + 1].boundary
                 assert following is not None
                 tensors = following.leave(tensors)
@@ -135,18 +137,21 @@ class StagedFuser(Fuser):
         told: list[Any] | None,
     ) -> list[Tensor]:
         """What stands for what leaves a stage of another rank."""
-        where, last = self.placement.where(stage.index), stage.index + 1 == self.placement.stages
+        where = self.placement.where(stage.index)
         entries = [t if isinstance(t, Elsewhere) else _leaf(t, where) for t in tensors]
         if told is not None:
             outs = [torch.empty(s, dtype=d, device="meta", requires_grad=r) for s, d, r, _ in told]
-            passes = [p for *_, p in told]
+            passes = any(p for *_, p in told)
         else:
             leaves = [_leaf(t, where) for t in entries]
             outs = self._inferred(listing, stage, leaves, given, seeds)
             ids = {*map(id, leaves)}
-            passes = [id(t) in ids or reaches(t, lambda node: id(getattr(node, "variable", None)) in ids) for t in outs]
-        passes = [p and t.requires_grad for p, t in zip(passes, outs, strict=True)]
-        return through(entries, outs, passes if last else [any(passes)] * len(outs), where)
+
+            def entered(node: Any) -> bool:
+                return id(getattr(node, "variable", None)) in ids
+
+            passes = any(t.requires_grad and (id(t) in ids or reaches(t, entered)) for t in outs)
+        return through(entries, outs, passes, where)
 
     def _inferred(
         self, listing: Listing, stage: Stage, leaves: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None

@@ -78,7 +78,11 @@ def clip_grad_norm_(
     total: Tensor = _norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot clip")
-    torch.nn.utils.clip_grads_with_norm_(own, max_norm, total)
+    sharded = [hasattr(p, "full_tensor") for p in own]
+    for kind in set(sharded):  # torch scales either DTensors or plain tensors
+        torch.nn.utils.clip_grads_with_norm_(
+            [p for p, s in zip(own, sharded, strict=True) if s is kind], max_norm, total
+        )
     return total
 
 
