@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from ..operation import UnfusedOperation
 from .items import Item
 
 if TYPE_CHECKING:
-    from .listing import Region
+    from .listing import Listing, Region
     from .plan import Plan
 
 
@@ -47,7 +46,7 @@ def _expect_sums(module: nn.Module, item: Item, position: int) -> None:
         raise PlanError(message, code="SF201", operation=item.name, position=position, hint="set its sum_over")
 
 
-def compare(items: Sequence[Item], region: Region, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
+def compare(listing: Listing, region: Region, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
     """Compare the plan of a region, and the seeds of its list, with those of the processes it meets.
 
     Once, when it first runs: a process may later go on without a fusion that failed there.
@@ -55,13 +54,11 @@ def compare(items: Sequence[Item], region: Region, plan: Plan, x: Tensor, seeds:
     Raises:
         StateError: (SF506) in every process of the group, if one of them has others.
     """
-    region.compared = True
+    region.compared, items = True, listing.items
     met = [getattr(item.operation, "meeting", None) for item in items[region.start : region.stop]]
     groups = {m.group.name: m.group for m in met if m is not None and m.group.size > 1}
     steps = [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
-    drawn = [] if seeds is None else [*map(int, seeds.cpu())]
-    random = [item.rank for item in items if isinstance(item.operation, UnfusedOperation) and item.operation.random]
-    common = [seed ^ rank for seed, rank in zip(drawn, random, strict=False)]
+    common = [] if seeds is None else [int(seeds[i]) ^ items[position].rank for position, i in listing.random.items()]
     about = (str((tuple(x.shape), str(plan.env), steps, plan.segments)), str(common))
     digests = [torch.frombuffer(bytearray(hashlib.sha256(t.encode()).digest()), dtype=torch.uint8) for t in about]
     for group in groups.values():

@@ -68,7 +68,17 @@ def run(page: Path, markdown: str) -> list[str]:
     return out.getvalue().replace(folder + os.sep, "").split(f"{MARK}\n")[:-1]
 
 
-from seqfuse.env import Settings
+def variables() -> str:
+    """The table of environment variables, from the one object that holds them."""
+    lines = ["| variable | values | default | effect |", "| --- | --- | --- | --- |"]
+    arguments = str(inspect.getdoc(Settings)).partition("Args:\n")[2]
+    entry = re.compile(r"^ *(\w+): `(\w+)` \(([^)]*)\): (.*)\.$", re.MULTILINE)
+    said = {found[1]: found for found in entry.finditer(arguments)}
+    for field in dataclasses.fields(Settings):
+        _, variable, values, effect = said[field.name].groups()
+        default = str(int(field.default)) if isinstance(field.default, bool) else str(field.default)
+        lines.append(f"| `{variable}` | {values} | `{default}` | {effect} |")
+    return "\n".join(lines) + "\n"
 
 
 def regenerated(page: Path) -> str:
