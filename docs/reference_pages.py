@@ -19,9 +19,9 @@ import typing
 from typing import Any
 
 import formulas
+from documented import docstring, is_value
 from docutils import nodes
 from docutils.statemachine import StringList
-from documented import docstring, is_value
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -59,6 +59,8 @@ def first_line(module: types.ModuleType, name: str) -> str:
 def described(module: types.ModuleType, name: str) -> list[str]:
     """The directive that describes a name."""
     obj = getattr(module, name)
+    if inspect.isclass(obj) and obj.__name__ != name:
+        return [f".. py:class:: {name}", "", f"   Another name of :py:class:`~{module.__name__}.{obj.__name__}`."]
     if is_value(obj):
         body = formulas.rest(docstring(module, name).splitlines())
         return [f".. py:data:: {name}", "", *(f"   {line}" for line in body)]

@@ -171,14 +171,21 @@ def kept(contender: Contender, inputs: Inputs) -> int | None:
     """Bytes that its forward keeps for a backward: storages once, parameters left out."""
     if contender.forward is None:
         return None
-    own = {t.untyped_storage().data_ptr() for t in contender.own()}
+    forward = contender.forward
+    return counted(lambda: forward(inputs), contender.own())
+
+
+def counted(forward: Callable[[], Any], own: Sequence[Tensor]) -> int:
+    """Bytes of all storages that a forward keeps for a backward, but those of its own parameters."""
+    # By the storage itself: a fake one has no address.
+    mine = {t.untyped_storage()._cdata for t in own}
     found: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
-        return found.setdefault(t.untyped_storage().data_ptr(), t)
+        return found.setdefault(t.untyped_storage()._cdata, t)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = contender.forward(inputs)
-    total = sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in own)
+        y = forward()
+    total = sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in mine)
     del y
     return total

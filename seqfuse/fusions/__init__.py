@@ -22,6 +22,7 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
   before it in the product that makes dx.
+* `LinearBiasBackwardTriton`: a bias's gradient in the product that makes the weight's, where that is small enough.
 * `BlockEndBackward`: these with the bias, dropout and residual sum after the product, at the end of a block.
 * `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
   torch.
@@ -61,6 +62,7 @@ from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
 from .linearactivationlinear import LinearActivationLinear
 from .linearbias import LinearBias, LinearBiasBackward
+from .linearbias_triton import LinearBiasBackwardTriton
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
 from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
@@ -96,6 +98,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasDropoutAdd,
     BlockEndBackward,
     ActivationLinearBackward,
+    LinearBiasBackwardTriton,
     GatedLinearBackward,
     BiasActivationBackward,
     BiasGatedBackward,
@@ -150,6 +153,7 @@ __all__ = [
     "LinearBiasActivationInference",
     "LinearBiasAdd",
     "LinearBiasBackward",
+    "LinearBiasBackwardTriton",
     "LinearBiasDropoutAdd",
     "LinearGated",
     "LinearGatedInference",
