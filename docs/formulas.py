@@ -15,13 +15,29 @@ OPERATORS = {"...": r"\dots", "=": "=", "+": "+", "-": "-", "/": "/", ".": r"\cd
 FUNCTIONS = {"exp", "log", "tanh", "max", "cos", "sin"}
 SYMBOLS = {"eps": r"\varepsilon", "pi": r"\pi", "Phi": r"\Phi", "xhat": r"\hat{x}", "E": r"\mathbb{E}",
            "Hkv": "H_{kv}"}  # fmt: skip
-NAMED = {"act", "act_dropout", "dropout", "erf", "floor", "gelu", "norm", "out_dropout", "sigmoid", "silu", "softmax", "sqrt", "turned"}
+NAMED = {
+    "act",
+    "act_dropout",
+    "dropout",
+    "erf",
+    "floor",
+    "gelu",
+    "norm",
+    "out_dropout",
+    "sigmoid",
+    "silu",
+    "softmax",
+    "sqrt",
+    "turned",
+}
 # Names that are never words of a sentence, and names that are formulas only beside another part of one.
 NAMES = set(
     "b c d dbias dgate dh dk dother dout dq dup dv dw ds dweight dx dy dz f g h k lse p q rstd s t u v w x xhat y z"
     " dk_weight dout_bias dq_weight d_fork_out d_out fork_out in_features out_bias out_features q_weight k_weight".split()
 )
-AMBIGUOUS = set("H D E F N P S T U base bias eps factor gain gate i j keep mean n other out scale sum up weight".split())
+AMBIGUOUS = set(
+    "H D E F N P S T U base bias eps factor gain gate i j keep mean n other out scale sum up weight".split()
+)
 PUNCTUATION = re.compile(r"[,;:.]+$")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*")
 # Shapes are shown as they are written.
@@ -79,7 +95,9 @@ def _finished(run: list[str]) -> Iterator[tuple[str, str]]:
         yield from (("text", word) for word in words)
         return
     # A range such as 0..1, a lone number or capital, and brackets around words are prose.
-    if any(_letters(word) for word in run) and (len(run) > 1 or run[0] in NAMES | set(SYMBOLS) - {"E", "S"} or re.search(r"[\^(]", run[0])):
+    if any(_letters(word) for word in run) and (
+        len(run) > 1 or run[0] in NAMES | set(SYMBOLS) - {"E", "S"} or re.search(r"[\^(]", run[0])
+    ):
         yield "math", " ".join(run)
     else:
         yield "text", " ".join(run)

@@ -231,7 +231,7 @@ def _walked(
     """Run the references, each on a view of its own, so that the gradient of what enters it is its own."""
     items = flatten(model)
     random = random_positions(items)
-    seeds = draw(len(random), x) if random else None
+    seeds = draw(items, random, x) if random else None
 
     def border(t: Tensor) -> Tensor:
         if low is None or not t.is_floating_point():
