@@ -43,9 +43,9 @@ class On:
             negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."
         ),
     ] = None
-    eval: Annotated[bool, Parameter(negative="", show_default=False, help="Put the model into evaluation mode.")] = (
-        False
-    )
+    evaluate: Annotated[
+        bool, Parameter(name="--eval", negative="", show_default=False, help="Put the model into evaluation mode.")
+    ] = False
 
 
 _Shared = Annotated[On | None, Parameter(name="*")]
