@@ -41,7 +41,7 @@ types: $(VENV)/.has-dev  ## check types, strictly
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.has-docs  ## build docs/_build/html, warnings are errors
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs docs/_build/html
 
 bench: $(VENV)/.has-bench  ## count what the engine costs on the host
 	$(BIN)/python benchmarks/bench_host.py $(ARGS)

@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+# A benchmark runs from a copy of the tree, where nothing needs to be installed.
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
 
 
 def about() -> dict[str, Any]:
-    """Commit, whether the tree was changed since, device and versions."""
-    root = RESULTS.parent.parent
+    """Commit, or `BENCH_COMMIT` where there is no git; whether the tree was changed since; device and versions."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True).stdout.strip()
+        try:
+            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+        except OSError:
+            return ""
+        return done.stdout.strip()
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu()
+    cuda = torch.cuda.is_available()
+    try:
+        triton = {"triton": version("triton")}
+    except PackageNotFoundError:
+        triton = {}
     return {
-        "commit": git("rev-parse", "HEAD"),
+        "commit": git("rev-parse", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown"),
         "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": device,
+        "device": torch.cuda.get_device_name() if cuda else _cpu(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,
+        **triton,
     }
 
 

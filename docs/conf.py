@@ -1,17 +1,22 @@
-"""Sphinx configuration: Markdown pages and an API reference drawn from the docstrings."""
+"""Sphinx configuration: Markdown pages and a reference drawn from the docstrings."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import inspect
-from typing import Any
+import contextlib
+import sys
+import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import seqfuse
 
 project = "seqfuse"
 author = "the seqfuse developers"
 copyright = "the seqfuse developers"
-release = importlib.metadata.version("seqfuse")
+release = seqfuse.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "reference_pages"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]
@@ -21,22 +26,11 @@ autodoc_inherit_docstrings = False  # an override without a docstring says nothi
 autodoc_typehints = "none"
 autodoc_default_options = {"no-value": True}
 
+# Names of torch are links where its documentation can be reached, and plain code where it cannot: no warning is hidden.
+TORCH = "https://docs.pytorch.org/docs/stable/"
+intersphinx_mapping: dict[str, tuple[str, None]] = {}
+with contextlib.suppress(OSError), urllib.request.urlopen(f"{TORCH}objects.inv", timeout=3):
+    intersphinx_mapping["torch"] = (TORCH, None)
+
 html_theme = "furo"
 html_title = f"seqfuse {release}"
-
-
-def _verbatim(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    # Docstrings hold formulas and shapes such as [*, H], which are not reStructuredText: show them as they are written.
-    if any(line.strip() for line in lines):
-        lines[:] = ["::", "", *("   " + line for line in lines), ""]
-
-
-def _skip_alias(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    # `Saved = SomeRecord` in a class body names a record that stands elsewhere; once is enough.
-    return True if what == "class" and inspect.isclass(obj) and "." not in obj.__qualname__ else None
-
-
-def setup(app: Any) -> None:
-    """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", _verbatim)
-    app.connect("autodoc-skip-member", _skip_alias)

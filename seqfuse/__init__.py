@@ -1,6 +1,19 @@
 """seqfuse: small operations in, fused kernels out."""
 
-from . import errors, fusions, inference, losses, nn, ops, plugins, testing
+import importlib
+import typing
+
+try:
+    import torch as _torch  # noqa: F401  # pyright: ignore[reportUnusedImport]  # said here in one sentence, and not by the first file that needs it
+except ModuleNotFoundError as _missing:
+    if _missing.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "seqfuse needs PyTorch 2.11 or later: pip install 'torch>=2.11', or choose a build at https://pytorch.org",
+        name="torch",
+    ) from None
+
+from . import errors, fusions, ops, plugins
 from .env import Env, Savings, fusing
 from .errors import (
     CacheWarning,
@@ -14,13 +27,17 @@ from .errors import (
 )
 from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
+from .maingrad import accumulated
 from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
 from .saved import Recompute, Saved, field
 from .tune import tune
 
+if typing.TYPE_CHECKING:
+    from . import inference, losses, nn, testing
+
 Sequential.default_fusions = fusions.default
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "BackwardFusion",
     "CacheWarning",
@@ -48,6 +65,7 @@ __all__ = [
     "Sequential",
     "StateError",
     "UnfusedOperation",
+    "accumulated",
     "errors",
     "field",
     "fusing",
@@ -61,3 +79,15 @@ __all__ = [
     "testing",
     "tune",
 ]
+
+_LATE = ("inference", "losses", "nn", "testing")  # imported when first asked for: not everybody needs them
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name in _LATE:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

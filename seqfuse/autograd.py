@@ -15,6 +15,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: igno
 from torch.utils.checkpoint import CheckpointError
 
 from .errors import StateError
+from .maingrad import MainGrads, main_grads
 
 # The parameters (by their index), whether x, and the channels, whose gradients a backward was asked for.
 Asked = tuple[frozenset[int], bool, frozenset[str]]
@@ -52,8 +53,13 @@ class Segment(Protocol):
         packed: dict[int, Any],
         tensors: tuple[Tensor, ...],
         asked: Asked | None,
+        buffers: MainGrads | None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The backward: gradients of x and of the parameters; `sides` are those of the channels, updated."""
+        ...
+
+    def place(self, index: int) -> tuple[str, str, int]:
+        """A parameter, by its index, with the operation that makes its gradient, and its position."""
         ...
 
     def ran(self, packed: dict[int, Any]) -> Hashable:
@@ -115,11 +121,14 @@ def _own_casts() -> Generator[None]:
 def _gradients(ctx: Any, segment: Segment, douts: Sequence[Any], tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     sides: dict[str, Tensor | None] = dict(zip(segment.outputs, douts[1:], strict=True)) if segment.outputs else {}
     asked = _asked(ctx, segment)
+    nodes = ctx.next_functions
+    first = len(nodes) - len(segment.parameters)
+    buffers = main_grads([fn for fn, _ in nodes[first:]], _executes, segment.place)
     if segment.autocast is not None or _any_autocast():
         with _autocast_as(segment):
-            dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors, asked)
+            dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors, asked, buffers)
     else:
-        dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors, asked)
+        dx, sums = segment.run_backward(douts[0], sides, ctx.packed, tensors, asked, buffers)
     return (None, None, dx, *[sides.get(c) for c in segment.inputs], *sums)
 
 

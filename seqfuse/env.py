@@ -198,11 +198,13 @@ class Settings:
         fusing: `SEQFUSE_FUSING` (`0`, `1`): whether fusions are used.
         on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): what a fusion that fails at run time does.
         tune: `SEQFUSE_TUNE` (`0`, `1`): whether measurements are read from and written to the user's cache.
+        debug: `SEQFUSE_DEBUG` (`0`, `1`): whether processes of a group compare their plans before they run them.
     """
 
     fusing: bool = True
     on_error: OnError = "fallback"
     tune: bool = True
+    debug: bool = False
 
 
 @functools.cache
@@ -212,6 +214,7 @@ def settings() -> Settings:
         "SEQFUSE_FUSING": {"0": False, "1": True},
         "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"},
         "SEQFUSE_TUNE": {"0": False, "1": True},
+        "SEQFUSE_DEBUG": {"0": False, "1": True},
     }
     found: dict[str, Any] = {}
     for name, text in os.environ.items():

@@ -10,6 +10,7 @@
 | SF106 | InputError   | a setting, device or dtype that is none                             |
 | SF107 | InputError   | numbers in a tensor that an operation cannot take                   |
 | SF201 | PlanError    | channels of the list do not fit together                            |
+| SF202 | PlanError    | a pipeline cannot be cut or run so                                  |
 | SF301 | PluginError  | a class definition breaks its contract                              |
 | SF302 | PluginError  | a fusion saved a record that the operation's own `bwd` cannot read  |
 | SF303 | PluginError  | gradients or outputs of the wrong name, shape, dtype, device, alias |
@@ -21,6 +22,10 @@
 | SF503 | StateError   | a checkpoint was recomputed under another plan                      |
 | SF504 | StateError   | the rank that tunes for a group failed                              |
 | SF505 | StateError   | a cache of keys and values cannot take what it was fed              |
+| SF506 | StateError   | the processes of a group cannot go on together                      |
+| SF507 | StateError   | a gradient cannot be added to the `main_grad` of its parameter      |
+| SF508 | StateError   | numbers were asked for that are on another rank                     |
+| SF509 | StateError   | a transfer between the stages of a pipeline failed                  |
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .errors import definition_error
+from .group import Group, Meeting, Share
+from .maingrad import Accumulated
 from .saved import Layout, Saved, field
 from .signature import Signature, check_device_functions
 
-Grads = Mapping[str, Tensor | None]
+Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
 
 
@@ -35,7 +38,14 @@ class Changes:
 
 
 class FusableOperation(nn.Module):
-    """Anything the fuser can process: an unfused operation, or a container of them."""
+    """Anything the fuser can process: an unfused operation, or a container of them.
+
+    Attributes:
+        barrier: why nothing fuses across it and it runs through its own `__call__`, as a plan says it; `None` where
+            the fuser decides.
+    """
+
+    barrier: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +106,9 @@ class UnfusedOperation(FusableOperation):
         outputs: names of extra tensors `fwd` returns as `(y, {name: tensor}, Saved)`.
         dy_may_be_none: whether `bwd` takes `None` for a `dy` nobody used, where an extra output was used; else zeros.
         layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
+        meeting: what processes exchange here, if they do.
+        sum_over: processes that each use the parameters for a part of the rows or heads: their gradients are summed.
+        shares: which part of a parameter this process holds, of those it does not hold whole.
 
     Raises:
         PluginError: when the class is defined, quoting the line, if a signature names what the engine does not know,
@@ -106,6 +119,9 @@ class UnfusedOperation(FusableOperation):
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "any"
     dy_may_be_none: ClassVar[bool] = False
+    meeting: Meeting | None = None
+    sum_over: Group | None = None
+    shares: Mapping[str, Share] = MappingProxyType({})
     is_open: ClassVar[bool] = True
     is_final: ClassVar[bool] = False
     forward_signature: ClassVar[Signature] = Signature()

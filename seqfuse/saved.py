@@ -83,13 +83,22 @@ class Saved:
             if _holds_tensor(hints[name]) and not _is_known(hints[name]):
                 known = "Tensor, Tensor | None, tuple[Tensor, ...] or plain data"
                 raise definition_error(cls, f"field {name!r} must be {known}", name)
-        dataclasses.dataclass(frozen=True, kw_only=True, eq=False, init=False, repr=False)(cls)
+        # Frozen by the base: a class that declares it gets two more generated functions, which every import pays for.
+        dataclasses.dataclass(kw_only=True, eq=False, init=False, repr=False)(cls)
         declared = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         cls.fields = tuple(f.name for f in declared)
         cls._plain = cls._plain | {name for name, hint in hints.items() if not _holds_tensor(hint)}
         cls._single = cls._single | {name for name, hint in hints.items() if _is_single(hint)}
         cls._for = {f.name: f.metadata["for"] for f in declared if f.metadata.get("for")}
         cls.__init__ = _make_init(cls, {f.name: f.default for f in declared})
+
+    if not typing.TYPE_CHECKING:  # to a type checker `dataclass_transform` says it
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+        def __delattr__(self, name: str) -> None:
+            raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
 
     def __repr__(self) -> str:
         return f"{type(self).__qualname__}({', '.join(f for f in self.fields if f in self.__dict__)})"

@@ -8,6 +8,7 @@ import inspect
 from .errors import PluginError, author_line, definition_error
 
 _RESERVED = frozenset({"needs", "env", "seed"})
+_IN_BWD = frozenset({"main_grads"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Signature:
     needs: bool = False
     env: bool = False
     seed: bool = False
+    main_grads: bool = False
     optional: frozenset[str] = frozenset()  # those of the extras that have a default
 
     @classmethod
@@ -29,17 +31,19 @@ class Signature:
             wanted = ", ".join(("self", *positional))
             raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
         named = parameters[len(first) :]
+        reserved = _RESERVED | _IN_BWD if function == "bwd" else _RESERVED
         for p in named:
-            if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | _RESERVED):
-                known = ", ".join(sorted((allowed or frozenset()) | _RESERVED))
+            if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | reserved):
+                known = ", ".join(sorted((allowed or frozenset()) | reserved))
                 raise definition_error(owner, f"{function} names {p.name!r}, which is none of {known}", p.name)
         names = [p.name for p in named]
         return cls(
-            extras=tuple(n for n in names if n not in _RESERVED),
+            extras=tuple(n for n in names if n not in reserved),
             needs="needs" in names,
             env="env" in names,
             seed="seed" in names,
-            optional=frozenset(p.name for p in named if p.default is not p.empty) - _RESERVED,
+            main_grads="main_grads" in names and function == "bwd",
+            optional=frozenset(p.name for p in named if p.default is not p.empty) - reserved,
         )
 
 

@@ -10,7 +10,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
-SINGULAR = {"errors", "generated", "saved", "signature", "env", "autograd", "operation", "fusion", "store", "measured"}
+SINGULAR = {
+    "errors", "generated", "group", "saved", "signature", "env", "maingrad", "autograd", "operation",
+    "fusion", "store", "measured", "pictures",
+}  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
 BUILT_ON = ("losses", "nn", "parallel", "inference", "testing", "plugins", "tune", "cli")
@@ -22,10 +25,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "env": {"errors"},
-    "autograd": {"saved", "errors"},
-    "operation": {"saved", "signature", "autograd", "errors"},
+    "maingrad": {"errors"},
+    "autograd": {"saved", "maingrad", "errors"},
+    "group": {"errors"},
+    "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
+    "pictures": set(),
     "measured": {"store", "env", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
@@ -37,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "seqfuse": SINGULAR | COLLECTIONS | set(BUILT_ON),
 }
 MAY_IMPORT["cli"] |= {"seqfuse"}
+MAY_IMPORT["__main__"] = {"cli"}
 
 # Under `if TYPE_CHECKING:` only, so never at run time.
 MAY_NAME_IN_TYPES: dict[str, set[str]] = {"operation": {"env"}}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
+import sysconfig
 import textwrap
+import tomllib
 import types
+import venv
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -89,9 +93,53 @@ def test_import_runs_no_plugin(imported: dict[str, list[str]]) -> None:
 
 def test_import_is_light(imported: dict[str, list[str]]) -> None:
     foreign = {name for name in imported["loaded"] if name.split(".")[0] != "seqfuse"}
-    heavy = {"cyclopts", "hypothesis", "pytest", "rich", "sympy", "triton", "torch._dynamo", "torch._inductor"}
+    heavy = {
+        "cyclopts", "hypothesis", "numpy", "pytest", "rich", "sympy", "torch._dynamo", "torch._inductor",
+        "transformers", "triton",
+    }  # fmt: skip
     assert not foreign & heavy
     assert len(foreign) <= 20, sorted(foreign)
+
+
+@pytest.mark.parametrize("late", ["inference", "losses", "nn", "testing"])
+def test_parts_that_not_everybody_needs_are_imported_when_asked_for(late: str) -> None:
+    code = f"""
+        import sys
+        import seqfuse
+        assert "seqfuse.{late}" not in sys.modules
+        assert "{late}" in dir(seqfuse)
+        assert seqfuse.{late} is sys.modules["seqfuse.{late}"]
+        try:
+            seqfuse.inferense
+        except AttributeError as error:
+            print(error)
+    """
+    assert run_python(code) == "module 'seqfuse' has no attribute 'inferense'\n"
+
+
+def test_without_torch_one_sentence_says_what_to_do() -> None:
+    code = """
+        import sys
+        sys.modules["torch"] = None
+        try:
+            import seqfuse
+        except ModuleNotFoundError as error:
+            print(error.name, error, error.__suppress_context__, sep="|")
+    """
+    name, sentence, alone = run_python(code).strip().split("|")
+    assert (name, alone) == ("torch", "True")
+    assert sentence.startswith("seqfuse needs PyTorch 2.11 or later: pip install 'torch>=2.11'")
+
+
+def test_an_import_that_fails_inside_torch_is_not_taken_for_a_missing_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import no_such_module\n")
+    code = """
+        try:
+            import seqfuse
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+    assert run_python(code, tmp_path) == "No module named 'no_such_module'\n"
 
 
 def test_every_public_name_is_there() -> None:
@@ -161,14 +209,66 @@ def test_files_stay_readable_in_one_sitting() -> None:
     assert {name: count for name, count in lines.items() if count > 340} == {}
 
 
-def test_the_wheel_is_pure_and_typed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_is_pure_and_typed(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "seqfuse/py.typed" in names
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"seqfuse"}
     assert {str(source.relative_to(ROOT)) for source in SOURCES} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_holds_what_a_wheel_should(wheel: Path) -> None:
+    check_wheel_contents = pytest.importorskip("check_wheel_contents.__main__", exc_type=ImportError)
+    done = subprocess.run(
+        [sys.executable, "-m", check_wheel_contents.__package__, str(wheel)], capture_output=True, text=True
+    )
+    assert done.stdout.strip().endswith(": OK"), done.stdout + done.stderr
+
+
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    venv.create(empty, with_pip=False)
+    python = empty / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+
+    without = run("import seqfuse")
+    assert without.stderr.strip().splitlines()[-1].startswith("ModuleNotFoundError: seqfuse needs PyTorch 2.11")
+    # Its dependencies are those of the environment under test, behind what was installed.
+    (site,) = empty.glob("lib/python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    used = run(
+        "import torch, seqfuse as sf\n"
+        "model = sf.Sequential(sf.ops.Linear(8, 8), sf.ops.GeLU())\n"
+        "model(torch.randn(2, 8)).sum().backward()\n"
+        "print(sf.__file__, sf.__version__, model.plan(torch.randn(2, 8)).fused, sep='\\n')"
+    )
+    file, version, fused = used.stdout.splitlines()
+    assert Path(file).is_relative_to(site.resolve())
+    assert version == wheel.name.split("-")[1]
+    assert fused == "(1, 1)"
+
+
+def test_the_version_is_one_everywhere() -> None:
+    import seqfuse
+
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert seqfuse.__version__ == declared
+    assert f"\nversion: {declared}\n" in (ROOT / "CITATION.cff").read_text()
+    heading = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heading is not None
+    assert heading[1] == declared

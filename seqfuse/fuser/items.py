@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..errors import PlanError, PluginError
+from ..group import Group
 from ..measured import Epoch
 from ..operation import Changes, FusableOperation, UnfusedOperation
 
@@ -42,6 +43,8 @@ class Item:
     slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     crossing: int = 0  # channels that pass the border before this position
     readers: dict[str, set[int]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    rank: int = 0  # of this process where others have something else to draw a mask for
+    sum_over: Group | None = None  # the processes whose gradients of its parameters are summed
 
     @property
     def fusable(self) -> bool:
@@ -64,6 +67,8 @@ def has_own_graph(module: nn.Module) -> bool:
 def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
         return "not an operation of this library"
+    if module.barrier is not None:
+        return module.barrier
     if global_hooks() and not hidden:  # a member that is no submodule is not among the user's modules
         return "global module hooks are registered"
     if any(getattr(module, name) for name in _HOOKS):

@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
+from .apart import tell_apart
 from .items import Fingerprint, flatten, public_channels
 from .plan import Plan
 from .reference import random_positions
@@ -36,9 +38,11 @@ class Region:
     slots: list[tuple[nn.Module, str]]
     plain: list[tuple[dict[str, Any], str]] | None  # where parameters can be read directly
     channels: tuple[str, ...]
+    summed: list[tuple[int, Group]]  # of those slots, whose gradients are, and over which processes
     programs: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
     shapes: dict[Any, Program] = dataclasses.field(default_factory=lambda: dict[Any, Program]())
     latest: tuple[Any, Any] = (None, None)
+    compared: bool = False  # with the plans of other processes
 
 
 class Listing:
@@ -47,6 +51,7 @@ class Listing:
     def __init__(self, root: FusableOperation) -> None:
         modules: list[nn.Module] = []
         self.items = flatten(root, modules)
+        tell_apart(self.items)
         self.fingerprint = Fingerprint(modules, root)
         self.inputs, self.outputs = public_channels(self.items)
         self.random = random_positions(self.items)
@@ -83,7 +88,9 @@ class Listing:
         channels = tuple(dict.fromkeys(c for item in inside for _, c in item.inputs if c not in made))
         direct = all(name in owner._parameters for owner, name in slots)  # pyright: ignore[reportPrivateUsage]
         plain = [(owner._parameters, name) for owner, name in slots] if direct else None  # pyright: ignore[reportPrivateUsage]
-        return Region(start, stop, slots, plain, channels)
+        over = {slot: item.sum_over for item in inside for slot in item.slots.values() if item.sum_over is not None}
+        summed = [(slots.index(slot), group) for slot, group in over.items() if group.size > 1]
+        return Region(start, stop, slots, plain, channels, summed)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
+from .. import pictures
 from ..env import Env, Fusing
+from ..pictures import PlanData
 from .cover import Candidate, cheapest
+from .describe import describe
 from .items import Item
 from .match import Lookup, Matcher, Refusal
 from .show import Memory, render
@@ -50,6 +54,7 @@ class Plan:
         alone: what runs through its own `__call__`, with reasons.
         env: what it was made for.
         names: class of the operation at each position; `paths` where it lives in the container.
+        needs: names of the gradients that are wanted at each position: of parameters, of extra inputs, and `"x"`.
     """
 
     env: Env
@@ -60,6 +65,7 @@ class Plan:
     alone: tuple[Alone, ...]
     names: tuple[str, ...]
     paths: tuple[str, ...]
+    needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
     measure: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def count(self, name: str) -> int:
@@ -79,10 +85,37 @@ class Plan:
     def __str__(self) -> str:
         return render(self)
 
+    def as_dict(self) -> PlanData:
+        """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
+        return describe(self)
+
+    def json(self, indent: int | None = None) -> str:
+        """`as_dict()` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
+
+    def mermaid(self) -> str:
+        """A flowchart for Mermaid: the forward cover, the operations, the backward cover, and what is saved between."""
+        return pictures.mermaid(self.as_dict())
+
+    def svg(self) -> str:
+        """A picture that stands for itself: no scripts, no fonts or styles from elsewhere; details where one points."""
+        return pictures.svg(self.as_dict())
+
+    def html(self) -> str:
+        """A page that stands for itself: the picture, and in words what was refused and why."""
+        return pictures.page(self.as_dict())
+
+    def _repr_html_(self) -> str:
+        return pictures.fragment(self.as_dict())
+
 
 def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Item]], env: Env, items: Sequence[Item]) -> Plan:
     """One plan of a whole list, from those of its regions and its barriers."""
     steps = [Step(item.operation, range(at, at + 1), item.name) for at, item in alone]
+    needs = [frozenset[str]()] * len(items)
+    for plan in plans:
+        at = plan.forward[0].covers.start
+        needs[at : at + len(plan.needs)] = plan.needs
     forward = sorted([s for p in plans for s in p.forward] + steps, key=lambda s: s.covers.start)
     backward = sorted(
         [s for p in plans for s in p.backward] + (steps if env.grad else []), key=lambda s: s.covers.start
@@ -96,6 +129,7 @@ def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Item]], env: Env, it
         tuple(Alone(at, item.name, item.alone or "") for at, item in alone),
         tuple(item.name for item in items),
         tuple(item.path for item in items),
+        tuple(needs),
     )
 
 
@@ -170,6 +204,7 @@ def plan_region(
     return Plan(
         env, ahead, back, _segments(items, ahead, back, start, stop), tuple(refused), (),
         tuple(item.name for item in items[start:stop]), tuple(item.path for item in items[start:stop]),
+        tuple(wants.needs[i] for i in range(start, stop)),
     )  # fmt: skip
 
 

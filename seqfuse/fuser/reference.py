@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.nn.utils import stateless
 
 from ..errors import InputError
+from ..group import summed_gradient
 from ..operation import UnfusedOperation
 from .items import Item, call_name
 
@@ -35,9 +38,21 @@ def random_positions(items: Sequence[Item]) -> dict[int, int]:
     return random
 
 
-def draw(count: int, x: Tensor) -> Tensor:
-    """One 63-bit seed per active random operation, on x's device, from torch's generator."""
+def random_seeds(count: int, x: Tensor) -> Tensor:
+    """63-bit seeds on x's device, from torch's generator."""
     return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=x.device)
+
+
+def draw(items: Sequence[Item], random: Mapping[int, int], x: Tensor) -> Tensor:
+    """One 63-bit seed per active random operation, on x's device, from torch's generator.
+
+    Processes with one state of it draw the same; where they have different rows or features, their seeds differ.
+    """
+    seeds = random_seeds(len(random), x)
+    for position, index in random.items():
+        if items[position].rank:
+            seeds[index].bitwise_xor_(items[position].rank)
+    return seeds
 
 
 def by_reference(
@@ -50,9 +65,20 @@ def by_reference(
 ) -> Any:
     """Run every operation's reference under plain autograd."""
     check_channels(items, inputs, channels)
-    seeds = draw(len(random), x) if random else None
+    seeds = draw(items, random, x) if random else None
     x = walk_reference(items, range(len(items)), random, x, channels, seeds)
     return (x, *[channels[name] for name in outputs]) if outputs else x
+
+
+def _summing(item: Item) -> contextlib.AbstractContextManager[Any]:
+    """While it is open, the parameters of an operation are read such that their gradients are summed."""
+    group = item.sum_over
+    if group is None or group.size == 1:
+        return contextlib.nullcontext()
+    owners = {id(owner): owner for owner, _ in item.slots.values()}
+    (owner,) = owners.values()
+    swapped = {name: summed_gradient(group, getattr(owner, name)) for _, name in item.slots.values()}
+    return cast(Any, stateless)._reparametrize_module(owner, swapped)
 
 
 def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
@@ -121,7 +147,8 @@ def walk_reference(
         extras: dict[str, Any] = {name: channels[channel] for name, channel in item.inputs}
         if operation.forward_signature.seed:
             extras["seed"] = seeds[random[position]] if seeds is not None and position in random else None
-        out = operation.reference(x, **extras)
+        with _summing(item):
+            out = operation.reference(x, **extras)
         if item.outputs:
             x, made = out
             channels.update((channel, made[name]) for name, channel in item.outputs)

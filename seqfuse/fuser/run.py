@@ -15,9 +15,11 @@ from torch.nn.utils import parametrize
 
 from .. import operation as operations
 from ..autograd import apply
-from ..env import Env, any_autocast, autocast_of, fusing_now
+from ..env import Env, any_autocast, autocast_of, fusing_now, settings
 from ..fusion import FusedOperation, checked
+from ..group import summed_gradient
 from ..operation import FusableOperation, UnfusedOperation
+from .apart import compare, tell_apart
 from .bind import binder_of
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
@@ -86,7 +88,7 @@ class Fuser:
             return self._run_region(listing, listing.whole, x, channels, None)
         if channels or listing.inputs:
             check_channels(listing.items, listing.inputs, channels)
-        seeds = draw(len(listing.random), x) if listing.random else None
+        seeds = draw(listing.items, listing.random, x) if listing.random else None
         if listing.parametrized:
             # The cache is the process's, so that one thread would read tensors of another's graph.
             with _one_at_a_time, parametrize.cached():
@@ -113,6 +115,9 @@ class Fuser:
             parameters = [owned[name] for owned, name in plain]
         else:
             parameters = [getattr(owner, name) for owner, name in region.slots]
+        for i, group in region.summed:
+            if parameters[i].requires_grad and torch.is_grad_enabled():
+                parameters[i] = summed_gradient(group, parameters[i])
         key = (
             x.shape,
             x.dtype,
@@ -128,6 +133,8 @@ class Fuser:
         latest, program = region.latest
         if latest != key:
             program = self._program(listing, region, key, x, channels, parameters)
+            if settings().debug and not region.compared:
+                compare(listing.items, region, program.plan, x, seeds)
         if program.by_reference:
             return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
         for segment, indices in program.segments:
@@ -261,7 +268,7 @@ class Fuser:
 
     def _run_regions(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> None:
         """Run what is planned and nothing else: a barrier is taken to return what it got."""
-        seeds = draw(len(listing.random), x) if listing.random else None
+        seeds = draw(listing.items, listing.random, x) if listing.random else None
         for part in listing.parts:
             if isinstance(part, Region):
                 x = self._run_region(listing, part, x, channels, seeds)
@@ -276,6 +283,7 @@ class Fuser:
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""
         items = flatten(self.root)
+        tell_apart(items)
         random = random_positions(items)
         inputs, outputs = public_channels(items)
         return by_reference(items, random, inputs, outputs, x, channels)

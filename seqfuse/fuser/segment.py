@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ..autograd import Asked
 from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError
+from ..maingrad import MainGrads
 from ..saved import Layout, Saved, rebuilder
 from .fake import is_fake
-from .straight import FELL, ORDER, ForwardFellBack, Packed, ahead, back
+from .straight import BUFFERS, FELL, ORDER, ForwardFellBack, Packed, ahead, back
 
 _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 Kind = Literal["unfused", "forward", "joint", "inference", "backward"]
@@ -42,6 +43,7 @@ class Call:
     packs: tuple[Pack, ...]
     zeros: bool  # its backward cannot do without the gradient of y
     check: Callable[..., bool] | None  # contract check, dropped once it has passed
+    together: bool  # whether processes exchange tensors in it
     unfused: Callable[[], tuple[Call, ...]] | None
 
 
@@ -61,8 +63,10 @@ class Back:
     channel_grads: tuple[tuple[str, str], ...]  # key, channel
     shared: frozenset[int]  # the parameters that another step has gradients of, too
     dtype: torch.dtype | None  # of the gradient it hands on, where that can differ
+    adds: bool  # it takes buffers to add gradients to
     zeros: bool
     check: Callable[..., bool] | None
+    together: bool
     unfused: Callable[[], tuple[Back, ...]] | None
     recover: Callable[[Any], Any] | None  # a joint fusion's record as the records of its operations
     apart: Callable[..., Tensor | None] | None = None  # runs its operations in its place
@@ -121,9 +125,12 @@ class Segment:
         packed: Packed,
         tensors: tuple[Tensor, ...],
         asked: Asked | None = None,
+        buffers: MainGrads | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Run the backward steps: the gradients of x and of the parameters; `sides` are the channels'."""
         sums: list[Tensor | None] = [None] * len(self.parameters)
+        if buffers is not None:
+            packed = {**packed, BUFFERS: buffers}
         if ORDER in packed:
             order: list[int] = packed[ORDER]
             tensors = tuple([tensors[i] for i in order])
@@ -131,7 +138,15 @@ class Segment:
         if run is None:
             run = self.made[asked] = self._back(self.backward_calls(asked))
         dx = run(dy, sides, packed, tensors, sums)
+        if buffers is not None:
+            buffers.settle(sums)
         return dx if asked is None or asked[1] else None, sums
+
+    def place(self, index: int) -> tuple[str, str, int]:
+        """A parameter, by its index, with the operation that makes its gradient, and its position."""
+        owner, attribute = self.parameters[index]
+        step = next(b for b in self.backward_calls(None) if index in [i for _, i in b.grads])
+        return f"{type(owner).__name__}.{attribute}", step.name, step.start
 
     def ran(self, packed: Packed) -> tuple[Any, ...]:
         """What ran: the plan, and the fusions that fell back."""
@@ -196,6 +211,9 @@ class Segment:
         if at < 0:
             raise error  # of the operations that ran in place of a fusion
         step = backs[at]
+        if step.unfused is not None and step.adds and BUFFERS in packed and (taken := packed[BUFFERS].taken()):
+            message = f"it failed after it took the main_grad of {', '.join(taken)}: {type(error).__name__}: {error}"
+            raise KernelError(message, code="SF401", operation=step.name, position=step.start) from error
         if not isinstance(error, ForwardFellBack):
             if step.kind == "joint" and step.recover is None and not isinstance(error, SeqfuseError):
                 message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
@@ -228,7 +246,11 @@ class Segment:
         clear = self.clearer(range(step.start, step.stop), error, tensor)
         if clear is not error:
             raise clear from error
-        if step.unfused is None:
+        if step.together and step.unfused is not None and not isinstance(error, SeqfuseError):
+            hint = "processes exchange tensors in it, so that none can run its operations alone"
+            where: dict[str, Any] = {"operation": step.name, "position": step.start, "hint": hint}
+            raise KernelError(f"{type(error).__name__}: {error}", code="SF401", **where) from error
+        if step.unfused is None or step.together:
             error.add_note(f"in operation {step.name} at position {step.start}")
             raise error
         if isinstance(error, SeqfuseError) and not isinstance(error, InputError):
@@ -236,7 +258,7 @@ class Segment:
             raise error
         if isinstance(error, InputError):
             return  # the operations themselves will say it, with the place
-        where: dict[str, Any] = {"operation": step.name, "position": step.start}
+        where = {"operation": step.name, "position": step.start}
         if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
             raise PluginError(f"fwd built a wrong record: {error}", code="SF302", **where) from error
         if isinstance(error, torch.AcceleratorError):

@@ -63,13 +63,22 @@ def measure(run: Callable[[Tensor, dict[str, Tensor]], None], x: Tensor, channel
     return Memory(saved, unfused, flops)
 
 
+def head(plan: Plan) -> tuple[str, str]:
+    """For what a plan was made, and how much of it is fused."""
+    forward, backward = plan.fused
+    counts = f"{_plural(len(plan.names), 'operation')}, {_plural(len(plan.segments), 'segment')}"
+    return f"Plan for {plan.env}", f"{counts}, {forward} fused forward, {backward} fused backward"
+
+
+def memory_line(plan: Plan, memory: Memory) -> str:
+    """What is kept for backward, and the work of the forward pass."""
+    text = f"saved for backward: {_bytes(memory.saved)} (unfused {_bytes(memory.saved_unfused)}); "
+    return f"{text}{_number(memory.flops)}FLOP forward" + ("; without what runs alone" if plan.alone else "")
+
+
 def render(plan: Plan) -> str:
     """A plan as text for a terminal of 80 columns."""
-    positions = len(plan.names)
-    forward, backward = plan.fused
-    lines = [f"Plan for {plan.env}: {positions} operations, {_plural(len(plan.segments), 'segment')}"]
-    lines[0] += f", {forward} fused forward, {backward} fused backward"
-    lines = _wrap(lines[0], "  ")
+    lines = _wrap(": ".join(head(plan)), "  ")
     wide = max([len("operation"), *(_width(_label(n, p)) for n, p in zip(plan.names, plan.paths, strict=True))])
     wide = min(wide, 30)
     column = (WIDTH - wide - 8) // 2
@@ -87,11 +96,7 @@ def render(plan: Plan) -> str:
         lines += _wrap(line, "    ")
     memory = plan.memory
     if memory is not None:
-        lines += _wrap(
-            f"saved for backward: {_bytes(memory.saved)} (unfused {_bytes(memory.saved_unfused)}); "
-            f"{_number(memory.flops)}FLOP forward" + ("; without what runs alone" if plan.alone else ""),
-            "    ",
-        )
+        lines += _wrap(memory_line(plan, memory), "    ")
     return "\n".join(lines)
 
 

@@ -8,18 +8,22 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from ..errors import PluginError
 from ..generated import Source, identifier
+from ..maingrad import MainGrads, accumulated
 from ..saved import Layout, Saved, packing, reader, rebuilder
 
 if TYPE_CHECKING:
     from .segment import Back, Call
 
 # Records are packed under their position, a joint fusion's under `~position`. Below all of these: which of the saved
-# tensors each of the records' is, which fusions fell back, and, under `SHAPES - stop`, what zeros for an unused y are.
+# tensors each of the records' is, which fusions fell back, the buffers that gradients are added to, and, under
+# `SHAPES - stop`, what zeros for an unused y are.
 Packed = dict[int, Any]
 ORDER = -(1 << 40)
 FELL = ORDER - 1
-SHAPES = ORDER - 2
+BUFFERS = ORDER - 2
+SHAPES = ORDER - 3
 
 
 class ForwardFellBack(Exception):
@@ -124,6 +128,8 @@ def _one(s: Source, step: Back) -> None:
     s.add(*(f"{name} = sides.get({channel})" for name, channel in came))
     s.add(f"if {' or '.join(f'{name} is not None' for name, _ in [('d', ''), *came])}:")
     s.depth += 1
+    if step.adds:
+        s.add(f"buffers = {s.put(_offer)}(packed, {s.put(step.grads)})")
     if step.kind == "joint":
         s.add(f"if {step.records[0][1]} not in packed: raise fell")
     if came and step.kind == "backward":
@@ -142,6 +148,8 @@ def _one(s: Source, step: Back) -> None:
         )
     given = _records(s, step, layout if fits else None)
     given += [f"{identifier(keyword)}={name}" for (keyword, _), (name, _) in zip(step.incoming, came, strict=True)]
+    if step.adds:
+        given.append("main_grads=buffers")
     s.add(f"dx, grads = {_first(s, step)}(d, {', '.join(given)})")
     latest: dict[Any, str] = {}
     for j, (key, target) in enumerate([*step.grads, *step.channel_grads]):
@@ -151,6 +159,8 @@ def _one(s: Source, step: Back) -> None:
         elif known is None and target in step.shared:
             known = f"sums[{target}]"
         one = f"grads[{s.put(key)}]"
+        if step.adds and not isinstance(target, str):
+            one = f"{s.put(_left)}({one}, {s.put(key)}, packed, {s.put(step.name)}, {step.start})"
         s.add(f"g{j} = {one if known is None else f'plus({known}, {one})'}")
         latest[target] = f"g{j}"
     if step.dtype is not None:
@@ -214,6 +224,21 @@ def _fit_record(record: Saved, layout: Layout) -> None:
         elif isinstance(value, tuple):
             several = cast(tuple[Any, ...], value)
             fields[name] = tuple(fit(v, layout) if isinstance(v, Tensor) else v for v in several)
+
+
+def _offer(packed: Packed, grads: tuple[tuple[str, int], ...]) -> dict[str, Tensor]:
+    buffers: MainGrads | None = packed.get(BUFFERS)
+    return {} if buffers is None else buffers.offer(grads)
+
+
+def _left(g: Any, key: str, packed: Packed, name: str, at: int) -> Tensor | None:
+    """What is left of a gradient to hand on: nothing of one that was added to its buffer."""
+    if g is not accumulated:
+        return g
+    if BUFFERS in packed and key in packed[BUFFERS].taken():
+        return None
+    message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
+    raise PluginError(message, code="SF303", operation=name, position=at)
 
 
 def _look(y: Tensor, made: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:

@@ -9,6 +9,7 @@ replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it,
 * `LinearBiasAct`, `LinearBiasAdd`: the activation or the residual sum in place of the product, which saves a tensor.
 * `ScaleAdd`: one pass in place of two.
 * `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
+* `AllReduceLinearBackward`: the sum of dx over several processes is sent while dweight is made.
 * `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
 
 ATen has nothing for add and norm in one pass, or for a backward that makes a bias gradient or an activation's gradient
@@ -21,6 +22,7 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
   before it in the product that makes dx.
+* `LinearBiasBackwardTriton`: a bias's gradient in the product that makes the weight's, where that is small enough.
 * `BlockEndBackward`: these with the bias, dropout and residual sum after the product, at the end of a block.
 * `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
   torch.
@@ -44,6 +46,7 @@ In `lean` are those that keep less for the backward pass and take longer, for wh
 
 from ..fusion import FusedOperation
 from .activationlinear import ActivationLinearBackward
+from .allreducelinear import AllReduceLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
@@ -59,6 +62,7 @@ from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
 from .linearactivationlinear import LinearActivationLinear
 from .linearbias import LinearBias, LinearBiasBackward
+from .linearbias_triton import LinearBiasBackwardTriton
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
 from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
@@ -77,8 +81,10 @@ aten: tuple[type[FusedOperation], ...] = (
     LinearBiasAdd,
     LinearBias,
     ScaleAdd,
+    AllReduceLinearBackward,
     LinearBiasBackward,
 )
+"""Fusions made of calls of ATen; they apply on any device, without Triton."""
 
 triton: tuple[type[FusedOperation], ...] = (
     LinearBiasActivationInference,
@@ -92,6 +98,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasDropoutAdd,
     BlockEndBackward,
     ActivationLinearBackward,
+    LinearBiasBackwardTriton,
     GatedLinearBackward,
     BiasActivationBackward,
     BiasGatedBackward,
@@ -111,13 +118,17 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasQKNormRotaryBackward,
     BiasQKNormBackward,
 )
+"""Fusions made of Triton kernels, refused where none can run; not yet run on a GPU."""
 
 lean: tuple[type[FusedOperation], ...] = (LinearActivationLinear,)
+"""Fusions that keep less for the backward pass and take longer, for whoever asks for them."""
 
 default: tuple[type[FusedOperation], ...] = (*triton, *aten)
+"""What a `Sequential` uses unless told otherwise: `(*triton, *aten)`."""
 
 __all__ = [
     "ActivationLinearBackward",
+    "AllReduceLinearBackward",
     "BiasActivation",
     "BiasActivationBackward",
     "BiasActivationInference",
@@ -142,6 +153,7 @@ __all__ = [
     "LinearBiasActivationInference",
     "LinearBiasAdd",
     "LinearBiasBackward",
+    "LinearBiasBackwardTriton",
     "LinearBiasDropoutAdd",
     "LinearGated",
     "LinearGatedInference",

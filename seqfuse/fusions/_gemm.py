@@ -9,9 +9,11 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import Requirements
+from ..maingrad import Accumulated
 from ..operation import Gated, Pointwise
 from ..ops import Bias, Dropout, Linear
 from ..ops._read import parameter
+from ..ops.linear import weight_grad
 from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
 from ._linear import one_dtype
 
@@ -72,18 +74,18 @@ def unit_bwd(
     dropout: Dropout | None,
     dropped: Dropout.Saved | None,
     needs: frozenset[str],
-) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    main_grads: dict[str, Tensor],
+) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
     """The gradients of slots `bias`, `act`, an optional dropout and `linear`, in that order, from the product's."""
     from ..kernels import gemm
 
     dx: Tensor | None = None
-    grads: dict[str, Tensor | None] = {}
+    grads: dict[str, Tensor | Accumulated | None] = {}
     if dy is None:
         return dx, grads
-    if "linear.weight" in needs:
-        grads["linear.weight"] = weight_grad(_like(dy, linear.x), linear.x)
+    given = dy
     if "x" in needs or "bias.bias" in needs:
-        dy = _like(dy, linear.weight)
+        dy = like(dy, linear.weight)
         drop = None if dropped is None else mask(dropout, dropped.seed, dropped.p)
         around: dict[str, Any] = {"dropout": drop, "sums": "bias.bias" in needs, "tf32": tf32()}
         if isinstance(act, Gated):
@@ -93,6 +95,9 @@ def unit_bwd(
             t: Tensor = record.y if output else record.x
             dx, total, _ = gemm.linear_dgrad(dy, linear.weight, act=device(act), t=t, t_is_output=output, **around)
         grads["bias.bias"] = total
+    if "linear.weight" in needs:  # last: what fails before it may fall back
+        main_grad = main_grads.pop("linear.weight", None)
+        grads["linear.weight"] = weight_grad(like(given, linear.x), linear.x, main_grad)
     return (dx if "x" in needs else None), grads
 
 
@@ -125,11 +130,6 @@ def as_rows(t: Tensor) -> Tensor:
     return t if t.ndim == 2 else t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty((0, t.shape[-1]))
 
 
-def _like(dy: Tensor, t: Tensor) -> Tensor:
+def like(dy: Tensor, t: Tensor) -> Tensor:
     """In the dtype of the product, where a residual in another had the sum promoted."""
     return dy if dy.dtype is t.dtype else dy.to(t.dtype)
-
-
-def weight_grad(dy: Tensor, x: Tensor) -> Tensor:
-    """The gradient of a weight, dy^T x over all rows: torch's own product, which is not slower."""
-    return as_rows(dy).t().mm(as_rows(x))

@@ -47,5 +47,6 @@ class ActivationLinearBackward(BackwardFusion):
         dropout: Dropout.Saved | None,
         linear: Linear.Saved,
         needs: frozenset[str],
+        main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
-        return unit_bwd(dy, linear, self.act, act, self.dropout, dropout, needs)
+        return unit_bwd(dy, linear, self.act, act, self.dropout, dropout, needs, main_grads)

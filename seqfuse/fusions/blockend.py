@@ -60,10 +60,11 @@ class BlockEndBackward(BackwardFusion):
         dropout: Dropout.Saved | None,
         add: Add.Saved,
         needs: frozenset[str],
+        main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
         branch = not needs.isdisjoint({"x", "bias.bias", "linear.weight"})
         d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, "out_bias.bias" in needs)
-        dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs)
+        dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs, main_grads)
         return dx, {**grads, "out_bias.bias": total, "add.other": dy if "add.other" in needs else None}
 
 

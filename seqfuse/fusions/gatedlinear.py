@@ -48,5 +48,6 @@ class GatedLinearBackward(BackwardFusion):
         dropout: Dropout.Saved | None,
         linear: Linear.Saved,
         needs: frozenset[str],
+        main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
-        return unit_bwd(dy, linear, self.gated, gated, self.dropout, dropout, needs)
+        return unit_bwd(dy, linear, self.gated, gated, self.dropout, dropout, needs, main_grads)

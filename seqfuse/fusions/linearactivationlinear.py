@@ -10,8 +10,10 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import JointFusion, Requirements
+from ..maingrad import Accumulated
 from ..operation import Gated, Grads, Pointwise
 from ..ops import Add, Bias, Dropout, Linear
+from ..ops.linear import weight_grad
 from ._gemm import (
     as_rows,
     bias_of,
@@ -21,7 +23,6 @@ from ._gemm import (
     mask,
     tf32,
     unit_worth,
-    weight_grad,
     weight_of,
     worth,
 )
@@ -129,8 +130,10 @@ class LinearActivationLinear(JointFusion):
         bias = bias_of(self.out_bias)
         return gemm.linear(h, out, bias, dropout=drop, residual=add_other, dtype=dtype, tf32=tf32())[0], record
 
-    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
-        grads: dict[str, Tensor | None] = {"add.other": dy if "add.other" in needs else None}
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Grads]:
+        grads: dict[str, Tensor | Accumulated | None] = {"add.other": dy if "add.other" in needs else None}
         before = not needs.isdisjoint({"x", "linear.weight", "bias.bias"})
         wanted = before or "out.weight" in needs, "out_bias.bias" in needs
         dropped = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
@@ -140,16 +143,16 @@ class LinearActivationLinear(JointFusion):
         # The operations hand on a gradient in their own dtype where the residual has another.
         d = d if d.dtype is saved.z.dtype else d.to(saved.z.dtype)
         if not before:
-            grads["out.weight"] = weight_grad(d, self._again(saved))
+            grads["out.weight"] = weight_grad(d, self._again(saved), main_grads.pop("out.weight", None))
             return None, grads
         dz, grads["bias.bias"], h = self._inner(d, saved, needs)
+        dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1) if "x" in needs else None
+        # Last: what fails before them may fall back.
         if h is not None:
-            grads["out.weight"] = weight_grad(d, h)
+            grads["out.weight"] = weight_grad(d, h, main_grads.pop("out.weight", None))
         if "linear.weight" in needs:
-            grads["linear.weight"] = weight_grad(dz, saved.x)
-        if "x" not in needs:
-            return None, grads
-        return as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1), grads
+            grads["linear.weight"] = weight_grad(dz, saved.x, main_grads.pop("linear.weight", None))
+        return dx, grads
 
     def _inner(self, dy: Tensor, saved: Saved, needs: frozenset[str]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """dz, its sum over all rows and h."""

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
+from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
 from ..ops._read import parameter
+from ..ops.linear import weight_grad
 from ._linear import one_dtype, output_bytes
 
 
@@ -56,17 +58,23 @@ class LinearBiasBackward(BackwardFusion):
         return Savings(launches=1 if env.device == "cpu" else 0)
 
     def bwd(
-        self, dy: Tensor, *, linear: Linear.Saved, bias: Bias.Saved, needs: frozenset[str]
+        self,
+        dy: Tensor,
+        *,
+        linear: Linear.Saved,
+        bias: Bias.Saved,
+        needs: frozenset[str],
+        main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
         rows = dy if dy.ndim == 2 else dy.flatten(0, -2) if dy.ndim > 2 else dy.unsqueeze(0)
         dx: Tensor | None = None
-        grads: dict[str, Tensor | None] = {}
+        grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
             dx = rows.mm(linear.weight)
             dx = dx if rows is dy else dx.view(*dy.shape[:-1], dx.shape[1])
-        if "linear.weight" in needs:
-            x = linear.x if rows is dy else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
-            grads["linear.weight"] = rows.t().mm(x)
         if "bias.bias" in needs:
             grads["bias.bias"] = rows.sum(0)
+        if "linear.weight" in needs:  # last: what fails before it may fall back
+            x = linear.x if rows is dy else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
+            grads["linear.weight"] = weight_grad(rows, x, main_grads.pop("linear.weight", None))
         return dx, grads

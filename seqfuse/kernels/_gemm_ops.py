@@ -33,6 +33,12 @@ _DGRAD_GATED = (
     f"(Tensor dy, Tensor weight, *, str act, Tensor t, Tensor? row_scale=None, {_DROPOUT}, bool sums=False, "
     "bool emit=False, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> Tensor[]"
 )
+_WGRAD_BIAS = (
+    "(Tensor dy, Tensor x, *, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> (Tensor, Tensor)"
+)
+_WGRAD_BIAS_ADD = (
+    "(Tensor(a!) main_grad, Tensor dy, Tensor x, *, ScalarType? sums_dtype=None, bool tf32=False) -> Tensor"
+)
 
 
 def _arguments(act: str | None, seed: Tensor | None, p: float, upscale: bool, rest: dict[str, Any]) -> dict[str, Any]:
@@ -104,6 +110,22 @@ def _wgrad(dy: Tensor, x: Tensor, *, dtype: torch.dtype | None = None, tf32: boo
     return gemm.linear_wgrad(dy, x, dtype=dtype, tf32=tf32)
 
 
+def _wgrad_bias(dy: Tensor, x: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
+    return gemm.linear_wgrad_bias(dy, x, **rest)
+
+
+def _fake_wgrad_bias(dy: Tensor, x: Tensor, *, sums_dtype: Any = None, **rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake_wgrad(dy, x, **rest), dy.new_empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype)
+
+
+def _wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, **rest: Any) -> Tensor:
+    return gemm.linear_wgrad_bias(dy, x, main_grad=main_grad, **rest)[1]
+
+
+def _fake_wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, sums_dtype: Any = None, **_: Any) -> Tensor:
+    return dy.new_empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype)
+
+
 def _wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
     gemm.linear_wgrad(dy, x, main_grad=main_grad, tf32=tf32)
 
@@ -118,6 +140,8 @@ def _register() -> None:
          _fake_wgrad),
         ("linear_wgrad_", "(Tensor(a!) main_grad, Tensor dy, Tensor x, *, bool tf32=False) -> ()", _wgrad_add,
          lambda main_grad, dy, x, *, tf32=False: None),
+        ("linear_wgrad_bias", _WGRAD_BIAS, _wgrad_bias, _fake_wgrad_bias),
+        ("linear_wgrad_bias_", _WGRAD_BIAS_ADD, _wgrad_bias_add, _fake_wgrad_bias_add),
     ):  # fmt: skip
         _library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order,))
         _library.impl(name, run, "CompositeExplicitAutograd")

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._columns import column_sums
+from ._columns import several_column_sums
 from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
@@ -547,13 +547,12 @@ def backward(
             sums_constexprs(function, flags, x.element_size(), triton_compute),
             s.num_warps,
         )
-    totals: list[Tensor | None] = []
+    made: list[Tensor] = []
     if partials is not None:
         table = partials[: programs * sums * N].view(programs, sums * N)
-    first = 0
-    for kind in wanted:
-        totals.append(None if kind is None else column_sums(table[:, first:], N, kind))
-        first += 0 if kind is None else N
+        made = several_column_sums(table, N, [(1, kind) for kind in wanted if kind is not None])
+    left = iter(made)
+    totals = [None if kind is None else next(left) for kind in wanted]
     return Backward(out, totals[0], totals[1], branch if dbranch else None, totals[2])
 
 

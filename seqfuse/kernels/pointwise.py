@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._columns import column_sums
+from ._columns import several_column_sums
 from ._launch import Constexprs, as_rows, cdiv, faking, inner_contiguous, launch, next_power_of_2, processors, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
@@ -581,14 +581,14 @@ def pointwise(
                 constexprs,
                 _NUM_WARPS,
             )
-        first = 0
-        for at, parts, of in totals:
-            if empty:
-                outputs[at] = torch.zeros(parts * width, dtype=of, device=x.device)
-                continue
+        runs = [(parts, of) for _, parts, of in totals]
+        if empty:
+            sums = [torch.zeros(parts * width, dtype=of, device=x.device) for parts, of in runs]
+        else:
             table = partials[: down * chain.sums * width].view(down, chain.sums * width)
-            outputs[at] = column_sums(table[:, first:], parts * width, of)
-            first += parts * width
+            sums = several_column_sums(table, width, runs)
+        for (at, _, _), total in zip(totals, sums, strict=True):
+            outputs[at] = total
     return (y, *(output for step, output in zip(chain.steps, outputs, strict=True) if step.output))
 
 

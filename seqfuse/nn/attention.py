@@ -11,6 +11,8 @@ from torch import nn
 
 from .. import ops
 from ..fuser.sequential import Sequential
+from ..group import Group
+from ._across import across, own_heads
 
 
 class MultiHeadAttention(Sequential):
@@ -32,8 +34,13 @@ class MultiHeadAttention(Sequential):
             `functools.partial(ops.RotaryEmbedding, style="half")` does.
         attention: the remaining arguments of `ops.Attention`: causal, window, dropout, scale, softcap, mask,
             cu_seqlens.
+        group: processes that divide the heads; see `ops.Linear`. A mask must be the same for all heads, and has then
+            no gradient of its own.
+        sequence_dim: the dimension of x and y of which each process has its share, none by default; attention itself
+            sees all rows.
 
     Raises:
+        InputError: (SF101) for `heads` or `kv_heads` that the processes do not divide: a key head is not held twice.
         ValueError: where `heads` does not divide `embed_dim` and no `head_dim` is given.
     """
 
@@ -50,6 +57,8 @@ class MultiHeadAttention(Sequential):
         out_bias: bool | None = None,
         qk_norm: bool = False,
         rotary: Callable[[int, int], ops.RotaryEmbedding] | None = None,
+        group: Any = None,
+        sequence_dim: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         **attention: Any,
@@ -60,12 +69,18 @@ class MultiHeadAttention(Sequential):
             head_dim = embed_dim // heads
         shared = heads if kv_heads is None else kv_heads
         made: dict[str, Any] = {"device": device, "dtype": dtype}
+        into, out = across(group, sequence_dim)
+        several = Group(group)
+        own, own_shared = own_heads(heads, shared, several)
         parts: OrderedDict[str, nn.Module] = OrderedDict()
-        parts["qkv"] = ops.Linear(embed_dim, (heads + 2 * shared) * head_dim, bias, **made)
+        sizes = tuple(n * head_dim for n in (heads, shared, shared))
+        parts["qkv"] = ops.Linear(embed_dim, sum(sizes), bias, **made, **into, parts=sizes if into else None)
         if qk_norm:
-            parts["qk_norm"] = ops.QKNorm(head_dim, heads, shared, **made)
+            parts["qk_norm"] = norm = ops.QKNorm(head_dim, own, own_shared, **made)
+            norm.sum_over = several if group is not None else None
         if rotary is not None:
-            parts["rotary"] = rotary(heads, shared)
-        parts["attention"] = ops.Attention(heads, shared, **attention)
-        parts["out"] = ops.Linear(heads * head_dim, embed_dim, bias if out_bias is None else out_bias, **made)
+            parts["rotary"] = rotary(own, own_shared)
+        parts["attention"] = ops.Attention(own, own_shared, **attention)
+        out_bias = bias if out_bias is None else out_bias
+        parts["out"] = ops.Linear(heads * head_dim, embed_dim, out_bias, **made, **out)
         super().__init__(parts)

@@ -12,6 +12,7 @@ from torch import nn
 from .. import ops
 from ..fuser.sequential import Sequential
 from ..operation import Gated, UnfusedOperation
+from ._across import across
 
 
 class FeedForward(Sequential):
@@ -27,6 +28,11 @@ class FeedForward(Sequential):
         activation: makes the activation, as `ops.GeLU` or `ops.SwiGLU` do.
         bias: whether the products have biases.
         dropout: probability of dropping what the activation gives, in training.
+        group: processes that divide the hidden features, each half of a gated unit's; see `ops.Linear`.
+        sequence_dim: the dimension of x and y of which each process has its share, none by default.
+
+    Raises:
+        InputError: (SF101) for hidden features that the processes do not divide.
     """
 
     inlines: ClassVar[bool] = True
@@ -39,16 +45,20 @@ class FeedForward(Sequential):
         *,
         bias: bool = True,
         dropout: float = 0.0,
+        group: Any = None,
+        sequence_dim: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         hidden = 4 * dim if hidden_dim is None else hidden_dim
         act = activation()
-        made = {"device": device, "dtype": dtype}
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        up, down = across(group, sequence_dim)
+        sizes = (hidden, hidden) if isinstance(act, Gated) else (hidden,)
         parts: OrderedDict[str, nn.Module] = OrderedDict()
-        parts["up"] = ops.Linear(dim, 2 * hidden if isinstance(act, Gated) else hidden, bias, **made)
+        parts["up"] = ops.Linear(dim, sum(sizes), bias, **made, **up, parts=sizes if up else None)
         parts["activation"] = act
         if dropout:
             parts["dropout"] = ops.Dropout(dropout)
-        parts["down"] = ops.Linear(hidden, dim, bias, **made)
+        parts["down"] = ops.Linear(hidden, dim, bias, **made, **down)
         super().__init__(parts)

@@ -12,6 +12,7 @@ from torch import nn
 from .. import ops
 from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
+from ._across import norm_on_rows
 from .attention import MultiHeadAttention
 from .feedforward import FeedForward
 
@@ -38,6 +39,8 @@ class TransformerLayer(Sequential):
         attention_dropout: the same of an attention weight.
         hidden_dropout: the same of what the activation gives.
         residual_scale: what a block's result is multiplied by.
+        group: processes that divide heads and hidden features; see `MultiHeadAttention` and `FeedForward`.
+        sequence_dim: the dimension of x and y of which each process has its share, none by default.
         attention: the remaining arguments of `MultiHeadAttention` and `ops.Attention`.
     """
 
@@ -58,22 +61,27 @@ class TransformerLayer(Sequential):
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
         residual_scale: float | None = None,
+        group: Any = None,
+        sequence_dim: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
         **attention: Any,
     ) -> None:
         made: dict[str, Any] = {"device": device, "dtype": dtype}
+        several: dict[str, Any] = {"group": group, "sequence_dim": sequence_dim}
         mixers: dict[str, nn.Module] = {
             "attention": MultiHeadAttention(
-                dim, heads, kv_heads, bias=bias, dropout=attention_dropout, **made, **attention
+                dim, heads, kv_heads, bias=bias, dropout=attention_dropout, **several, **made, **attention
             ),
-            "feedforward": FeedForward(dim, hidden_dim, activation, bias=bias, dropout=hidden_dropout, **made),
+            "feedforward": FeedForward(
+                dim, hidden_dim, activation, bias=bias, dropout=hidden_dropout, **several, **made
+            ),
         }
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         for name, mixer in mixers.items():
             block: OrderedDict[str, nn.Module] = OrderedDict()
             if pre_norm:
-                block["norm"] = norm(dim, **made)
+                block["norm"] = norm_on_rows(norm, dim, group, sequence_dim, made)
             block["mixer"] = mixer
             if dropout:
                 block["dropout"] = ops.Dropout(dropout)
@@ -81,7 +89,7 @@ class TransformerLayer(Sequential):
                 block["scale"] = ops.Scale(residual_scale)
             parts[name] = ops.Residual(block)
             if not pre_norm:
-                parts[f"{name}_norm"] = norm(dim, **made)
+                parts[f"{name}_norm"] = norm_on_rows(norm, dim, group, sequence_dim, made)
         super().__init__(parts)
 
 
@@ -106,5 +114,6 @@ class TransformerStack(Sequential):
             parts[str(index)] = TransformerLayer(dim, heads, **layer)
         if final_norm or (final_norm is None and layer.get("pre_norm", True)):
             made = {name: layer[name] for name in ("device", "dtype") if name in layer}
-            parts["norm"] = layer.get("norm", ops.LayerNorm)(dim, **made)
+            several = layer.get("group"), layer.get("sequence_dim")
+            parts["norm"] = norm_on_rows(layer.get("norm", ops.LayerNorm), dim, *several, made)
         super().__init__(parts)

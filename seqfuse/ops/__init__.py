@@ -1,6 +1,8 @@
 """The operations: one file each, with its math, its record, its reference and both passes."""
 
 from .add import Add
+from .allgather import AllGather
+from .allreduce import AllReduce
 from .attention import Attention
 from .bias import Bias
 from .dropout import Dropout
@@ -10,11 +12,13 @@ from .geglu import GEGLU
 from .gelu import GELU, GeLU
 from .glu import GLU
 from .identity import Identity
+from .identityforwardallreducebackward import IdentityForwardAllReduceBackward
 from .layernorm import LayerNorm
 from .linear import Linear
 from .positionembedding import PositionEmbedding
 from .qknorm import QKNorm
 from .quickgelu import QuickGeLU
+from .reducescatter import ReduceScatter
 from .reglu import ReGLU
 from .relu import ReLU
 from .reshape import Reshape
@@ -33,6 +37,8 @@ __all__ = [
     "GELU",
     "GLU",
     "Add",
+    "AllGather",
+    "AllReduce",
     "Attention",
     "Bias",
     "Dropout",
@@ -40,6 +46,7 @@ __all__ = [
     "Fork",
     "GeLU",
     "Identity",
+    "IdentityForwardAllReduceBackward",
     "LayerNorm",
     "Linear",
     "PositionEmbedding",
@@ -48,6 +55,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "Residual",
     "RotaryEmbedding",

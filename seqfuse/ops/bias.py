@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ class Bias(sf.UnfusedOperation):
         size: length of the last dimension.
 
     Attributes:
-        bias: the parameter. `Bias.of(owner)` makes one that reads `owner.bias` and has no parameter of its own.
+        bias: the parameter. `Bias.of(owner)` makes one that reads `owner.bias` and has no parameter of its own, or an
+            equal part of it, where each of several processes adds one before their results are summed: the gradient
+            is then still that of the whole.
     """
 
     class Saved(sf.Saved):
@@ -34,6 +36,7 @@ class Bias(sf.UnfusedOperation):
 
     # A tuple, so that the owner is not registered as a submodule.
     _owner: tuple[nn.Module, ...] = ()
+    _parts = 1
 
     def __init__(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -42,12 +45,12 @@ class Bias(sf.UnfusedOperation):
         self.reset_parameters()
 
     @classmethod
-    def of(cls, owner: nn.Module, size: int) -> Bias:
-        """A `Bias` that stands for `owner.bias` in an expansion of `owner`."""
+    def of(cls, owner: nn.Module, size: int, parts: int = 1) -> Bias:
+        """A `Bias` that stands for `owner.bias`, or one of its `parts`, in an expansion of `owner`."""
         self = cls.__new__(cls)
         super().__init__(self)
         self.size = size
-        self._owner = (owner,)
+        self._owner, self._parts = (owner,), parts
         return self
 
     def reset_parameters(self) -> None:
@@ -56,7 +59,7 @@ class Bias(sf.UnfusedOperation):
 
     def __getattr__(self, name: str) -> Any:
         if name == "bias" and self._owner:
-            return parameter(self._owner[0], name)
+            return self.read()
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -76,6 +79,8 @@ class Bias(sf.UnfusedOperation):
         """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
         bias = parameter(self._owner[0] if self._owner else self, "bias")
         assert bias is not None
+        if self._parts > 1:
+            bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]
         return bias
 
     def _addend(self, x: Tensor) -> Tensor:
@@ -110,3 +115,19 @@ class Bias(sf.UnfusedOperation):
 
     def extra_repr(self) -> str:
         return f"{self.size}"
+
+
+class _Part(torch.autograd.Function):
+    """bias / parts, whose sum over the processes adds the bias once: its gradient is that of the sum."""
+
+    @staticmethod
+    def forward(bias: Tensor, parts: int) -> Tensor:
+        return bias / parts
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        return douts[0], None

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..errors import InputError
+from ..group import Group, Share, vocabulary_share
 from ._norm import stats_dtype
-from ._read import parameter
+from ._read import divide, initial, parameter
+from .allreduce import AllReduce
+from .reducescatter import ReduceScatter
 
 _backward: Callable[..., Tensor] = torch.ops.aten.embedding_dense_backward.default  # pyright: ignore
 
@@ -26,18 +30,27 @@ class Embedding(sf.UnfusedOperation):
     Saved: x.
     Keys, arguments and initial values are those of `torch.nn.Embedding`.
 
+    With `parallel="vocab"` each process of a group holds a share of the rows and gives zeros for those of others;
+    `AllReduce` follows, or `ReduceScatter` with a `sequence_dim` of y.
+
     Args:
         num_embeddings: rows of the table.
         embedding_dim: its columns.
         padding_idx: a row that starts as zeros and gets no gradient.
+        parallel: `"vocab"`.
+        group: a process group or a `DeviceMesh` of one dimension.
+        sequence_dim: the dimension of y of which each process keeps its share of the rows.
 
     Raises:
         ValueError: for a `padding_idx` outside the table.
         IndexError: for an index outside the table (on a GPU an error of the device, as in torch).
+        InputError: (SF101) for rows that the processes do not divide, (SF106) for another `parallel`, or no group.
     """
 
     class Saved(sf.Saved):
         x: Tensor  # [*]
+
+    _meets: tuple[sf.UnfusedOperation, ...] = ()
 
     def __init__(
         self,
@@ -46,6 +59,10 @@ class Embedding(sf.UnfusedOperation):
         padding_idx: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        parallel: Literal["vocab"] | None = None,
+        group: Any = None,
+        sequence_dim: int | None = None,
     ) -> None:
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
@@ -54,33 +71,87 @@ class Embedding(sf.UnfusedOperation):
         self.padding_idx = padding_idx % num_embeddings if padding_idx is not None else None
         self.weight = nn.Parameter(torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype))
         self.reset_parameters()
+        if parallel is not None:
+            if parallel != "vocab" or group is None:  # pyright: ignore[reportUnnecessaryComparison]
+                message = f'parallel={parallel!r} must be "vocab" and needs a group'
+                raise InputError(message, code="SF106", operation="Embedding")
+            self.divide(group, sequence_dim=sequence_dim)
 
     def reset_parameters(self) -> None:
         """Start from N(0, 1), as `torch.nn.Embedding` does."""
-        nn.init.normal_(self.weight)
-        if self.padding_idx is not None:
-            with torch.no_grad():
-                self.weight[self.padding_idx].fill_(0)
+        with initial(self, "weight") as weight:
+            nn.init.normal_(weight)
+            if self.padding_idx is not None:
+                with torch.no_grad():
+                    weight[self.padding_idx].fill_(0)
+
+    def divided(self, group: Group) -> dict[str, Share]:
+        """Which share of the table a process would hold; raises where there is none."""
+        return {"weight": vocabulary_share("Embedding", self.shares, self.num_embeddings, group)}
+
+    def divide(self, group: Any, *, sequence_dim: int | None = None) -> None:
+        """Keep this process's share; the arguments are those of the class."""
+        group = Group(group)
+        shares = self.divided(group)
+        if group.size > 1:
+            divide(self, shares)
+            self._meets = (AllReduce(group) if sequence_dim is None else ReduceScatter(group, sequence_dim),)
+
+    def expand(self) -> tuple[nn.Module, ...]:
+        return (self, *self._meets)
 
     @property
     def y_dtype(self) -> torch.dtype:
         return self.weight.dtype
 
+    @property
+    def _rows(self) -> range:
+        """The rows of this process."""
+        group = self.shares["weight"].group
+        count = self.num_embeddings // group.size
+        return range(group.rank * count, (group.rank + 1) * count)
+
+    def _own(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of this process's share, the first one for what is not in it, and where that is."""
+        outside = (x < 0) | (x >= self.num_embeddings)
+        if x.is_cuda:
+            torch._assert_async(~outside.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        elif not torch.compiler.is_compiling() and outside.any():
+            first = int(x[outside][0].item())
+            raise IndexError(f"Embedding: index {first} is outside a table of {self.num_embeddings} rows")
+        absent = (x < self._rows.start) | (x >= self._rows.stop)
+        return (x - self._rows.start).masked_fill(absent, 0), absent
+
     def reference(self, x: Tensor) -> Tensor:
+        if self.shares:
+            own, absent = self._own(x)
+            padding = self.padding_idx if self.padding_idx in self._rows else None
+            padding = padding if padding is None else padding - self._rows.start
+            return F.embedding(own, self.weight, padding).masked_fill(absent.unsqueeze(-1), 0)
         return F.embedding(x, self.weight, self.padding_idx)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = parameter(self, "weight")
         assert weight is not None
+        if self.shares:
+            own, absent = self._own(x)
+            return F.embedding(own, weight).masked_fill_(absent.unsqueeze(-1), 0), self.Saved(x=x)
         return F.embedding(x, weight, self.padding_idx), self.Saved(x=x)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[None, sf.Grads]:
         if "weight" not in needs:
             return None, {"weight": None}
-        padding = -1 if self.padding_idx is None else self.padding_idx
         # The kernel for the CPU sums half gradients in half.
         fit = dy.to(stats_dtype(dy)) if dy.device.type == "cpu" else dy
-        dweight = _backward(fit, saved.x, self.num_embeddings, padding, False)
+        if self.shares:
+            own, absent = self._own(saved.x)
+            absent = absent if self.padding_idx is None else absent | (saved.x == self.padding_idx)
+            # The kernel leaves one row out: that is one more, where all goes that is not of this process.
+            last = len(self._rows)
+            dweight = _backward(fit, own.masked_fill(absent, last), last + 1, last, False)[:last].contiguous()
+        else:
+            padding = -1 if self.padding_idx is None else self.padding_idx
+            dweight = _backward(fit, saved.x, self.num_embeddings, padding, False)
         return None, {"weight": dweight.to(dy.dtype)}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -94,4 +165,5 @@ class Embedding(sf.UnfusedOperation):
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+        across = ", parallel='vocab'" if self.shares else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{across}"

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
-from ._read import parameter
+from ..errors import InputError
+from ..group import Group, Share
+from ..maingrad import Accumulated, accumulated
+from ._read import divide, initial, parameter
+from .allgather import AllGather
+from .allreduce import AllReduce
 from .bias import Bias
+from .identityforwardallreducebackward import IdentityForwardAllReduceBackward
+from .reducescatter import ReduceScatter
 
 
 class Linear(sf.UnfusedOperation):
@@ -20,16 +28,36 @@ class Linear(sf.UnfusedOperation):
     Forward: y = x weight^T. Called as a module it adds `bias`; in a list it expands to this product and a `Bias` that
     reads `linear.bias`, so that `Linear(bias=True)` and `Linear(bias=False), Bias` are one pattern.
 
-    Backward: dx = dy weight;  dweight = dy^T x over all rows.
+    Backward: dx = dy weight;  dweight = dy^T x over all rows; where there is a `weight.main_grad` it is
+    added to that in float32.
 
     x: [*, in_features], y: [*, out_features], weight: [out_features, in_features], bias: [out_features].
     Saved: x for dweight, weight for dx; each is dropped when that gradient is not wanted.
     Keys, arguments and initial values are those of `torch.nn.Linear`.
 
+    With `parallel` each process of a group holds a share of the weight. `"column"`: of its rows, and of the bias; x is
+    whole, y a share of the features; it expands to `IdentityForwardAllReduceBackward`, product, `Bias`. `"row"`: of its
+    columns; x is a share of the features, y whole; product, `AllReduce`, `Bias`, which adds the bias once, after the
+    sum. With a `sequence_dim` x of a column and y of a row are a share of the rows instead, and `AllGather` and
+    `ReduceScatter` stand for these. In a group of one process nothing is added.
+
     Args:
-        in_features: last dimension of x.
-        out_features: last dimension of y.
+        in_features: last dimension of x, of all processes together.
+        out_features: last dimension of y, of all processes together.
         bias: whether to own a bias.
+        parallel: `"column"` or `"row"`.
+        group: a process group or a `DeviceMesh` of one dimension.
+        parts: sizes along `out_features` that the processes divide one by one, as those of queries, keys and values, or
+            of `[gate; up]`; one by default.
+        sequence_dim: the dimension of x or y of which each process has its share of the rows.
+        bias_last: `False` lets a row's product take the bias with it: each process adds its equal part before the sum,
+            which is exact but for the order of the sum where the number of processes is a power of two.
+
+    Attributes:
+        in_features, out_features: those of this process's product.
+
+    Raises:
+        InputError: (SF101) for features that the processes do not divide, (SF106) for another `parallel`, or no group.
     """
 
     class Saved(sf.Saved):
@@ -38,6 +66,9 @@ class Linear(sf.UnfusedOperation):
 
     bias: nn.Parameter | None
     _member: tuple[Bias, ...]  # a tuple, so that it is not registered as a submodule
+    _meets: tuple[sf.UnfusedOperation, ...] = ()
+    parallel: Literal["column", "row"] | None = None
+    bias_last = True
 
     def __init__(
         self,
@@ -46,6 +77,12 @@ class Linear(sf.UnfusedOperation):
         bias: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        parallel: Literal["column", "row"] | None = None,
+        group: Any = None,
+        parts: Sequence[int] | None = None,
+        sequence_dim: int | None = None,
+        bias_last: bool = True,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -54,21 +91,85 @@ class Linear(sf.UnfusedOperation):
         self.register_parameter("bias", owned)
         self._member = (Bias.of(self, out_features),)
         self.reset_parameters()
+        if parallel is not None:
+            if group is None:
+                raise InputError(f"parallel={parallel!r} needs a group", code="SF106", operation="Linear")
+            self.divide(parallel, group, parts=parts, sequence_dim=sequence_dim, bias_last=bias_last)
 
     def reset_parameters(self) -> None:
         """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        with initial(self, "weight") as weight:
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            bound = 1 / math.sqrt(weight.shape[1]) if weight.shape[1] > 0 else 0
         if self.bias is not None:
-            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-            nn.init.uniform_(self.bias, -bound, bound)
+            with initial(self, "bias") as bias:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def divided(
+        self, parallel: Literal["column", "row"], group: Group, parts: Sequence[int] | None = None
+    ) -> dict[str, Share]:
+        """Which share of each parameter a process would hold; raises where there is none."""
+        wrong: dict[str, Any] = {"operation": "Linear"}
+        if parallel not in ("column", "row"):
+            raise InputError(f'parallel must be "column" or "row", got {parallel!r}', code="SF106", **wrong)
+        if self.shares:
+            raise InputError("it is divided among processes already", code="SF106", **wrong)
+        column = parallel == "column"
+        sizes = tuple(parts or (self.out_features if column else self.in_features,))
+        if parts is not None and (not column or sum(parts) != self.out_features):
+            message = f"parts are sizes of a column that sum to its {self.out_features} features, got {sizes}"
+            raise InputError(message, code="SF101", **wrong)
+        if any(size % group.size for size in sizes):
+            what = "out_features" if column else "in_features"
+            given = sizes[0] if len(sizes) == 1 else f"{sizes} together"
+            message = f"expects {what} that {group.size} processes divide, got {given}"
+            raise InputError(message, code="SF101", **wrong)
+        shares = {"weight": Share(group, 0 if column else 1, sizes)}
+        if column and self.bias is not None:
+            shares["bias"] = Share(group, 0, sizes)
+        return shares
+
+    def divide(
+        self,
+        parallel: Literal["column", "row"],
+        group: Any,
+        *,
+        parts: Sequence[int] | None = None,
+        sequence_dim: int | None = None,
+        bias_last: bool = True,
+    ) -> None:
+        """Keep this process's share; the arguments are those of the class."""
+        group = Group(group)
+        shares = self.divided(parallel, group, parts)
+        self.parallel, self.bias_last = parallel, bias_last
+        if group.size == 1:
+            return
+        divide(self, shares)
+        if parallel == "column":
+            self.out_features //= group.size
+            meets = IdentityForwardAllReduceBackward(group) if sequence_dim is None else AllGather(group, sequence_dim)
+        else:
+            self.in_features //= group.size
+            meets = AllReduce(group) if sequence_dim is None else ReduceScatter(group, sequence_dim)
+        self._meets = (meets,)
+        self._member = (self._bias(),)
+
+    def _bias(self) -> Bias:
+        rows = self._meets and isinstance(self._meets[0], ReduceScatter)
+        size = self.shares["weight"].group.size if self.shares else 1
+        member = Bias.of(self, self.out_features, 1 if self.bias_last or self.parallel != "row" else size)
+        if rows and self.bias_last:
+            member.sum_over = self.shares["weight"].group
+        return member
 
     def expand(self) -> tuple[nn.Module, ...]:
         # A parametrized bias is no longer registered; reading it would evaluate it.
-        if self._parameters.get("bias", self) is None:
-            return (self,)
-        if not self._member[0].belongs_to(self):  # a shallow replica
-            self._member = (Bias.of(self, self.out_features),)
-        return (self, *self._member)
+        member = () if self._parameters.get("bias", self) is None else self._member
+        if member and not member[0].belongs_to(self):  # a shallow replica
+            member = self._member = (self._bias(),)
+        if self.parallel != "row":
+            return (*self._meets, self, *member)
+        return (self, *self._meets, *member) if self.bias_last else (self, *member, *self._meets)
 
     def reference(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
@@ -78,7 +179,9 @@ class Linear(sf.UnfusedOperation):
         assert weight is not None
         return F.linear(x, weight), self.Saved(x=x, weight=weight)
 
-    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor | None, sf.Grads]:
         flat, conjugate = dy.ndim == 2, dy.is_complex()
         dx = dweight = None
         if "x" in needs:
@@ -86,7 +189,7 @@ class Linear(sf.UnfusedOperation):
             dx = dy.mm(weight) if flat else dy.matmul(weight)
         if "weight" in needs:
             x = saved.x.conj() if conjugate else saved.x
-            dweight = dy.t().mm(x) if flat else _rows(dy).t().mm(_rows(x))
+            dweight = weight_grad(dy, x, main_grads.pop("weight", None) if main_grads else None)
         return dx, {"weight": dweight}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,7 +204,27 @@ class Linear(sf.UnfusedOperation):
         return cls(x.shape[-1], x.shape[-1] + 3, device=x.device, dtype=x.dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self._parameters.get('bias', self) is not None}"
+        text = f"{self.in_features}, {self.out_features}, bias={self._parameters.get('bias', self) is not None}"
+        return text + (f", parallel={self.parallel!r}" if self.parallel else "")
+
+
+def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None) -> Tensor | Accumulated:
+    """The gradient of a weight, dy^T x over all rows, or `accumulated` where it was added to `main_grad`.
+
+    What is added is float32, as `main_grad` is (float64 as that): it is not rounded to the dtype of dy first.
+    dy: [*, N], x: [*, K], dweight, main_grad: [N, K].
+    """
+    dy, x = dy if dy.ndim == 2 else _rows(dy), x if x.ndim == 2 else _rows(x)
+    if main_grad is None:
+        return dy.t().mm(x)
+    device, dtype = dy.device.type, main_grad.dtype
+    if torch.is_autocast_enabled(device):  # it does not reach a product in place
+        dy, x = (t.to(torch.get_autocast_dtype(device)) for t in (dy, x))
+    if device == "cuda" and torch.version.hip is None and dy.dtype is not dtype and dy.dtype is x.dtype:
+        torch.addmm(main_grad, dy.t(), x, out_dtype=dtype, out=main_grad)
+    else:
+        main_grad.addmm_(dy.to(dtype).t(), x.to(dtype))
+    return accumulated
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..fuser import Sequential
-from ..fuser.reference import draw
+from ..fuser.reference import random_seeds
 from ..fuser.sequential import Fusions
 from ..operation import UnfusedOperation
 from ..ops.residual import Residual
@@ -122,7 +122,7 @@ def _call(node: Node, module: nn.Module, x: Tensor, channels: dict[str, Tensor])
     if node.hook == "forward pre":
         x = 0.5 * x
     count = _active(node, module)
-    y = _walk(node, module, x, channels, iter(draw(count, x) if count else ()))
+    y = _walk(node, module, x, channels, iter(random_seeds(count, x) if count else ()))
     return 0.5 * y if node.hook == "forward" else y
 
 

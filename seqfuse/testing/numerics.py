@@ -17,6 +17,7 @@ from torch import Tensor
 from .structure import Tree, index_of, named_tensors, share_storage
 
 PARTS = ("structure", "max", "rms", "tile", "element", "bias")
+"""The parts of the rule, in the order they are checked in."""
 
 # The mean of few, or few independent, elements says nothing about a bias.
 _BIAS_ROWS, _BIAS_ELEMENTS = 16, 256

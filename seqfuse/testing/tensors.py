@@ -52,15 +52,14 @@ def _heavy(shape: Shape, seed: Seed) -> Tensor:
     return _normal(shape, draw) * torch.exp(1.5 * _normal(shape, draw))
 
 
-# Ordinary numbers; numbers whose variance is of the size of eps; cancellation; a heavy tail.
 REGIMES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "normal": _normal,
     "small": lambda shape, seed: 2e-3 * _normal(shape, seed),
     "offset": lambda shape, seed: _normal(shape, seed) + 8,
     "heavy": _heavy,
 }
-# Where formulas divide by zero, overflow or meet what is not a number; "extremes" becomes plus and minus the dtype's
-# largest.
+"""Ordinary numbers; numbers whose variance is of the size of eps; cancellation; a heavy tail."""
+
 EDGES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "zeros": lambda shape, _: torch.zeros(shape, dtype=torch.float64),
     "constant_rows": _constant_rows,
@@ -68,6 +67,10 @@ EDGES: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "one_nan": _with_one(math.nan),
     "one_inf": _with_one(math.inf),
 }
+"""Where formulas divide by zero, overflow or meet what is not a number.
+
+`"extremes"` becomes plus and minus the dtype's largest.
+"""
 
 
 def in_regime(regime: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,12 +102,12 @@ def _signs(shape: Shape, seed: Seed) -> Tensor:
     return torch.where(order % 2 == 0, 1.0, -1.0).double().reshape(shape)
 
 
-# Sums of a few thousand of these are exact in float32, of a few dozen in the 16-bit dtypes, whatever the order.
 EXACT: dict[str, Callable[[Shape, Seed], Tensor]] = {
     "integers": _integers,
     "powers_of_two": _powers_of_two,
     "signs": _signs,
 }
+"""Sums of a few thousand of these are exact in float32, of a few dozen in 16-bit dtypes, in whatever order."""
 
 
 def exact(kind: str, shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -145,6 +148,7 @@ _BROADCAST: dict[str, Callable[[Tensor], Tensor]] = {
     "scalar": lambda x: x.reshape(-1)[:1].view([1] * x.ndim).expand(x.shape) if x.numel() else x,
 }
 LAYOUTS = (*_FILLABLE, *_BROADCAST)
+"""The names of the layouts of `laid_out`."""
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

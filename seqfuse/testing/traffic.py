@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
-# What is watched, and the arguments it must have after self.
+# What is watched, and the arguments it must begin with after self: the others, which differ by version, are passed on.
 _METHODS = {
-    "create_masked_load": ("ptrs", "mask", "other", "cache_modifier", "eviction_policy", "is_volatile"),
-    "create_masked_store": ("ptrs", "value", "mask", "cache_modifier", "eviction_policy"),
-    "create_atomic_rmw": ("rmwOp", "ptr", "val", "mask", "sem", "scope"),
-    "create_atomic_cas": ("ptr", "cmp", "val", "sem", "scope"),
+    "create_masked_load": ("ptrs", "mask"),
+    "create_masked_store": ("ptrs", "value", "mask"),
+    "create_atomic_rmw": ("rmwOp", "ptr", "val", "mask"),
+    "create_atomic_cas": ("ptr",),
 }
 
 
@@ -148,19 +148,19 @@ def counted() -> Generator[Traffic]:
         under_way[-1].count("loaded", ptrs, mask)
         return plain["create_masked_load"](self, ptrs, mask, *rest, **named)
 
-    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         under_way[-1].count("stored", ptrs, mask)
-        return plain["create_masked_store"](self, ptrs, value, mask, *rest)
+        return plain["create_masked_store"](self, ptrs, value, mask, *rest, **named)
 
-    def rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+    def rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         under_way[-1].count("loaded", ptr, mask)
         under_way[-1].count("stored", ptr, mask)
-        return plain["create_atomic_rmw"](self, op, ptr, val, mask, *rest)
+        return plain["create_atomic_rmw"](self, op, ptr, val, mask, *rest, **named)
 
-    def cas(self: Any, ptr: Any, *rest: Any) -> Any:
+    def cas(self: Any, ptr: Any, *rest: Any, **named: Any) -> Any:
         under_way[-1].count("loaded", ptr)
         under_way[-1].count("stored", ptr)
-        return plain["create_atomic_cas"](self, ptr, *rest)
+        return plain["create_atomic_cas"](self, ptr, *rest, **named)
 
     def launch(self: Any, *args: Any, **named: Any) -> Any:
         given = [*zip(self.arg_names, args, strict=False), *named.items()]
@@ -213,7 +213,7 @@ def _probe(interpreter: Any) -> None:
     unknown = [
         name
         for name, arguments in _METHODS.items()
-        if tuple(inspect.signature(getattr(builder, name, _probe)).parameters)[1:] != arguments
+        if tuple(inspect.signature(getattr(builder, name, _probe)).parameters)[1 : 1 + len(arguments)] != arguments
     ]
     unknown += [] if hasattr(interpreter, "GridExecutor") else ["GridExecutor"]
     if unknown:

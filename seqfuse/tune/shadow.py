@@ -51,7 +51,7 @@ class _Recorder:
         listing = self._fuser.listing()
         items = listing.items
         check_channels(items, listing.inputs, channels)
-        seeds = draw(len(listing.random), x) if listing.random else None
+        seeds = draw(listing.items, listing.random, x) if listing.random else None
         site = Site(*self._about, self._fuser, listing, [(x, dict(channels))])
         self._sites.append(site)
         starts = {part.start: part for part in listing.parts if isinstance(part, Region)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -75,6 +74,8 @@ def compare(make: Callable[[], Passes], device: torch.device) -> tuple[float, fl
     while len(times[0]) < ROUNDS[0] or (len(times[0]) < ROUNDS[1] and time.perf_counter() - begun < SECONDS):
         times[0].append(timed(fused))
         times[1].append(timed(unfused))
+    import statistics  # brings fractions and decimals along, which importing seqfuse does without
+
     return statistics.median(times[0]), statistics.median(times[1])
 
 

@@ -204,9 +204,9 @@ def test_one_seed_vector_per_call_whatever_the_number_of_dropouts(monkeypatch: p
     drawn: list[int] = []
     draw_seeds = running.draw
 
-    def counted(count: int, x: Tensor) -> Tensor:
-        drawn.append(count)
-        return draw_seeds(count, x)
+    def counted(items: Any, random: Any, x: Tensor) -> Tensor:
+        drawn.append(len(random))
+        return draw_seeds(items, random, x)
 
     monkeypatch.setattr(running, "draw", counted)
     model = sf.Sequential(

@@ -67,7 +67,7 @@ def test_computes_the_wanted_gradients_alone(needs: set[str], kernels: int):
     fusion = fusions.LinearBiasBackward(linear=linear, bias=linear.expand()[1])
     records = {"linear": ops.Linear.Saved(x=torch.ones(4, 6), weight=linear.weight), "bias": ops.Bias.Saved()}
     with torch.no_grad(), Products() as products:
-        fusion.bwd(torch.ones(4, 8), **records, needs=frozenset(needs))
+        fusion.bwd(torch.ones(4, 8), **records, needs=frozenset(needs), main_grads={})
     assert products.count == kernels
 
 
@@ -78,7 +78,7 @@ def test_no_rows_give_zero_gradients(rows: tuple[int, ...]):
     y, records = fusions.LinearBias(linear=linear, bias=linear.expand()[1]).fwd(torch.zeros(*rows, 6))
     needs = frozenset({"x", "linear.weight", "bias.bias"})
     with torch.no_grad():
-        dx, grads = fusion.bwd(torch.zeros_like(y), **records, needs=needs)
+        dx, grads = fusion.bwd(torch.zeros_like(y), **records, needs=needs, main_grads={})
     assert dx.shape == (*rows, 6)
     assert torch.equal(grads["linear.weight"], torch.zeros(8, 6))
     assert torch.equal(grads["bias.bias"], torch.zeros(8))

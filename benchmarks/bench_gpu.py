@@ -1,0 +1,225 @@
+"""Every row that needs a GPU, beside eager torch, `torch.compile`, Liger-Kernel and quack where they can be imported.
+
+Each row is checked by the numeric rule before it is timed; one that does not agree reports no speed. The most important
+rows come first, and those for which there was no time are listed. Results are written after every row, to
+`results/gpu.json` or into the folder that `OUT` names. Rows run in a child process: one that ends it is marked, and the
+rest goes on in a new one. Needs torch and Triton, and no installation of this library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Whatever a user has measured on this machine must not decide what is compared.
+os.environ["SEQFUSE_TUNE"] = "0"
+# A fusion that fails must not be timed as what takes its place.
+os.environ["SEQFUSE_ON_ERROR"] = "raise"
+
+import torch
+from record import RESULTS, about
+
+MOST_CHILDREN = 12
+ENDED = 3  # exit status of a child that has lost its device
+
+
+class TooLong(BaseException):
+    """A row that took more than its share of the time; no error, which something might handle."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--budget", type=float, default=470.0, help="seconds for everything")
+    parser.add_argument("--most", type=float, default=75.0, help="seconds for one row")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of samples, for each contender of a row")
+    parser.add_argument("--only", default="", help="a regular expression that a row's key contains")
+    parser.add_argument("--out", type=Path, help="the file of results")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the file has")
+    parser.add_argument("--check", action="store_true", help="check every row, time none")
+    parser.add_argument("--list", action="store_true", help="print the rows and their order")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU in Triton's interpreter")
+    parser.add_argument("--dtype", default="float32", help="of the tiny rows")
+    parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / (
+        "gpu_check.json" if arguments.check else "gpu.json"
+    )
+    if arguments.tiny:
+        os.environ["TRITON_INTERPRET"] = "1"
+    if arguments.child is not None:
+        return work(arguments, out, arguments.child)
+    if arguments.list:
+        for case in chosen(arguments):
+            print(case.priority, case.key)
+        return 0
+    if not arguments.tiny and not torch.cuda.is_available():
+        print("there is no GPU here; --tiny checks every row without one", file=sys.stderr)
+        return 2
+    return supervise(arguments, out)
+
+
+def supervise(arguments: argparse.Namespace, out: Path) -> int:
+    """Run children until everything is measured or the time is over."""
+    from gpu.book import Book
+
+    if not arguments.resume:
+        out.unlink(missing_ok=True)
+    elif not out.exists() and (RESULTS / out.name).exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(RESULTS / out.name, out)
+    until = time.time() + arguments.budget
+    command = [sys.executable, __file__, *sys.argv[1:], "--child", repr(until)]
+    for _ in range(MOST_CHILDREN):
+        if time.time() >= until:
+            break
+        try:
+            # A row may take what it was given at the very end; beyond that something hangs.
+            status = subprocess.run(command, timeout=until - time.time() + 30, check=False).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+        key = Book(out).bury(f"its process ended with status {status}")
+        if status == 0 or (key is None and status != ENDED):
+            break
+    book = Book(out)
+    bad = [key for key, row in book.rows.items() if row["status"] in ("red", "failed")]
+    late = [key for key in book.data.get("planned", []) if key not in book.rows]
+    print(f"{out}: {len(book.rows)} rows, {len(bad)} red or failed, {len(late)} not run")
+    for key in bad:
+        print(f"  {book.rows[key]['status']}: {key}: {book.rows[key]['why']}")
+    return 1 if bad or not book.rows else 0
+
+
+def chosen(arguments: argparse.Namespace) -> list[Any]:
+    """The rows that were asked for."""
+    from gpu import rows
+    from gpu.sizes import real, tiny
+
+    found = rows.cases(tiny(getattr(torch, arguments.dtype)) if arguments.tiny else real())
+    return [case for case in found if re.search(arguments.only, case.key)]
+
+
+def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
+    """Measure, in this process, what the file has not yet."""
+    from gpu.book import Book
+    from gpu.peers import versions
+
+    cases = chosen(arguments)
+    book = Book(out)
+    book.state(about=about(), peers=versions(), planned=[case.key for case in cases])
+    bench = _bench(arguments, book)
+    with _rounding(arguments.tiny):
+        for case in cases:
+            left = until - time.time()
+            if left <= 0:
+                break
+            if case.key in book.rows:
+                continue
+            book.begin(case.key)
+            begun = time.time()
+            try:
+                with limited(min(arguments.most, max(5.0, left))):
+                    row = bench.row(case, checks_only=arguments.check)
+            except TooLong:
+                row = {"group": case.group, "name": case.name, "status": "failed", "why": "it took too long"}
+            except torch.AcceleratorError as error:
+                book.bury(f"the device was lost: {str(error).splitlines()[0]}")
+                return ENDED
+            row["seconds"] = round(time.time() - begun, 2)
+            book.add(case.key, row)
+            case.after()
+            print(_line(case.key, row), flush=True)
+            if not _alive():
+                return ENDED
+            _tidy()
+    return 0
+
+
+def _bench(arguments: argparse.Namespace, book: Any) -> Any:
+    from gpu import ceilings
+    from gpu.clock import OnDevice, OnHost
+    from gpu.measure import Bench
+
+    device = torch.device("cpu" if arguments.tiny else "cuda")
+    on_host = OnHost(device)
+    if arguments.tiny:
+        found = ceilings.measure(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)
+        return Bench(device, found, on_host, on_host, 1024, arguments.seconds)
+    clock = OnDevice()
+    known = book.data.get("ceilings")
+    if known is None:
+        found = ceilings.measure(clock, device, (torch.bfloat16, torch.float32))
+        book.state(ceilings=found.stated())
+        print(found, flush=True)
+    else:
+        rates = {k: r * 1e6 for k, r in known["cublas_TFLOP_per_s"].items()}
+        found = ceilings.Ceilings(known["copy_TB_per_s"] * 1e6, rates)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return Bench(device, found, clock, on_host, cache, arguments.seconds)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises `TooLong` in the block after so many seconds."""
+
+    def ring(*_: Any) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _rounding(tiny: bool) -> contextlib.AbstractContextManager[None]:
+    if not tiny:
+        return contextlib.nullcontext()
+    from seqfuse.testing.interpreter import corrected
+
+    return corrected()
+
+
+def _alive() -> bool:
+    """Whether the device still answers: after an illegal access nothing in this process can run on it."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tidy() -> None:
+    """Between rows, free what the last one held, compiled graphs among it."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        from seqfuse.kernels._launch import release_workspaces
+
+        release_workspaces()
+        torch.cuda.empty_cache()
+
+
+def _line(key: str, row: dict[str, Any]) -> str:
+    """A row for the eye."""
+    if row["status"] != "ok":
+        return f"{row['status']:>7}  {key}  {row.get('why', '')[:160]}"
+    times = ", ".join(f"{name} {t['median']:.1f}" for name, t in row["times"].items())
+    return f"{row['fraction']['seqfuse']:>7.2f}  {key}  us: {times}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

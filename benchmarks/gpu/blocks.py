@@ -1,0 +1,269 @@
+"""Blocks forward and backward, layers with an optimizer, and passes without gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import plain
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+
+from .case import Case, Contender, Inputs, Run
+from .draw import normal
+from .peers import compiled, liger
+from .sizes import MAIN, Model, Sizes
+
+GROUPS = {
+    "feedforward": "MLP block forward + backward",
+    "attention": "attention block forward + backward",
+    "layer": "layer forward + backward",
+}
+P = 0.1
+
+
+class Models:
+    """The models of one row, made when they are first asked for and alive as long as the row."""
+
+    def __init__(self, what: str, spec: plain.Spec, sizes: Sizes, layers: int = 1) -> None:
+        self.what, self.spec, self.layers = what, spec, layers
+        self._made = {"device": sizes.device, "dtype": sizes.dtype}
+
+    @functools.cached_property
+    def ours(self) -> Any:
+        torch.manual_seed(0)
+        return plain.fused(self.what, self.spec, self.layers, **self._made)
+
+    def with_weights_of_ours(self, model: nn.Module) -> nn.Module:
+        """The model on the same tensors."""
+        model.load_state_dict(self.ours.state_dict(), strict=True, assign=True)
+        return model.requires_grad_()
+
+    def own_weights(self, model: nn.Module) -> nn.Module:
+        """The model on copies, which an optimizer may change."""
+        model.load_state_dict(self.ours.state_dict(), strict=True)
+        return model
+
+    def of(self, fusions: Any) -> Any:
+        """Ours with other fusions."""
+        return self.with_weights_of_ours(
+            plain.fused(self.what, self.spec, self.layers, fusions, **{**self._made, "device": "meta"})
+        )
+
+    @functools.cached_property
+    def torch(self) -> nn.Module:
+        return self.with_weights_of_ours(
+            plain.build(self.what, self.spec, None, self.layers, **{**self._made, "device": "meta"})
+        )
+
+    @functools.cached_property
+    def ligers(self) -> nn.Module:
+        functions = plain.Functions(
+            rms_norm=lambda x, w, eps: liger().liger_rms_norm(x, w, eps, in_place=False),
+            layer_norm=lambda x, w, b, eps: liger().liger_layer_norm(x, w, b, eps),
+            swiglu=lambda a, b: liger().liger_swiglu(a, b),
+        )
+        model = plain.build(self.what, self.spec, functions, self.layers, **{**self._made, "device": "meta"})
+        return self.with_weights_of_ours(model)
+
+    @functools.cached_property
+    def exact(self) -> Any:
+        """Ours in float64; to be run without fusions."""
+        return copy.deepcopy(self.ours).double()
+
+
+def trained(model: Any, *, fusing: bool = True, checked: bool = True) -> Contender:
+    """Result and all gradients; `model` makes it when it is first used."""
+
+    def scope() -> Any:
+        return contextlib.nullcontext() if fusing else sf.fusing(False)
+
+    def prepare(inputs: Inputs) -> Run:
+        own = model()
+        x = inputs["x"].detach().requires_grad_()
+        wanted = [x, *own.parameters()]
+
+        def call() -> Any:
+            with scope():
+                y = own(x)
+            return y, *torch.autograd.grad(y, wanted, inputs["dy"])
+
+        return call
+
+    def forward(inputs: Inputs) -> Tensor:
+        with scope():
+            return model()(inputs["x"].detach().requires_grad_())
+
+    return Contender(prepare, forward, lambda: list(model().parameters()), checked)
+
+
+def read(model: Any, *, fusing: bool = True) -> Contender:
+    """The result, without gradients."""
+
+    def prepare(inputs: Inputs) -> Run:
+        own = model()
+
+        def call() -> Any:
+            with torch.no_grad(), contextlib.nullcontext() if fusing else sf.fusing(False):
+                return (own(inputs["x"]),)
+
+        return call
+
+    return Contender(prepare)
+
+
+def stepped(model: Any, *, fusing: bool = True) -> Contender:
+    """A step of training; what it gives is from before the step, which is too small to change the next one's."""
+    kept: list[Any] = []
+
+    def prepare(inputs: Inputs) -> Run:
+        own = model()
+        if not kept:
+            kept.append(torch.optim.AdamW(own.parameters(), lr=1e-7, foreach=True))
+        x = inputs["x"].detach().requires_grad_()
+
+        def call() -> Any:
+            x.grad = None
+            kept[0].zero_grad(set_to_none=True)
+            with contextlib.nullcontext() if fusing else sf.fusing(False):
+                y = own(x)
+            y.backward(inputs["dy"])
+            kept[0].step()
+            return y, x.grad
+
+        return call
+
+    return Contender(prepare)
+
+
+def planned(model: Any) -> Any:
+    """What notes say of a model of operations: its fused steps, by name."""
+
+    def notes(inputs: Inputs) -> dict[str, Any]:
+        plan = model().plan(inputs["x"].detach().requires_grad_())
+        covers = {"forward": plan.forward, "backward": plan.backward}
+        return {"plan": {k: [step.name for step in cover if step.fused] for k, cover in covers.items()}}
+
+    return notes
+
+
+def spec_of(model: Model, dropout: float = 0.0) -> plain.Spec:
+    return plain.Spec(
+        model.H, model.F, model.heads, model.kv_heads, model.head_dim, model.llama, 0.0 if model.llama else dropout
+    )
+
+
+def flops(what: str, model: Model, rows: int, sequence: int) -> float:
+    """Of a forward pass: products, and the lower triangle of attention."""
+    mlp = 2.0 * rows * model.H * model.F * (3 if model.llama else 2)
+    attention = 2.0 * rows * model.H * (model.packed + model.heads * model.head_dim)
+    attention += 2.0 * rows * sequence * model.heads * model.head_dim
+    return {"feedforward": mlp, "attention": attention, "layer": mlp + attention}[what]
+
+
+def drawn(sizes: Sizes, model: Model, *names: str) -> Any:
+    """Inputs [B, S, H] of as many rows as asked for."""
+
+    def make(rows: int, seed: int) -> Inputs:
+        S = min(sizes.sequence, rows)
+        return normal(dict.fromkeys(names, (rows // S, S, model.H)), seed, sizes.device, sizes.dtype)
+
+    return make
+
+
+def cases(sizes: Sizes) -> Iterator[Case]:
+    """Every block of every model, the main ones first."""
+    for model in sizes.models:
+        for rank, tokens in enumerate(sizes.tokens):
+            late = (0 if model.name in MAIN else 3) + 2 * rank
+            for what, first in (("feedforward", 0), ("layer", 1), ("attention", 3)):
+                if what != "attention" or rank == 0:
+                    yield _block(sizes, model, what, tokens, first + late)
+    for name in ("llama3-1b", "gpt2-xl") if len(sizes.models) > 2 else [m.name for m in sizes.models]:
+        yield _stack(sizes, next(m for m in sizes.models if m.name == name))
+    yield from (_prefill(sizes, model) for model in sizes.models)
+    if sizes.compile_modes:
+        mains = [model for model in sizes.models if model.name in MAIN]
+        yield from (_block(sizes, m, "feedforward", sizes.tokens[0], 6, best=True) for m in mains)
+        yield from (_block(sizes, m, "layer", sizes.tokens[0], 8, best=True) for m in mains)
+
+
+def _common(sizes: Sizes, model: Model, rows: int) -> dict[str, Any]:
+    return {
+        "dtype": sizes.dtype, "rows": rows, "checked_rows": min(rows, sizes.checked_rows), "as_called": True,
+        "shape": {"model": model.name, "M": rows, "H": model.H, "F": model.F},
+    }  # fmt: skip
+
+
+def _block(sizes: Sizes, model: Model, what: str, rows: int, priority: int, *, best: bool = False) -> Case:
+    p = P if what == "layer" else 0.0
+    return block_case(sizes, Models(what, spec_of(model, p), sizes), model, what, rows, priority, best=best)
+
+
+def block_case(
+    sizes: Sizes, models: Models, model: Model, what: str, rows: int, priority: int, *, best: bool = False
+) -> Case:
+    """A block of some rows, with what `torch.compile` can do at best, or in its first mode beside the other peers."""
+    same = not models.spec.dropout  # else each has a generator of its own
+    contenders = {"seqfuse": trained(lambda: models.ours), "eager": trained(lambda: models.torch, checked=same)}
+    if best:
+        mode = sizes.compile_modes[1]
+        compiled_model = functools.cache(lambda: compiled(models.torch, mode))
+        contenders["compile max-autotune"] = trained(compiled_model, checked=same)
+    else:
+        if sizes.compile_modes:
+            compiled_model = functools.cache(lambda: compiled(models.torch, sizes.compile_modes[0]))
+            contenders["compile"] = trained(compiled_model, checked=same)
+        if liger():
+            contenders["liger"] = trained(lambda: models.ligers, checked=same)
+        if what == "feedforward" and not model.llama:
+            lean = functools.cache(lambda: models.of((*sf.fusions.lean, *sf.fusions.default)))
+            contenders["seqfuse lean"] = trained(lean)
+    return Case(
+        GROUPS[what], f"{model.name} {rows}{' best modes' if best else ''}",
+        make=drawn(sizes, model, "x", "dy"), priority=priority, **_common(sizes, model, rows),
+        flops=3 * flops(what, model, rows, min(sizes.sequence, rows)), contenders=contenders,
+        notes=planned(lambda: models.ours),
+        unfused=trained(lambda: models.ours, fusing=False), exact=trained(lambda: models.exact, fusing=False),
+    )  # fmt: skip
+
+
+def _stack(sizes: Sizes, model: Model) -> Case:
+    """Layers with an optimizer."""
+    rows = sizes.tokens[0]
+    models = Models("stack", spec_of(model), sizes, sizes.layers)
+    made = {"device": sizes.device, "dtype": sizes.dtype}
+    mine = functools.cache(lambda: models.own_weights(plain.fused("stack", models.spec, sizes.layers, **made)))
+    theirs = functools.cache(lambda: models.own_weights(plain.build("stack", models.spec, None, sizes.layers, **made)))
+    contenders = {"seqfuse": stepped(mine), "eager": stepped(theirs)}
+    if sizes.compile_modes:
+        other = functools.cache(
+            lambda: models.own_weights(plain.build("stack", models.spec, None, sizes.layers, **made))
+        )
+        contenders["compile"] = stepped(functools.cache(lambda: compiled(other(), sizes.compile_modes[0])))
+    common = _common(sizes, model, rows) | {"checked_rows": min(rows, 128)}
+    return Case(
+        f"{sizes.layers} layers and optimizer", f"{model.name} {rows}", make=drawn(sizes, model, "x", "dy"), priority=6,
+        flops=3 * sizes.layers * flops("layer", model, rows, min(sizes.sequence, rows)), **common,
+        contenders=contenders, notes=planned(mine), unfused=stepped(lambda: models.ours, fusing=False),
+        exact=stepped(lambda: models.exact, fusing=False),
+    )  # fmt: skip
+
+
+def _prefill(sizes: Sizes, model: Model) -> Case:
+    rows = min(2048, max(sizes.tokens))
+    models = Models("layer", spec_of(model), sizes)
+    contenders = {"seqfuse": read(lambda: models.ours), "eager": read(lambda: models.torch)}
+    if sizes.compile_modes:
+        contenders["compile"] = read(functools.cache(lambda: compiled(models.torch, sizes.compile_modes[0])))
+    return Case(
+        "prefill, one layer", f"{model.name} {rows}", make=drawn(sizes, model, "x"),
+        priority=5 + 2 * (model.name not in MAIN), **_common(sizes, model, rows), contenders=contenders,
+        flops=flops("layer", model, rows, rows), unfused=read(lambda: models.ours, fusing=False),
+        exact=read(lambda: models.exact, fusing=False),
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""A row: what is computed, by whom, the fewest bytes it takes; and whether results are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqfuse.testing import assert_fused_close
+
+Inputs = dict[str, Tensor]
+Outputs = Sequence[Tensor | None]
+Run = Callable[[], Outputs]
+
+# Norm of the difference over the norm, in pieces of the rows: two right results differ by a few roundings.
+NEAR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-10}
+PIECES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One way to compute a row.
+
+    Args:
+        prepare: for one set of inputs, what is timed; what it does itself is not.
+        forward: the part of it that keeps tensors for a backward, if that is to be counted.
+        own: parameters, which are not counted.
+        checked: whether its results can be compared with the others'; dropout by another generator cannot.
+        inputs: names of the inputs that it overwrites, and which each check gets anew.
+    """
+
+    prepare: Callable[[Inputs], Run]
+    forward: Callable[[Inputs], Any] | None = None
+    own: Callable[[], Sequence[Tensor]] = tuple
+    checked: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A row, and everything that is needed to measure it.
+
+    Args:
+        group: rows of one kind, which a target speaks of.
+        name: of the row, with its shape; unique in its group.
+        make: inputs of that many rows, drawn from a seed, on a device.
+        rows: how many rows the timed inputs have.
+        checked_rows: rows of the inputs on which the numeric rule is asked, against float64.
+        contenders: by name; `seqfuse` and `eager` are among them, others may be peers.
+        exact: the same in float64; what eager does, if left out.
+        unfused: what the rule compares with; eager, if left out.
+        flops: of one call.
+        fewest: bytes that one call has to move; inputs and results of `seqfuse`, once each, if left out.
+        priority: rows of low numbers are measured first.
+        as_called: whether the time with the host in it is taken as well.
+        shape: numbers for tables.
+        notes: what else is to be written down, asked when the row is measured.
+        after: called when the row is done.
+    """
+
+    group: str
+    name: str
+    dtype: torch.dtype
+    make: Callable[[int, int], Inputs]
+    rows: int
+    contenders: Mapping[str, Contender]
+    checked_rows: int = 512
+    exact: Contender | None = None
+    unfused: Contender | None = None
+    flops: float = 0.0
+    fewest: int | None = None
+    priority: int = 5
+    as_called: bool = False
+    shape: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: Callable[[Inputs], Mapping[str, Any]] = lambda _: {}
+    after: Callable[[], None] = lambda: None
+
+    @property
+    def key(self) -> str:
+        """What a row is found by."""
+        return f"{self.group}: {self.name}"
+
+
+def run(contender: Contender, inputs: Inputs) -> list[Tensor | None]:
+    """Its results, once, from a fixed seed of torch's generators."""
+    call = contender.prepare(inputs)
+    torch.manual_seed(0)
+    return [None if t is None else t.detach() for t in call()]
+
+
+def copied(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
+    """The same numbers in tensors of their own, floating-point ones in another dtype if one is given."""
+    return {
+        name: t.detach().clone().to(dtype) if dtype is not None and t.is_floating_point() else t.detach().clone()
+        for name, t in inputs.items()
+    }
+
+
+def by_the_rule(case: Case) -> None:
+    """Raises unless the results of `seqfuse` are right by the numeric rule, on some of the rows."""
+    inputs = case.make(min(case.rows, case.checked_rows), 0)
+    eager = case.contenders["eager"]
+    fused, unfused = (run(c, copied(inputs)) for c in (case.contenders["seqfuse"], case.unfused or eager))
+    exact = run(case.exact or eager, copied(inputs, torch.float64))
+    for one, other in zip(fused, unfused, strict=True):
+        if one is not None and other is not None and one.dtype is not other.dtype:
+            raise AssertionError(f"results of {one.dtype} where unfused has {other.dtype}")
+    assert_fused_close(fused, unfused, exact)
+
+
+def distance(one: Outputs, other: Outputs) -> float:
+    """The largest relative distance of any piece of any result; infinite where one is not finite or missing."""
+    worst = 0.0
+    for a, b in zip(one, other, strict=True):
+        if a is None:
+            continue  # a peer that does not give it
+        if b is None or a.shape != b.shape:
+            return math.inf
+        a, b = (t.detach().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (a, b))
+        whole = b.float().norm() / max(1, b.numel()) ** 0.5
+        for left, right in zip(a.tensor_split(PIECES), b.tensor_split(PIECES), strict=True):
+            if not left.numel():
+                continue
+            difference = (left.float() - right.float()).norm()
+            # A piece of small numbers is as far off as the rest: rows are added up to sums of any size.
+            size = torch.maximum(right.float().norm(), whole * right.numel() ** 0.5)
+            found = float(difference / size.clamp_min(1e-30))
+            worst = max(worst, found if math.isfinite(found) else math.inf)
+    return worst
+
+
+def reds(case: Case, inputs: Inputs) -> dict[str, str]:
+    """Why contenders cannot be trusted on all rows: far from what is unfused, or an error. Others are not named."""
+    wrong: dict[str, str] = {}
+    judge = case.unfused or case.contenders["eager"]
+    wanted = run(judge, copied(inputs))
+    for name, contender in case.contenders.items():
+        if contender is judge:
+            continue
+        try:
+            found = run(contender, copied(inputs))
+            off = distance(found, wanted) if contender.checked else 0.0
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            wrong[name] = f"raised {said(error)}"
+            continue
+        # Ours rounds no more often than what is unfused; others may round elsewhere.
+        if off > NEAR[case.dtype] * (1 if name.startswith("seqfuse") else 3):
+            wrong[name] = f"results are {off:.2g} from what they should be"
+    return wrong
+
+
+def said(error: BaseException) -> str:
+    """An error in one line."""
+    first = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[0]}"[:300]
+
+
+def fewest_bytes(case: Case, inputs: Inputs, outputs: Outputs) -> int:
+    """Each input read once, each result written once."""
+    if case.fewest is not None:
+        return case.fewest
+    return sum(t.numel() * t.element_size() for t in (*inputs.values(), *outputs) if t is not None)
+
+
+def kept(contender: Contender, inputs: Inputs) -> int | None:
+    """Bytes that its forward keeps for a backward: storages once, parameters left out."""
+    if contender.forward is None:
+        return None
+    forward = contender.forward
+    return counted(lambda: forward(inputs), contender.own())
+
+
+def counted(forward: Callable[[], Any], own: Sequence[Tensor]) -> int:
+    """Bytes of all storages that a forward keeps for a backward, but those of its own parameters."""
+    # By the storage itself: a fake one has no address.
+    mine = {t.untyped_storage()._cdata for t in own}
+    found: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        return found.setdefault(t.untyped_storage()._cdata, t)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = forward()
+    total = sum(t.untyped_storage().nbytes() for place, t in found.items() if place not in mine)
+    del y
+    return total

@@ -1,0 +1,103 @@
+"""One row measured: checked first, then timed beside the peers, then weighed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from .case import Case, Contender, Inputs, Run, by_the_rule, copied, fewest_bytes, kept, reds, said
+from .ceilings import Ceilings, name_of
+from .clock import Clock, OnDevice, interleaved
+
+_CACHES = 3  # the inputs of one sample are as much as this many second-level caches
+_MOST_SETS = 64
+
+
+@dataclasses.dataclass
+class Bench:
+    """What rows are measured with."""
+
+    device: torch.device
+    ceilings: Ceilings
+    on_device: Clock
+    on_host: Clock
+    cache_bytes: int
+    seconds: float = 0.2
+
+    def row(self, case: Case, *, checks_only: bool = False) -> dict[str, Any]:
+        """The row as it is written down; `status` is `ok`, `red` or `failed`, and only `ok` has times.
+
+        Raises:
+            torch.AcceleratorError: if the device is lost.
+        """
+        row: dict[str, Any] = {
+            "group": case.group, "name": case.name, "dtype": name_of(case.dtype), "shape": dict(case.shape),
+        }  # fmt: skip
+        try:
+            by_the_rule(case)
+            inputs = case.make(case.rows, 1)
+            wrong = reds(case, inputs)
+        except torch.AcceleratorError:
+            raise
+        except AssertionError as error:
+            return {**row, "status": "red", "why": str(error)[:1000]}
+        except Exception as error:
+            return {**row, "status": "failed", "why": said(error)}
+        if "seqfuse" in wrong:
+            return {**row, "status": "red", "why": f"on all rows: {wrong['seqfuse']}"}
+        if wrong:
+            row["left_out"] = wrong
+        if checks_only:
+            return {**row, "status": "checked"}
+        try:
+            self._time(case, inputs, {n: c for n, c in case.contenders.items() if n not in wrong}, row)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            return {**row, "status": "failed", "why": said(error)}
+        return {**row, "status": "ok"}
+
+    def _time(self, case: Case, inputs: Inputs, contenders: dict[str, Contender], row: dict[str, Any]) -> None:
+        outputs = contenders["seqfuse"].prepare(copied(inputs))()
+        least = fewest_bytes(case, inputs, outputs)
+        del outputs
+        row |= {"fewest_bytes": least, "flops": case.flops, **case.notes(inputs)}
+        if case.as_called:
+            row["memory"] = {name: self._memory(c, inputs) for name, c in contenders.items()}
+        sets = self._sets(case, inputs)
+        ready: dict[str, list[Run]] = {}
+        for name, contender in contenders.items():
+            ready[name] = [contender.prepare(one) for one in sets]
+        exposed = self.on_device.exposed if isinstance(self.on_device, OnDevice) else 0
+        times = interleaved(ready, self.on_device, seconds=self.seconds)
+        if isinstance(self.on_device, OnDevice) and self.on_device.exposed > exposed:
+            row["host_not_hidden"] = self.on_device.exposed - exposed
+        row["times"] = {name: dataclasses.asdict(t) for name, t in times.items()}
+        if case.as_called:
+            called = interleaved(ready, self.on_host, seconds=self.seconds)
+            row["as_called"] = {name: dataclasses.asdict(t) for name, t in called.items()}
+        floor = self.ceilings.floor(least, case.flops, case.dtype)
+        row |= {"floor": floor, "fraction": {name: floor / t.median for name, t in times.items()}, "sets": len(sets)}
+
+    def _sets(self, case: Case, inputs: Inputs) -> list[Inputs]:
+        """So many sets of inputs that none is in the cache when its turn comes."""
+        size = sum(t.numel() * t.element_size() for t in inputs.values())
+        count = min(_MOST_SETS, max(2, math.ceil(_CACHES * self.cache_bytes / max(1, size))))
+        return [inputs, *(case.make(case.rows, seed) for seed in range(2, count + 1))]
+
+    def _memory(self, contender: Contender, inputs: Inputs) -> dict[str, int | None]:
+        call = contender.prepare(inputs)
+        call()  # whatever is made once
+        found: dict[str, int | None] = {"kept": kept(contender, inputs), "peak": None}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            results = call()
+            torch.cuda.synchronize()
+            found["peak"] = torch.cuda.max_memory_allocated() - before
+            del results
+        return found

@@ -1,0 +1,32 @@
+"""Every row, the most important first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import blocks, norms, pointwise, products, small, tuned
+from .case import Case
+from .sizes import Sizes
+
+ROOMS = (norms, blocks, products, pointwise, small, tuned)
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """All rows by priority, behind one of each group; among equals the rooms take turns: a run that is cut off has some
+    of each.
+    """
+    found = [list(room.cases(sizes)) for room in ROOMS]
+    ranked = [(case.priority, place, case) for several in found for place, case in _places(several)]
+    ordered = [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
+    first: dict[str, Case] = {}
+    for case in ordered:
+        first.setdefault(case.group, case)
+    return [*first.values(), *(case for case in ordered if first[case.group] is not case)]
+
+
+def _places(several: list[Case]) -> Iterator[tuple[int, Case]]:
+    """Each case with how many of its priority come before it in its room."""
+    before: dict[int, int] = {}
+    for case in several:
+        place = before[case.priority] = before.get(case.priority, -1) + 1
+        yield place, case

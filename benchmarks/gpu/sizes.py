@@ -1,0 +1,117 @@
+"""The work: which shapes, on the machine to be measured, and tiny ones on which every row can be checked anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+Shape = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Sizes of one model: width, width of the feed-forward block, heads, classes, and which block it has."""
+
+    name: str
+    H: int
+    F: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    V: int
+    llama: bool
+
+    @property
+    def packed(self) -> int:
+        """Width of queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+MODELS = (
+    Model("gpt2-xl", 1600, 6400, 25, 25, 64, 50304, False),
+    Model("gpt3-2.7b", 2560, 10240, 32, 32, 80, 50304, False),
+    Model("gpt3-6.7b", 4096, 16384, 32, 32, 128, 50304, False),
+    Model("llama3-1b", 2048, 8192, 32, 8, 64, 128256, True),
+    Model("llama2-7b", 4096, 11008, 32, 32, 128, 32000, True),
+    Model("llama3-8b", 4096, 14336, 32, 8, 128, 128256, True),
+)
+TOKENS = (8192, 2048, 16384, 512)  # the order in which there is time for them
+MAIN = ("gpt3-6.7b", "llama3-8b")  # measured before the other models
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What rows are made of, most important first.
+
+    Args:
+        device: where tensors are.
+        compile_modes: of `torch.compile`, as peers; none leaves it out.
+        checked_rows: on which the numeric rule is asked.
+        norms: rows and columns of norms alone.
+        more_norms: of those that are measured if there is time.
+        models: whose shapes blocks and products have.
+        tokens: rows of those.
+        sequence: length of the sequences that attention sees.
+        decodes: batch and cache length.
+        layers: of the stack that is trained.
+    """
+
+    device: torch.device
+    compile_modes: tuple[str, ...]
+    checked_rows: int
+    norms: tuple[Shape, ...]
+    more_norms: tuple[Shape, ...]
+    models: tuple[Model, ...]
+    tokens: tuple[int, ...]
+    sequence: int
+    decodes: tuple[Shape, ...]
+    layers: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+def real() -> Sizes:
+    """Everything, on the first GPU."""
+    return Sizes(
+        device=torch.device("cuda", 0),
+        compile_modes=("default", "max-autotune-no-cudagraphs"),
+        checked_rows=512,
+        norms=tuple((32768, n) for n in (8192, 4096, 1024, 16384, 2048, 32768)),
+        more_norms=(
+            *((32768, n) for n in (512, 256, 65536)),
+            *((4096, 512 * i) for i in range(31, 1, -1)),
+        ),
+        models=MODELS,
+        tokens=TOKENS,
+        sequence=2048,
+        decodes=(
+            (16, 8192),
+            (64, 8192),
+            (1, 8192),
+            (1, 32768),
+            (16, 32768),
+            (64, 2048),
+            (16, 2048),
+            (1, 2048),
+            (64, 32768),
+            *((b, n) for n in (128, 512) for b in (64, 16, 1)),
+        ),
+        layers=12,
+    )
+
+
+def tiny(dtype: torch.dtype = torch.float32) -> Sizes:
+    """Every row, small enough for Triton's interpreter on a CPU."""
+    return Sizes(
+        device=torch.device("cpu"),
+        compile_modes=(),
+        checked_rows=24,
+        norms=((24, 40),),
+        more_norms=((17, 72),),
+        models=(Model("gpt", 16, 32, 2, 2, 8, 50, False), Model("llama", 16, 24, 4, 2, 8, 50, True)),
+        tokens=(16,),
+        sequence=8,
+        decodes=((2, 12),),
+        layers=2,
+        dtype=dtype,
+    )

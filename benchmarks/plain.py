@@ -1,0 +1,182 @@
+"""Transformer blocks as a user of torch writes them, with the keys of `seqfuse.nn.TransformerLayer`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One layer: sizes, and which of the two common blocks it has.
+
+    Args:
+        H: width.
+        F: width of the feed-forward block.
+        heads: query heads.
+        kv_heads: key heads.
+        head_dim: size of a head.
+        llama: RMSNorm, SwiGLU, rotary positions and no biases; else LayerNorm, GeLU and biases.
+        dropout: of what a block adds.
+    """
+
+    H: int
+    F: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    llama: bool
+    dropout: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """What may be replaced by somebody's kernels; `None` stands for plain torch."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] | None = None
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
+    swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+class Norm(nn.Module):
+    def __init__(self, spec: Spec, functions: Functions, made: dict[str, Any]) -> None:
+        super().__init__()
+        self.eps = 1e-6 if spec.llama else 1e-5
+        self.functions = functions
+        self.weight = nn.Parameter(torch.ones(spec.H, **made))
+        self.bias = None if spec.llama else nn.Parameter(torch.zeros(spec.H, **made))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            own = self.functions.rms_norm
+            if own is not None:
+                return own(x, self.weight, self.eps)
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.functions.layer_norm is not None:
+            return self.functions.layer_norm(x, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, spec: Spec, functions: Functions, made: dict[str, Any]) -> None:
+        super().__init__()
+        self.gated, self.functions = spec.llama, functions
+        self.up = nn.Linear(spec.H, 2 * spec.F if spec.llama else spec.F, not spec.llama, **made)
+        self.down = nn.Linear(spec.F, spec.H, not spec.llama, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if not self.gated:
+            return self.down(F.gelu(h))
+        gate, up = h.chunk(2, -1)
+        return self.down(self.functions.swiglu(gate, up) if self.functions.swiglu else F.silu(gate) * up)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: Spec, made: dict[str, Any]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.qkv = nn.Linear(spec.H, (spec.heads + 2 * spec.kv_heads) * spec.head_dim, not spec.llama, **made)
+        self.out = nn.Linear(spec.heads * spec.head_dim, spec.H, not spec.llama, **made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spec = self.spec
+        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim)).transpose(-3, -2)
+        q, k, v = heads.split([spec.heads, spec.kv_heads, spec.kv_heads], -3)
+        if spec.llama:
+            cos, sin = angles(x.shape[-2], spec.head_dim, x)
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=spec.kv_heads != spec.heads)
+        return self.out(y.transpose(-3, -2).flatten(-2))
+
+
+class Block(nn.Module):
+    """x + dropout(mixer(norm x))."""
+
+    def __init__(self, norm: nn.Module, mixer: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.mixer, self.p = norm, mixer, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.mixer(self.norm(x))
+        return x + (F.dropout(y, self.p, self.training) if self.p else y)
+
+
+def angles(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position and pair, [S, D / 2], made anew as Hugging Face's layers do per forward."""
+    compute = torch.promote_types(like.dtype, torch.float32)
+    powers = torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / -size
+    a = torch.outer(torch.arange(length, device=like.device, dtype=compute), (10000.0**powers).to(compute))
+    return a.cos(), a.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [*, S, D] turned by halves, in the dtype of the angles."""
+    first, second = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def feedforward_block(spec: Spec, functions: Functions, made: dict[str, Any]) -> Block:
+    return Block(Norm(spec, functions, made), FeedForward(spec, functions, made), spec.dropout)
+
+
+def attention_block(spec: Spec, functions: Functions, made: dict[str, Any]) -> Block:
+    return Block(Norm(spec, functions, made), Attention(spec, made), spec.dropout)
+
+
+def layer(spec: Spec, functions: Functions, made: dict[str, Any]) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            attention=attention_block(spec, functions, made), feedforward=feedforward_block(spec, functions, made)
+        )
+    )
+
+
+def build(what: str, spec: Spec, functions: Functions | None = None, layers: int = 1, **made: Any) -> nn.Module:
+    """A model: "feedforward", "attention", "layer" or "stack" (layers and a last norm)."""
+    own = functions or Functions()
+    match what:
+        case "feedforward":
+            return nn.Sequential(feedforward_block(spec, own, made))
+        case "attention":
+            return nn.Sequential(attention_block(spec, own, made))
+        case "layer":
+            return layer(spec, own, made)
+        case "stack":
+            parts = OrderedDict((str(i), layer(spec, own, made)) for i in range(layers))
+            return nn.Sequential(OrderedDict([*parts.items(), ("norm", Norm(spec, own, made))]))
+        case _:
+            raise ValueError(f"there is no {what}")
+
+
+def fused(what: str, spec: Spec, layers: int = 1, fusions: Any = None, **made: Any) -> Any:
+    """The same made of operations, with the same keys."""
+    import functools
+
+    import seqfuse as sf
+    from seqfuse import ops
+
+    kinds: dict[str, Any] = {"norm": functools.partial(ops.LayerNorm, eps=1e-5), "activation": ops.GeLU}
+    if spec.llama:
+        kinds = {
+            "norm": functools.partial(ops.RMSNorm, eps=1e-6), "activation": ops.SwiGLU, "bias": False,
+            "rotary": functools.partial(ops.RotaryEmbedding, style="half"),
+        }  # fmt: skip
+    how: dict[str, Any] = {
+        "kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "hidden_dim": spec.F, "dropout": spec.dropout,
+        "causal": True, **kinds, **made,
+    }  # fmt: skip
+    if what == "stack":
+        model: Any = sf.nn.TransformerStack(layers, spec.H, spec.heads, **how)
+    else:
+        whole: Any = sf.nn.TransformerLayer(spec.H, spec.heads, **how)
+        model = whole if what == "layer" else sf.Sequential(getattr(whole, what))
+    if fusions is not None:
+        model.fusions = fusions
+    return model

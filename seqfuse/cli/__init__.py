@@ -1,0 +1,68 @@
+"""The command `seqfuse`: plans, checks, measurements and comparisons from a terminal.
+
+Exit status: 0 where nothing is wrong; 1 where something was found that should not be so (a check failed, two runs
+differ, `doctor` has a warning), or the command's own dependencies are missing; 2 where the command could not do what it
+was asked, with one sentence that says why; 130 where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+FOUND, UNABLE, INTERRUPTED, CLOSED = 1, 2, 130, 141
+_PACKAGES = ("cyclopts", "rich")  # the second one for help alone
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status. On every rank but the first it does nothing."""
+    given = [*(sys.argv[1:] if arguments is None else arguments)]
+    rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
+    if rank != "0":
+        return 0
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        try:
+            return _run(given)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing not in _PACKAGES:
+                raise
+            print(f"seqfuse: this needs the package {missing}: pip install 'seqfuse[cli]'", file=sys.stderr)
+            return FOUND
+        except KeyboardInterrupt:
+            print("seqfuse: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:
+            # What reads the output went away, as `head` does; Python would complain when it closes the stream.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return CLOSED
+
+
+def _run(given: list[str]) -> int:
+    from cyclopts import CycloptsError
+
+    from ..errors import SeqfuseError
+    from .app import app
+    from .target import Unable
+
+    traceback = "--traceback" in given
+    try:
+        command, bound, _ = app.parse_args(
+            [word for word in given if word != "--traceback"], exit_on_error=False, print_error=False
+        )
+        status = command(*bound.args, **bound.kwargs)
+        sys.stdout.flush()
+    except (Unable, SeqfuseError, CycloptsError) as error:
+        if traceback:
+            raise
+        print(f"seqfuse: {' '.join(str(error).split())}", file=sys.stderr)
+        return UNABLE
+    return status or 0
+
+
+def _warn(message: Warning | str, category: type[Warning], *_: object) -> None:
+    print(f"seqfuse: {category.__name__}: {message}", file=sys.stderr)

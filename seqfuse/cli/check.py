@@ -1,0 +1,261 @@
+"""`seqfuse check`: the test kit on an operation, a fusion or a model, and a script that shows what it found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..env import Env
+from ..errors import PluginError
+from ..fuser import Sequential, flatten
+from ..fusion import FusedOperation
+from ..operation import UnfusedOperation
+from ..testing import check_fusion, check_op
+from . import inputs, repro
+from .compare import compare, runs_of
+from .inputs import Spec
+from .output import tell
+from .repro import Failure
+from .runs import Run
+from .target import Target, Unable, container, load, said
+
+_SMALLER = ((1, 1), (1, 4), (3, 8))
+_BOTH = (torch.float32, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A check that was made: what of, and how it failed, if it did; `repro` is the script that shows the first one."""
+
+    check: str
+    failure: str | None = None
+    repro: str | None = None
+
+
+def checked(
+    name: str,
+    *,
+    given: str | None,
+    device: str | None,
+    dtype: str | None,
+    part: str | None,
+    evaluate: bool,
+    file: Path | None,
+    seed: int,
+) -> Iterator[Checked]:
+    """Make the checks that fit what is named, one after the other.
+
+    Raises:
+        Unable: if it cannot be loaded or built, cannot run here, or what is said of it does not fit.
+    """
+    torch.default_generator.manual_seed(0)
+    target, here = load(name), inputs.device(device)
+    dtypes = _BOTH if dtype is None else (inputs.dtype(dtype),)
+    job = _Job(target, here, inputs.spec(given or "4x64"), dtypes, seed, given is not None)
+    path: Path | None = None
+    for check, failure in job.checks(part, evaluate):
+        if failure is None:
+            yield Checked(check)
+        else:
+            shows, path = path is None, path or repro.write(failure, target, file)
+            yield Checked(check, failure.message, str(path) if shows else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    target: Target
+    device: torch.device
+    spec: Spec
+    dtypes: Sequence[torch.dtype]
+    seed: int
+    fixed: bool  # whether the shape of the input was said
+
+    def checks(self, part: str | None, evaluate: bool) -> Iterator[tuple[str, Failure | None]]:
+        """Each check with its failure."""
+        torch.default_generator.manual_seed(0)
+        value = self.target.value
+        if self.target.is_class and issubclass(value, FusedOperation):
+            yield self._fusion(value)
+            return
+        if self.target.is_class and issubclass(value, UnfusedOperation):
+            yield self._operation(value.example, "named.example(x)", self.target.attribute, self.spec, not self.fixed)
+            return
+        built = self.target.build()
+        made = "named" if isinstance(value, nn.Module) else "named()"
+        if isinstance(built, UnfusedOperation):
+            yield self._operation(lambda x: built, made, self.target.attribute, self.spec, not self.fixed)
+            return
+        model = container(built.eval() if evaluate else built, self.target.name, part)
+        path = next((path for path, module in built.named_modules() if module is model), "")
+        made += f".get_submodule({path!r})" if path else ""
+        yield from self._model(model, made + (".eval()" if evaluate else ""))
+
+    def _fusion(self, fusion: type[FusedOperation]) -> tuple[str, Failure | None]:
+        if fusion.is_contract:
+            raise Unable(f"{self.target.name} is no fusion but a base of fusions")
+        if fusion.triton and not Env.of(self.device).triton:
+            here = "; TRITON_INTERPRET=1 interprets its kernels, slowly" if self.device.type == "cpu" else ""
+            raise Unable(f"{fusion.__name__} needs a Triton device{here}")
+
+        def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> None:
+            x = spec.draw(self.device, 0, 1)
+            check_fusion(fusion, x, seed=self.seed, dtypes=None if dtypes is _BOTH else dtypes)
+
+        return self._of_the_kit("check_fusion", fusion.__name__, "named", run, self.spec, not self.fixed)
+
+    def _operation(
+        self, make: Callable[[Tensor], nn.Module], made: str, name: str, spec: Spec, shrinks: bool
+    ) -> tuple[str, Failure | None]:
+        def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> None:
+            x = spec.draw(self.device, 0, 1)
+            try:
+                torch.default_generator.manual_seed(0)
+                operation: Any = make(x).to(self.device)
+            except (ValueError, NotImplementedError) as error:
+                raise Unable(f"{self.target.name}.example(x) raised {said(error)}") from error
+            check_op(operation, x, seed=self.seed, dtypes=dtypes)
+
+        return self._of_the_kit("check_op", name, made, run, spec, shrinks)
+
+    def _of_the_kit(
+        self,
+        check: str,
+        name: str,
+        made: str,
+        run: Callable[[Spec, Sequence[torch.dtype]], None],
+        spec: Spec,
+        shrinks: bool,
+    ) -> tuple[str, Failure | None]:
+        """A check; where it fails, in one dtype if it does in one, and on the smallest input on which it does."""
+        dtypes, check = self.dtypes, f"testing.{check}"
+        message = _failure(run, spec, dtypes)
+        if message is None:
+            return f"{check} {name}", None
+        for one in dtypes if len(dtypes) > 1 else ():
+            alone = _failure(run, spec, (one,))
+            if alone is not None:
+                message, dtypes = alone, (one,)
+                break
+        for shape in _SMALLER if shrinks else ():
+            smaller = Spec(shape, spec.dtype)
+            try:
+                found = _failure(run, smaller, dtypes)
+            except Unable:
+                continue
+            if found is not None and _kind(found) == _kind(message):
+                message, spec = found, smaller
+                break
+        line = f"{check}({made}, x, seed={self.seed}, dtypes={_listed(dtypes)})"
+        return f"{check} {name}", Failure(check, message, repro.KIT, (repro.drawn(spec, str(self.device)), line))
+
+    def _model(self, model: Sequential, made: str) -> Iterator[tuple[str, Failure | None]]:
+        """The operations of a model that are not this library's, then all of it, fused and unfused."""
+        if not self.fixed:
+            raise Unable("a model is checked on an input: give --input, such as 8x1024")
+        shapes = self._shapes(model)
+        foreign: dict[type, tuple[str, nn.Module, Spec]] = {}
+        for at, item in enumerate(flatten(model)):
+            own = type(item.operation).__module__.startswith("seqfuse.")
+            if item.fusable and isinstance(item.operation, UnfusedOperation) and not own and at in shapes:
+                foreign.setdefault(type(item.operation), (item.path, item.operation, shapes[at]))
+        for path, operation, spec in foreign.values():
+            which = f"{made}.get_submodule({path!r})"
+            yield self._operation(lambda x, found=operation: found, which, type(operation).__name__, spec, False)
+        for dtype in self.dtypes:
+            spec = Spec(self.spec.shape, dtype) if self.spec.dtype.is_floating_point else self.spec
+            runs = runs_of(spec, self.device, dtype, "unfused", None)
+            for grad in (True, False):
+                check = f"fused and unfused, {_short(dtype)}{'' if grad else ', no gradients'}"
+                found = compare(model.to(dtype), spec, {}, runs, grad=grad, seed=self.seed)
+                if found.difference is None:
+                    yield check, None
+                    continue
+                whole = made, spec, str(found)
+                part = self._smallest(model, made, runs, shapes, grad, found.difference.place.at) or whole
+                end = f"{dtype}, device={str(self.device)!r}, grad={grad}, seed={self.seed})"
+                lines = (f"assert_same({part[0]}, {str(part[1])!r}, {end}",)
+                yield check, Failure(check, part[2], repro.SAME, lines)
+
+    def _shapes(self, model: Sequential) -> dict[int, Spec]:
+        """What enters each position."""
+        dtype = self.dtypes[0]
+        run = runs_of(self.spec, self.device, dtype, "unfused", None)[1]
+        values, _ = run(model, self.spec, {}, self.seed, False)
+        after = {place.at + 1: Spec(tuple(y.shape), dtype) for place, y in values.items()}
+        return {0: self.spec, **after}
+
+    def _smallest(
+        self, model: Sequential, made: str, runs: tuple[Run, Run, Run], shapes: dict[int, Spec], grad: bool, at: int
+    ) -> tuple[str, Spec, str] | None:
+        """The few members of a list around a position that differ by themselves: how they are made, x, the message."""
+        top = _members(model)
+        inside = next((i for i, covered in enumerate(top) if at in covered), None)
+        for reach in (0, 1) if inside is not None else ():
+            assert inside is not None
+            a, b = max(inside - reach, 0), min(inside + 1 + reach, len(top))
+            spec = shapes.get(top[a].start)
+            if spec is None or b - a == len(top):
+                continue
+            spec = Spec(spec.shape, runs[0].dtype) if spec.dtype.is_floating_point else spec
+            try:
+                found = compare(model[a:b], spec, {}, runs, grad=grad, seed=self.seed)
+            except (Unable, ValueError, RuntimeError):
+                continue  # it reads a channel that is made elsewhere
+            if found.difference is not None:
+                return f"{made}[{a}:{b}]", spec, str(found)
+        return None
+
+
+def _members(model: Sequential) -> list[range]:
+    """The positions of each member of a list."""
+    found: list[range] = []
+    start = 0
+    for member in model:
+        length = len(flatten(Sequential(member)))
+        found.append(range(start, start + length))
+        start += length
+    return found
+
+
+def _failure(
+    run: Callable[[Spec, Sequence[torch.dtype]], None], spec: Spec, dtypes: Sequence[torch.dtype]
+) -> str | None:
+    try:
+        run(spec, dtypes)
+    except (AssertionError, PluginError) as error:
+        return str(error)
+    return None
+
+
+def _kind(message: str) -> str:
+    """What a message says without the case and the numbers."""
+    return message.partition("\n")[0].rpartition(": ")[2]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    return f"({', '.join(map(str, dtypes))}{',' if len(dtypes) == 1 else ''})"
+
+
+def data(found: Sequence[Checked]) -> dict[str, Any]:
+    """Checks as plain data."""
+    return {"ok": all(one.failure is None for one in found), "checks": [dataclasses.asdict(one) for one in found]}
+
+
+def show(one: Checked) -> None:
+    """Print a check for a reader."""
+    if one.failure is None:
+        tell(f"passed  {one.check}")
+        return
+    tell(f"FAILED  {one.check}", "bold")
+    tell("\n".join(f"    {line}" for line in one.failure.splitlines()))
+    if one.repro is not None:
+        tell(f"    to see it again: python {one.repro}")

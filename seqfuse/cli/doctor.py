@@ -1,0 +1,252 @@
+"""`seqfuse doctor`: what this machine has, what is wrong with it, and which fusions can run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import itertools
+import os
+import platform
+import re
+import stat
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from .. import fusions, plugins, store
+from ..env import Env, settings
+from ..fuser import Sequential, flatten
+from ..fuser.items import public_channels
+from ..fusion import FusedOperation, InferenceFusion
+from ..testing.patterns import example_lists
+from ..testing.tensors import seeded_randn
+from .output import tell
+
+_PACKAGES = ("seqfuse", "torch", "triton", "numpy", "cyclopts", "rich", "transformers")
+
+# Variables of other libraries that name code to run, or change what a kernel is compiled to.
+_DANGEROUS = {
+    "TRITON_CACHE_MANAGER": "Triton imports and runs the class it names",
+    "TRITON_REMOTE_CACHE_BACKEND": "Triton imports and runs the class it names",
+    "HELION_REMOTE_CACHE_BACKEND": "Helion imports and runs the class it names",
+    "TRITON_KERNEL_OVERRIDE": "Triton runs kernels from files in place of those it compiles",
+    "TRITON_OVERRIDE_DIR": "where Triton takes such files from",
+    "PTXAS_OPTIONS": "it changes what every kernel is compiled to",
+}
+_DANGEROUS_PATH = re.compile(r"TRITON_\w*_PATHS?")
+
+
+_EXAMPLES = 8
+
+
+@dataclasses.dataclass
+class Report:
+    """What was found; `warnings` are sentences about what should not be so."""
+
+    versions: dict[str, str | None] = dataclasses.field(default_factory=lambda: dict[str, str | None]())
+    devices: list[dict[str, Any]] = dataclasses.field(default_factory=lambda: list[dict[str, Any]]())
+    triton: dict[str, str] = dataclasses.field(default_factory=lambda: dict[str, str]())
+    caches: list[dict[str, str]] = dataclasses.field(default_factory=lambda: list[dict[str, str]]())
+    settings: dict[str, Any] = dataclasses.field(default_factory=lambda: dict[str, Any]())
+    plugins: list[dict[str, str]] = dataclasses.field(default_factory=lambda: list[dict[str, str]]())
+    can_run: dict[str, list[str]] = dataclasses.field(default_factory=lambda: dict[str, list[str]]())
+    cannot_run: dict[str, dict[str, list[str]]] = dataclasses.field(
+        default_factory=lambda: dict[str, dict[str, list[str]]]()
+    )
+    warnings: list[str] = dataclasses.field(default_factory=lambda: list[str]())
+
+
+def examine() -> Report:
+    """Look at everything; nothing is written, and no plug-in is imported."""
+    report = Report()
+    report.versions = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    report.versions["CUDA of torch"] = torch.version.cuda
+    report.versions["driver"] = _driver()
+    report.devices = [*_devices()]
+    for caught in _settings(report):
+        report.warnings.append(caught)
+    for name in sorted(os.environ):
+        does = _DANGEROUS.get(name) or (_DANGEROUS_PATH.fullmatch(name) and "Triton runs or loads what it names")
+        if does and os.environ[name]:
+            report.warnings.append(f"{name} is set: {does}")
+    _caches(report)
+    _plugins(report)
+    for device in dict.fromkeys(["cpu", *(d["name"] for d in report.devices)]):
+        env = Env.of(device)
+        report.triton[device] = "runs" if env.triton else _why_no_triton(env)
+        report.can_run[device], report.cannot_run[device] = _fusions(device)
+    return report
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\d+(\.\d+)+", text)
+    return found[0] if found else None
+
+
+def _devices() -> Iterator[dict[str, Any]]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    yield {"name": "cpu", "model": platform.machine(), "threads": torch.get_num_threads(), "bytes": memory}
+    for i in range(torch.cuda.device_count()):
+        about = cast(Any, torch.cuda).get_device_properties(i)
+        arch = Env.of(f"cuda:{i}").arch
+        yield {"name": f"cuda:{i}", "model": about.name, "arch": arch, "bytes": about.total_memory}
+
+
+def _settings(report: Report) -> Iterator[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report.settings = dataclasses.asdict(settings.__wrapped__())
+    yield from (str(one.message) for one in caught)
+
+
+def _why_no_triton(env: Env) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if env.device == "cpu":
+        return "Triton has no code for CPUs; TRITON_INTERPRET=1 interprets kernels, slowly"
+    return "torch sees no CUDA device"
+
+
+def _caches(report: Report) -> None:
+    import platformdirs
+
+    try:
+        folder = store.user_folder("tune", create=False)
+        where = folder or platformdirs.user_cache_path("seqfuse") / "tune"
+        report.caches.append(
+            {"of": "measurements", "path": str(where), "state": "none yet" if folder is None else "private"}
+        )
+        if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+            report.warnings.append(f"nothing can be written to {folder}")
+    except OSError as error:
+        where = platformdirs.user_cache_path("seqfuse") / "tune"
+        report.caches.append({"of": "measurements", "path": str(where), "state": f"not used: {error}"})
+        report.warnings.append(f"the cache of measurements is not used: {error}")
+    home = os.environ.get("TRITON_HOME") or str(Path("~").expanduser())
+    triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
+    state = _state(triton)
+    report.caches.append({"of": "Triton's kernels", "path": str(triton), "state": state})
+    if state not in ("none yet", "private"):
+        report.warnings.append(f"Triton's cache {triton}: {state}; what is in it is run")
+
+
+def _state(folder: Path) -> str:
+    try:
+        about = os.stat(folder)
+    except FileNotFoundError:
+        return "none yet"
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+    if hasattr(os, "getuid") and about.st_uid != os.getuid():
+        return "belongs to another user"
+    return "others may write to it" if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else "private"
+
+
+def _plugins(report: Report) -> None:
+    names: dict[str, list[str]] = {}
+    for plugin in plugins.available():
+        report.plugins.append(dataclasses.asdict(plugin))
+        names.setdefault(plugin.name, []).append(plugin.distribution)
+    for name, owners in names.items():
+        if len(owners) > 1:
+            report.warnings.append(f"plug-in {name!r} cannot be loaded: {' and '.join(owners)} both offer it")
+
+
+def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Which fusions of this library are not refused on examples of what they replace; the others by their reason."""
+    can: list[str] = []
+    cannot: dict[str, list[str]] = {}
+    for fusion in (*fusions.default, *fusions.lean):
+        reason = _refused(fusion, device)
+        if reason is None:
+            can.append(fusion.__name__)
+        else:
+            cannot.setdefault(reason, []).append(fusion.__name__)
+    return can, cannot
+
+
+def _refused(fusion: type[FusedOperation], device: str) -> str | None:
+    """Why a fusion cannot run on a device in any of its dtypes; `None` where it can."""
+    if fusion.triton and not Env.of(device).triton:
+        return "needs a Triton device"
+    grad = not issubclass(fusion, InferenceFusion)
+    reasons: list[str] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for width in (64, 1024):
+            x = seeded_randn((width, width), 0, dtype=dtype).to(device)
+            try:
+                for operations, entering in itertools.islice(example_lists(fusion, x), _EXAMPLES):
+                    chain = Sequential(*operations, fusions=(fusion,)).to(device, dtype)
+                    inputs: Any = {c: torch.empty_like(entering) for c in public_channels(flatten(chain))[0]}
+                    with torch.set_grad_enabled(grad):
+                        plan = chain.plan(entering.requires_grad_(grad), **inputs)
+                    if plan.fused != (0, 0) or any(r.outbid for r in plan.refused):
+                        return None
+                    reasons += [r.reason for r in plan.refused]
+            except Exception as error:
+                reasons.append(f"no example could be planned: {type(error).__name__}: {error}")
+    return reasons[0] if reasons else "its pattern does not match its own example"
+
+
+def show(report: Report) -> None:
+    """Print a report for a reader."""
+    tell("versions", "bold")
+    for name, version in report.versions.items():
+        tell(f"  {name:<14} {version or 'none'}")
+    tell("devices", "bold")
+    for device in report.devices:
+        parts = [device["model"], device.get("arch"), f"{device['bytes'] / 2**30:.0f} GiB" if device["bytes"] else None]
+        parts += [f"{device['threads']} threads"] if "threads" in device else []
+        tell(f"  {device['name']:<14} {', '.join(p for p in parts if p)}")
+        tell(f"  {'':<14} Triton: {report.triton[device['name']]}")
+    tell("caches", "bold")
+    for cache in report.caches:
+        tell(f"  {cache['of']:<17} {cache['path']}: {cache['state']}")
+    tell("settings", "bold")
+    for name, value in report.settings.items():
+        tell(f"  SEQFUSE_{name.upper():<14} {_setting(value)}")
+    tell("plug-ins", "bold")
+    for plugin in report.plugins:
+        tell(f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}, {plugin['value']})")
+    if not report.plugins:
+        tell("  none is installed")
+    for device, can in report.can_run.items():
+        tell(f"fusions on {device}", "bold")
+        tell(_wrapped(f"{len(can)} can run: {', '.join(can) or 'none'}"))
+        for reason, names in report.cannot_run[device].items():
+            tell(_wrapped(f"{len(names)} cannot: {reason}: {', '.join(names)}"))
+    tell("warnings", "bold")
+    for sentence in report.warnings:
+        tell(f"  {sentence}", "yellow")
+    if not report.warnings:
+        tell("  none")
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def data(report: Report) -> dict[str, Any]:
+    """A report as plain data."""
+    return {**dataclasses.asdict(report), "executable": sys.executable}
+
+
+def _setting(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)

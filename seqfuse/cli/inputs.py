@@ -1,0 +1,126 @@
+"""Inputs, dtypes and devices as they are written on a command line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..env import Env
+from .target import Unable
+
+_DTYPES = {
+    torch.float32: ("float32", "fp32", "f32", "float"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+    torch.float16: ("float16", "fp16", "f16", "half"),
+    torch.float64: ("float64", "fp64", "f64", "double"),
+    torch.int64: ("int64", "i64", "long"),
+    torch.int32: ("int32", "i32", "int"),
+}
+DTYPES = {name: dtype for dtype, names in _DTYPES.items() for name in names}
+_SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))}:{_DTYPES[self.dtype][0]}"
+
+    def draw(self, device: torch.device | str, seed: int, below: int = 2) -> Tensor:
+        """Random numbers from a seed: normal ones, or whole ones from 0 on that are `below` a limit."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.dtype.is_floating_point:
+            return torch.randn(self.shape, generator=generator).to(device, self.dtype)
+        return torch.randint(below, self.shape, generator=generator, dtype=self.dtype).to(device)
+
+
+def spec(text: str) -> Spec:
+    """A tensor written as `8x1024:bf16`; float32 where no dtype is said.
+
+    Raises:
+        Unable: for text of another form.
+    """
+    found = _SPEC.fullmatch(text)
+    if found is None:
+        raise Unable(f"{text!r} is no input: write the shape and, if it is not float32, the dtype, such as 8x1024:bf16")
+    return Spec(tuple(map(int, found[1].split("x"))), dtype(found[2] or "float32"))
+
+
+def channel(text: str) -> tuple[str, Spec]:
+    """An extra input written as `residual=8x1024:bf16`."""
+    name, equals, rest = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise Unable(f"{text!r} is no channel: write its name and the tensor, such as residual=8x1024:bf16")
+    return name, spec(rest)
+
+
+def dtype(name: str) -> torch.dtype:
+    """A dtype by one of its names."""
+    if name not in DTYPES:
+        known = ", ".join(names[min(1, len(names) - 1)] for names in _DTYPES.values())
+        raise Unable(f"there is no dtype {name!r} here; write one of {known}")
+    return DTYPES[name]
+
+
+def is_elsewhere(device: str) -> bool:
+    """Whether a device is named by its architecture, so that it need not be here."""
+    arch = device.partition(":")[2]
+    return bool(arch) and not arch.isdigit()
+
+
+def device(name: str | None) -> torch.device:
+    """A device of this machine: the one that is named, else the first GPU, else the CPU.
+
+    Raises:
+        Unable: if it is not here.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    Env.of(name)  # raises for what is no device
+    if is_elsewhere(name):
+        raise Unable(
+            f"{name} describes a machine that need not be here, and this command runs on one: cpu, cuda, cuda:0"
+        )
+    found = torch.device(name)
+    count = torch.cuda.device_count() if found.type == "cuda" else 1
+    if found.type not in ("cpu", "cuda") or (found.index or 0) >= count:
+        plan = "; seqfuse plan takes an architecture, such as cuda:sm_90" if found.type == "cuda" else ""
+        raise Unable(f"there is no {name} here{plan}")
+    return found
+
+
+def cast(model: nn.Module, given: Spec | None, named: str | None, autocast: str | None) -> nn.Module:
+    """A model in the dtype that is named; else in that of a floating input, but under autocast."""
+    if named is not None:
+        return model.to(dtype(named))
+    if given is not None and given.dtype.is_floating_point and autocast is None:
+        return model.to(given.dtype)
+    return model
+
+
+def vocabulary(model: nn.Module) -> int:
+    """How many indices every embedding of a model has; two where there is none."""
+    sizes = (getattr(module, "num_embeddings", None) for module in model.modules())
+    return min((size for size in sizes if isinstance(size, int)), default=2)
+
+
+@contextlib.contextmanager
+def surroundings(kind: str, autocast: str | None, grad: bool) -> Generator[None]:
+    """A block under autocast and with or without gradients, as asked."""
+    low = None if autocast is None else dtype(autocast)
+    with torch.set_grad_enabled(grad), torch.autocast(kind, low, enabled=low is not None):
+        yield
+
+
+def channels(texts: Sequence[str]) -> dict[str, Spec]:
+    """Extra inputs by name."""
+    return dict(map(channel, texts))

@@ -1,0 +1,49 @@
+"""What commands print: lines for readers, with colors on a terminal only, and JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from .target import Unable
+
+
+def tell(text: str = "", style: str = "") -> None:
+    """Print lines; `style` counts on a terminal where rich is installed."""
+    if style and sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.text import Text
+        except ImportError:
+            pass
+        else:
+            Console(soft_wrap=True).print(Text(printable(text), style))
+            return
+    print(printable(text))
+
+
+def printable(text: str) -> str:
+    """The text without characters that a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def tell_json(data: Any) -> None:
+    """Print one document."""
+    print(json.dumps(data, indent=2))
+
+
+def write(text: str, file: Path | None) -> None:
+    """Write to a file, or to the output where there is none.
+
+    Raises:
+        Unable: if it cannot be written.
+    """
+    if file is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise Unable(f"{file} cannot be written: {error.strerror}") from error

@@ -1,0 +1,68 @@
+"""Scripts that end with the error that a check found, and need nothing of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from .inputs import Spec
+from .output import printable
+from .target import Target, Unable
+
+KIT, SAME = "from seqfuse import testing", "from seqfuse.cli.compare import assert_same"
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A check that failed: its name, what it said, and the lines that make it fail again where `named` is at hand."""
+
+    check: str
+    message: str
+    needs: str  # an import
+    lines: tuple[str, ...]
+
+
+def drawn(spec: Spec, device: str) -> str:
+    """The line that draws what `spec.draw` draws for checks."""
+    if spec.dtype.is_floating_point:
+        numbers = f"torch.randn({spec.shape}, generator=torch.Generator().manual_seed(0))"
+        return f"x = {numbers}.to({device!r}, {spec.dtype})"
+    return f"x = torch.zeros({spec.shape}, dtype={spec.dtype}, device={device!r})"
+
+
+def script(failure: Failure, target: Target) -> str:
+    """A script that runs the check again and ends with its error."""
+    about = [f"{target.name} fails {failure.check}:", "", *failure.message.splitlines()]
+    about += ["", f"Made by `seqfuse check {target.name}`; run it with the same Python."]
+    lines = [
+        *(f"# {printable(line)}".rstrip() for line in about),
+        "import importlib",
+        "import operator",
+        "import sys",
+        "",
+        "import torch",
+        "",
+        failure.needs,
+        "",
+        f"sys.path.insert(0, {target.folder!r})",
+        "torch.manual_seed(0)",
+        f"named = operator.attrgetter({target.attribute!r})(importlib.import_module({target.module!r}))",
+        "torch.manual_seed(0)  # its import may have drawn",
+        *failure.lines,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(failure: Failure, target: Target, file: Path | None) -> Path:
+    """Write the script; returns where it is.
+
+    Raises:
+        Unable: if it cannot be written.
+    """
+    stem = "".join(c if c.isalnum() else "_" for c in target.attribute)
+    path = file or Path(f"seqfuse_repro_{stem}.py")
+    try:
+        path.write_text(script(failure, target), encoding="utf-8")
+    except OSError as error:
+        raise Unable(f"{path} cannot be written: {error.strerror}") from error
+    return path

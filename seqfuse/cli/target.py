@@ -1,0 +1,133 @@
+"""What a command works on: an object named `MODULE:NAME`, and the module that it is or makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from torch import nn
+
+from ..fuser import Sequential
+from ..operation import FusableOperation
+
+
+class Unable(Exception):
+    """The command cannot do what it was asked; its message is one sentence that says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """An object that was named: `value` is `attribute` of `module`, which was found in `folder`."""
+
+    name: str
+    module: str
+    attribute: str
+    folder: str
+    value: Any
+
+    @property
+    def is_class(self) -> bool:
+        """Whether it is a class."""
+        return isinstance(self.value, type)
+
+    def build(self) -> nn.Module:
+        """The module that it is, or that it makes when it is called without arguments.
+
+        Raises:
+            Unable: if it is no module and makes none.
+        """
+        made = self.value
+        if not isinstance(made, nn.Module):
+            if not callable(made):
+                kind = type(made).__name__
+                raise Unable(f"{self.name} is of type {kind}: name a module, or a function or class that makes one")
+            try:
+                made = made()
+            except Exception as error:
+                without = "; it is called without arguments" if isinstance(error, TypeError) else ""
+                raise Unable(f"{self.name}() raised {said(error)}{without}") from error
+        if not isinstance(made, nn.Module):
+            raise Unable(f"{self.name}() returned an object of type {type(made).__name__}, not a torch.nn.Module")
+        return made
+
+
+def load(name: str) -> Target:
+    """Import what `package.module:NAME` or `path/to/file.py:NAME` names; dots may follow in NAME.
+
+    Raises:
+        Unable: if there is no such thing, or its import raises.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute:
+        raise Unable(f"{name!r} is no MODULE:NAME, such as package.module:build or path/to/file.py:build")
+    folder, module = os.getcwd(), where
+    path = Path(where)
+    if where.endswith(".py") or os.sep in where:
+        if not path.is_file():
+            raise Unable(f"there is no file {where}")
+        folder, module = str(path.resolve().parent), path.stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    value: Any = _imported(module, path.resolve() if path.is_file() else None)
+    for part in attribute.split("."):
+        if not hasattr(value, part):
+            close = difflib.get_close_matches(part, [n for n in dir(value) if not n.startswith("_")], 1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise Unable(f"{where} has no {attribute}{meant}")
+        value = getattr(value, part)
+    return Target(name, module, attribute, folder, value)
+
+
+def _imported(module: str, file: Path | None) -> ModuleType:
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise Unable(f"there is no module {module} here or among what is installed") from None
+        raise Unable(f"importing {module} raised {said(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise Unable(f"importing {module} raised {said(error)}") from error
+    own = getattr(found, "__file__", None)
+    if file is not None and (own is None or Path(own).resolve() != file):
+        raise Unable(f"{file} cannot be imported as {module}: that name is taken by {own or 'a built-in module'}")
+    return found
+
+
+def said(error: BaseException) -> str:
+    """An error's class and message."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def container(model: nn.Module, name: str, part: str | None) -> Sequential:
+    """The `Sequential` of a model: itself, its only one, or the one at `part`.
+
+    Raises:
+        Unable: if there is none, or it is not clear which.
+    """
+    if part is not None:
+        try:
+            model = cast(Any, model).get_submodule(part)
+        except AttributeError as error:
+            raise Unable(f"{name} has no part {part!r}: {error}") from error
+    if isinstance(model, Sequential):
+        return model
+    if isinstance(model, FusableOperation):
+        return Sequential(model)
+    paths: list[str] = []
+    modules: Iterator[tuple[str, nn.Module]] = cast(Any, model).named_modules()
+    for path, module in modules:
+        if isinstance(module, Sequential) and not any(path.startswith(f"{outer}.") for outer in paths):
+            paths.append(path)
+    if len(paths) == 1:
+        return cast(Any, model).get_submodule(paths[0])
+    if not paths:
+        raise Unable(f"there is no seqfuse.Sequential in {name}, which is of type {type(model).__name__}")
+    listed = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
+    raise Unable(f"there are {len(paths)} Sequentials in {name}: choose one by --part, of {listed}")

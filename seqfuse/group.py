@@ -1,0 +1,225 @@
+"""The processes that compute one thing together: what they exchange, and which share of a tensor each holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import InputError, StateError
+
+# Operators that compilers trace, too; they work out of place.
+_ops: Any = torch.ops._c10d_functional
+
+
+class Group:
+    """Processes that compute one thing together, and their collectives.
+
+    A collective that fails, because a process died, disagrees or is late, raises in every other process within the
+    timeout of the group, which `torch.distributed` sets. A copy of a module shares its group; a pickle keeps the
+    group's name and needs a group of that name where it is read.
+
+    Args:
+        group: a process group, a `DeviceMesh` of one dimension, or `None` for this process alone.
+
+    Attributes:
+        size: how many processes there are.
+        rank: which of them this is.
+
+    Raises:
+        InputError: (SF106) for anything else, or a group that this process is not in.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if isinstance(group, Group):
+            group = group.process_group
+        elif hasattr(group, "mesh_dim_names"):
+            if group.ndim != 1:
+                message = f"expects a mesh of one dimension, got {group.ndim}"
+                raise InputError(message, code="SF106", hint='take one of them: mesh["tp"]')
+            group = group.get_group()
+        self.process_group: Any = group
+        if group is None:
+            self.name, self.size, self.rank = "", 1, 0
+            return
+        if not isinstance(group, dist.ProcessGroup):
+            message = f"expects a process group of torch.distributed this process is in, got {group!r}"
+            raise InputError(message, code="SF106")
+        self.name: str = group.group_name
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def __deepcopy__(self, memo: Any) -> Group:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_named, (self.name,)) if self.size > 1 else (Group, ())
+
+    def __str__(self) -> str:
+        if self.process_group is None:
+            return "this process alone"
+        about: str = getattr(self.process_group, "group_desc", "") or "undefined"
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(self.process_group)))
+        return f"group {self.name if about == 'undefined' else about!r} of ranks {ranks}"
+
+    def all_reduce(self, x: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum of all processes' x, or the largest of each element."""
+        return self._run(what, lambda: _ops.all_reduce(_dense(x), by, self.name), x)
+
+    def all_gather(self, x: Tensor, dim: int, what: str) -> Tensor:
+        """All processes' x one after another along `dim`."""
+        parts = self._run(what, lambda: _ops.all_gather_into_tensor(_dense(x), self.size, self.name), x)
+        if dim % x.ndim == 0 or self.size == 1:
+            return parts
+        return torch.cat(parts.chunk(self.size), dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int, what: str) -> Tensor:
+        """This process's part along `dim` of the sum of all processes' x."""
+        if dim % x.ndim and self.size > 1:
+            x = torch.cat(x.chunk(self.size, dim))
+        return self._run(what, lambda: _ops.reduce_scatter_tensor(_dense(x), "sum", self.size, self.name), x)
+
+    def begin_all_reduce(self, x: Tensor, what: str) -> Callable[[], Tensor]:
+        """Start to sum all processes' x; what is returned waits for the sum."""
+        if self.size == 1 or not x.numel():
+            return lambda: x
+        y = self._checked(what, lambda: _ops.all_reduce(_dense(x), "sum", self.name))
+        return lambda: self._checked(what, lambda: _ops.wait_tensor(y))
+
+    def _run(self, what: str, launch: Callable[[], Tensor], x: Tensor) -> Tensor:
+        if self.size == 1:
+            return x
+        return self._checked(what, lambda: _ops.wait_tensor(launch()))
+
+    def _checked(self, what: str, run: Callable[[], Tensor]) -> Tensor:
+        if torch.compiler.is_compiling():
+            return run()
+        try:
+            return run()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise self.failed(what, reason) from error
+
+    def failed(self, what: str, reason: str) -> StateError:
+        """The error of a collective that did not come about."""
+        message = f"the collective of {what} failed in {self}, of which this is process {self.rank}: {reason}"
+        hint = "a process died, is late or runs something else; none can go on alone"
+        return StateError(message, code="SF506", operation=what, hint=hint)
+
+
+def _named(name: str) -> Group:
+    from torch.distributed import distributed_c10d
+
+    try:
+        return Group(cast(Any, distributed_c10d)._resolve_process_group(name))
+    except (RuntimeError, ValueError) as error:
+        message = f"a module of process group {name!r} was unpickled where there is no such group"
+        raise StateError(message, code="SF506", hint="keep its state dictionary instead") from error
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.contiguous()
+
+
+class Meeting(NamedTuple):
+    """Where processes exchange what passes along a list.
+
+    What a process holds before and after is the `"whole"`, the same tensor everywhere; its share of the `"rows"`; or
+    its share of the `"features"` or a summand.
+    """
+
+    group: Group
+    before: Literal["whole", "features", "rows"]
+    after: Literal["whole", "features", "rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Which part of a tensor each process holds.
+
+    Args:
+        group: the processes.
+        dim: the dimension that is divided.
+        parts: sizes along it that are divided one by one, as those of queries, keys and values; `group.size` divides
+            each.
+    """
+
+    group: Group
+    dim: int
+    parts: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This process's share of a whole tensor, a tensor of its own."""
+        if whole.shape[self.dim] != sum(self.parts):
+            got, wanted = whole.shape[self.dim], sum(self.parts)
+            raise InputError(f"expects {wanted} along dimension {self.dim} of the whole, got {got}", code="SF101")
+        mine = [
+            piece.chunk(self.group.size, self.dim)[self.group.rank] for piece in _split(whole, self.parts, self.dim)
+        ]
+        return torch.cat(mine, self.dim)
+
+    def whole_shape(self, own: Tensor) -> tuple[int, ...]:
+        """The shape of the whole."""
+        shape = list(own.shape)
+        shape[self.dim] = sum(self.parts)
+        return tuple(shape)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The whole, from what every process of the group holds; all of them must ask."""
+        gathered = self.group.all_gather(own, self.dim, "a parameter")
+        sizes = [part // self.group.size for part in self.parts]
+        shares = [_split(share, sizes, self.dim) for share in gathered.chunk(self.group.size, self.dim)]
+        return torch.cat([share[i] for i in range(len(sizes)) for share in shares], self.dim)
+
+
+def vocabulary_share(operation: str, shares: Mapping[str, Share], rows: int, group: Group) -> Share:
+    """Which share of a table of `rows` each process would hold.
+
+    Raises:
+        InputError: (SF101) where the processes do not divide it, (SF106) where it is divided already.
+    """
+    if shares:
+        raise InputError("it is divided among processes already", code="SF106", operation=operation)
+    if rows % group.size:
+        message = f"expects a vocabulary that {group.size} processes divide, got {rows}"
+        raise InputError(message, code="SF101", operation=operation, hint="pad it")
+    return Share(group, 0, (rows,))
+
+
+def _split(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+    return cast(Any, x).split(sizes, dim)
+
+
+class Both(torch.autograd.Function):
+    """`ahead(x)`, whose gradient is `back(dy)`: a collective and its adjoint for plain autograd."""
+
+    @classmethod
+    def ways(cls, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run it."""
+        return cast(Tensor, cls.apply(ahead, back, x))  # pyright: ignore[reportUnknownMemberType]
+
+    @staticmethod
+    def forward(ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        y = ahead(x)
+        return x.view_as(x) if y is x else y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.back = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        return None, None, ctx.back(douts[0])
+
+
+def summed_gradient(group: Group, x: Tensor) -> Tensor:
+    """x, whose gradient is summed over the processes: each of them uses it for a part of what it is used for."""
+    return Both.ways(same, lambda d: group.all_reduce(d, "a gradient"), x)
+
+
+def same(x: Tensor) -> Tensor:
+    """x: the way on which nothing is exchanged."""
+    return x

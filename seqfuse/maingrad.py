@@ -1,0 +1,98 @@
+"""Gradients that are added to a buffer of their own, `parameter.main_grad`, in place of `parameter.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import StateError
+
+
+class Accumulated:
+    """The class of `sf.accumulated`."""
+
+    def __repr__(self) -> str:
+        return "sf.accumulated"
+
+
+accumulated = Accumulated()
+"""Returned by a `bwd` in place of a gradient that it has added to the buffer it took from `main_grads`."""
+
+
+class MainGrads:
+    """The buffers of one backward: by index of their parameters, and as the step that runs now gets them, by name.
+
+    A step takes a buffer with `pop`, so that it is known which ones it may have written to when it fails.
+    """
+
+    __slots__ = ("by_index", "given", "offered")
+
+    def __init__(self, by_index: dict[int, Tensor]) -> None:
+        self.by_index, self.given, self.offered = by_index, dict[str, Tensor](), frozenset[str]()
+
+    def offer(self, grads: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
+        """What a step gets whose gradients have these names and indices."""
+        self.given = {name: self.by_index[i] for name, i in grads if i in self.by_index}
+        self.offered = frozenset(self.given)
+        return self.given
+
+    def taken(self) -> list[str]:
+        """The names of the buffers that the step has taken."""
+        return sorted(self.offered - self.given.keys())
+
+    def settle(self, sums: list[Tensor | None]) -> None:
+        """Add what gradients are left to their buffers, and leave none of them to autograd."""
+        for i, buffer in self.by_index.items():
+            if (g := sums[i]) is not None:
+                buffer.add_(g)
+                sums[i] = None
+
+
+def main_grads(
+    nodes: Iterable[Any], executes: Callable[[Any], bool], where: Callable[[int], tuple[str, str, int]]
+) -> MainGrads | None:
+    """The buffers of the leaves that these nodes accumulate into, `None` if there are none.
+
+    A leaf whose gradient `torch.autograd.grad` returns, or that has hooks to see it, gets it from torch.
+
+    Args:
+        nodes: the node that each parameter's gradient goes to.
+        executes: asked of a node whether it will run, raises `RuntimeError` for a leaf whose gradient is returned.
+        where: parameter, operation and position, by index.
+
+    Raises:
+        StateError: (SF507) for a `main_grad` that cannot be added to.
+    """
+    found: dict[int, Tensor] = {}
+    for i, node in enumerate(nodes):
+        leaf = getattr(node, "variable", None)
+        buffer = getattr(leaf, "main_grad", None)
+        if leaf is None or buffer is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+            continue
+        try:
+            executes(node)
+        except RuntimeError:
+            continue
+        wanted = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+        like = (tuple(leaf.shape), wanted, leaf.device)
+        if not isinstance(buffer, Tensor) or (tuple(buffer.shape), buffer.dtype, buffer.device) != like:
+            raise _unfit(where(i), like, buffer)
+        found[i] = buffer
+    return MainGrads(found) if found else None
+
+
+def _unfit(where: tuple[str, str, int], like: tuple[Any, ...], buffer: Any) -> StateError:
+    name, operation, position = where
+    got = type(buffer).__name__
+    if isinstance(buffer, Tensor):
+        got = _described((tuple(buffer.shape), buffer.dtype, buffer.device))
+    message = f"main_grad of {name} must be {_described(like)}, got {got}"
+    return StateError(message, code="SF507", operation=operation, position=position)
+
+
+def _described(like: tuple[Any, ...]) -> str:
+    shape, dtype, device = like
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"

@@ -1,0 +1,85 @@
+"""Where the stages of a pipeline begin."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from ..errors import PlanError
+from ..fuser.items import Item
+from ..operation import UnfusedOperation
+
+
+def begins(root: nn.Module, items: Sequence[Item], stages: int | Sequence[str]) -> dict[str, int]:
+    """The names of the modules at which the second stage and those after it begin, and their positions.
+
+    Raises:
+        PlanError: (SF202) for a name at which none can begin, or names that are not in the order of the list.
+    """
+    places = _places(root, items)
+    if isinstance(stages, int):
+        return _balanced(items, places, stages)
+    for name in stages:
+        if name not in places:
+            inside = next((item for item in items if item.alone and name.startswith(f"{item.path}.")), None)
+            close = difflib.get_close_matches(name, places, 1)
+            why = f": {inside.path!r} runs through its own call ({inside.alone})" if inside else ""
+            hint = f"did you mean {close[0]!r}?" if close else None
+            raise PlanError(f"no stage can begin at {name!r}{why}", code="SF202", hint=hint)
+    at = [places[name] for name in stages]
+    for name, position, before in zip(stages, at, [0, *at], strict=False):
+        if position <= before:
+            message = f"stages begin in the order of the list, and each has operations; {name!r} does not fit"
+            raise PlanError(message, code="SF202", operation=items[position].name, position=position)
+    return dict(zip(stages, at, strict=True))
+
+
+def _places(root: nn.Module, items: Sequence[Item]) -> dict[str, int]:
+    """The names of the modules a stage can begin at, and the positions they begin at; the outermost comes first."""
+    first: dict[str, int] = {}
+    for position, item in enumerate(items):
+        parts = item.path.split(".")
+        for depth in range(1, len(parts) + 1):
+            first.setdefault(".".join(parts[:depth]), position)
+    operations = {item.path for item in items}
+    places: dict[str, int] = {}
+    for name, _ in cast(Iterable[tuple[str, Any]], root.named_modules(remove_duplicate=False)):
+        parts = name.split(".")
+        above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+        if name in first and not above & operations:
+            places[name] = first[name]
+    return places
+
+
+def _balanced(items: Sequence[Item], places: dict[str, int], stages: int) -> dict[str, int]:
+    """Begin stages where a single tensor crosses, so that the most parameters in one of them are as few as can be."""
+    names: dict[int, str] = {}
+    for name, position in places.items():
+        if position and not items[position].crossing:
+            names.setdefault(position, name)
+    at = [0, *sorted(names), len(items)]
+    if stages > len(at) - 1:
+        message = f"a list of {len(at) - 1} parts that a single tensor leaves cannot be cut into {stages} stages"
+        raise PlanError(message, code="SF202", hint="name the modules that stages begin at, inside of residuals too")
+    weight = [sum(_weight(item) for item in items[a:b]) for a, b in itertools.pairwise(at)]
+    ends = [0]
+    for total in weight:
+        ends.append(ends[-1] + total)
+    # best[n]: for n parts the heaviest of the stages so far at its lightest, and where those stages begin.
+    best = {n: (ends[n], list[int]()) for n in range(1, len(at))}
+    for stage in range(2, stages + 1):
+        best = {
+            n: min((max(best[k][0], ends[n] - ends[k]), [*best[k][1], k]) for k in range(stage - 1, n))
+            for n in range(stage, len(at))
+        }
+    return {names[at[k]]: at[k] for k in best[len(at) - 1][1]}
+
+
+def _weight(item: Item) -> int:
+    if isinstance(item.operation, UnfusedOperation) and item.fusable:
+        return 1 + sum(getattr(owner, name).numel() for owner, name in item.slots.values())
+    return 1 + sum(p.numel() for p in item.operation.parameters())

@@ -1,0 +1,117 @@
+"""A tensor whose numbers are on another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..errors import StateError
+
+_READS = frozenset(
+    ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__", "cpu")
+)
+_WRITES = frozenset(("__setitem__", "__set__"))
+
+
+class Elsewhere(Tensor):
+    """A `meta` tensor that stands for one on another rank: shape, dtype and `requires_grad` are right, numbers absent.
+
+    What is computed from it is one, too, whatever real tensors take part, so that a loss and its `backward` are written
+    once for every rank.
+
+    Attributes:
+        place: the place of the numbers, in words.
+
+    Raises:
+        StateError: (SF508) where its numbers are asked for.
+    """
+
+    place: str
+
+    @staticmethod
+    def of(tensor: Tensor, where: str) -> Elsewhere:
+        """Shape, dtype and `requires_grad` of a tensor; no gradient comes back to it, which it is an error to want."""
+        meta: Any = tensor if tensor.is_meta else _down(tensor, where)
+        out: Any = meta.as_subclass(Elsewhere)
+        out.place = where
+        return out
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        where = _where([*args, *named.values()])
+        name: str = getattr(func, "__name__", "")
+        if name in _READS or (name == "__format__" and args[1]):
+            raise _absent(where, name)
+        if func is torch.autograd.grad or (func is Tensor.backward and (len(args) > 4 or named.get("inputs"))):
+            message = "gradients of some tensors alone would not reach the stages before them"
+            raise StateError(message, code="SF508", hint="call backward() on every rank, and read .grad")
+        if name == "__repr__":
+            tensor = args[0]
+            return f"Elsewhere({tuple(tensor.shape)}, {tensor.dtype}, {where})"
+        changed = [args[0]] if args and _in_place(func, name) else []
+        for tensor in (*changed, named.get("out")):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                raise _absent(where, f"{name} into a tensor of this rank")
+
+        def down(tensor: Tensor) -> Tensor:
+            return tensor if tensor.is_meta else _down(tensor, where)
+
+        try:
+            with _plainly():
+                given, named = tree_map_only(Tensor, down, (tuple(args), named))
+                out = func(*given, **named)
+        except NotImplementedError as error:
+            raise _absent(where, name) from error
+        except RuntimeError as error:
+            if "meta tensor" not in str(error) and "data-dependent" not in str(error):
+                raise
+            raise _absent(where, name) from error
+
+        def up(tensor: Tensor) -> Tensor:
+            return Elsewhere.of(tensor, where) if tensor.is_meta and not isinstance(tensor, Elsewhere) else tensor
+
+        return tree_map_only(Tensor, up, out)
+
+
+def _where(values: Any) -> str:
+    found: list[str] = []
+    tree_map_only(Elsewhere, lambda t: found.append(t.place) if hasattr(t, "place") else None, values)
+    return found[0] if found else "on another rank"
+
+
+def _in_place(func: Any, name: str) -> bool:
+    own_letters = name.endswith("_") and not name.startswith("__")
+    return name in _WRITES or own_letters
+
+
+def _absent(where: str, name: str) -> StateError:
+    hint = "ask tensor.is_meta first, or take everywhere(tensor, model), which every rank calls"
+    return StateError(f"{name} needs numbers that are not here: they are {where}", code="SF508", hint=hint)
+
+
+class _Down(torch.autograd.Function):
+    """The shape of a real tensor among those of another rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, where: str) -> Tensor:
+        ctx.where = where
+        return torch.empty_like(tensor, device="meta")
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        raise _absent(ctx.where, "the gradient of a tensor of this rank")
+
+
+_down: Callable[..., Any] = _Down.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_plainly: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

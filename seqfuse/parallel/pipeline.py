@@ -1,0 +1,136 @@
+"""A model in stages on many ranks, run by one script on all of them."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import InputError, PlanError
+from ..fuser.items import Item, flatten
+from ..fuser.sequential import Sequential
+from .cuts import begins
+from .staged import StagedFuser
+from .transfer import Boundary, Placement
+
+
+def pipeline(
+    model: Sequential,
+    mesh: DeviceMesh,
+    *,
+    stages: int | Sequence[str] | None = None,
+    shapes: Literal["infer", "broadcast"] = "infer",
+) -> Sequential:
+    """Cut a model into stages, in place, and keep on each rank the parameters of its own stages.
+
+    One script runs on every rank and calls the whole model: `loss = f(model(x)); loss.backward(); optimizer.step()`. A
+    stage of another rank has its parameters on `meta`, launches nothing and hands on shape, dtype and `requires_grad`.
+    `Boundary` operations, which nothing fuses across, send tensors and the channels that cross, and their gradients
+    back. The output is real on the rank of the last stage and `Elsewhere` on the others. Numbers are those of one
+    process, dropout masks too where all ranks' generators are in the same state.
+
+    Args:
+        model: the same on every rank, on its device.
+        mesh: one dimension of a mesh of ranks, such as `mesh["pp"]`; stages go to its ranks in turn.
+        stages: how many, cut so that none has many parameters, or the names of the modules that all but the first
+            begin at; by default one for each rank.
+        shapes: whether what leaves a stage is inferred on the other ranks, or told by its rank in each call, which a
+            module whose output's shape depends on numbers needs. Under autocast it is told.
+
+    Raises:
+        PlanError: (SF202) where it cannot be cut so, or a parameter would be on two ranks.
+    """
+    if mesh.ndim != 1:
+        raise PlanError(f"a pipeline takes one dimension of a mesh, not {mesh.ndim}", code="SF202", hint='mesh["pp"]')
+    if shapes not in ("infer", "broadcast"):
+        raise InputError(f'shapes must be "infer" or "broadcast", not {shapes!r}', code="SF106")
+    items = flatten(model)
+    if any(isinstance(item.operation, Boundary) for item in items):
+        raise PlanError("the model is in stages already", code="SF202")
+    ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
+    cuts = begins(model, items, len(ranks) if stages is None else stages)
+    count = len(cuts) + 1
+    if count % len(ranks):
+        raise PlanError(f"{count} stages cannot be dealt evenly to {len(ranks)} ranks", code="SF202")
+    name = (mesh.mesh_dim_names or ("pipeline",))[0]
+    placement = Placement(mesh.get_group(), name, ranks, mesh.get_local_rank(), count, shapes == "broadcast")
+    elsewhere = _others(items, [*cuts.values()], placement)
+    names = [f"boundary{stage}" for stage in range(1, count)]
+    taken = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {*names}
+    if taken:
+        raise PlanError(f"modules are called {sorted(taken)}, as boundaries are", code="SF202")
+    for stage, (key, path) in enumerate(zip(names, cuts, strict=True), 1):
+        above, _, before = path.rpartition(".")
+        _insert(model.get_submodule(above), before, key, Boundary(stage, placement))
+    _clip(model, elsewhere)
+    model._fuser = StagedFuser(model, model.fusions, placement)  # pyright: ignore[reportPrivateUsage]
+    return model
+
+
+def _insert(container: nn.Module, before: str, key: str, module: nn.Module) -> None:
+    children = container._modules  # pyright: ignore[reportPrivateUsage]
+    after = [*children][[*children].index(before) :]
+    container.add_module(key, module)
+    for name in after:
+        children[name] = children.pop(name)
+
+
+def _others(items: Sequence[Item], cuts: Sequence[int], placement: Placement) -> list[nn.Module]:
+    """The modules of the stages of other ranks."""
+    stage_of: dict[int, int] = {}
+    modules: dict[nn.Module, None] = {}
+    for position, item in enumerate(items):
+        stage = bisect.bisect_right(cuts, position)
+        for owner in dict.fromkeys([*item.operation.modules(), *(owner for owner, _ in item.slots.values())]):
+            for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # pyright: ignore[reportPrivateUsage]
+                first = stage if tensor is None else stage_of.setdefault(id(tensor), stage)
+                if placement.rank(first) != placement.rank(stage):
+                    message = f"its {name} is in stages {first} and {stage}, which are on different ranks"
+                    hint = "share it within one stage"
+                    raise PlanError(message, code="SF202", operation=item.name, position=position, hint=hint)
+            if not placement.own(stage):
+                modules[owner] = None
+    return [*modules]
+
+
+def _clip(model: Sequential, elsewhere: Sequence[nn.Module]) -> None:
+    """Put what is not this rank's own on `meta`, and leave it out of state dictionaries."""
+    absent: set[int] = set()
+    for owner in elsewhere:
+        for tensors in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    meta: Tensor = torch.empty_like(tensor, device="meta")
+                    if isinstance(tensor, nn.Parameter):
+                        meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
+                    tensors[name] = meta  # pyright: ignore[reportArgumentType]
+                    absent.add(id(meta))
+    both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    _own_state_only(model, frozenset(name for name, tensor in both if id(tensor) in absent))
+
+
+def _own_state_only(model: nn.Module, absent: frozenset[str]) -> None:
+    prefixes: list[str] = []
+
+    def saved(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in absent:
+            state.pop(prefix + name, None)
+
+    def loading(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        prefixes.append(prefix)
+        for name in absent:
+            state.pop(prefix + name, None)
+
+    def loaded(module: nn.Module, incompatible: Any) -> None:
+        theirs = {prefix + name for prefix in prefixes for name in absent}
+        prefixes.clear()
+        incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in theirs]
+
+    root: Any = model
+    root.register_state_dict_post_hook(saved)
+    root.register_load_state_dict_pre_hook(loading)
+    root.register_load_state_dict_post_hook(loaded)

@@ -1,0 +1,214 @@
+"""The fuser of a list in stages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ..env import any_autocast
+from ..errors import InputError, StateError
+from ..fuser.inputs import validate
+from ..fuser.listing import Listing, Region
+from ..fuser.reference import check_channels, draw, run_alone, transformed, walk_reference
+from ..fuser.run import Fuser
+from ..fuser.sequential import Sequential
+from .elsewhere import Elsewhere
+from .transfer import Boundary, Placement, reaches, through, together
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The part of a list between two boundaries.
+
+    Attributes:
+        index: which it is.
+        parts: its regions and barriers.
+        boundary: what it begins with; the first one begins with nothing.
+        enters: the channels that come in beside the chain's tensor; `leaves` those that go out.
+    """
+
+    index: int
+    parts: tuple[Region | int, ...]
+    boundary: Boundary | None
+    enters: tuple[str, ...]
+    leaves: tuple[str, ...]
+
+    @property
+    def positions(self) -> list[int]:
+        """Those of its operations."""
+        return [at for p in self.parts for at in (range(p.start, p.stop) if isinstance(p, Region) else (p,))]
+
+
+class StagedFuser(Fuser):
+    """Runs a list in stages: this rank's own as ever, those of others on shapes alone."""
+
+    def __init__(self, root: Sequential, fusions: Any, placement: Placement) -> None:
+        super().__init__(root, fusions)
+        self.placement = placement
+        self.device: torch.device | None = None  # of the latest input
+        self._cut: tuple[Listing, tuple[Stage, ...]] | None = None
+        self.forget_draws()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"placement": self.placement, "device": self.device}
+        return {**super().__getstate__(), **kept, "_cut": None, "_drawn": {}, "_ran": {}}
+
+    def __call__(self, x: Tensor, **channels: Tensor) -> Any:
+        """Run the list; every rank gets the same input."""
+        if torch.compiler.is_compiling() or transformed() or x.__class__ not in (Tensor, nn.Parameter) or x.is_meta:
+            message = (
+                f"a model in stages takes plain tensors on every rank, neither compiled nor transformed, not {x!r}"
+            )
+            raise InputError(message, code="SF105", hint="the input of the first stage is the same on every rank")
+        self.device = x.device
+        return super().__call__(x, **channels)
+
+    def stages(self, listing: Listing) -> tuple[Stage, ...]:
+        """The list as it was cut."""
+        if self._cut is None or self._cut[0] is not listing:
+            items = listing.items
+            begin = [p for p in listing.parts if isinstance(p, int) and isinstance(items[p].operation, Boundary)]
+            crossing: list[tuple[str, ...]] = [()]
+            for at in begin:
+                made = [c for item in items[:at] for _, c in item.outputs]
+                crossing.append(tuple(c for c in made if max(items[0].readers[c], default=at) >= at))
+            crossing.append(listing.outputs)
+            found: list[Stage] = []
+            for index, (start, stop) in enumerate(zip([-1, *begin], [*begin, len(items)], strict=True)):
+                parts = tuple(p for p in listing.parts if start < (p.start if isinstance(p, Region) else p) < stop)
+                boundary: Any = items[start].operation if index else None
+                found.append(Stage(index, parts, boundary, crossing[index], crossing[index + 1]))
+            self._cut = listing, tuple(found)
+        return self._cut[1]
+
+    def operations(self, index: int) -> list[nn.Module]:
+        """The operations of a stage, each once."""
+        listing = self.listing()
+        return [*dict.fromkeys(listing.items[at].operation for at in self.stages(listing)[index].positions)]
+
+    def _run_parts(self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+        given, tensors = channels.copy(), [x]  # what is in or between stages: the chain's tensor, then channels
+        tells = self.placement.tells or any_autocast()
+        stages = self.stages(listing)
+        for stage in stages:
+            own = self.placement.own(stage.index)
+            if own:
+                if stage.boundary is not None and not self.placement.own(stage.index - 1):
+                    tensors = stage.boundary.enter(tensors, x.device)
+                tensors = self._own(listing, stage, tensors, given, seeds)
+            told = None
+            if tells:
+                told = self.placement.tell(stage.index, tensors if own else None, 1 + len(stage.leaves), x.device)
+            if not own:
+                tensors = self._others(listing, stage, tensors, given, seeds, told)
+            elif stage is stages[-1]:
+                tensors = together(tensors)
+            elif not self.placement.own(stage.index + 1):
+                following = stages[stage.index + 1].boundary
+                assert following is not None
+                tensors = following.leave(tensors)
+        channels.update(zip(listing.outputs, tensors[1:], strict=True))
+        return tensors[0]
+
+    def _own(
+        self, listing: Listing, stage: Stage, tensors: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
+    ) -> list[Tensor]:
+        x, *rest = tensors
+        channels = {**given, **dict(zip(stage.enters, rest, strict=True))}
+        for part in stage.parts:
+            if isinstance(part, Region):
+                x = self._run_region(listing, part, x, channels, seeds)
+            else:
+                x = run_alone(listing.items, part, x, channels)
+        return [x, *[channels[c] for c in stage.leaves]]
+
+    def _others(
+        self,
+        listing: Listing,
+        stage: Stage,
+        tensors: list[Tensor],
+        given: dict[str, Tensor],
+        seeds: Tensor | None,
+        told: list[Any] | None,
+    ) -> list[Tensor]:
+        """What stands for what leaves a stage of another rank."""
+        where = self.placement.where(stage.index)
+        entries = [t if isinstance(t, Elsewhere) else _leaf(t, where) for t in tensors]
+        if told is not None:
+            outs = [torch.empty(s, dtype=d, device="meta", requires_grad=r) for s, d, r, _ in told]
+            passes = any(p for *_, p in told)
+        else:
+            leaves = [_leaf(t, where) for t in entries]
+            outs = self._inferred(listing, stage, leaves, given, seeds)
+            ids = {*map(id, leaves)}
+
+            def entered(node: Any) -> bool:
+                return id(getattr(node, "variable", None)) in ids
+
+            passes = any(t.requires_grad and (id(t) in ids or reaches(t, entered)) for t in outs)
+        return through(entries, outs, passes, where)
+
+    def _inferred(
+        self, listing: Listing, stage: Stage, leaves: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
+    ) -> list[Tensor]:
+        where = self.placement.where(stage.index)
+        x, *rest = leaves
+        channels: dict[str, Tensor] = {c: _leaf(t, where) for c, t in given.items()}
+        channels.update(zip(stage.enters, rest, strict=True))
+        seeds = None if seeds is None else seeds.to("meta")
+        for part in stage.parts:
+            if isinstance(part, Region):
+                validate(listing, part, x.shape)
+            for at in range(part.start, part.stop) if isinstance(part, Region) else (part,):
+                try:
+                    x = walk_reference(listing.items, range(at, at + 1), listing.random, x, channels, seeds)
+                except StateError as error:
+                    if error.code == "SF508":
+                        error.operation, error.position = listing.items[at].name, at
+                        error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
+                    raise
+        return [x, *[channels[c] for c in stage.leaves]]
+
+    def infer(self, x: Tensor, channels: dict[str, Tensor]) -> list[list[Tensor]]:
+        """What stands for what enters the first stage, and for what leaves each."""
+        listing = self.listing()
+        check_channels(listing.items, listing.inputs, channels)
+        seeds = torch.zeros(len(listing.random), dtype=torch.int64, device="meta")
+        found = [[_leaf(x, "nowhere")]]
+        for stage in self.stages(listing):
+            leaves = [_leaf(t, "nowhere") for t in found[-1]]
+            found.append(self._inferred(listing, stage, leaves, channels, seeds))
+        return found
+
+    def run_stage(self, index: int, tensors: list[Tensor], given: dict[str, Tensor]) -> list[Tensor]:
+        """Run one of this rank's stages by itself on one of several micro-batches."""
+        listing = self.listing()
+        given = {name: value for name, value in given.items() if name in listing.inputs}
+        seeds = self._draw(index, listing, tensors[0]) if listing.random else None
+        with parametrize.cached() if listing.parametrized else contextlib.nullcontext():
+            return self._own(listing, self.stages(listing)[index], tensors, given, seeds)
+
+    def forget_draws(self) -> None:
+        """Begin anew with micro-batches: each stage's n-th call reads the n-th draw."""
+        self._drawn, self._ran = dict[int, Tensor](), dict[int, int]()
+
+    def _draw(self, index: int, listing: Listing, x: Tensor) -> Tensor:
+        """The seeds of the micro-batch that a stage now runs: one vector for all stages, as in one process."""
+        batch = self._ran.get(index, 0)
+        self._ran[index] = batch + 1
+        if batch not in self._drawn:
+            self._drawn[batch] = draw(listing.items, listing.random, x)
+        own = [s for s in range(self.placement.stages) if self.placement.own(s)]
+        done = all(self._ran.get(s, 0) > batch for s in own)
+        return self._drawn.pop(batch) if done else self._drawn[batch]
+
+
+def _leaf(tensor: Tensor, where: str) -> Tensor:
+    """What stands for a tensor at the beginning of a stage of another rank."""
+    meta = tensor.detach() if tensor.is_meta else torch.empty_like(tensor, device="meta")
+    return Elsewhere.of(meta, where).requires_grad_(tensor.requires_grad)

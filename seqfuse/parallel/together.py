@@ -1,0 +1,97 @@
+"""What the ranks of a pipeline do together: every rank calls these."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError
+from ..fuser.sequential import Sequential
+from .staged import StagedFuser
+
+
+def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
+    """The numbers of what the last stage's rank has, such as a loss, on every rank; without a graph.
+
+    Args:
+        tensor: the real one on the rank of the last stage, what stands for it on the others.
+        model: the model in stages.
+
+    Raises:
+        InputError: (SF105) where the tensor is not what it should be on this rank.
+        StateError: (SF509) if a rank does not take part.
+    """
+    fuser = staged(model)
+    placement = fuser.placement
+    here = placement.own(placement.stages - 1)
+    if tensor.is_meta is here:
+        message = "takes a tensor of the last stage: real there, and on meta on every other rank"
+        raise InputError(message, code="SF105", operation="everywhere")
+    value = tensor.detach().clone() if here else torch.empty(tensor.shape, dtype=tensor.dtype, device=fuser.device)
+    try:
+        dist.broadcast(value, placement.rank(placement.stages - 1), group=placement.group)
+    except RuntimeError as error:
+        raise placement.failed("everywhere", error) from error
+    return value
+
+
+def clip_grad_norm_(
+    model: Sequential, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients of all stages by one factor, as `torch.nn.utils.clip_grad_norm_` in one process.
+
+    The norm of each parameter is summed over the ranks in a vector, which has that of all.
+
+    Args:
+        model: the model in stages.
+        max_norm: the largest norm that stays as it is.
+        norm_type: the p of the p-norm.
+        error_if_nonfinite: whether to raise where the norm is infinite or NaN.
+
+    Returns:
+        The norm of all gradients before, on every rank.
+
+    Raises:
+        StateError: (SF509) if a rank does not take part.
+    """
+    placement = staged(model).placement
+    parameters = [*model.parameters()]
+    own = [p for p in parameters if not p.is_meta]
+    if not parameters:
+        return torch.zeros(())
+    dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
+    device = own[0].device if own else torch.device("cpu")
+    norms: Tensor = torch.zeros(len(parameters), dtype=dtype, device=device)
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None:
+            norm = _norm(parameter.grad, norm_type)
+            norms[index] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    try:
+        dist.all_reduce(norms, group=placement.group)  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as error:
+        raise placement.failed("clip_grad_norm_", error) from error
+    total: Tensor = _norm(norms, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot clip")
+    sharded = [hasattr(p, "full_tensor") for p in own]
+    for kind in set(sharded):  # torch scales either DTensors or plain tensors
+        torch.nn.utils.clip_grads_with_norm_(
+            [p for p, s in zip(own, sharded, strict=True) if s is kind], max_norm, total
+        )
+    return total
+
+
+_norm: Callable[..., Any] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def staged(model: Sequential) -> StagedFuser:
+    """The fuser of a model in stages."""
+    fuser = getattr(model, "_fuser", None)
+    if not isinstance(fuser, StagedFuser):
+        raise InputError("takes a model that pipeline() has cut", code="SF106")
+    return fuser

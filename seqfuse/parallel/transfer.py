@@ -1,0 +1,289 @@
+"""What passes between the stages of a pipeline: tensors on, their gradients back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..errors import PlanError, StateError
+from ..operation import FusableOperation
+from .elsewhere import Elsewhere
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_DIMENSIONS = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Which rank has which stage: those of a group take turns.
+
+    Attributes:
+        group: the process group.
+        name: what errors call it.
+        ranks: its global ranks.
+        me: which of them this process is.
+        stages: how many there are.
+        tells: whether shapes are sent rather than inferred.
+    """
+
+    group: Any
+    name: str
+    ranks: tuple[int, ...]
+    me: int
+    stages: int
+    tells: bool
+
+    def rank(self, stage: int) -> int:
+        """The global rank that has a stage."""
+        return self.ranks[stage % len(self.ranks)]
+
+    def own(self, stage: int) -> bool:
+        """Whether a stage is here."""
+        return stage % len(self.ranks) == self.me
+
+    def where(self, stage: int) -> str:
+        """A stage's place in words."""
+        return f"in stage {stage} on rank {self.rank(stage)}"
+
+    def __deepcopy__(self, memo: Any) -> Placement:
+        return self
+
+    def tell(self, stage: int, tensors: Sequence[Tensor] | None, count: int, device: torch.device) -> list[Any]:
+        """Shape, dtype, requires_grad and whether gradients pass the stage, of what leaves it: told by its rank."""
+        table = torch.zeros((count, 4 + _DIMENSIONS), dtype=torch.int64)
+        if tensors is not None:
+            for row, tensor in zip(table, tensors, strict=True):
+                if tensor.ndim > _DIMENSIONS:
+                    raise PlanError(f"a stage cannot hand on a tensor of {tensor.ndim} dimensions", code="SF202")
+                passes = int(reaches(tensor, _enters))
+                head = [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), passes, tensor.ndim]
+                row[: 4 + tensor.ndim] = torch.tensor([*head, *tensor.shape])
+        table = table.to(device)
+        try:
+            dist.broadcast(table, self.rank(stage), group=self.group)
+        except RuntimeError as error:
+            raise self.failed(f"telling the shapes of what leaves stage {stage}", error) from error
+        rows: list[list[int]] = table.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return [(r[4 : 4 + r[3]], _DTYPES[r[0]], bool(r[1]), bool(r[2])) for r in rows]
+
+    def failed(self, doing: str, error: Exception) -> StateError:
+        """The error for a transfer that did not happen."""
+        hint = "a rank that failed, or does something else, lets the others wait for as long as its group's timeout"
+        why = (str(error).splitlines() or [repr(error)])[0]
+        message = f"{doing} in group {self.name!r} failed: {why}"
+        return StateError(message, code="SF509", hint=hint)
+
+
+class Boundary(FusableOperation):
+    """Where a stage begins: y = x, received from the rank of the stage before; dx = dy, received from this stage's.
+
+    The channels that cross it go the same way. A list with boundaries runs as a whole, on every rank.
+
+    Args:
+        stage: the stage that begins here.
+        placement: where the stages are.
+
+    Raises:
+        PlanError: (SF202) when it is called by itself.
+    """
+
+    def __init__(self, stage: int, placement: Placement) -> None:
+        super().__init__()
+        self.stage, self.placement = stage, placement
+        a, b = placement.rank(stage - 1), placement.rank(stage)
+        self.barrier = f"stage {stage} begins here; rank {a} sends, rank {b} receives"
+
+    def expand(self) -> tuple[FusableOperation, ...]:
+        return ()
+
+    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+        message = "runs only in the whole list that pipeline() cut, on plain tensors, neither compiled nor transformed"
+        raise PlanError(message, code="SF202", operation="Boundary", hint="keep the model's fusions as they were then")
+
+    def extra_repr(self) -> str:
+        return f"stage={self.stage}, {self.barrier}"
+
+    def enter(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Receive what these stand for; its gradient goes back the same way."""
+        return [*_enter(self, device, *tensors)]
+
+    def leave(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Send these; what stands for them brings their gradients back."""
+        where = self.placement.where(self.stage)
+        return [Elsewhere.of(t, where) for t in _leave(self, *tensors)]
+
+    def send(self, tensors: Sequence[Tensor], back: bool) -> None:
+        """Send to the stage that begins here, or back to the one before it."""
+        stage = self.stage - back
+        kept = [t.detach().contiguous() for t in tensors]
+        self._wait([dist.P2POp(dist.isend, t, *self._peer(stage)) for t in kept if t.numel()], f"sending to {stage}")
+
+    def receive(self, likes: Sequence[Tensor], device: torch.device, back: bool) -> list[Tensor]:
+        """Receive from the stage before the one that begins here, or back from that one."""
+        stage = self.stage - (not back)
+        out = [torch.empty(like.shape, dtype=like.dtype, device=device) for like in likes]
+        self._wait([dist.P2POp(dist.irecv, t, *self._peer(stage)) for t in out if t.numel()], f"receiving from {stage}")
+        return out
+
+    def send_gradients(self, pairs: Sequence[tuple[Tensor | None, Tensor]], device: torch.device) -> None:
+        """Send back gradients, each with what it is of; of several it is said first which are there."""
+        there = [gradient is not None for gradient, _ in pairs]
+        if not any(there):
+            pairs = [(torch.zeros(like.shape, dtype=like.dtype, device=device), like) for _, like in pairs]
+            there = [True] * len(pairs)
+        if len(pairs) > 1:
+            self.send([torch.tensor(there, dtype=torch.uint8, device=device)], back=True)
+        self.send([gradient for gradient, _ in pairs if gradient is not None], back=True)
+
+    def receive_gradients(self, likes: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
+        """Receive the gradients of what these stand for; `None` where there is none."""
+        there = [1] * len(likes)
+        if len(likes) > 1:
+            (said,) = self.receive([torch.empty(len(likes), dtype=torch.uint8, device="meta")], device, back=True)
+            there: list[int] = said.tolist()  # pyright: ignore[reportUnknownMemberType]
+        found = iter(self.receive([like for like, t in zip(likes, there, strict=True) if t], device, back=True))
+        return [next(found) if t else None for t in there]
+
+    def _peer(self, stage: int) -> tuple[int, Any]:
+        return self.placement.rank(stage), self.placement.group
+
+    def _wait(self, operations: list[Any], doing: str) -> None:
+        if not operations:
+            return
+        try:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        except RuntimeError as error:
+            what, _, stage = doing.rpartition(" ")
+            at = f"Boundary before stage {self.stage}: {what} {self.placement.where(int(stage)).removeprefix('in ')}"
+            raise self.placement.failed(at, error) from error
+
+
+def differentiable(tensors: Sequence[Tensor]) -> list[bool]:
+    """Which of the tensors that leave a stage carry gradients: all that can, if one does, so that ranks agree."""
+    live = any(t.requires_grad for t in tensors)
+    return [live and (t.is_floating_point() or t.is_complex()) for t in tensors]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boundary: Boundary, device: torch.device, *metas: Tensor) -> Any:
+        ctx.boundary, ctx.device, ctx.metas = boundary, device, [meta.detach() for meta in metas]
+        received = boundary.receive(metas, device, back=False)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for t, n in zip(received, ctx.needs_input_grad[2:], strict=True) if not n])
+        return tuple(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wanted = ctx.needs_input_grad[2:]
+        pairs = [(d, meta) for d, meta, n in zip(douts, ctx.metas, wanted, strict=True) if n]
+        ctx.boundary.send_gradients(pairs, ctx.device)
+        return (None, None, *[m if n else None for m, n in zip(ctx.metas, wanted, strict=True)])
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, boundary: Boundary, *tensors: Tensor) -> Any:
+        boundary.send(tensors, back=False)
+        metas = [torch.empty_like(t, device="meta") for t in tensors]
+        ctx.boundary, ctx.device, ctx.metas = boundary, tensors[0].device, [meta.detach() for meta in metas]
+        ctx.wanted = differentiable(tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for t, w in zip(metas, ctx.wanted, strict=True) if not w])
+        return tuple(metas)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        likes = [meta for meta, w in zip(ctx.metas, ctx.wanted, strict=True) if w]
+        received = iter(ctx.boundary.receive_gradients(likes, ctx.device))
+        return (None, *[next(received) if w else None for w in ctx.wanted])
+
+
+class _Through(torch.autograd.Function):
+    """A stage of another rank, as one node: it is reached where its rank's is."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Sequence[bool], *tensors: Tensor) -> Any:
+        outs = [torch.empty_like(t) for t in tensors[: len(wanted)]]
+        ctx.entries = [t.detach() for t in tensors[len(wanted) :]]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for t, w in zip(outs, wanted, strict=True) if not w])
+        return tuple(outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        before = len(ctx.needs_input_grad) - len(ctx.entries)
+        wanted = ctx.needs_input_grad[before:]
+        return (*[None] * before, *[t if n else None for t, n in zip(ctx.entries, wanted, strict=True)])
+
+
+class _Together(torch.autograd.Function):
+    """What leaves the last stage, as one node: a loss of any of it reaches what entered."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return douts
+
+
+def through(entries: Sequence[Tensor], outs: Sequence[Tensor], passes: bool, where: str) -> list[Tensor]:
+    """What leaves a stage of another rank; if gradients pass the stage, with a path from all of it to all that entered.
+
+    Its rank gives back all gradients of what entered, or none.
+    """
+    wanted = differentiable(outs)
+    plain: list[Tensor] = [t.detach() for t in outs]
+    if passes and any(wanted):
+        plain = [*_link(wanted, *plain, *entries)]
+    elif any(wanted):
+        plain = [t.requires_grad_(w) for t, w in zip(plain, wanted, strict=True)]
+    return [Elsewhere.of(t, where) for t in plain]
+
+
+def together(outs: Sequence[Tensor]) -> list[Tensor]:
+    """What leaves the last stage on its own rank, as it looks to the others."""
+    wanted = differentiable(outs)
+    if sum(wanted) < 2:
+        return [*outs]
+    bound = iter(_bind(*[t for t, w in zip(outs, wanted, strict=True) if w]))
+    return [next(bound) if w else t for t, w in zip(outs, wanted, strict=True)]
+
+
+def reaches(tensor: Tensor, found: Callable[[Any], bool]) -> bool:
+    """Whether a node that is `found` lies on a path of gradients from a tensor."""
+    waiting, seen = [tensor.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if found(node):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+_enter: Callable[..., tuple[Tensor, ...]] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
+_leave: Callable[..., tuple[Tensor, ...]] = _Leave.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
+_link: Callable[..., tuple[Tensor, ...]] = _Through.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
+
+_bind: Callable[..., tuple[Tensor, ...]] = _Together.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
+
+
+def _enters(node: Any) -> bool:
+    return isinstance(node, _Enter._backward_cls)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]

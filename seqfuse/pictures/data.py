@@ -1,0 +1,87 @@
+"""A plan as plain data: what `Plan.as_dict` gives, `Plan.json` writes, and pictures are drawn from."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+FORMAT = 1
+Kind = Literal["unfused", "alone", "forward", "backward", "joint", "inference"]
+
+
+class EnvData(TypedDict):
+    """The environment; `text` is how it prints."""
+
+    device: str
+    arch: str
+    dtype: str
+    autocast: str | None
+    grad: bool
+    deterministic: bool
+    recipe: str | None
+    triton: bool
+    rows: int | None
+    text: str
+
+
+class OperationData(TypedDict):
+    """One position of the list.
+
+    `saves` are the fields of its record that are kept for its backward: none where nothing reads one, or where a joint
+    fusion keeps its own. `wants` are the gradients that are wanted here.
+    """
+
+    at: int
+    name: str
+    path: str
+    saves: list[str]
+    wants: list[str]
+
+
+class StepData(TypedDict):
+    """A step of a cover, of positions `start` to `stop`, the last left out; `saves` is a joint fusion's own record."""
+
+    name: str
+    start: int
+    stop: int
+    kind: Kind
+    saves: list[str]
+
+
+class RefusalData(TypedDict):
+    """A fusion that matched and is not used."""
+
+    fusion: str
+    at: int
+    reason: str
+    outbid: bool
+
+
+class AloneData(TypedDict):
+    """What runs through its own `__call__`."""
+
+    at: int
+    name: str
+    reason: str
+
+
+class MemoryData(TypedDict):
+    """Bytes kept for backward, and FLOPs of the forward pass."""
+
+    saved: int
+    saved_unfused: int
+    flops: int
+
+
+class PlanData(TypedDict):
+    """A whole plan."""
+
+    format: int
+    env: EnvData
+    operations: list[OperationData]
+    forward: list[StepData]
+    backward: list[StepData]
+    segments: list[tuple[int, int]]
+    refused: list[RefusalData]
+    alone: list[AloneData]
+    memory: MemoryData | None
+    summary: list[str]

@@ -1,0 +1,54 @@
+"""Elements as text: whatever is not markup already is escaped."""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+
+
+class Markup(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *inside: str, **attributes: str | float) -> Markup:
+    """An element; `class_` and the like lose their underscore, others turn it into a hyphen."""
+    parts = [f"<{name}"]
+    for key, value in attributes.items():
+        text = number(value) if isinstance(value, float) else str(value)
+        parts.append(f' {key.rstrip("_").replace("_", "-")}="{escaped(text)}"')
+    if inside:
+        parts += [">", *map(escaped, inside), f"</{name}>"]
+    else:
+        parts.append("/>")
+    return Markup("".join(parts))
+
+
+def escaped(text: str) -> str:
+    """Markup as it is; of anything else, characters that mean something become references."""
+    return text if isinstance(text, Markup) else html.escape(printable(text))
+
+
+def number(value: float) -> str:
+    """To a hundredth."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def printable(text: str) -> str:
+    """The text with a question mark for each character that is no sign: XML forbids some of them."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def width(text: str, size: float, wide: float = 0.57) -> float:
+    """About how long a line of text is, in the unit of its size; `wide` is that of a common character."""
+    return size * sum(1.0 if unicodedata.east_asian_width(c) in "WF" else wide for c in text)
+
+
+def cut(text: str, room: float, size: float, wide: float = 0.57) -> str:
+    """The text, or as much of its beginning as there is room for."""
+    if width(text, size, wide) <= room:
+        return text
+    while text and width(text + "…", size, wide) > room:
+        text = text[:-1]
+    return text.rstrip(" ,·") + "…"

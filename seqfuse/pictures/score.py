@@ -1,0 +1,158 @@
+"""A plan laid out as a score: columns in lines, one under the other; blocks that repeat themselves stand once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+from .data import Kind, OperationData, PlanData, RefusalData, StepData
+
+LONG = 40
+"""Columns up to which nothing is folded."""
+
+_LONGEST_BLOCK = 200
+_LEAST_FOLDED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """A step of a cover, seen from one of its columns: how far into it that stands."""
+
+    name: str
+    kind: Kind
+    offset: int
+    length: int
+    saves: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One position: who runs it in each pass, what it saves, why it stands alone, what was refused here."""
+
+    operation: OperationData
+    forward: Mark | None
+    backward: Mark | None
+    segment: int | None
+    opens: bool  # begins a segment
+    closes: bool
+    alone: str | None
+    refused: tuple[RefusalData, ...]
+
+    @property
+    def border(self) -> bool:
+        """Whether no step of either cover goes on from the column before."""
+        return not any(mark is not None and mark.offset for mark in (self.forward, self.backward))
+
+    @property
+    def looks(self) -> Hashable:
+        """What is drawn of it, apart from its position."""
+        refused = tuple((r["fusion"], r["reason"]) for r in self.refused)
+        operation = self.operation["name"], *self.operation["saves"], None, *self.operation["wants"]
+        return (
+            operation,
+            self.forward,
+            self.backward,
+            self.segment is None,
+            self.opens,
+            self.closes,
+            self.alone,
+            refused,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Columns in a row that stand for `times` copies of themselves, one behind the other."""
+
+    columns: tuple[Column, ...]
+    times: int = 1
+
+    @property
+    def last(self) -> int:
+        """The last position it stands for."""
+        return self.columns[0].operation["at"] + self.times * len(self.columns) - 1
+
+
+def columns_of(plan: PlanData) -> list[Column]:
+    """One column for each position."""
+    ahead, back = _marks(plan["forward"]), _marks(plan["backward"])
+    segment: dict[int, int] = {}
+    for number, (start, stop) in enumerate(plan["segments"]):
+        segment.update(dict.fromkeys(range(start, stop), number))
+    alone = {a["at"]: a["reason"] for a in plan["alone"]}
+    refused: dict[int, list[RefusalData]] = {}
+    for refusal in plan["refused"]:
+        refused.setdefault(refusal["at"], []).append(refusal)
+    opens, closes = {start for start, _ in plan["segments"]}, {stop - 1 for _, stop in plan["segments"]}
+    return [
+        Column(
+            operation, ahead.get(i), back.get(i), segment.get(i), i in opens, i in closes, alone.get(i),
+            tuple(refused.get(i, ())),
+        )
+        for i, operation in enumerate(plan["operations"])
+    ]  # fmt: skip
+
+
+def _marks(steps: Sequence[StepData]) -> dict[int, Mark]:
+    marks: dict[int, Mark] = {}
+    for step in steps:
+        length = step["stop"] - step["start"]
+        for offset in range(length):
+            marks[step["start"] + offset] = Mark(step["name"], step["kind"], offset, length, tuple(step["saves"]))
+    return marks
+
+
+def fold(columns: Sequence[Column]) -> list[Block]:
+    """Blocks of a long list: where one repeats itself at once, it stands there one time with the number of times.
+
+    A block begins where no step goes on from the column before; of those that begin in a place the one is taken that
+    saves most columns.
+    """
+    if len(columns) <= LONG:
+        return [Block(tuple(columns))] if columns else []
+    numbers: dict[Hashable, int] = {}
+    looks = [numbers.setdefault(column.looks, len(numbers)) for column in columns]
+    blocks: list[Block] = []
+    kept = at = 0
+    while at < len(columns):
+        length, times = _repeats(columns, looks, at)
+        if times == 1:
+            at += 1
+            continue
+        if kept < at:
+            blocks.append(Block(tuple(columns[kept:at])))
+        blocks.append(Block(tuple(columns[at : at + length]), times))
+        kept = at = at + length * times
+    return [*blocks, Block(tuple(columns[kept:]))] if kept < len(columns) else blocks
+
+
+def _repeats(columns: Sequence[Column], looks: Sequence[int], at: int) -> tuple[int, int]:
+    """The length of the best block that begins here, and how often it stands there."""
+    best, saved = (1, 1), _LEAST_FOLDED - 1
+    if not columns[at].border:
+        return best
+    for length in range(1, min(_LONGEST_BLOCK, (len(looks) - at) // 2) + 1):
+        if looks[at] != looks[at + length]:
+            continue
+        end = at + length
+        while end < len(looks) and looks[end] == looks[end - length]:
+            end += 1
+        times = (end - at) // length
+        if end < len(columns) and end == at + times * length and not columns[end].border:
+            times -= 1  # the last copy goes on into what comes behind it
+        if (times - 1) * length > saved:
+            best, saved = (length, times), (times - 1) * length
+    return best
+
+
+def lines_of(block: Block, most: int) -> list[tuple[Column, ...]]:
+    """Lines of a block, of `most` columns at most: cut between segments or else between steps, where that can be."""
+    lines: list[tuple[Column, ...]] = []
+    rest = block.columns
+    while len(rest) > most:
+        borders = [i for i in range(1, most + 1) if rest[i].border]
+        good = [i for i in borders if i > most // 2 and (rest[i].opens or rest[i - 1].closes)]
+        cut = (good or borders or [most])[-1]
+        lines.append(rest[:cut])
+        rest = rest[cut:]
+    return [*lines, rest] if rest else lines

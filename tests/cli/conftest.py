@@ -1,0 +1,182 @@
+"""The command in this process: a folder with a module of its own, exit status, output and errors."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from seqfuse.cli import main
+
+_numbers = itertools.count()
+
+MODELS = """
+    import torch
+    from torch import Tensor, nn
+
+    import seqfuse as sf
+    from seqfuse import ops
+
+
+    def build():
+        members = ops.LayerNorm(16), ops.Linear(16, 32), ops.GeLU(), ops.Linear(32, 16), ops.Dropout(0.1)
+        return sf.Sequential(ops.Residual(*members), ops.Linear(16, 8), ops.ReLU())
+
+
+    model = build()
+
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = build()
+
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = build(), build()
+
+
+    class Wrong(sf.ForwardFusion):
+        "y = gelu(x + b) by tanh, where erf is meant."
+
+        bias: ops.Bias
+        act: ops.GeLU
+
+        def saves(self, env):
+            return sf.Savings(launches=100)
+
+        def fwd(self, x: Tensor):
+            z = x + self.bias.bias
+            y = nn.functional.gelu(z, approximate="tanh")
+            return y, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(x=z)}
+
+
+    class WrongBackward(sf.BackwardFusion):
+        "The first row is not in the bias gradient."
+
+        bias: ops.Bias
+        act: ops.GeLU
+
+        def saves(self, env):
+            return sf.Savings(launches=100)
+
+        def bwd(self, dy: Tensor, *, bias: ops.Bias.Saved, act: ops.GeLU.Saved):
+            dx, _ = self.act.bwd(dy, act)
+            return dx, {"bias.bias": dx.reshape(-1, dx.shape[-1])[1:].sum(0)}
+
+
+    class Third(sf.UnfusedOperation):
+        "y = x / 3, and a gradient that is not."
+
+        class Saved(sf.Saved):
+            pass
+
+        def reference(self, x: Tensor) -> Tensor:
+            return x / 3
+
+        def fwd(self, x: Tensor):
+            return x / 3, self.Saved()
+
+        def bwd(self, dy: Tensor, saved: "Third.Saved"):
+            return dy / 3.01, {}
+
+        @classmethod
+        def example(cls, x: Tensor):
+            return cls()
+
+
+    class Coarse(sf.UnfusedOperation):
+        "y = x + 1 - 1, each step rounded to the dtype of x: right in float64, and loses digits in 16 bits."
+
+        class Saved(sf.Saved):
+            pass
+
+        def reference(self, x: Tensor) -> Tensor:
+            return x + 64 - 64
+
+        def fwd(self, x: Tensor):
+            return x + 64 - 64, self.Saved()
+
+        def bwd(self, dy: Tensor, saved: "Coarse.Saved"):
+            return dy, {}
+
+        @classmethod
+        def example(cls, x: Tensor):
+            return cls()
+
+
+    def wrong():
+        return sf.Sequential(ops.Tanh(), ops.Linear(16, 16), ops.GeLU(), ops.Linear(16, 4), fusions=(Wrong,))
+
+
+    def wrong_backward():
+        made = build()
+        made.fusions = (WrongBackward, *sf.fusions.default)
+        return made
+
+
+    def holds_third():
+        return sf.Sequential(ops.Linear(16, 4), Third())
+
+
+    def coarse():
+        return sf.Sequential(ops.Linear(16, 16), Coarse(), ops.ReLU())
+
+
+    def tokens():
+        return sf.Sequential(ops.Embedding(11, 16), ops.Linear(16, 8))
+
+
+    def fed():
+        return sf.Sequential(ops.Linear(16, 16), ops.Add("other"))
+
+
+    def raising():
+        raise ValueError("one line\\nand another")
+
+
+    def needing(size):
+        return build()
+
+
+    number = 3
+    nested = type("Holder", (), {"build": staticmethod(build)})
+"""
+
+
+class Done(NamedTuple):
+    """What the command left."""
+
+    status: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Done]
+
+
+@pytest.fixture
+def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Cli]:
+    """Run the command in a folder that holds a module `M`; `M` in an argument stands for its name."""
+    name = f"models_{next(_numbers)}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODELS))
+    monkeypatch.chdir(tmp_path)
+    path, modules = [*sys.path], {*sys.modules}
+
+    def run(*arguments: str) -> Done:
+        status = main([name + a[1:] if a[:2] in ("M:", "M.") else a for a in arguments])
+        out, err = capsys.readouterr()
+        return Done(status, out, err)
+
+    yield run
+    sys.path[:] = path
+    for new in {*sys.modules} - modules:
+        if new.startswith(("models_", "other_")):
+            del sys.modules[new]

@@ -1,0 +1,104 @@
+"""`seqfuse cache`, `tune` and `bench`: what is kept is shown and cleared, measured, and run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from seqfuse import env, measured
+from seqfuse.cli import bench
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where measurements are kept, in a home of its own, with tuning on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("SEQFUSE_TUNE", "1")
+    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setattr(measured, "_given_up", set())
+    env.settings.cache_clear()
+    yield tmp_path / "cache" / "seqfuse" / "tune"  # pyright: ignore[reportReturnType]
+    env.settings.cache_clear()
+
+
+def test_tuned_measurements_are_kept_shown_and_cleared(cli: Cli, folder: Path) -> None:
+    assert cli("cache").out == "nothing is kept\n"
+    assert json.loads(cli("cache", "--json").out) == {"folder": None, "files": []}
+    given = ("tune", "M:build", "--input", "64x16", "--modes", "eval", "--device", "cpu")
+    report = json.loads(cli(*given, "--json").out)
+    assert report["measured"] > 0
+    assert report["file"] is not None
+    assert report["file"].startswith(str(folder))
+    shown = json.loads(cli("cache", "--json").out)
+    (file,) = (f for f in shown["files"] if f["file"].endswith(".json"))
+    assert (file["state"], file["measurements"]) == ("holds", report["measured"])
+    assert "measurements, " in cli("cache").out
+    again = cli(*given)
+    assert "0 measured now" in again.out
+    (folder / "not ours.txt").write_text("kept")
+    assert cli("cache", "clear").out == f"removed {len(shown['files'])} files\n"
+    assert [p.name for p in folder.iterdir()] == ["not ours.txt"]
+
+
+def test_files_that_are_not_sound_are_said_to_be_so(cli: Cli, folder: Path) -> None:
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o700)
+    (folder / "a.json").write_text("[")
+    (folder / "b.json").write_text('{"format": 99}')
+    (folder / "c.json").write_text("[]")
+    (folder / "d.json.bad").write_text("x")
+    (folder / "e.json").symlink_to("/etc/passwd")
+    states = {f["file"]: f["state"] for f in json.loads(cli("cache", "--json").out)["files"]}
+    assert states.pop("a.json").startswith("cannot be read")
+    assert states == {"b.json": "of another form", "c.json": "corrupt", "d.json.bad": "corrupt"}
+    cli("cache", "clear")
+    assert [*folder.iterdir()] == []
+    assert Path("/etc/passwd").exists()
+
+
+def test_a_folder_that_others_may_write_to_is_not_touched(cli: Cli, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "a.json").write_text("{}")
+    folder.chmod(0o777)
+    for verb in (("cache",), ("cache", "clear")):
+        done = cli(*verb)
+        assert (done.status, done.out) == (2, "")
+        assert "others may write" in done.err
+    assert (folder / "a.json").exists()
+
+
+def test_tuning_into_a_file(cli: Cli, tmp_path: Path) -> None:
+    done = cli("tune", "M:build", "--input", "8x16", "--file", "kept.json", "--budget", "0", "--device", "cpu")
+    assert done.status == 0
+    assert "the budget ran out before" in done.out
+    assert done.err == ""  # no bar where nobody looks
+
+
+def test_benchmarks_of_this_clone_are_listed(cli: Cli) -> None:
+    done = cli("bench")
+    assert done.status == 0
+    names = {line.split()[0] for line in done.out.splitlines()}
+    assert {path.stem.removeprefix("bench_") for path in bench.programs().values()} == names
+    assert "host" in names
+
+
+def test_a_benchmark_gets_its_arguments_and_gives_its_status(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bench_made.py"
+    program.write_text('"""Say what was given."""\nimport sys\nsys.exit(len(sys.argv) + (sys.argv[1] == "--fast"))\n')
+    monkeypatch.setattr(bench, "programs", lambda: {"made": program})
+    assert cli("bench", "made", "--fast", "2").status == 4
+    assert cli("bench", "made", "slow").status == 2
+    assert bench.described(program) == "Say what was given."
+
+
+def test_without_a_clone_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site" / "seqfuse" / "cli" / "bench.py"))
+    done = cli("bench")
+    assert done.status == 2
+    assert "run this within a clone" in done.err

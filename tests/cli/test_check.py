@@ -1,0 +1,119 @@
+"""`seqfuse check`: what is right passes, what is wrong fails, and the script that is written fails in the same way."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def checks(cli: Cli, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    done = cli("check", *arguments, "--json", "--device", "cpu")
+    data = json.loads(done.out)
+    assert data["ok"] == all(one["failure"] is None for one in data["checks"])
+    return done.status, data["checks"]
+
+
+def reproduced(path: str) -> str:
+    """The last error of a script that has to fail."""
+    ast.parse(Path(path).read_text())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    elsewhere = str(ROOT.parent)  # it has to find its module wherever it is run
+    done = subprocess.run(
+        [sys.executable, str(Path(path).resolve())], env=environment, cwd=elsewhere, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+def test_an_operation_of_this_library_passes(cli: Cli, tmp_path: Path) -> None:
+    done = cli("check", "seqfuse.ops:ReLU", "--input", "3x4", "--dtype", "float32")
+    assert (done.status, done.out) == (0, "passed  testing.check_op ReLU\n")
+    assert not [*tmp_path.glob("seqfuse_repro*")]
+
+
+def test_a_fusion_of_this_library_passes(cli: Cli) -> None:
+    status, (one,) = checks(cli, "seqfuse.fusions:ScaleAdd", "--input", "3x4", "--dtype", "fp32")
+    assert (status, one["failure"]) == (0, None)
+
+
+@pytest.mark.parametrize(("name", "kit"), [("M:Third", "check_op"), ("M:Wrong", "check_fusion")])
+def test_what_is_wrong_fails_and_so_does_its_script(name: str, kit: str, cli: Cli) -> None:
+    status, (one,) = checks(cli, name)
+    assert status == 1
+    assert one["check"].startswith(f"testing.{kit} ")
+    assert "fused differs from unfused" in one["failure"]
+    script = Path(one["repro"]).read_text()
+    assert "torch.randn((1, 1)" in script  # the smallest of the inputs that are tried
+    assert re.search(r"dtypes=\(torch\.\w+,\)\)", script)
+    assert one["failure"].splitlines()[-1].strip() in reproduced(one["repro"])
+
+
+def test_a_model_is_run_fused_and_unfused_in_both_dtypes_and_modes(cli: Cli) -> None:
+    status, made = checks(cli, "M:build", "--input", "17x16")
+    assert status == 0
+    assert [one["check"] for one in made] == [
+        "fused and unfused, float32",
+        "fused and unfused, float32, no gradients",
+        "fused and unfused, bfloat16",
+        "fused and unfused, bfloat16, no gradients",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "slice_"),
+    [
+        ("M:wrong", "y of GeLU 2 at 3, by Wrong", "[1:4]"),
+        ("M:wrong_backward", "0.1.bias.grad of Bias 0.1.bias at 3, by WrongBackward", "[0:1]"),
+    ],
+)
+def test_a_wrong_model_is_cut_down_to_the_members_that_differ(name: str, said: str, slice_: str, cli: Cli) -> None:
+    status, made = checks(cli, name, "--input", "17x16", "--dtype", "float32", "--seed", "1")
+    assert status == 1
+    first = next(one for one in made if one["failure"] is not None)
+    script = Path(first["repro"]).read_text()
+    assert f"named(){slice_}" in script
+    assert said.split(" at ")[0].split(" of ")[0] in first["failure"]
+    error = reproduced(first["repro"])
+    assert first["failure"].splitlines()[1].strip() in error
+
+
+def test_operations_of_others_in_a_model_are_checked(cli: Cli) -> None:
+    status, made = checks(cli, "M:holds_third", "--input", "4x16", "--dtype", "float32")
+    assert status == 1
+    assert made[0]["check"] == "testing.check_op Third"
+    assert "d_x" in made[0]["failure"]
+    assert "named().get_submodule('1')" in Path(made[0]["repro"]).read_text()
+    assert "d_x" in reproduced(made[0]["repro"])
+
+
+def test_a_part_is_found_again(cli: Cli) -> None:
+    assert checks(cli, "M:Two", "--part", "b", "--input", "3x16", "--dtype", "float32")[0] == 0
+
+
+def test_the_script_is_written_where_it_is_asked_for(cli: Cli, tmp_path: Path) -> None:
+    done = cli("check", "M:Third", "--repro", "shown.py", "--dtype", "float32")
+    assert done.status == 1
+    assert done.out.startswith("FAILED  testing.check_op Third\n    Third, ")
+    assert "to see it again: python shown.py" in done.out
+    assert (tmp_path / "shown.py").exists()
+    assert cli("check", "M:Third", "--repro", "no/folder.py", "--dtype", "float32").status == 2
+
+
+def test_a_fusion_that_cannot_run_here_is_not_passed(cli: Cli) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted kernels run here")
+    done = cli("check", "seqfuse.fusions:BiasGated", "--device", "cpu")
+    assert (done.status, done.out) == (2, "")
+    assert "BiasGated needs a Triton device" in done.err

@@ -1,0 +1,137 @@
+"""`seqfuse compare`: it finds the operation at which two runs part, and nothing where they do not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.cli.compare import assert_same, compare, runs_of
+from seqfuse.cli.inputs import Spec
+from seqfuse.cli.runs import Place, Run
+
+from .conftest import Cli
+
+CPU = torch.device("cpu")
+
+
+def compared(cli: Cli, *arguments: str) -> tuple[int, dict[str, Any]]:
+    done = cli("compare", *arguments, "--json", "--device", "cpu")
+    return done.status, json.loads(done.out)
+
+
+@pytest.mark.parametrize(
+    "options", [("--input", "33x16"), ("--input", "33x16:bf16"), ("--input", "33x16", "--autocast", "bf16")], ids=str
+)
+def test_fused_and_unfused_agree_everywhere(options: tuple[str, ...], cli: Cli) -> None:
+    status, data = compared(cli, "M:build", *options)
+    assert (status, data["difference"]) == (0, None)
+    seen = {(p["tensor"], p["at"]) for p in data["places"]}
+    # What leaves each step, what enters each whose gradient is wanted, and each parameter.
+    assert {("y", 3), ("y", 6), ("y", 8), ("dx", 2), ("dx", 5), ("0.1.weight.grad", 2), ("0.1.bias.grad", 3)} <= seen
+    assert any(p["fusion"] for p in data["places"])
+    done = cli("compare", "M:build", *options, "--device", "cpu")
+    assert "agree by the rule at all" in done.out
+
+
+def test_a_wrong_forward_is_found_where_it_is(cli: Cli) -> None:
+    status, data = compared(cli, "M:wrong", "--input", "33x16")
+    assert status == 1
+    first = data["places"][data["difference"]]
+    assert (first["pass"], first["tensor"], first["at"]) == ("forward", "y", 3)
+    assert (first["operation"], first["path"], first["fusion"]) == ("GeLU", "2", "Wrong")
+    assert not any(p["failures"] for p in data["places"][: data["difference"]])
+    done = cli("compare", "M:wrong", "--input", "33x16", "--device", "cpu")
+    assert done.out.startswith("fused float32 cpu and unfused float32 cpu differ first in y of GeLU 2 at 3, by Wrong\n")
+
+
+def test_a_wrong_backward_is_found_where_it_is(cli: Cli) -> None:
+    status, data = compared(cli, "M:wrong_backward", "--input", "33x16")
+    assert status == 1
+    first = data["places"][data["difference"]]
+    assert (first["pass"], first["tensor"], first["operation"], first["at"]) == (
+        "backward", "0.1.bias.grad", "Bias", 3,
+    )  # fmt: skip
+    assert first["fusion"] == "WrongBackward"
+    # Nothing else is wrong with it.
+    assert [p["tensor"] for p in data["places"] if p["failures"]] == ["0.1.bias.grad"]
+    assert compared(cli, "M:wrong_backward", "--input", "33x16", "--no-grad")[0] == 0
+
+
+def test_against_more_digits_it_finds_what_loses_more_than_rounding(cli: Cli) -> None:
+    status, data = compared(cli, "M:build", "--input", "33x16:bf16", "--against", "float32")
+    assert (status, data["difference"]) == (0, None)
+    assert data["second"] == "bfloat16 rounding alone"
+    status, data = compared(cli, "M:coarse", "--input", "33x16:bf16", "--against", "float32")
+    assert status == 1
+    first = data["places"][data["difference"]]
+    assert (first["tensor"], first["operation"]) == ("y", "Coarse")
+    # Fused and unfused, both lose it: that comparison does not show it.
+    assert compared(cli, "M:coarse", "--input", "33x16:bf16")[0] == 0
+
+
+def test_modules_of_others_are_places_too(cli: Cli) -> None:
+    model = sf.Sequential(ops.Linear(8, 8), torch.nn.Softplus(), ops.ReLU())
+    spec = Spec((33, 8), torch.float32)
+    found = compare(model, spec, {}, runs_of(spec, CPU, torch.float32, "unfused", None), grad=True)
+    assert found.difference is None
+    places = {(seen.place.tensor, seen.operation) for seen in found.places}
+    assert {("y", "Softplus"), ("dx", "Softplus")} <= places
+
+
+def test_a_gradient_of_a_fork_is_that_of_both_ways() -> None:
+    model = sf.Sequential(ops.Residual(ops.Linear(8, 8), ops.Tanh()), fusions=())
+    spec = Spec((5, 8), torch.float64)
+    engine = Run("engine", torch.float64, CPU)(model, spec, {}, 0, True)[0]
+    walked = Run("reference", torch.float64, CPU, rounds=torch.float64)(model, spec, {}, 0, True)[0]
+    assert engine.keys() == walked.keys()
+    assert Place.dx(0) in engine
+    for place, value in engine.items():
+        torch.testing.assert_close(value, walked[place])
+
+
+def test_random_operations_draw_the_same_numbers_in_every_run() -> None:
+    model = sf.Sequential(ops.Dropout(0.5), ops.Linear(8, 8), ops.Dropout(0.5))
+    spec = Spec((7, 8), torch.float32)
+    runs = runs_of(spec, CPU, torch.float32, "unfused", None)
+    zeros = [run(model, spec, {}, 3, True)[0][Place.y(0)] == 0 for run in runs]
+    assert 0 < zeros[0].sum() < 56
+    assert all(torch.equal(z, zeros[0]) for z in zeros)
+
+
+def test_one_operation_that_stands_twice_has_two_places() -> None:
+    shared = ops.Linear(8, 8, bias=False)
+    model = sf.Sequential(shared, ops.ReLU(), shared, fusions=())
+    spec = Spec((33, 8), torch.float32)
+    found = compare(model, spec, {}, runs_of(spec, CPU, torch.float32, "unfused", None), grad=True)
+    assert found.difference is None
+    assert {0, 2} <= {seen.place.at for seen in found.places if seen.place.tensor == "y"}
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = sf.Sequential(ops.Linear(8, 8), ops.ReLU())
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    spec = Spec((4, 8), torch.bfloat16)
+    compare(model, spec, {}, runs_of(spec, CPU, torch.bfloat16, "float32", None), grad=True)
+    for name, p in model.named_parameters():
+        assert p.dtype is torch.float32
+        assert p.grad is None
+        assert torch.equal(p, before[name])
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_parameters_that_are_not_finite_are_no_comparison() -> None:
+    model = sf.Sequential(ops.Linear(8, 8))
+    model[0].weight.data[0, 0] = torch.nan
+    with pytest.raises(Exception, match="not finite"):
+        assert_same(model, "4x8", torch.float32)
+
+
+def test_indices_and_channels_can_enter(cli: Cli) -> None:
+    assert compared(cli, "M:tokens", "--input", "4x7:int64")[0] == 0
+    assert compared(cli, "M:fed", "--input", "33x16", "--channel", "other=33x16")[0] == 0

@@ -1,0 +1,127 @@
+"""`seqfuse doctor`: what it finds is what is there, and what should not be so is a warning."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqfuse import fusions
+from seqfuse.cli import doctor
+
+from .conftest import Cli
+
+ALL = {fusion.__name__ for fusion in (*fusions.default, *fusions.lean)}
+
+
+@pytest.fixture(autouse=True)
+def _homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+
+
+def found(cli: Cli, status: int = 0) -> dict[str, Any]:
+    done = cli("doctor", "--json")
+    assert (done.status, done.err) == (status, "")
+    return json.loads(done.out)
+
+
+def test_versions_devices_and_settings(cli: Cli) -> None:
+    data = found(cli)
+    assert data["versions"]["torch"] == torch.__version__
+    assert data["devices"][0]["name"] == "cpu"
+    assert len(data["devices"]) == 1 + torch.cuda.device_count()
+    assert data["settings"] == {"fusing": True, "on_error": "fallback", "tune": False}
+    assert data["warnings"] == []
+
+
+def test_every_fusion_can_run_or_has_a_reason(cli: Cli) -> None:
+    data = found(cli)
+    for device, can in data["can_run"].items():
+        cannot = [name for names in data["cannot_run"][device].values() for name in names]
+        assert sorted([*can, *cannot]) == sorted(ALL)
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    aten = {fusion.__name__ for fusion in fusions.aten}
+    assert aten <= {*data["can_run"]["cpu"]}
+    needs = {*data["cannot_run"]["cpu"].get("needs a Triton device", ())}
+    assert needs == (set() if interpreted else {f.__name__ for f in (*fusions.default, *fusions.lean) if f.triton})
+
+
+def test_a_fusion_that_refuses_has_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    import seqfuse as sf
+
+    class Refusing(fusions.LinearBias):
+        linear: sf.ops.Linear
+
+    def requires(self: object, env: sf.Env) -> sf.Requirements:
+        yield False, "it is a Sunday"
+
+    monkeypatch.setattr(fusions.LinearBias, "requires", requires)
+    assert doctor._refused(fusions.LinearBias, "cpu") == "it is a Sunday"
+
+
+DANGEROUS = {
+    "TRITON_CACHE_MANAGER": "module:Class",
+    "HELION_REMOTE_CACHE_BACKEND": "module:Class",
+    "TRITON_PTXAS_PATH": "/somewhere/ptxas",
+    "TRITON_PLUGIN_PATHS": "/somewhere",
+    "PTXAS_OPTIONS": "-O0",
+    "TRITON_KERNEL_OVERRIDE": "1",
+}
+
+
+@pytest.mark.parametrize("name", DANGEROUS)
+def test_variables_that_name_code_are_warnings(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, DANGEROUS[name])
+    (warning,) = found(cli, 1)["warnings"]
+    assert warning.startswith(f"{name} is set: ")
+    monkeypatch.setenv(name, "")
+    assert found(cli)["warnings"] == []
+
+
+def test_our_own_variables_are_checked(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEQFUSE_FSUING", "0")
+    (warning,) = found(cli, 1)["warnings"]
+    assert warning == "unknown environment variable SEQFUSE_FSUING; did you mean SEQFUSE_FUSING?"
+
+
+def test_a_cache_that_others_can_write_to_is_a_warning(cli: Cli, tmp_path: Path) -> None:
+    assert [c["state"] for c in found(cli)["caches"]] == ["none yet", "none yet"]
+    tune = tmp_path / "cache" / "seqfuse" / "tune"
+    tune.mkdir(parents=True, mode=0o700)
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    assert [c["state"] for c in found(cli)["caches"]] == ["private", "private"]
+    tune.chmod(0o777)
+    (tmp_path / "kernels").chmod(0o775)
+    warnings = found(cli, 1)["warnings"]
+    assert len(warnings) == 2
+    assert f"others may write to {tune}" in warnings[0]
+    assert "others may write to it" in warnings[1]
+
+
+def test_plugins_are_listed_and_not_imported(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        info = tmp_path / f"seqfuse_odd{number}-1.{number}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: seqfuse-odd{number}\nVersion: 1.{number}\n")
+        (info / "entry_points.txt").write_text("[seqfuse.fusions]\nodd = seqfuse_odd:fusions\n")
+    (tmp_path / "seqfuse_odd.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = found(cli, 1)
+    assert {p["distribution"] for p in data["plugins"]} == {"seqfuse-odd1", "seqfuse-odd2"}
+    (warning,) = data["warnings"]
+    assert "'odd' cannot be loaded" in warning
+
+
+def test_for_readers(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PTXAS_OPTIONS", "-O0")
+    done = cli("doctor")
+    assert done.status == 1
+    for title in ("versions", "devices", "caches", "settings", "plug-ins", "fusions on cpu", "warnings"):
+        assert f"\n{title}\n" in f"\n{done.out}"
+    assert "PTXAS_OPTIONS is set" in done.out
+    assert max(map(len, done.out.splitlines())) <= max(100, len(str(Path.cwd())) + 60)

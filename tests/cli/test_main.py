@@ -1,0 +1,199 @@
+"""The command itself: status, sentences instead of tracebacks, terminals, ranks, what it does without its packages."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import Cli
+
+ROOT = Path(__file__).resolve().parents[2]
+VERBS = ("doctor", "plan", "check", "tune", "bench", "cache", "compare")
+
+
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_help_names_every_verb_and_says_what_each_does(cli: Cli) -> None:
+    done = cli("--help")
+    assert done.status == 0
+    for verb in VERBS:
+        assert f" {verb} " in done.out
+        help_of = cli(verb, "--help")
+        assert help_of.status == 0
+        assert help_of.out.count("\n") > 5
+
+
+def test_version(cli: Cli) -> None:
+    import seqfuse
+
+    assert cli("--version").out.strip() == seqfuse.__version__
+
+
+def test_python_m_is_the_command() -> None:
+    done = python("-m", "seqfuse", "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = python("-m", "seqfuse", "frobnicate")
+    assert done.returncode == 2
+    assert done.stderr.startswith("seqfuse: ")
+    assert done.stderr.count("\n") == 1
+
+
+WRONG = {
+    ("plan", "M"): "is no MODULE:NAME",
+    ("plan", ":build"): "is no MODULE:NAME",
+    ("plan", "no_such_module:build"): "there is no module no_such_module",
+    ("plan", "seqfuse.no_such:build"): "there is no module seqfuse.no_such",
+    ("plan", "no_such_file.py:build"): "there is no file no_such_file.py",
+    ("plan", "M:bild"): "has no bild; did you mean build?",
+    ("plan", "M:nested.bild"): "has no nested.bild",
+    ("plan", "M:number"): "is of type int",
+    ("plan", "M:raising"): "raised ValueError: one line and another",
+    ("plan", "M:needing"): "it is called without arguments",
+    ("plan", "M:Two"): "there are 2 Sequentials",
+    ("plan", "M:Two", "--part", "c"): "has no part 'c'",
+    ("plan", "torch.nn:ReLU"): "there is no seqfuse.Sequential in torch.nn:ReLU",
+    ("plan", "M:build", "--input", "4x15"): "SF101 position 1 (LayerNorm): expects last dimension 16, got 15",
+    ("plan", "M:build", "--input", "4 x 16"): "is no input",
+    ("plan", "M:build", "--input", "4x16:bfloat"): "there is no dtype 'bfloat'",
+    ("plan", "M:build", "--device", "gpu"): "SF106: there is no device 'gpu'",
+    ("plan", "M:build", "--device", "cuda:99"): "there is no cuda:99 here",
+    ("plan", "M:fed", "--input", "4x16"): "SF103",
+    ("plan", "M:fed", "--channel", "other=4x16"): "give --input",
+    ("plan", "M:fed", "--input", "4x16", "--channel", "other"): "is no channel",
+    ("plan", "M:build", "--json", "--svg"): "--json and --svg are two forms",
+    ("plan", "M:build", "--output", "no/such/folder.svg"): "cannot be written",
+    ("plan", "M:build", "--frob"): "--frob",
+    ("tune", "M:build"): "--input",
+    ("tune", "M:build", "--input", "4x16", "--device", "cuda:sm_90"): "describes a machine that need not be here",
+    ("tune", "M:build", "--input", "4x16", "--budget", "-1"): "SF106",
+    ("compare", "M:build", "--input", "4x16", "--against", "cpu", "--device", "cpu"): "is where the first run is",
+    ("compare", "M:build", "--input", "4x16", "--against", "float64"): "adds up in float32",
+    ("compare", "M:build", "--input", "4x16:bf16", "--against", "fp16"): "has not all digits",
+    ("check", "M:build"): "give --input",
+    ("check", "seqfuse:JointFusion"): "is no fusion but a base",
+    ("check", "seqfuse.ops:Embedding"): "expects indices",
+    ("bench", "no_such"): "there is no benchmark 'no_such'",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_what_cannot_be_done_is_one_sentence_and_status_2(arguments: tuple[str, ...], cli: Cli) -> None:
+    done = cli(*arguments)
+    assert done.status == 2
+    assert done.out == ""
+    assert WRONG[arguments] in done.err
+    assert done.err.startswith("seqfuse: ")
+    assert done.err.count("\n") == 1
+
+
+def test_a_file_whose_name_is_taken_is_not_mistaken_for_another_module(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("def build(): pass\n")
+    done = cli("plan", "json.py:build")
+    assert done.status == 2
+    assert "that name is taken by" in done.err
+
+
+def test_a_traceback_is_shown_to_who_asks(cli: Cli) -> None:
+    with pytest.raises(Exception, match="one line") as caught:
+        cli("plan", "M:raising", "--traceback")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_an_interrupt_is_not_a_traceback(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "other_interrupted.py").write_text("def build(): raise KeyboardInterrupt\n")
+    done = cli("plan", "other_interrupted:build")
+    assert (done.status, done.err) == (130, "seqfuse: interrupted\n")
+
+
+def test_warnings_are_lines_without_sources(cli: Cli, tmp_path: Path) -> None:
+    text = "import warnings\nwarnings.warn('mind the gap')\nfrom seqfuse import Sequential as build\n"
+    (tmp_path / "other_warning.py").write_text(text)
+    done = cli("plan", "other_warning:build")
+    assert done.status == 0
+    assert done.err == "seqfuse: UserWarning: mind the gap\n"
+
+
+def without(missing: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    blocked = f"import sys; sys.modules[{missing!r}] = None; from seqfuse.cli import main"
+    return python("-c", f"{blocked}; raise SystemExit(main({[*arguments]}))")
+
+
+@pytest.mark.parametrize(("missing", "arguments"), [("cyclopts", ["doctor"]), ("rich", ["--help"])])
+def test_without_its_packages_it_says_what_to_install(missing: str, arguments: list[str]) -> None:
+    done = without(missing, *arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == f"seqfuse: this needs the package {missing}: pip install 'seqfuse[cli]'\n"
+
+
+def test_without_rich_everything_but_help_is_there(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text("from seqfuse import Sequential, ops\nmodel = Sequential(ops.ReLU())\n")
+    done = without("rich", "plan", f"{tmp_path}/made.py:model")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Plan for")
+
+
+def test_output_is_plain_where_rich_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from seqfuse.cli.output import tell
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    tell("words\x1b[2J", "bold")
+    assert capsys.readouterr().out == "words?[2J\n"
+
+
+@pytest.mark.parametrize("name", ["RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"])
+def test_only_the_first_rank_works(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert cli("plan", "M:raising") == (0, "", "")
+    monkeypatch.setenv(name, "0")
+    assert cli("plan", "M:raising").status == 2
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m seqfuse doctor; echo $? >&2"
+    # The reader is gone before anything is written.
+    done = subprocess.run(
+        ["bash", "-c", f"( {command} ) | true"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.strip() == "141"
+
+
+def on_a_terminal(*arguments: str) -> str:
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
+    environment.pop("NO_COLOR", None)
+    with subprocess.Popen([sys.executable, *arguments], stdout=terminal, stderr=subprocess.PIPE, env=environment):
+        os.close(terminal)
+        out = b""
+        try:
+            while chunk := os.read(controller, 4096):
+                out += chunk
+        except OSError:  # the other end was closed
+            pass
+        os.close(controller)
+    return out.decode()
+
+
+def test_colors_are_for_terminals_only() -> None:
+    assert "\x1b[1m" in on_a_terminal("-m", "seqfuse", "doctor")
+    assert "\x1b" not in python("-m", "seqfuse", "doctor", FORCE_COLOR="").stdout
+    assert "\x1b" not in python("-m", "seqfuse", "--help").stdout
+
+
+def test_importing_the_library_imports_no_command() -> None:
+    code = "import sys, seqfuse; print([m for m in sys.modules if m.startswith(('seqfuse.cli', 'cyclopts', 'rich'))])"
+    assert python("-c", code).stdout == "[]\n"

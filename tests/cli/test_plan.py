@@ -1,0 +1,96 @@
+"""`seqfuse plan`: the plan that the library makes, in every form, for machines here and elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import seqfuse as sf
+
+from .conftest import Cli
+
+
+def test_it_prints_the_plan_of_the_library(cli: Cli) -> None:
+    done = cli("plan", "M:build", "--input", "4x16", "--device", "cpu")
+    assert done.status == 0
+    assert done.out.startswith("Plan for cpu float32 ~4 rows: 12 operations")
+    assert "LinearBias" in done.out
+    assert "saved for backward" in done.out
+    assert cli("plan", "M:model", "--input", "4x16", "--device", "cpu").out == done.out
+    assert cli("plan", "M:nested.build", "--input", "4x16", "--device", "cpu").out == done.out
+
+
+def test_for_a_machine_that_is_not_here_in_the_dtype_of_the_input(cli: Cli) -> None:
+    done = cli("plan", "M:build", "--input", "512x16:bf16", "--device", "cuda:sm_90", "--json")
+    data = json.loads(done.out)
+    assert data["env"]["text"] == "cuda:sm_90 bfloat16 ~512 rows"
+    assert data["env"]["triton"]
+    # Parameters were cast: none is refused for their dtype.
+    assert not [r for r in data["refused"] if "one dtype" in r["reason"]]
+    autocast = json.loads(
+        cli("plan", "M:build", "--input", "8x16", "--device", "cuda:sm_90", "--autocast", "bf16", "--json").out
+    )
+    assert autocast["env"]["autocast"] == "bfloat16"
+    assert autocast["env"]["dtype"] == "float32"
+
+
+def test_without_an_input_rows_and_memory_are_not_known(cli: Cli) -> None:
+    data = json.loads(cli("plan", "M:build", "--json", "--device", "cpu").out)
+    assert data["env"]["rows"] is None
+    assert data["memory"] is None
+
+
+def test_options_reach_the_plan(cli: Cli) -> None:
+    data = json.loads(cli("plan", "M:build", "--input", "4x16", "--no-grad", "--json", "--device", "cpu").out)
+    assert data["backward"] == []
+    assert not data["env"]["grad"]
+    trained = json.loads(cli("plan", "M:build", "--input", "4x16:fp16", "--json", "--device", "cpu").out)
+    assert trained["env"]["dtype"] == "float16"
+    double = json.loads(cli("plan", "M:build", "--dtype", "f64", "--json", "--device", "cpu").out)
+    assert double["env"]["dtype"] == "float64"
+
+
+def test_parts_of_other_modules(cli: Cli) -> None:
+    whole = cli("plan", "M:build", "--input", "4x16", "--device", "cpu").out
+    assert cli("plan", "M:Outer", "--input", "4x16", "--device", "cpu").out == whole
+    assert cli("plan", "M:Two", "--part", "b", "--input", "4x16", "--device", "cpu").out == whole
+
+
+def test_indices_and_channels_can_enter(cli: Cli) -> None:
+    done = cli("plan", "M:tokens", "--input", "4x7:int64", "--device", "cpu")
+    assert done.status == 0
+    assert "Embedding" in done.out
+    far = json.loads(cli("plan", "M:tokens", "--input", "4x7:int64", "--device", "cuda:sm_90", "--json").out)
+    assert far["env"]["dtype"] == "float32"
+    assert cli("plan", "M:fed", "--input", "4x16", "--channel", "other=4x16", "--device", "cpu").status == 0
+
+
+@pytest.mark.parametrize("form", ["json", "html", "svg", "mermaid", "text"])
+def test_every_form_by_flag_and_by_ending(form: str, cli: Cli, tmp_path: Path) -> None:
+    given = ("plan", "M:build", "--input", "4x16", "--device", "cpu")
+    flag = () if form == "text" else (f"--{form}",)
+    shown = cli(*given, *flag).out
+    ending = {"mermaid": "mmd", "text": "txt"}.get(form, form)
+    assert cli(*given, "--output", f"made.{ending}") == (0, "", "")
+    written = (tmp_path / f"made.{ending}").read_text()
+    assert written.rstrip("\n") == shown.rstrip("\n")
+    {
+        "json": json.loads,
+        "html": lambda text: text.index("<!doctype html>"),
+        "svg": ElementTree.fromstring,
+        "mermaid": lambda text: text.index("flowchart"),
+        "text": lambda text: text.index("Plan for"),
+    }[form](written)
+
+
+def test_the_data_are_those_of_the_library(cli: Cli) -> None:
+    from seqfuse import ops
+
+    members = ops.LayerNorm(16), ops.Linear(16, 32), ops.GeLU(), ops.Linear(32, 16), ops.Dropout(0.1)
+    model = sf.Sequential(ops.Residual(*members), ops.Linear(16, 8), ops.ReLU())
+    own = json.loads(json.dumps(model.plan(torch.randn(4, 16)).as_dict()))
+    assert json.loads(cli("plan", "M:build", "--input", "4x16", "--device", "cpu", "--json").out) == own

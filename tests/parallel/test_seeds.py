@@ -1,0 +1,100 @@
+"""Dropout over several processes: one mask where they hold the same, masks of their own where they do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+
+from .processes import Facts
+
+
+def masks(model: sf.Sequential) -> list[Tensor]:
+    """What the forks let out of ones; the gradient must have met the same masks."""
+    x = torch.ones(64, 32, requires_grad=True)
+    y, *between = model(x)
+    y.sum().backward()
+    assert x.grad is not None
+    # The map is linear: its transpose applied to ones sums to the same number.
+    torch.testing.assert_close(x.grad.sum(), y.detach().sum())
+    return between
+
+
+def region() -> sf.Sequential:
+    group = dist.group.WORLD
+    return sf.Sequential(
+        ops.Dropout(0.5), ops.Fork("before"),
+        ops.IdentityForwardAllReduceBackward(group), ops.Dropout(0.5), ops.Fork("inside"), ops.AllReduce(group),
+        ops.Dropout(0.5), ops.Fork("after"),
+    )  # fmt: skip
+
+
+def differ(t: Tensor) -> bool:
+    both = [torch.empty_like(t) for _ in range(2)]
+    dist.all_gather(both, t.detach().contiguous())
+    return not torch.equal(*both)
+
+
+def a_region_has_masks_of_its_own() -> None:
+    for enabled in (True, False):
+        torch.manual_seed(5)
+        with sf.fusing(enabled):
+            before, inside, after = masks(region())
+        assert not differ(before)
+        assert differ(inside)
+        assert not differ(after)
+        assert not torch.equal(before != 0, after != 0)
+
+
+def the_first_process_draws_what_one_process_would() -> None:
+    torch.manual_seed(5)
+    before, inside, _ = masks(region())
+    torch.manual_seed(5)
+    alone = sf.Sequential(ops.Dropout(0.5), ops.Fork("a"), ops.Dropout(0.5), ops.Fork("b"), ops.Dropout(0.5))
+    _, a, b = alone(torch.ones(64, 32))
+    assert torch.equal(before, a)
+    if dist.get_rank() == 0:
+        assert torch.equal(inside, b)
+
+
+def shares_of_rows_have_masks_of_their_own() -> None:
+    group = dist.group.WORLD
+    model = sf.Sequential(
+        ops.Dropout(0.5), ops.Fork("before"), ops.AllGather(group), ops.Dropout(0.5), ops.ReduceScatter(group),
+        ops.Dropout(0.5), ops.Fork("after"),
+    )  # fmt: skip
+    _, before, after = model(torch.ones(64, 32))
+    assert differ(before)
+    assert differ(after)
+
+
+def references_draw_the_same() -> None:
+    """What a compiler or transform sees has the same masks."""
+    torch.manual_seed(5)
+    _, *planned = region()(torch.ones(8, 32))
+    torch.manual_seed(5)
+    with torch.autograd.forward_ad.dual_level():
+        _, *by_reference = region()(torch.ones(8, 32))
+    for one, other in zip(planned, by_reference, strict=True):
+        assert torch.equal(one, other)
+
+
+FACTS = Facts(
+    {
+        2: [
+            a_region_has_masks_of_its_own,
+            the_first_process_draws_what_one_process_would,
+            shares_of_rows_have_masks_of_their_own,
+            references_draw_the_same,
+        ]
+    }
+)
+
+
+@pytest.mark.parametrize(("world", "work"), FACTS.cases)
+def test_in_several_processes(world: int, work: str) -> None:
+    FACTS.check(world, work)

@@ -1,0 +1,400 @@
+"""Pictures of plans: what stands where, names that stay text, nothing from elsewhere, long lists that fold."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fuser import Plan
+from seqfuse.fuser.listing import Region
+from seqfuse.pictures import style
+from seqfuse.pictures.markup import cut, escaped, tag, width
+from seqfuse.pictures.score import LONG, columns_of, fold, lines_of
+from seqfuse.pictures.svg import MOST
+
+SVG = "{http://www.w3.org/2000/svg}"
+GPU = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
+
+
+class KeepsZ(sf.JointFusion):
+    bias: ops.Bias
+    act: ops.GeLU
+
+    class Saved(sf.Saved):
+        z: Tensor  # [*, H]
+        never: Tensor | None = sf.field(for_="nothing", default=None)
+
+    def saves(self, env: sf.Env) -> sf.Savings:
+        return sf.Savings(launches=1000)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        z = x + self.bias.bias
+        return self.act.fwd(z)[0], self.Saved(z=z, never=None)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor | None, sf.Grads]:
+        dx, _ = self.act.bwd(dy, ops.GeLU.Saved(x=saved.z))
+        return dx, {"bias.bias": None if dx is None else dx.reshape(-1, dx.shape[-1]).sum(0)}
+
+
+def block(size: int = 16) -> ops.Residual:
+    return ops.Residual(
+        ops.LayerNorm(size), ops.Linear(size, 2 * size), ops.GeLU(), ops.Linear(2 * size, size), ops.Dropout(0.1)
+    )
+
+
+def short() -> sf.Sequential:
+    return sf.Sequential(block(), nn.Softplus(), ops.Linear(16, 16), ops.ReLU())
+
+
+def joint() -> sf.Sequential:
+    return sf.Sequential(block(), ops.Linear(16, 16), ops.ReLU(), fusions=(KeepsZ, *sf.fusions.default))
+
+
+def deep(blocks: int = 110) -> sf.Sequential:
+    return sf.Sequential(ops.Linear(16, 16), *(block() for _ in range(blocks)), ops.LayerNorm(16))
+
+
+def unlike(count: int = 1000) -> sf.Sequential:
+    """A list that does not repeat itself, of operations that no fusion takes."""
+    kinds = (ops.ReLU, ops.Tanh, ops.Sigmoid, ops.SiLU)
+    choice = torch.randint(4, (count,), generator=torch.Generator().manual_seed(1)).tolist()
+    return sf.Sequential(*(kinds[i]() for i in choice), fusions=())
+
+
+X = torch.randn(8, 16)
+PLANS: dict[str, Any] = {
+    "short": lambda: short().plan(X),
+    "short on a GPU": lambda: short().plan(env=GPU),
+    "joint": lambda: joint().plan(X),
+    "deep": lambda: deep().plan(env=GPU),
+    "unlike": lambda: unlike().plan(X),
+    "inference": lambda: short().eval().plan(env=sf.Env.of("cuda:sm_90", grad=False)),
+    "frozen": lambda: short().requires_grad_(False).plan(X),
+    "alone": lambda: sf.Sequential(nn.Softplus(), nn.Softplus()).plan(X),
+    "empty": lambda: sf.Sequential().plan(X),
+}
+
+
+@pytest.fixture(params=PLANS, scope="module")
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return PLANS[request.param]()
+
+
+def drawn(plan: Plan) -> ElementTree.Element:
+    return ElementTree.fromstring(plan.svg())
+
+
+def test_json_is_the_dictionary_and_says_what_the_plan_says(plan: Plan) -> None:
+    data = json.loads(plan.json(indent=1))
+    assert data == json.loads(json.dumps(plan.as_dict()))
+    assert [o["name"] for o in data["operations"]] == [*plan.names]
+    assert [o["path"] for o in data["operations"]] == [*plan.paths]
+    for name, steps in (("forward", plan.forward), ("backward", plan.backward)):
+        given = [(s["name"], range(s["start"], s["stop"]), s["kind"] not in ("unfused", "alone")) for s in data[name]]
+        assert given == [(s.name, s.covers, s.fused) for s in steps]
+    assert [range(*segment) for segment in data["segments"]] == [*plan.segments]
+    assert [(r["fusion"], r["at"], r["reason"]) for r in data["refused"]] == [
+        (r.fusion, r.at, r.reason) for r in plan.refused
+    ]
+    assert [a["at"] for a in data["alone"]] == [a.at for a in plan.alone]
+    assert data["env"]["text"] == str(plan.env)
+    assert (data["memory"] is None) == (plan.memory is None)
+
+
+def kept_by_engine(model: sf.Sequential) -> dict[int, tuple[str, ...]]:
+    """What the steps of a model that has run put by, by position; a joint fusion's own under `~position`."""
+    model(X)
+    kept: dict[int, tuple[str, ...]] = {}
+    for part in model._own().listing().parts:
+        if isinstance(part, Region):
+            program = part.latest[1]
+            for segment, _ in program.segments:
+                kept |= {at: fields for call in segment.forward_calls for _, at, _, fields in call.packs}
+    return kept
+
+
+@pytest.mark.parametrize("make", [short, joint], ids=["short", "joint"])
+@pytest.mark.parametrize("frozen", [(), ("0.1.weight", "0.0.weight"), ("0.1.bias",)], ids=str)
+def test_records_are_those_that_the_engine_keeps(make: Any, frozen: tuple[str, ...]) -> None:
+    model = make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    data = model.plan(X).as_dict()
+    said = {o["at"]: tuple(o["saves"]) for o in data["operations"]}
+    said |= {~s["start"]: tuple(s["saves"]) for s in data["forward"] if s["kind"] == "joint"}
+    assert {at: fields for at, fields in said.items() if fields} == {
+        at: fields for at, fields in kept_by_engine(model).items() if fields
+    }
+    assert make is short or said[~3] == ("z",)
+
+
+def boxes(root: ElementTree.Element, kinds: set[str]) -> list[tuple[float, float, float, str]]:
+    """Left, top, right and first title line of each group that has a box, of these classes."""
+    found: list[tuple[float, float, float, str]] = []
+    for group in root.iter(f"{SVG}g"):
+        rect, title = group.find(f"{SVG}rect"), group.find(f"{SVG}title")
+        if group.get("class", "") in kinds and rect is not None and title is not None:
+            x, y, size = (float(rect.attrib[k]) for k in ("x", "y", "width"))
+            found.append((x, y, round(x + size, 1), (title.text or "").split("\n")[0]))
+    return found
+
+
+def test_every_step_stands_exactly_above_or_below_what_it_covers() -> None:
+    for plan in (PLANS["short"](), PLANS["joint"]()):
+        root = drawn(plan)
+        cards = {int(title.split(":")[0]): (left, y, right) for left, y, right, title in boxes(root, {""})}
+        assert sorted(cards) == [*range(len(plan.names))]
+        steps = [b for b in boxes(root, {*style.NAMES}) if "position" in b[3]]
+        assert len(steps) == len(plan.forward) + len(plan.backward)
+        for left, y, right, title in steps:
+            at = [*map(int, re.findall(r"\d+", title.split("position")[-1]))]
+            first, last = cards[at[0]], cards[at[-1]]
+            assert (left, right) == pytest.approx((first[0], last[2]), abs=0.11), title
+            above = y < first[1]
+            assert (title.split(",")[0], range(at[0], at[-1] + 1)) in [
+                (s.name, s.covers) for s in (plan.forward if above else plan.backward)
+            ]
+        records = boxes(root, {f"{kind} record" for kind in style.NAMES})
+        assert len(records) == sum(bool(o["saves"]) for o in plan.as_dict()["operations"]) + sum(
+            bool(s["saves"]) for s in plan.as_dict()["forward"]
+        )
+
+
+def test_nothing_stands_outside_the_picture_or_on_top_of_another_box(plan: Plan) -> None:
+    root = drawn(plan)
+    _, _, wide, high = map(float, root.attrib["viewBox"].split())
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for left, y, right, _ in boxes(root, {"", *style.NAMES, *(f"{kind} record" for kind in style.NAMES)}):
+        assert 0 <= left < right <= wide
+        assert 0 <= y < high
+        rows.setdefault(y, []).append((left, right))
+    for spans in rows.values():
+        spans.sort()
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(spans))
+    for text in root.iter(f"{SVG}text"):
+        size = {"title": 15, "name": 12}.get(text.get("class", ""), 11)
+        about = width(text.text or "", size, 0.5)
+        left = float(text.attrib["x"])
+        assert left + (0 if "row" in text.get("class", "") or "middle" in text.get("class", "") else about) <= wide + 1
+
+
+def test_a_plan_without_gradients_has_no_backward_row() -> None:
+    words = [text.text for text in drawn(PLANS["inference"]()).iter(f"{SVG}text")]
+    assert "forward" in words
+    assert "backward" not in words
+    assert "saved" not in words
+
+
+def test_refusals_and_reasons_stand_where_one_points() -> None:
+    plan = PLANS["short"]()
+    titles = {t.split(":")[0]: t for g in drawn(plan).iter(f"{SVG}g") if (t := g.findtext(f"{SVG}title", ""))}
+    for refusal in plan.refused:
+        assert f"refused: {refusal.fusion}: {refusal.reason}" in titles[str(refusal.at)]
+    assert "runs alone: not an operation of this library" in titles["9"]
+
+
+EVIL = "<img src=x onerror=alert(1)>\"'&amp;`"
+EVIL_KEY = '"]; click o0 call alert() %% </svg></style></title><script>alert(2)</script> --> {{}} || #quot;'
+
+
+class Parsed(HTMLParser):
+    """Elements, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def evil() -> Plan:
+    def passes(self: nn.Module, x: Tensor) -> Tensor:
+        return x
+
+    stranger = type(EVIL, (nn.Module,), {"forward": passes})
+    model = sf.Sequential(ops.Linear(16, 16))
+    model.add_module(EVIL_KEY, stranger())
+    model.add_module("\x00\n\ud800\ufffe 日本語", ops.GeLU())
+
+    class Refused(sf.ForwardFusion):
+        act: ops.GeLU
+
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield False, EVIL
+
+        def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, sf.Saved]]:
+            raise NotImplementedError
+
+    Refused.__name__ = EVIL
+    model.fusions = (Refused,)
+    return model.plan(X)
+
+
+def test_names_are_text_in_html_and_svg_whatever_they_hold(evil: Plan) -> None:
+    for text in (evil.html(), evil._repr_html_(), evil.svg()):
+        page = Parsed(text)
+        known = {
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "div",
+            "main",
+            "details",
+            "summary",
+            "h3",
+            "b",
+            "span",
+        }
+        assert page.tags <= known | {"table", "tr", "th", "td", "svg", "g", "rect", "text", "path", "circle"}
+        assert not [name for name in page.attributes if name.startswith("on") or name in ("href", "src", "xlink:href")]
+        assert EVIL in page.text
+        assert EVIL_KEY in page.text
+        assert not set("\x00\ud800\ufffe") & set(text)
+        text.encode()
+    ElementTree.fromstring(evil.svg())
+
+
+def test_names_are_text_in_mermaid_whatever_they_hold(evil: Plan) -> None:
+    label = r'"(?:[\w .,:→←⇄○]|#\d+;|<br/>)*"'
+    node = rf"(?:o\d+\[{label}\]|[fb]\d+\({label}\):::\w+|more\[{label}\])"
+    link = rf"(?:\w+ --- \w+|o\d+ -->\|{label}\| b\d+)"
+    group = rf"(?:subgraph s\d+\[{label}\]|end|class s\d+ segment)"
+    lines = evil.mermaid().splitlines()
+    assert lines[0] == "flowchart TB"
+    for line in lines[1:]:
+        assert re.fullmatch(rf"  (?:classDef [\w :,#;.-]+|{node}|{link}|{group})", line), line
+    read = re.sub(r"#(\d+);", lambda found: chr(int(found[1])), evil.mermaid())
+    assert EVIL in read
+    assert EVIL_KEY in read
+
+
+def test_a_picture_loads_nothing(plan: Plan) -> None:
+    for text in (plan.html(), plan.svg(), plan._repr_html_()):
+        rest = text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert not re.search(r"https?:|//|url\(|@import|<script|<link|<iframe|<image|<use|<foreignObject", rest)
+    assert "default-src 'none'" in plan.html().replace("&#x27;", "'")
+
+
+def test_a_picture_is_the_same_every_time() -> None:
+    for make in (PLANS["joint"], PLANS["deep"]):
+        a, b = make(), make()
+        assert (a.svg(), a.html(), a.mermaid(), a.json()) == (b.svg(), b.html(), b.mermaid(), b.json())
+
+
+def test_what_is_not_markup_is_escaped() -> None:
+    assert tag("b", "<i>", tag("i", "&"), title='"<') == '<b title="&quot;&lt;">&lt;i&gt;<i>&amp;</i></b>'
+    assert escaped("a\nb\x1b[0m") == "a?b?[0m"
+    assert cut("LayerNorm", 1000, 12) == "LayerNorm"
+    assert width(cut("LayerNormalization", 60, 12), 12) <= 60
+
+
+def test_identical_blocks_stand_once_with_their_number() -> None:
+    plan = PLANS["deep"]()
+    assert len(plan.names) == 993
+    assert len(plan.html()) < 60_000
+    root = drawn(plan)
+    assert "× 108" in [text.text for text in root.iter(f"{SVG}text")]
+    assert "9 positions, 108 times" in plan.mermaid()
+    blocks = fold(columns_of(plan.as_dict()))
+    assert [b.times for b in blocks if b.times > 1] == [108]
+
+
+def test_a_long_list_without_repeats_is_drawn_whole_and_stays_narrow() -> None:
+    plan = PLANS["unlike"]()
+    root = drawn(plan)
+    assert len(boxes(root, {""})) == 1000
+    assert float(root.attrib["width"]) < 1500
+    chart = plan.mermaid()
+    assert chart.count(" --- ") + chart.count(" --> ") < 500
+    assert len(chart) < 50_000
+    assert re.search(r'more\["\d+ more"\]', chart)
+
+
+def test_folding_is_exact(plan: Plan) -> None:
+    columns = columns_of(plan.as_dict())
+    blocks = fold(columns)
+    looks = [c.looks for b in blocks for _ in range(b.times) for c in b.columns]
+    assert looks == [c.looks for c in columns]
+    at = 0
+    for b in blocks:
+        assert b.columns[0].operation["at"] == at
+        assert b.times == 1 or b.columns[0].border
+        at = b.last + 1
+    assert at == len(columns)
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=4),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 2), max_size=12),
+    st.lists(st.integers(0, 2), max_size=12),
+)
+def test_whatever_repeats_is_folded_and_can_be_unfolded(
+    unit: list[int], times: int, before: list[int], after: list[int]
+) -> None:
+    kinds = (ops.ReLU, ops.Tanh, ops.Sigmoid)
+    modules = [kinds[i]() for i in (*before, *unit * times, *after)]
+    # Segments and gradients that begin somewhere are part of what is drawn, so a list without either.
+    plan = sf.Sequential(*modules, fusions=()).plan(env=sf.Env.of("cpu", grad=False))
+    columns = columns_of({**plan.as_dict(), "segments": []})
+    blocks = fold(columns)
+    looks = [c.looks for b in blocks for _ in range(b.times) for c in b.columns]
+    assert looks == [c.looks for c in columns]
+    if len(columns) > LONG and (times - 1) * len(unit) > 20:
+        assert sum(len(b.columns) for b in blocks) <= len(before) + len(after) + 2 * len(unit)
+
+
+def test_lines_are_cut_between_steps_where_that_can_be() -> None:
+    for make in (PLANS["short"], PLANS["deep"], PLANS["unlike"]):
+        for b in fold(columns_of(make().as_dict())):
+            lines = lines_of(b, MOST)
+            assert [c for line in lines for c in line] == [*b.columns]
+            assert all(0 < len(line) <= MOST for line in lines)
+            assert all(line[0].border for line in lines)
+
+
+def luminance(color: str) -> float:
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(a: str, b: str) -> float:
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("palette", [style._LIGHT, style._DARK], ids=["light", "dark"])
+def test_text_can_be_read_and_kinds_told_apart(palette: dict[str, str]) -> None:
+    for ground in ("ground", "band", "card"):
+        assert contrast(palette["ink"], palette[ground]) > 7
+        assert contrast(palette["faint"], palette[ground]) > 4.5
+    for kind in style.SIGNS:
+        assert contrast(palette[f"{kind}-ink"], palette[kind]) > 7
+        assert contrast(palette[f"{kind}-edge"], palette["band"]) > 3
+    assert len({*style.SIGNS.values()}) == len(style.SIGNS)
