@@ -84,12 +84,8 @@ def _of_fusion(fusion: type[FusedOperation]) -> list[str]:
     contract = next(base.__name__ for base in fusion.__mro__ if base.__module__ == "seqfuse.fusion")
     pattern = ", ".join(f"{slot.name}: {_slot(slot)}" for slot in fusion.slots)
     rules = [name for name in ("aten", "triton", "lean") if fusion in getattr(sf.fusions, name)]
-    return [
-        f":Contract: :py:class:`~seqfuse.{contract}`",
-        f":Pattern: ``{pattern}``",
-        f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}",
-        "",
-    ]
+    lines = [f":Contract: :py:class:`~seqfuse.{contract}`", f":Pattern: ``{pattern}``"]
+    return [*lines, *([f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}"] if rules else []), ""]
 
 
 def _slot(slot: Any) -> str:

@@ -99,6 +99,25 @@ def test_a_block_that_is_never_closed_is_refused() -> None:
         python_of("```python\nx = 1\n")
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_verbs_of_make_that_are_shown_are_there(page: str) -> None:
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", (ROOT / page).read_text(), re.MULTILINE))
+    assert shown
+    assert shown <= verbs
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+    wrong = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in link and not (page.parent / link).exists()
+    ]
+    assert wrong == []
+
+
 # The reference: every public name, by category, from its docstring.
 
 ENGINE = {"fuser", "kernels"}

@@ -127,7 +127,7 @@ class StagedFuser(Fuser):
         channels = {**given, **dict(zip(stage.enters, rest, strict=True))}
         for part in stage.parts:
             if isinstance(part, Region):
-                x = self._run_region(listing, part, x, channels, seeds)
+                x = self.run_region(listing, part, x, channels, seeds)
             else:
                 x = run_alone(listing.items, part, x, channels)
         return [x, *[channels[c] for c in stage.leaves]]
