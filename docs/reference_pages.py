@@ -121,13 +121,18 @@ def without_slots(
     return ("", "") if inspect.isclass(obj) and issubclass(obj, FusedOperation) else None
 
 
+def mathml(tex: str, display: str = "inline") -> str:
+    """MathML of LaTeX; a name of several letters is a name, and no text, beside which operators would lose their space."""
+    return convert(tex, display=display).replace("<mtext>", "<mi>").replace("</mtext>", "</mi>")
+
+
 def _inline(translator: Any, node: Any) -> None:
-    translator.body.append(convert(node.astext()))
+    translator.body.append(mathml(node.astext()))
     raise nodes.SkipNode
 
 
 def _display(translator: Any, node: Any) -> None:
-    translator.body.append(f"<p>{convert(node.astext(), display='block')}</p>")
+    translator.body.append(f"<p>{mathml(node.astext(), 'block')}</p>")
     raise nodes.SkipNode
 
 
