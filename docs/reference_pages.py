@@ -122,7 +122,7 @@ def without_slots(
 
 
 def mathml(tex: str, display: str = "inline") -> str:
-    """MathML of LaTeX; a name of several letters is a name, and no text, beside which operators would lose their space."""
+    """MathML of LaTeX; names of several letters are names, and no text, beside which operators lose their space."""
     return convert(tex, display=display).replace("<mtext>", "<mi>").replace("</mtext>", "</mi>")
 
 
