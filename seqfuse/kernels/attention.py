@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2
+from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
 from ._philox import keep_mask, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
 
@@ -106,7 +106,7 @@ def _scores(
     BASE_2: tl.constexpr, SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Scores, as exponents of e or 2, [OWN, OTHER], -inf where not seen, and tanh(score / softcap) where they are bent."""
+    """Scores as exponents of e or 2, [OWN, OTHER], -inf where not seen; tanh(score / softcap) where they are bent."""
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
     bent = scores
     if SOFTCAP:
@@ -352,7 +352,7 @@ _HOPPER: dict[str, dict[int, _Row]] = {
     "fwd": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
         128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
     },
     "dq": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
@@ -362,14 +362,31 @@ _HOPPER: dict[str, dict[int, _Row]] = {
     "dkv": {
         64: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
         128: ((32, 128, 8, 2), (16, 128, 8, 2), (16, 128, 8, 2), (16, 64, 8, 1)),
-        256: ((16, 64, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+        256: ((16, 64, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    },
+}
+_BLACKWELL: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "dq": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "dkv": {
+        64: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 1), (32, 64, 4, 1)),
+        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1), (16, 64, 8, 1)),
+        256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     },
 }
 _AMPERE: dict[str, dict[int, _Row]] = {
     "fwd": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
         128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     },
     "dq": {
         64: ((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
@@ -399,7 +416,7 @@ _AMD: dict[str, dict[int, _Row]] = {
         256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
 }
-_TILES = {"sm_90": _HOPPER, "sm_100": _HOPPER, "gfx": _AMD, "sm": _AMPERE}
+_TILES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx": _AMD, "sm": _AMPERE}
 
 
 def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
@@ -407,7 +424,7 @@ def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0
     width = max(64, next_power_of_2(size))
     if dtype is torch.float32:
         # Its products are made of multiplications in registers.
-        return Tile(32, 32, 8, 1) if width == 64 else Tile(16, 16, 8, 1)
+        return Tile(32, 32, 8, 1) if width == 64 and load < 2 else Tile(16, 16, 8, 1)
     tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
     return Tile(*tiles[kernel][width][load])
 
@@ -453,6 +470,13 @@ def attention_fwd(
     Raises:
         ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256, or of 128 in float32.
     """
+    if traced():
+        from . import _attention_ops
+
+        return _attention_ops.forward(
+            q, k, v, scale, causal=causal, window=window, softcap=softcap, mask=mask, cu_seqlens=cu_seqlens, seed=seed,
+            p=p,
+        )  # fmt: skip
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
@@ -519,6 +543,14 @@ def attention_bwd(
     Raises:
         ValueError: as in `attention_fwd`.
     """
+    if traced():
+        from . import _attention_ops
+
+        _attention_ops.backward(
+            dy, q, k, v, y, lse, out=out, scale=scale, causal=causal, window=window, softcap=softcap, mask=mask,
+            cu_seqlens=cu_seqlens, seed=seed, p=p,
+        )  # fmt: skip
+        return
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     for name, tensor, shape in (("dy", dy, (batch, rows, heads, size)), ("y", y, (batch, rows, heads, size))):
         if tuple(tensor.shape) != shape:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqfuse.kernels import decode
+from seqfuse.kernels import _decode_ops, decode
 from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.compiled import compile_variants
 
@@ -217,3 +217,15 @@ def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType], m
     monkeypatch.setattr(changed, "processors", lambda device: 10)
     with pytest.raises(AssertionError):
         check(tensors, HOW[how], changed)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["as the query", "int8"])
+def test_operators_are_what_they_say(int8: bool) -> None:
+    assert _decode_ops is not None  # registers them
+    tensors = drawn(4, 2, 16, torch.float32, int8)
+    torch.library.opcheck(torch.ops.seqfuse.decode_attention.default, (), {**tensors, "window": 3, "softcap": 2.0})
+    caches = {name: t.clone() for name, t in tensors.items() if name != "q"}
+    batch, heads, _, size = caches["k"].shape
+    caches["lengths"] = caches["lengths"] - 1
+    new = {"k_new": torch.randn(batch, heads, size), "v_new": torch.randn(batch, heads, size)}
+    torch.library.opcheck(torch.ops.seqfuse.cache_write.default, (), {**new, **caches})

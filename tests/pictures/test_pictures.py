@@ -23,6 +23,7 @@ from seqfuse.pictures import style
 from seqfuse.pictures.markup import cut, escaped, tag, width
 from seqfuse.pictures.score import LONG, columns_of, fold, lines_of
 from seqfuse.pictures.svg import MOST
+from tests.pictures import drawn as drawn_now
 
 SVG = "{http://www.w3.org/2000/svg}"
 GPU = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
@@ -398,3 +399,7 @@ def test_text_can_be_read_and_kinds_told_apart(palette: dict[str, str]) -> None:
         assert contrast(palette[f"{kind}-ink"], palette[kind]) > 7
         assert contrast(palette[f"{kind}-edge"], palette["band"]) > 3
     assert len({*style.SIGNS.values()}) == len(style.SIGNS)
+
+
+def test_the_picture_in_the_documentation_is_drawn_now() -> None:
+    assert drawn_now.FILE.read_text() == drawn_now.picture(), "run: .venv/bin/python -m tests.pictures.drawn"
