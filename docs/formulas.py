@@ -10,34 +10,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-OPERATORS = {"...": r"\dots", "=": "=", "+": "+", "-": "-", "/": "/", ".": r"\cdot", "<": "<", ">": ">", "<=": r"\le", "&": r"\mathbin{\&}",
-             ">>": r"\gg"}  # fmt: skip
+OPERATORS = {
+    "...": r"\dots", "=": "=", "+": "+", "-": "-", "/": "/", ".": r"\cdot", "<": "<", ">": ">", "<=": r"\le",
+    "&": r"\mathbin{\&}", ">>": r"\gg",
+}  # fmt: skip
 FUNCTIONS = {"exp", "log", "tanh", "max", "cos", "sin"}
-SYMBOLS = {"eps": r"\varepsilon", "pi": r"\pi", "Phi": r"\Phi", "xhat": r"\hat{x}", "E": r"\mathbb{E}",
-           "Hkv": "H_{kv}"}  # fmt: skip
 NAMED = {
-    "act",
-    "act_dropout",
-    "dropout",
-    "erf",
-    "floor",
-    "gelu",
-    "norm",
-    "out_dropout",
-    "sigmoid",
-    "silu",
-    "softmax",
-    "sqrt",
-    "turned",
-}
+    "act", "act_dropout", "dropout", "erf", "floor", "gelu", "norm", "out_dropout", "sigmoid", "silu", "softmax",
+    "sqrt", "turned",
+}  # fmt: skip
+SYMBOLS = {"eps": r"\varepsilon", "pi": r"\pi", "Phi": r"\Phi", "xhat": r"\hat{x}", "Hkv": "H_{kv}", "E": r"\mathbb{E}"}
 # Names that are never words of a sentence, and names that are formulas only beside another part of one.
-NAMES = set(
-    "b c d dbias dgate dh dk dother dout dq dup dv dw ds dweight dx dy dz f g h k lse p q rstd s t u v w x xhat y z"
-    " dk_weight dout_bias dq_weight d_fork_out d_out fork_out in_features out_bias out_features q_weight k_weight".split()
-)
-AMBIGUOUS = set(
-    "H D E F N P S T U base bias eps factor gain gate i j keep mean n other out scale sum up weight".split()
-)
+NAMES = {
+    "b", "c", "d", "dbias", "dgate", "dh", "dk", "dother", "dout", "dq", "ds", "dup", "dv", "dw", "dweight", "dx", "dy",
+    "dz", "f", "g", "h", "k", "lse", "p", "q", "rstd", "s", "t", "u", "v", "w", "x", "y", "z",
+    "d_fork_out", "d_out", "dk_weight", "dout_bias", "dq_weight", "fork_out", "in_features", "k_weight", "out_bias",
+    "out_features", "q_weight",
+    *(SYMBOLS.keys() - {"E"}),
+}  # fmt: skip
+AMBIGUOUS = {
+    "D", "E", "F", "H", "N", "P", "S", "T", "U", "base", "bias", "factor", "gain", "gate", "i", "j", "keep", "mean",
+    "n", "other", "out", "scale", "sum", "up", "weight",
+}  # fmt: skip
 PUNCTUATION = re.compile(r"[,;:.]+$")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*")
 # Shapes are shown as they are written.
@@ -95,9 +89,8 @@ def _finished(run: list[str]) -> Iterator[tuple[str, str]]:
         yield from (("text", word) for word in words)
         return
     # A range such as 0..1, a lone number or capital, and brackets around words are prose.
-    if any(_letters(word) for word in run) and (
-        len(run) > 1 or run[0] in NAMES | set(SYMBOLS) - {"E", "S"} or re.search(r"[\^(]", run[0])
-    ):
+    known = any(_letters(word) for word in run)
+    if known and (len(run) > 1 or run[0] in NAMES or re.search(r"[\^(]", run[0])):
         yield "math", " ".join(run)
     else:
         yield "text", " ".join(run)
@@ -105,7 +98,7 @@ def _finished(run: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _letters(word: str) -> bool:
-    return any(name in NAMES | AMBIGUOUS | FUNCTIONS | NAMED or name in SYMBOLS for name in NAME.findall(word))
+    return any(name in NAMES | AMBIGUOUS | FUNCTIONS | NAMED for name in NAME.findall(word))
 
 
 def _open(run: list[str]) -> bool:
@@ -121,7 +114,7 @@ def _is_math(word: str, beside: bool) -> bool:
     names = {re.sub(r"(?<=.)_[a-z0-9]$", "", name) for name in NAME.findall(word)} - {"T"}
     if not names:
         return beside and bool(re.search(r"\d", word)) and not re.search(r"\.\.", word)
-    if not names <= NAMES | AMBIGUOUS | FUNCTIONS | NAMED | set(SYMBOLS):
+    if not names <= NAMES | AMBIGUOUS | FUNCTIONS | NAMED:
         return False
     if re.search(r"^\[|[\^']|[A-Za-z_]\(|E\[", word):
         return True

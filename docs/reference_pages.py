@@ -19,9 +19,9 @@ import typing
 from typing import Any
 
 import formulas
+from documented import docstring, is_value
 from docutils import nodes
 from docutils.statemachine import StringList
-from documented import docstring, is_value
 from latex2mathml.converter import convert
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -59,6 +59,8 @@ def first_line(module: types.ModuleType, name: str) -> str:
 def described(module: types.ModuleType, name: str) -> list[str]:
     """The directive that describes a name."""
     obj = getattr(module, name)
+    if inspect.isclass(obj) and obj.__name__ != name:
+        return [f".. py:class:: {name}", "", f"   Another name of :py:class:`~{module.__name__}.{obj.__name__}`."]
     if is_value(obj):
         body = formulas.rest(docstring(module, name).splitlines())
         return [f".. py:data:: {name}", "", *(f"   {line}" for line in body)]
@@ -82,12 +84,8 @@ def _of_fusion(fusion: type[FusedOperation]) -> list[str]:
     contract = next(base.__name__ for base in fusion.__mro__ if base.__module__ == "seqfuse.fusion")
     pattern = ", ".join(f"{slot.name}: {_slot(slot)}" for slot in fusion.slots)
     rules = [name for name in ("aten", "triton", "lean") if fusion in getattr(sf.fusions, name)]
-    return [
-        f":Contract: :py:class:`~seqfuse.{contract}`",
-        f":Pattern: ``{pattern}``",
-        f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}",
-        "",
-    ]
+    lines = [f":Contract: :py:class:`~seqfuse.{contract}`", f":Pattern: ``{pattern}``"]
+    return [*lines, *([f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}"] if rules else []), ""]
 
 
 def _slot(slot: Any) -> str:

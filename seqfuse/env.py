@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, cast
 
@@ -118,7 +118,7 @@ class Env:
             autocast=autocast_of(x.device.type),
             grad=torch.is_grad_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            rows=rows_of(x.shape) if x.numel() else 0,
+            rows=_counted(x.shape),
         )
 
     def entered_by(self, shape: Iterable[int], dtype: torch.dtype) -> Env:
@@ -155,6 +155,13 @@ def rows_of(shape: Iterable[int]) -> int:
     """Number of rows: the product of all but the last dimension."""
     *leading, _ = tuple(shape) or (1,)
     return functools.reduce(lambda a, b: a * b, leading, 1)
+
+
+def _counted(shape: Sequence[int]) -> int | None:
+    # Where a compiler leaves a size open, asking for it would fix it.
+    if any(type(n) is not int for n in shape):
+        return None
+    return rows_of(shape) if 0 not in shape else 0
 
 
 def bucket(rows: int) -> int:
@@ -198,11 +205,13 @@ class Settings:
         fusing: `SEQFUSE_FUSING` (`0`, `1`): whether fusions are used.
         on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): what a fusion that fails at run time does.
         tune: `SEQFUSE_TUNE` (`0`, `1`): whether measurements are read from and written to the user's cache.
+        debug: `SEQFUSE_DEBUG` (`0`, `1`): whether processes of a group compare their plans before they run them.
     """
 
     fusing: bool = True
     on_error: OnError = "fallback"
     tune: bool = True
+    debug: bool = False
 
 
 @functools.cache
@@ -212,6 +221,7 @@ def settings() -> Settings:
         "SEQFUSE_FUSING": {"0": False, "1": True},
         "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"},
         "SEQFUSE_TUNE": {"0": False, "1": True},
+        "SEQFUSE_DEBUG": {"0": False, "1": True},
     }
     found: dict[str, Any] = {}
     for name, text in os.environ.items():

@@ -20,9 +20,12 @@ def user_folder(name: str, *, create: bool) -> Path | None:
     """The folder `name` in the user's cache of this library; `None` where it is not there and is not to be made.
 
     Raises:
-        OSError: if it cannot be made, or others could have written to it.
+        OSError: if it cannot be made, others could have written to it, or nothing knows where it would be.
     """
-    import platformdirs
+    try:
+        import platformdirs
+    except ImportError as error:  # a copy of the sources, where nothing was installed
+        raise OSError(str(error)) from None
 
     top = platformdirs.user_cache_path("seqfuse")
     if not top.is_absolute():

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
+import inspect
 import re
 import sys
+import types
+import warnings
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+
+import seqfuse as sf
+from docs import documented, draw, formulas
+from seqfuse.env import settings
+from tests.examples import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -86,3 +97,160 @@ def test_python_that_would_not_run_is_refused(info: str) -> None:
 def test_a_block_that_is_never_closed_is_refused() -> None:
     with pytest.raises(ValueError, match="never closed"):
         python_of("```python\nx = 1\n")
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_verbs_of_make_that_are_shown_are_there(page: str) -> None:
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", (ROOT / page).read_text(), re.MULTILINE))
+    assert shown
+    assert shown <= verbs
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+    wrong = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in link and not (page.parent / link).exists()
+    ]
+    assert wrong == []
+
+
+# The reference: every public name, by category, from its docstring.
+
+ENGINE = {"fuser", "kernels"}
+LISTED = re.compile(r"^\.\. names:: (\S+)\n\n((?:   .*\n)+)", re.MULTILINE)
+
+
+def public() -> dict[str, set[str]]:
+    """Names in the `__all__` of the package and of each room for users, modules left out."""
+    names: dict[str, set[str]] = {}
+    for init in (ROOT / "seqfuse" / "__init__.py", *sorted((ROOT / "seqfuse").glob("*/__init__.py"))):
+        room = init.parent.name
+        if room in ENGINE or "__all__" not in init.read_text():
+            continue
+        module = importlib.import_module("seqfuse" if room == "seqfuse" else f"seqfuse.{room}")
+        listed = {name for name in module.__all__ if not isinstance(getattr(module, name), types.ModuleType)}
+        names[module.__name__] = listed
+    return names
+
+
+def in_the_reference() -> list[tuple[str, str]]:
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    return [(module, name) for module, names in LISTED.findall(pages) for name in names.split()]
+
+
+def test_every_public_name_stands_in_the_reference_once() -> None:
+    listed = in_the_reference()
+    assert len(listed) == len(set(listed))
+    expected = {(module, name) for module, names in public().items() for name in names}
+    # `tune` the function shadows `tune` the room.
+    expected -= {("seqfuse.tune", "tune")}
+    assert expected - set(listed) == set()
+
+
+def test_every_name_in_the_reference_has_a_line_for_an_index() -> None:
+    for module, name in in_the_reference():
+        first = documented.docstring(importlib.import_module(module), name).split("\n\n")[0]
+        assert first, f"{module}.{name} has no docstring"
+        assert len(first) < 240, f"{module}.{name} begins with more than a line for an index: {first!r}"
+
+
+def test_a_value_is_documented_behind_its_assignment() -> None:
+    assert documented.docstring(sf, "Requirements").startswith("What `requires` yields")
+    assert documented.docstring(sf.fusions, "lean").startswith("Fusions that keep less")
+    assert documented.docstring(ast, "Load").startswith("Load")
+    assert documented.docstring(sys.modules[__name__], "ENGINE") == ""
+
+
+# Formulas of docstrings.
+
+DESCRIBED = [
+    getattr(room, name)
+    for room in (sf.ops, sf.fusions)
+    for name in room.__all__
+    if inspect.isclass(getattr(room, name)) and name != "GELU"
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Backward: dx = dy weight;  dweight = dy^T x over all rows.",
+         [r"\text{dx} = \text{dy}\,\text{weight}", r"\text{dweight} = \text{dy}^{\mathsf{T}}\,x"]),
+        ("rstd = (E[(x - mean)^2] + eps)^-1/2; the gain is what it is.",
+         [r"\text{rstd} = (\mathbb{E}[(x - \text{mean})^{2}] + \varepsilon)^{- 1 / 2}"]),
+        ("a gain of one, a row t, no bias", ["t"]),
+        ("dbias = sum of dy over all rows", [r"\text{dbias} =", r"\text{dy}"]),
+        ("`code = x`, [*, H], x: [H], y: [*, 2 F]", ["x", "y"]),
+        ("y_i = sum_j keep w v_j / (1 - p), which is it", [r"y_{i} = \sum_{j}\,\text{keep}\,w\,v_{j} / (1 - p)"]),
+        ("Shazeer 2020, arXiv:2002.05202, 3 times in all.", []),
+    ],
+    ids=["products", "powers", "articles", "sums", "code", "indices", "none"],
+)  # fmt: skip
+def test_formulas_are_told_from_prose(text: str, found: list[str]) -> None:
+    assert formulas.formulas(text) == found
+
+
+@pytest.mark.parametrize("obj", DESCRIBED, ids=lambda obj: obj.__name__)
+def test_no_word_of_a_docstring_is_lost_on_its_way_to_a_formula(obj: type) -> None:
+    text = " ".join((inspect.getdoc(obj) or "").split())
+    parts = " ".join(part for _, part in formulas.split(text))
+    assert re.sub(r"[\s`]", "", parts) == re.sub(r"[\s`]", "", text)
+
+
+@pytest.mark.parametrize("obj", DESCRIBED, ids=lambda obj: obj.__name__)
+def test_every_operation_and_fusion_states_a_formula_whose_brackets_close(obj: type) -> None:
+    found = formulas.formulas(" ".join((inspect.getdoc(obj) or "").split("Args:")[0].split()))
+    if obj not in (sf.ops.QKNorm, sf.ops.RotaryEmbedding, sf.ops.Reshape):
+        assert any("=" in formula for formula in found)
+    for formula in found:
+        for pair in ("()", "[]", "{}"):
+            assert formula.count(pair[0]) == formula.count(pair[1]), formula
+
+
+def test_sections_become_fields_and_tables_stay() -> None:
+    lines = ["Does it.", "", "Args:", "    x: what goes", "        in.", "    y: out.", "", "| a |", "| - |"]
+    assert formulas.rest(lines) == [
+        "Does it.", "", ":param x: what goes in.", ":param y: out.", "", "::", "", "   | a |", "   | - |", "",
+    ]  # fmt: skip
+
+
+# Environment variables.
+
+
+def test_the_table_of_environment_variables_is_what_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [line.split("|")[1:-1] for line in printed.variables().splitlines()[2:]]
+    assert rows
+    for name, values, default, _ in rows:
+        variable, allowed = name.strip(" `"), re.findall(r"`([^`]+)`", values)
+        assert default.strip(" `") in allowed
+        for text in (*allowed, "neither"):
+            settings.cache_clear()
+            with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                patch.setenv(variable, text)
+                settings()
+            said = [str(warning.message) for warning in caught]
+            refused = f"{variable}='neither' is none of {', '.join(allowed)}; ignored"
+            assert said == ([refused] if text == "neither" else [])
+    settings.cache_clear()
+
+
+# Pictures.
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_pictures_are_what_is_drawn_now(name: str) -> None:
+    drawn = draw.PICTURES[name]()
+    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == drawn, "run: .venv/bin/python -m docs.draw"
+    ElementTree.fromstring(drawn)
+    assert any(f"pictures/{name}.svg" in page.read_text() for page in PAGES)
+
+
+def test_pictures_fetch_nothing() -> None:
+    for name, picture in draw.PICTURES.items():
+        addresses = set(re.findall(r"https?://[^\s\"']+", picture()))
+        assert addresses == {"http://www.w3.org/2000/svg"}, name

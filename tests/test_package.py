@@ -94,8 +94,8 @@ def test_import_runs_no_plugin(imported: dict[str, list[str]]) -> None:
 def test_import_is_light(imported: dict[str, list[str]]) -> None:
     foreign = {name for name in imported["loaded"] if name.split(".")[0] != "seqfuse"}
     heavy = {
-        "cyclopts", "hypothesis", "numpy", "pytest", "rich", "sympy", "torch._dynamo", "torch._inductor", "transformers",
-        "triton",
+        "cyclopts", "hypothesis", "numpy", "pytest", "rich", "sympy", "torch._dynamo", "torch._inductor",
+        "transformers", "triton",
     }  # fmt: skip
     assert not foreign & heavy
     assert len(foreign) <= 20, sorted(foreign)

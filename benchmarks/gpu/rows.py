@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import blocks, norms, pointwise, products, small, tuned
+from . import attention, blocks, norms, pointwise, products, small, tuned
 from .case import Case
 from .sizes import Sizes
 
-ROOMS = (norms, blocks, products, pointwise, small, tuned)
+ROOMS = (norms, blocks, products, pointwise, small, attention, tuned)
 
 
 def cases(sizes: Sizes) -> list[Case]:

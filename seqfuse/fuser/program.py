@@ -171,6 +171,7 @@ class Binder:
             packs=tuple(packs),
             zeros=not getattr(operation, "dy_may_be_none", False),
             check=functools.partial(check_forward if fused else check_form, self, step),
+            together=self._together(a, b),
             unfused=functools.cache(lambda: tuple(self._call(s, stop) for s in self._parts(a, b))) if fused else None,
         )
 
@@ -223,9 +224,14 @@ class Binder:
             adds=signature.main_grads,
             zeros=not getattr(operation, "dy_may_be_none", False),
             check=functools.partial(check_backward, self, step, needs),
+            together=self._together(a, b),
             unfused=functools.cache(unfused) if fused else None,
             recover=functools.partial(self._recover, operation, a) if hasattr(operation, "unfused") else None,
         )
+
+    def _together(self, a: int, b: int) -> bool:
+        operations: list[Any] = [item.operation for item in self.items[a:b]]
+        return any(operation.meeting is not None for operation in operations)
 
     def _parts(self, a: int, b: int) -> tuple[Step, ...]:
         return tuple(Step(self.items[p].operation, range(p, p + 1), self.items[p].name) for p in range(a, b))

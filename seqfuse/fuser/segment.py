@@ -43,6 +43,7 @@ class Call:
     packs: tuple[Pack, ...]
     zeros: bool  # its backward cannot do without the gradient of y
     check: Callable[..., bool] | None  # contract check, dropped once it has passed
+    together: bool  # whether processes exchange tensors in it
     unfused: Callable[[], tuple[Call, ...]] | None
 
 
@@ -65,6 +66,7 @@ class Back:
     adds: bool  # it takes buffers to add gradients to
     zeros: bool
     check: Callable[..., bool] | None
+    together: bool
     unfused: Callable[[], tuple[Back, ...]] | None
     recover: Callable[[Any], Any] | None  # a joint fusion's record as the records of its operations
     apart: Callable[..., Tensor | None] | None = None  # runs its operations in its place
@@ -244,7 +246,11 @@ class Segment:
         clear = self.clearer(range(step.start, step.stop), error, tensor)
         if clear is not error:
             raise clear from error
-        if step.unfused is None:
+        if step.together and step.unfused is not None and not isinstance(error, SeqfuseError):
+            hint = "processes exchange tensors in it, so that none can run its operations alone"
+            where: dict[str, Any] = {"operation": step.name, "position": step.start, "hint": hint}
+            raise KernelError(f"{type(error).__name__}: {error}", code="SF401", **where) from error
+        if step.unfused is None or step.together:
             error.add_note(f"in operation {step.name} at position {step.start}")
             raise error
         if isinstance(error, SeqfuseError) and not isinstance(error, InputError):
@@ -252,7 +258,7 @@ class Segment:
             raise error
         if isinstance(error, InputError):
             return  # the operations themselves will say it, with the place
-        where: dict[str, Any] = {"operation": step.name, "position": step.start}
+        where = {"operation": step.name, "position": step.start}
         if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
             raise PluginError(f"fwd built a wrong record: {error}", code="SF302", **where) from error
         if isinstance(error, torch.AcceleratorError):

@@ -9,6 +9,7 @@ replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it,
 * `LinearBiasAct`, `LinearBiasAdd`: the activation or the residual sum in place of the product, which saves a tensor.
 * `ScaleAdd`: one pass in place of two.
 * `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
+* `AllReduceLinearBackward`: the sum of dx over several processes is sent while dweight is made.
 * `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
 
 ATen has nothing for add and norm in one pass, or for a backward that makes a bias gradient or an activation's gradient
@@ -21,6 +22,7 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
   before it in the product that makes dx.
+* `LinearBiasBackwardTriton`: a bias's gradient in the product that makes the weight's, where that is small enough.
 * `BlockEndBackward`: these with the bias, dropout and residual sum after the product, at the end of a block.
 * `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
   torch.
@@ -31,6 +33,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
 * `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
   stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
+* `BiasQKNormRotaryAttention`: the same with attention behind it; a step of decoding writes its row into the cache in
+  the same pass.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
 * `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors and biases in
@@ -44,6 +48,7 @@ In `lean` are those that keep less for the backward pass and take longer, for wh
 
 from ..fusion import FusedOperation
 from .activationlinear import ActivationLinearBackward
+from .allreducelinear import AllReduceLinearBackward
 from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
 from .biasgated import BiasGated, BiasGatedBackward
@@ -54,11 +59,13 @@ from .biasqknormrotary import (
     BiasQKNormRotaryBackward,
     BiasQKNormRotaryInference,
 )
+from .biasqknormrotaryattention import BiasQKNormRotaryAttention
 from .blockboundary import BlockBoundary, BlockBoundaryBackward
 from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
 from .linearactivationlinear import LinearActivationLinear
 from .linearbias import LinearBias, LinearBiasBackward
+from .linearbias_triton import LinearBiasBackwardTriton
 from .linearbiasact import LinearBiasAct
 from .linearbiasact_onednn import LinearBiasActOneDNN
 from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
@@ -77,6 +84,7 @@ aten: tuple[type[FusedOperation], ...] = (
     LinearBiasAdd,
     LinearBias,
     ScaleAdd,
+    AllReduceLinearBackward,
     LinearBiasBackward,
 )
 """Fusions made of calls of ATen; they apply on any device, without Triton."""
@@ -93,6 +101,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasDropoutAdd,
     BlockEndBackward,
     ActivationLinearBackward,
+    LinearBiasBackwardTriton,
     GatedLinearBackward,
     BiasActivationBackward,
     BiasGatedBackward,
@@ -106,6 +115,7 @@ triton: tuple[type[FusedOperation], ...] = (
     PointwiseChainInference,
     PointwiseChain,
     PointwiseChainBackward,
+    BiasQKNormRotaryAttention,
     BiasQKNormRotaryInference,
     BiasQKNormRotary,
     BiasQKNorm,
@@ -122,6 +132,7 @@ default: tuple[type[FusedOperation], ...] = (*triton, *aten)
 
 __all__ = [
     "ActivationLinearBackward",
+    "AllReduceLinearBackward",
     "BiasActivation",
     "BiasActivationBackward",
     "BiasActivationInference",
@@ -132,6 +143,7 @@ __all__ = [
     "BiasQKNorm",
     "BiasQKNormBackward",
     "BiasQKNormRotary",
+    "BiasQKNormRotaryAttention",
     "BiasQKNormRotaryBackward",
     "BiasQKNormRotaryInference",
     "BlockBoundary",
@@ -146,6 +158,7 @@ __all__ = [
     "LinearBiasActivationInference",
     "LinearBiasAdd",
     "LinearBiasBackward",
+    "LinearBiasBackwardTriton",
     "LinearBiasDropoutAdd",
     "LinearGated",
     "LinearGatedInference",

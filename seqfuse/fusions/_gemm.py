@@ -85,7 +85,7 @@ def unit_bwd(
         return dx, grads
     given = dy
     if "x" in needs or "bias.bias" in needs:
-        dy = _like(dy, linear.weight)
+        dy = like(dy, linear.weight)
         drop = None if dropped is None else mask(dropout, dropped.seed, dropped.p)
         around: dict[str, Any] = {"dropout": drop, "sums": "bias.bias" in needs, "tf32": tf32()}
         if isinstance(act, Gated):
@@ -97,7 +97,7 @@ def unit_bwd(
         grads["bias.bias"] = total
     if "linear.weight" in needs:  # last: what fails before it may fall back
         main_grad = main_grads.pop("linear.weight", None)
-        grads["linear.weight"] = weight_grad(_like(given, linear.x), linear.x, main_grad)
+        grads["linear.weight"] = weight_grad(like(given, linear.x), linear.x, main_grad)
     return (dx if "x" in needs else None), grads
 
 
@@ -130,6 +130,6 @@ def as_rows(t: Tensor) -> Tensor:
     return t if t.ndim == 2 else t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty((0, t.shape[-1]))
 
 
-def _like(dy: Tensor, t: Tensor) -> Tensor:
+def like(dy: Tensor, t: Tensor) -> Tensor:
     """In the dtype of the product, where a residual in another had the sum promoted."""
     return dy if dy.dtype is t.dtype else dy.to(t.dtype)

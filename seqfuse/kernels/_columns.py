@@ -1,11 +1,12 @@
-# pyright: basic
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
 # Device functions are Triton's language, which has no types.
 """Sums over rows in two launches: partial sums per program by whichever kernel has the rows, and this one after it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -13,21 +14,41 @@ import triton.language as tl
 from torch import Tensor
 
 from ._launch import cdiv, launch, next_power_of_2
-from ._variants import TRITON_DTYPES, Variant
+from ._variants import TRITON_DTYPES, Type, Variant
 
 _BLOCK_N = 64
 
 
 @triton.jit
-def _column_sums_kernel(partials, out, R, N, stride, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = cols < N
+def _column_sums_kernel(
+    partials, outs, R, N, stride, PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Sums of a block of columns, stored where they belong: output i has PARTS[i] N columns, one after the other."""
+    N = tl.cast(N, tl.int64)
+    block = tl.program_id(0).to(tl.int64)
+    first = N * 0
+    begin, end, which = first, first, first
+    for i in tl.static_range(len(PARTS)):
+        width = N * PARTS[i]
+        blocks = tl.cdiv(width, BLOCK_N)
+        here = (block >= 0) & (block < blocks)
+        begin = tl.where(here, first + block * BLOCK_N, begin)
+        end = tl.where(here, first + width, end)
+        which = tl.where(here, i, which)
+        block -= blocks
+        first += width
+    cols = begin + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_R, BLOCK_N), partials.dtype.element_ty)
-    for first in tl.range(0, R, BLOCK_R):
-        rows = first + tl.arange(0, BLOCK_R)
+    for row in tl.range(0, R, BLOCK_R):
+        rows = row + tl.arange(0, BLOCK_R)
         at = rows.to(tl.int64)[:, None] * stride + cols[None, :]
-        total += tl.load(partials + at, mask=(rows < R)[:, None] & mask[None, :], other=0.0)
-    tl.store(out + cols, tl.sum(total, 0).to(out.dtype.element_ty), mask=mask)
+        total += tl.load(partials + at, mask=(rows < R)[:, None] & (cols < end)[None, :], other=0.0)
+    sums = tl.sum(total, 0)
+    first = N * 0
+    for i in tl.static_range(len(PARTS)):
+        if which == i:
+            tl.store(outs[i] + (cols - first), sums.to(outs[i].dtype.element_ty), mask=cols < end)
+        first += N * PARTS[i]
 
 
 def column_sums(partials: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -35,34 +56,53 @@ def column_sums(partials: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
     partials: [R, N] float32 or float64, any row stride.  Returns [columns] of `dtype`, the first columns of N.
     """
-    out = torch.empty(columns, dtype=dtype, device=partials.device)
+    return several_column_sums(partials, columns, ((1, dtype),))[0]
+
+
+def several_column_sums(partials: Tensor, columns: int, parts: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+    """As `column_sums`, of runs of columns that follow each other, in one launch.
+
+    Args:
+        partials: [R, N] float32 or float64, any row stride.
+        columns: what the lengths of the runs are counted in.
+        parts: length and dtype of the result, for each run.
+    """
+    outs = [torch.empty(n * columns, dtype=dtype, device=partials.device) for n, dtype in parts]
     rows = partials.shape[0]
-    block = min(64, next_power_of_2(rows))
     launch(
         _column_sums_kernel,
-        cdiv(columns, _BLOCK_N),
-        (partials, out, rows, columns, partials.stride(0)),
-        {"BLOCK_R": block, "BLOCK_N": _BLOCK_N},
+        sum(cdiv(out.numel(), _BLOCK_N) for out in outs),
+        (partials, tuple(outs), rows, columns, partials.stride(0)),
+        _constexprs(tuple(n for n, _ in parts), min(64, next_power_of_2(rows))),
     )
-    return out
+    return outs
+
+
+def _constexprs(parts: tuple[int, ...], rows: int) -> dict[str, Any]:
+    return {"PARTS": parts, "BLOCK_R": rows, "BLOCK_N": _BLOCK_N}
 
 
 def variants() -> Iterator[Variant]:
-    """Every dtype and block, and one row or one column of partial sums, which Triton makes constants."""
+    """Every dtype and block, one row or one column of partial sums, which Triton makes constants, and several runs."""
     for dtype, block in itertools.product(("float32", "bfloat16", "float16", "float64"), (1, 8, 64)):
-        yield _variant(dtype, block)
-    yield _variant("bfloat16", 1, "R")
-    yield _variant("bfloat16", 8, "N")
-    yield _variant("bfloat16", 8, "N", "stride")
+        yield _variant((dtype,), block)
+    yield _variant(("bfloat16",), 1, "R")
+    yield _variant(("bfloat16",), 8, "N")
+    yield _variant(("bfloat16",), 8, "N", "stride")
+    for block in (1, 8, 64):
+        yield _variant(("bfloat16", "bfloat16", "float32"), block)
+    yield _variant(("float64", "float64", "float64"), 64)
 
 
-def _variant(dtype: str, block: int, *ones: str) -> Variant:
-    partial = "fp64" if dtype == "float64" else "fp32"
-    types = {"partials": f"*{partial}", "out": f"*{TRITON_DTYPES[dtype]}", "R": "i32", "N": "i32", "stride": "i32"}
+def _variant(dtypes: tuple[str, ...], block: int, *ones: str) -> Variant:
+    partial = "fp64" if "float64" in dtypes else "fp32"
+    outs: tuple[Type, ...] = tuple(f"*{TRITON_DTYPES[dtype]}" for dtype in dtypes)
+    types: dict[str, Type] = {"partials": f"*{partial}", "outs": outs, "R": "i32", "N": "i32", "stride": "i32"}
     return Variant(
-        name=f"column_sums {TRITON_DTYPES[dtype]} {block}" + "".join(f" {one}=1" for one in ones),
+        name=f"column_sums {'+'.join(TRITON_DTYPES[dtype] for dtype in dtypes)} {block}"
+        + "".join(f" {one}=1" for one in ones),
         kernel=_column_sums_kernel,
         signature={key: value for key, value in types.items() if key not in ones},
-        constexprs={"BLOCK_R": block, "BLOCK_N": _BLOCK_N, **dict.fromkeys(ones, 1)},
-        divisible=() if ones else ("partials", "out", "N", "stride"),
+        constexprs={**_constexprs((1,) * len(dtypes), block), **dict.fromkeys(ones, 1)},
+        divisible=() if ones else ("partials", "outs", "N", "stride"),
     )

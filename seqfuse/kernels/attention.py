@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2
+from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
 from ._philox import keep_mask, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
 
@@ -103,13 +103,14 @@ def _split(first, last, BLOCK: tl.constexpr):
 def _scores(
     a, b, factor, softcap, mask, own_stride, other_stride, own_block, other_block, owns, others, first, last, full,
     rest,
-    SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BASE_2: tl.constexpr, SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Scores in base 2, [OWN, OTHER], -inf where not seen, and tanh(score / softcap) where they are bent."""
+    """Scores as exponents of e or 2, [OWN, OTHER], -inf where not seen; tanh(score / softcap) where they are bent."""
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
     bent = scores
     if SOFTCAP:
-        # tanh x = 1 - 2 / (e^2x + 1), and `factor` has what makes it base 2.
+        # tanh x = 1 - 2 / (e^2x + 1), and `factor` has what makes it an exponent of 2.
         bent = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)
         scores = bent * softcap
     if mask is not None:
@@ -119,8 +120,10 @@ def _scores(
         seen = tl.load(mask + own[:, None] * own_stride + other[None, :] * other_stride, mask=inside, other=0)
         if seen.dtype.is_floating():
             added = seen.to(tl.float32)
-            # The least number is a mask that people use: it must not become -inf in base 2.
-            scores += tl.where(added == float("-inf"), added, tl.maximum(added * _LOG2_E, -3.4e38))
+            if BASE_2:
+                # The least number is a mask that people use: it must not become -inf.
+                added = tl.where(added == float("-inf"), added, tl.maximum(added * _LOG2_E, -3.4e38))
+            scores += added
         else:
             scores = tl.where(seen != 0, scores, float("-inf"))
     if (other_block < full) | (other_block >= rest):
@@ -147,12 +150,20 @@ def _dropped(value, keep, P: tl.constexpr):
 
 
 @triton.jit
+def _exp(x, BASE_2: tl.constexpr):
+    if BASE_2:
+        return tl.exp2(x)
+    return tl.exp(x)
+
+
+@triton.jit
 def _weights(scores, sums, MASK: tl.constexpr):
+    """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents."""
     t = scores - sums
     if MASK:
-        # Near the least number a difference may come out above zero.
+        # Of the least numbers it may come out above zero.
         t = tl.minimum(t, 0.0)
-    return tl.exp2(t)
+    return tl.exp(t)
 
 
 @triton.jit
@@ -162,7 +173,7 @@ def _attention_fwd_kernel(
     heads, rows, keys, window, sequences, steps, factor, softcap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr,
     GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of one head."""
     blocks = tl.cdiv(rows, BLOCK_M)
@@ -182,17 +193,19 @@ def _attention_fwd_kernel(
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for at in tl.range(begin, end):
+    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    for i in tl.range(0, end - begin):
+        at = begin + i
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
         scores, _ = _scores(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
-            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+            BASE_2, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
         larger = tl.maximum(most, tl.max(scores, 1))
         # A row that has seen nothing yet has weights of zero rather than NaN.
         origin = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(scores - origin[:, None])
-        shrink = tl.exp2(most - origin)
+        weights = _exp(scores - origin[:, None], BASE_2)
+        shrink = _exp(most - origin, BASE_2)
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         if P is not None:
@@ -205,7 +218,11 @@ def _attention_fwd_kernel(
     stride = tl.cast(heads, tl.int64) * D
     _store(y + (batch * rows * heads + member) * D, whole, block, stride, rows, D, BLOCK_M, BLOCK_D)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tl.store(lse + head * rows + place, tl.where(blind, 0.0, (most + tl.log2(total)) * _LN_2), mask=place < rows)
+    if BASE_2:
+        sums = (most + tl.log2(total)) * _LN_2
+    else:
+        sums = most + tl.log(total)
+    tl.store(lse + head * rows + place, tl.where(blind, 0.0, sums), mask=place < rows)
 
 
 @triton.jit
@@ -235,17 +252,19 @@ def _attention_dq_kernel(
     delta = tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)
     place = tl.cast(block, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(deltas + head * rows + place, delta, mask=place < rows)
-    sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0) * _LOG2_E
+    sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0)
     query = _load(q + batch * q_batch + member * q_head, block, q_row, rows, D, BLOCK_M, BLOCK_D)
     first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
     begin, end, full, rest = _split(first, last, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for at in tl.range(begin, end):
+    # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
+    for i in tl.range(0, end - begin):
+        at = begin + i
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
         value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
         scores, bent = _scores(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
-            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+            False, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
         weights = _weights(scores, sums[:, None], mask is not None)
         dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
@@ -289,14 +308,15 @@ def _attention_dkv_kernel(
         of_head = mask
         if mask is not None:
             of_head = mask + batch * mask_batch + member * mask_head
-        for at in tl.range(begin, end):
+        for j in tl.range(0, end - begin):
+            at = begin + j
             query = _load(queries, at, q_row, rows, D, BLOCK_M, BLOCK_D)
             grad = _load(grads, at, dy_row, rows, D, BLOCK_M, BLOCK_D)
             place = tl.cast(at, tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0) * _LOG2_E
+            sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0)
             scores, bent = _scores(
                 key, query, factor, softcap, of_head, mask_col, mask_row, block, at, keys, rows, first, last, full,
-                rest, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
+                rest, False, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
             )  # fmt: skip
             weights = _weights(scores, sums[None, :], mask is not None)
             dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)
@@ -325,16 +345,92 @@ class Tile:
     num_stages: int = 2
 
 
-def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str) -> Tile:
-    """What a kernel works on at a time: `"fwd"`, `"dq"` or `"dkv"`."""
-    wide = max(16, next_power_of_2(size))
+_Row = tuple[tuple[int, int, int, int], ...]
+# Tiles by kernel and width of a head: of scores as they are, bent or packed, dropped, with a mask. None spills on
+# NVIDIA; on sm_90 `wgmma` takes those of 64 rows (keys, for dkv) and more.
+_HOPPER: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "dq": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (128, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+    },
+    "dkv": {
+        64: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
+        128: ((32, 128, 8, 2), (16, 128, 8, 2), (16, 128, 8, 2), (16, 64, 8, 1)),
+        256: ((16, 64, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    },
+}
+_BLACKWELL: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "dq": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "dkv": {
+        64: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 1), (32, 64, 4, 1)),
+        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1), (16, 64, 8, 1)),
+        256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    },
+}
+_AMPERE: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+    },
+    "dq": {
+        64: ((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        256: ((32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2), (32, 32, 8, 2)),
+    },
+    "dkv": {
+        64: ((32, 64, 8, 2), (16, 64, 8, 2), (16, 64, 8, 2), (16, 32, 4, 2)),
+        128: ((32, 64, 8, 2), (16, 64, 8, 2), (16, 64, 8, 2), (16, 32, 8, 2)),
+        256: ((16, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 2), (16, 32, 8, 2)),
+    },
+}
+_AMD: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+        128: ((128, 64, 8, 1), (64, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+        256: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+    },
+    "dq": {
+        64: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        128: ((64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+        256: ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1)),
+    },
+    "dkv": {
+        64: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        128: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1)),
+        256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
+    },
+}
+_TILES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx": _AMD, "sm": _AMPERE}
+
+
+def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
+    """What a kernel works on at a time: `"fwd"`, `"dq"` or `"dkv"`; `load` as in the tables."""
+    width = max(64, next_power_of_2(size))
     if dtype is torch.float32:
-        return Tile(32, 32, 4, 1)
-    if kernel == "fwd":
-        return Tile(128, 64, 8, 2) if wide <= 128 else Tile(64, 64, 8, 2)
-    if kernel == "dq":
-        return Tile(128, 64, 8, 2) if wide <= 128 else Tile(64, 32, 8, 2)
-    return Tile(64, 128, 8, 2) if wide <= 128 else Tile(32, 64, 8, 2)
+        # Its products are made of multiplications in registers.
+        return Tile(32, 32, 8, 1) if width == 64 and load < 2 else Tile(16, 16, 8, 1)
+    tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
+    return Tile(*tiles[kernel][width][load])
+
+
+def _load_of(softcap: float | None, mask: Any, ends: Any, p: float) -> int:
+    return 3 if mask is not None else 2 if p else int(softcap is not None or ends is not None)
 
 
 def attention_fwd(
@@ -372,23 +468,32 @@ def attention_fwd(
         p: probability of dropping a weight, as elements of one mask over contiguous [B, H, S, N].
 
     Raises:
-        ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256.
+        ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256, or of 128 in float32.
     """
+    if traced():
+        from . import _attention_ops
+
+        return _attention_ops.forward(
+            q, k, v, scale, causal=causal, window=window, softcap=softcap, mask=mask, cu_seqlens=cu_seqlens, seed=seed,
+            p=p,
+        )  # fmt: skip
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     if keys == 0:
         return y.zero_(), lse.zero_()
-    tile = tile_of("fwd", size, q.dtype, architecture(q.device))
-    factor, limits = _numbers(size, scale, window, softcap, cu_seqlens)[1:]
+    tile = tile_of("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
+    # An exponent of 2 saves a product for each score, and costs float32 some of its digits.
+    base_2 = q.dtype is not torch.float32
+    _, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, base_2)
     launch(
         _attention_fwd_kernel,
         batch * heads * cdiv(rows, tile.m),
         (
             q, k, v, mask, cu_seqlens, seed if p else None, y, lse, *_strides(q), *_strides(k), *_strides(v),
-            *_mask_strides(mask, (batch, heads, rows, keys)), heads, rows, keys, *limits[:3], factor, limits[3],
+            *_mask_strides(mask, (batch, heads, rows, keys)), heads, rows, keys, *limits, factor, cap,
         ),
-        _constexprs(tile, heads // k.shape[1], causal, window, softcap, p, keys, size, q.dtype),
+        _constexprs(tile, heads // k.shape[1], causal, window, softcap, p, keys, size, q.dtype) | {"BASE_2": base_2},
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
@@ -438,6 +543,14 @@ def attention_bwd(
     Raises:
         ValueError: as in `attention_fwd`.
     """
+    if traced():
+        from . import _attention_ops
+
+        _attention_ops.backward(
+            dy, q, k, v, y, lse, out=out, scale=scale, causal=causal, window=window, softcap=softcap, mask=mask,
+            cu_seqlens=cu_seqlens, seed=seed, p=p,
+        )  # fmt: skip
+        return
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     for name, tensor, shape in (("dy", dy, (batch, rows, heads, size)), ("y", y, (batch, rows, heads, size))):
         if tuple(tensor.shape) != shape:
@@ -453,14 +566,14 @@ def attention_bwd(
         dq.zero_()
         return
     deltas = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
-    scale, factor, limits = _numbers(size, scale, window, softcap, cu_seqlens)
-    group, arch = heads // k.shape[1], architecture(q.device)
+    scale, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, False)
+    group, arch, load = heads // k.shape[1], architecture(q.device), _load_of(softcap, mask, cu_seqlens, p)
     grad = dy.transpose(1, 2)
     read = (*_strides(grad), *_strides(q), *_strides(k), *_strides(v))
     mask_strides = _mask_strides(mask, (batch, heads, rows, keys))
-    counts = (*mask_strides, heads, rows, keys, *limits[:3], scale, factor, limits[3])
+    counts = (*mask_strides, heads, rows, keys, *limits, scale, factor, cap)
     seed = seed if p else None
-    tile = tile_of("dq", size, q.dtype, arch)
+    tile = tile_of("dq", size, q.dtype, arch, load)
     launch(
         _attention_dq_kernel,
         batch * heads * cdiv(rows, tile.m),
@@ -469,7 +582,7 @@ def attention_bwd(
         tile.num_warps,
         tile.num_stages,
     )
-    tile = tile_of("dkv", size, q.dtype, arch)
+    tile = tile_of("dkv", size, q.dtype, arch, load)
     launch(
         _attention_dkv_kernel,
         batch * k.shape[1] * cdiv(keys, tile.n),
@@ -484,10 +597,10 @@ def attention_bwd(
 
 def takes(dtype: torch.dtype, size: int) -> bool:
     """Whether there are kernels for heads of this dtype and size."""
-    return dtype in _DTYPES and 0 < size <= MAX_HEAD
+    return 0 < size <= (MAX_HEAD if dtype in _HALF else 128 if dtype is torch.float32 else 0)
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def _checked(
@@ -510,7 +623,7 @@ def _checked(
         raise ValueError(f"{kv_heads} key heads must divide {heads} heads")
     if not takes(q.dtype, size) or k.dtype is not q.dtype or v.dtype is not q.dtype:
         got = f"{q.dtype}, {k.dtype} and {v.dtype} of {size}"
-        raise ValueError(f"the kernels are for heads of 1 to 256 of one of float32, float16 and bfloat16, not {got}")
+        raise ValueError(f"the kernels are for heads of 1 to 256 in float16 or bfloat16, 128 in float32, not {got}")
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
     if mask is not None:
@@ -530,17 +643,18 @@ def _checked(
 
 
 def _numbers(
-    size: int, scale: float | None, window: int | None, softcap: float | None, cu_seqlens: Tensor | None
-) -> tuple[float, float, tuple[int, int, int, float]]:
-    """The scale; the factor of a product; the window, how many ends there are, steps of a search, and the soft-cap.
+    size: int, scale: float | None, window: int | None, softcap: float | None, cu_seqlens: Tensor | None, base_2: bool
+) -> tuple[float, float, float, tuple[int, int, int]]:
+    """The scale; the factor of a product and the soft-cap; the window, how many ends there are, steps of a search.
 
-    Scores are in base 2; under a soft-cap the factor makes twice score / softcap of them, see `_scores`.
+    Under a soft-cap the factor makes twice score / softcap as an exponent of 2, see `_scores`.
     """
     scale = float(size**-0.5 if scale is None else scale)
     log2_e = math.log2(math.e)
-    factor = scale * log2_e if softcap is None else 2 * scale * log2_e / softcap
+    unit = log2_e if base_2 else 1.0
+    factor = scale * unit if softcap is None else 2 * scale * log2_e / softcap
     ends = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    return scale, factor, (window or 0, ends, ends.bit_length(), float((softcap or 0.0) * log2_e))
+    return scale, factor, float((softcap or 0.0) * unit), (window or 0, ends, ends.bit_length())
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:
@@ -611,10 +725,12 @@ def variants() -> Iterator[Variant]:
 def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[str, Any], arch: str) -> Variant:
     kernel = _KERNELS[name]
     item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
-    tile = tile_of(name, size, dtype, arch)
     window, softcap, p = limits.get("window"), limits.get("softcap"), limits.get("p", 0.0)
+    tile = tile_of(name, size, dtype, arch, _load_of(softcap, limits.get("mask"), limits.get("ends"), p))
     keys = 4097 if limits.get("odd") else 4096
     fixed = _constexprs(tile, 4, limits.get("causal", False), window, softcap, p, keys, size, dtype, interpret=False)
+    if name == "fwd":
+        fixed["BASE_2"] = dtype is not torch.float32
     present = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), f"*{item}")
     present |= {"lse": "*fp32", "deltas": "*fp32"}
     present |= {"mask": f"*{limits['mask']}"} if "mask" in limits else {}
@@ -639,6 +755,7 @@ def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[
         divisible=tuple(aligned),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        has_dot=dtype is not torch.float32,
+        # Of other than 64 rows a product on sm_90 is made by the instruction of sm_80.
+        has_dot=dtype is not torch.float32 and (tile.n if name == "dkv" else tile.m) >= 64,
         targets=(arch,),
     )

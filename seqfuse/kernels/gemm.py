@@ -16,9 +16,12 @@ device functions, so a new one needs no new kernel. In this order, in float32 (f
 | add a residual, or what C holds | plain, gated, dact |
 | partial sums over the tile's rows | plain, dact, dgated |
 
-`linear` and `linear_gated` are forward, `linear_dgrad`, `linear_dgrad_gated` and `linear_wgrad` backward. On Hopper and
-later, descriptors (TMA) move tiles of factors, and separately those of everything else, where addresses and strides are
-multiples of 16 bytes. Not yet run on a GPU.
+Beside it the rows of A may be summed, by the programs that work on the first column of tiles: with A = dy^T that is a
+bias's gradient, made of the tiles that the product reads.
+
+`linear` and `linear_gated` are forward, `linear_dgrad`, `linear_dgrad_gated`, `linear_wgrad` and
+`linear_wgrad_bias` backward. On Hopper and later, descriptors (TMA) move tiles of factors, and separately those of
+everything else, where addresses and strides are multiples of 16 bytes. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from torch import Tensor
 
 from ._columns import column_sums
 from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
-from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
+from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, traced, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import Type, Variant
 from .activations import ACTIVATIONS, apply, name_of
@@ -102,6 +105,7 @@ def _gemm_kernel(
     t,  # [M, N]; [M, 2 N] in the form "dgated"
     seed,  # one int64
     partials,  # float32, or float64 as ACC, [tiles_m, N]; [tiles_m, 2 N] in the form "dgated"
+    a_sums,  # [M]
     M,
     N,
     K,
@@ -172,6 +176,7 @@ def _gemm_kernel(
         n0 = tile_n * BN
         acc = tl.zeros((BM, BN), ACC)
         acc2 = tl.zeros((BM, BN), ACC) if GATED else None
+        a_total = tl.zeros((BM,), ACC) if a_sums is not None else None
         if not LOADS:
             am = m0 + tl.arange(0, BM)
             bn = n0 + tl.arange(0, BN)
@@ -202,6 +207,9 @@ def _gemm_kernel(
             if INTERPRET:
                 x = x.to(ACC)
                 w = w.to(ACC)
+            if a_sums is not None:  # noqa: SIM102
+                if tile_n == 0:
+                    a_total += tl.sum(x.to(ACC), 1)
             acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
             if GATED:
                 if LOADS:
@@ -218,6 +226,9 @@ def _gemm_kernel(
                 acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
 
         rows = m0 + tl.arange(0, BM)
+        if a_sums is not None:  # noqa: SIM102
+            if tile_n == 0:
+                tl.store(a_sums + rows, a_total.to(a_sums.dtype.element_ty), mask=rows < M)
         parts = _parts(acc, SPLIT)
         parts2 = _parts(acc2, SPLIT) if GATED else None
         for s in tl.static_range(SPLIT):
@@ -401,6 +412,7 @@ def _product(
     t_is_output: bool = False,
     dropout: Dropout | None = None,
     sums: bool = False,
+    a_sums: Tensor | None = None,
     accumulate: bool = False,
     tf32: bool = False,
     tile: Tile | None = None,
@@ -444,7 +456,7 @@ def _product(
         min(count, processors(device) * tile.per_processor),
         (
             a.tensor, b.tensor, c, pre, emitted, bias, row_scale, residual, t,
-            None if dropout is None else dropout.seed, partials, M, N, K, a.ld, b.ld, *strides,
+            None if dropout is None else dropout.seed, partials, a_sums, M, N, K, a.ld, b.ld, *strides,
         ),
         constexprs(
             tile, form, act, t_is_output, accumulate,
@@ -587,6 +599,10 @@ def _forward(
     tf32: bool,
     tile: Tile | None,
 ) -> tuple[Tensor, Tensor | None]:
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.forward(form, x, weight, bias, act, store_pre, row_scale, dropout, residual, dtype, tf32)
     _factors("x", x, "weight", weight)
     packed, K = weight.shape
     N = packed
@@ -721,6 +737,12 @@ def _backward(
     tf32: bool,
     tile: Tile | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.backward(
+            form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, tf32
+        )
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
     flat = _flat("dy", dy)
@@ -778,6 +800,57 @@ def linear_wgrad(
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
     """
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
+    return _wgrad(dy, x, main_grad, dtype, None, tf32, tile)
+
+
+def linear_wgrad_bias(
+    dy: Tensor,
+    x: Tensor,
+    *,
+    main_grad: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    sums_dtype: torch.dtype | None = None,
+    tf32: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a weight, as `linear_wgrad` makes it, and of the bias after the product, in one launch.
+
+    dbias: [N], the sum of dy over all rows, of float32 sums (float64 for float64) in a fixed order.  The rest is as in
+    `linear_wgrad`.
+
+    Args:
+        dy: the gradient of the product.
+        x: its input.
+        main_grad: a float32 (float64 for float64) buffer that dweight is added to.
+        dtype: of a fresh dweight; dy's by default.
+        sums_dtype: of dbias; dy's by default.
+        tf32: whether float32 operands may be rounded to TF32.
+        tile: instead of the one the table has.
+
+    Raises:
+        ValueError: as `linear_wgrad`.
+    """
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
+    total = torch.empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype, device=dy.device)
+    return _wgrad(dy, x, main_grad, dtype, total, tf32, tile), total
+
+
+def _wgrad(
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor | None,
+    dtype: torch.dtype | None,
+    total: Tensor | None,
+    tf32: bool,
+    tile: Tile | None,
+) -> Tensor:
     _factors("dy", dy, "x", x)
     left, right = _flat("dy", dy), _flat("x", x)
     if dy.shape[:-1] != x.shape[:-1]:
@@ -795,8 +868,12 @@ def linear_wgrad(
     if M and N and (K or main_grad is None):
         a, b = _matrix("dy", left), _matrix("x", right)
         _product(
-            a, b, out, (M, N, K), not a.transposed, b.transposed, accumulate=main_grad is not None, tf32=tf32, tile=tile
-        )
+            a, b, out, (M, N, K), not a.transposed, b.transposed,
+            a_sums=total, accumulate=main_grad is not None, tf32=tf32, tile=tile,
+        )  # fmt: skip
+    elif total is not None:
+        # Nothing is multiplied: there are no rows, or x has no columns.
+        torch.sum(left, 0, dtype=total.dtype, out=total)
     return out
 
 
@@ -819,10 +896,12 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("forward", "plain", b_t=True),
         _Kind("dgrad+sums", "plain", ("partials",)),
         _Kind("wgrad", "plain", a_t=True),
+        _Kind("wgrad+bias", "plain", ("a_sums",), a_t=True),
         _Kind("forward+bias,gelu", "plain", ("bias",), "gelu", b_t=True),
     ),
     "heavy": (
         _Kind("wgrad+main_grad", "plain", a_t=True, accumulate=True),
+        _Kind("wgrad+main_grad,bias", "plain", ("a_sums",), a_t=True, accumulate=True),
         _Kind("forward+bias,gelu,pre", "plain", ("bias", "pre"), "gelu", b_t=True),
         _Kind("forward+bias,dropout,residual", "plain", ("bias", "seed", "residual"), b_t=True),
         _Kind("forward+all", "plain", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
@@ -844,7 +923,7 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("dgrad+geglu,all", "dgated", ("emitted", "row_scale", "t", "seed", "partials"), "gelu"),
     ),
 }
-_OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials")
+_OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials", "a_sums")
 _STRIDES = ("lda", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")
 _PREFIXES = {"sm_80": ("sm_8", "sm_12"), "sm_90": ("sm_90",), "sm_100": ("sm_10",), "gfx942": ("gfx",)}
 

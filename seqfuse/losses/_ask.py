@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..env import autocast_of
 from ..errors import InputError
+from ..group import Group
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -27,6 +28,7 @@ class How(NamedTuple):
     softcap: float | None
     reduction: Reduction
     chunk: int | None
+    group: Group
 
     def checked(self) -> How:
         """These, if they can be asked for."""

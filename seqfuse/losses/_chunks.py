@@ -73,7 +73,7 @@ def walk(
         x.new_zeros((V, E), dtype=wide) if wanted[1] else None,
         x.new_zeros(V, dtype=wide) if wanted[2] else None,
     )
-    kernel = fusing_now().enabled and Env.of(x.device).triton
+    kernel = fusing_now().enabled and how.group.size == 1 and Env.of(x.device).triton
     cross_entropy: Any = _in_triton if kernel else _in_torch
     step = how.chunk or max(1, _CHUNK_BYTES // (V * wide.itemsize))
     with _plainly(x.device):
@@ -137,16 +137,25 @@ def _in_torch(
     if how.softcap is not None:
         bent = z.div_(how.softcap).tanh_()
         z = bent * how.softcap
+    several, classes = how.group.size > 1, z.shape[1] * how.group.size
     counted = targets != how.ignore_index
-    at = targets.where(counted, 0).unsqueeze(1)
+    mine, at = own_targets(how, targets, counted, z.shape[1])
     loss = None
     if softmax is None:
         top = z.amax(1)
+        if several:
+            top = how.group.all_reduce(top, how.operation, "max")
         z.sub_(top.unsqueeze(1))
-        loss = z.gather(1, at).squeeze(1).mul_(how.label_smoothing - 1)
-        if how.label_smoothing:
-            loss.sub_(z.mean(1), alpha=how.label_smoothing)
+        picked = z.gather(1, at).squeeze(1)
+        logits_sum = z.sum(1) if how.label_smoothing else None
         total = z.exp_().sum(1)
+        if several:
+            sums = [picked.masked_fill(~mine, 0), total, *([] if logits_sum is None else [logits_sum])]
+            picked, total, *rest = how.group.all_reduce(torch.stack(sums), how.operation)
+            logits_sum = rest[0] if rest else None
+        loss = picked * (how.label_smoothing - 1)
+        if logits_sum is not None:
+            loss.sub_(logits_sum, alpha=how.label_smoothing / classes)
         loss.add_(total.log())
         if how.z_loss:
             loss.add_((top + total.log()).square(), alpha=how.z_loss)
@@ -159,7 +168,7 @@ def _in_torch(
         g = counted.to(z.dtype) if scale is None else scale.where(counted, 0)
         by_softmax = g / total
         picked = z.gather(1, at).squeeze(1) * by_softmax
-        spread = how.label_smoothing / z.shape[1]
+        spread = how.label_smoothing / classes
         # One number, so that no digits are lost where it is all but the softmax itself.
         at_target = picked - g * (1 - how.label_smoothing + spread)
         if how.z_loss:
@@ -171,10 +180,19 @@ def _in_torch(
         z.mul_(by_softmax.unsqueeze(1))
         if how.label_smoothing:
             z.sub_((g * spread).unsqueeze(1))
+        if several:
+            at_target = at_target.where(mine, z.gather(1, at).squeeze(1))
         z.scatter_(1, at, at_target.unsqueeze(1))
         if bent is not None:
             z.mul_(bent.square_().neg_().add_(1))
     return loss, softmax, z
+
+
+def own_targets(how: How, targets: Tensor, counted: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Which targets are among this process's classes, and their places among them, [T, 1]."""
+    own = targets - how.group.rank * classes if how.group.size > 1 else targets
+    mine = counted & (own >= 0) & (own < classes) if how.group.size > 1 else counted
+    return mine, own.where(mine, 0).unsqueeze(1)
 
 
 def _plainly(device: torch.device) -> contextlib.AbstractContextManager[Any]:

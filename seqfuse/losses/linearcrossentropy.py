@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..fuser.reference import transformed
+from ..group import Both, Group, Share, same, summed_gradient, vocabulary_share
+from ..ops._read import divide, initial
 from ._ask import How, Reduction, check, check_targets
-from ._chunks import counted_rows, flat, reduced, walk, wide_dtype
+from ._chunks import counted_rows, flat, own_targets, reduced, walk, wide_dtype
 from ._nodes import LinearCrossEntropyNode, LinearCrossEntropyRows
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -35,6 +37,10 @@ class LinearCrossEntropy(nn.Module):
     of torch run, which hold all logits.
 
     Keys and initial values are those of `torch.nn.Linear(in_features, num_classes)`.
+
+    With `parallel="vocab"` each process of a group holds a share of the classes. No logit leaves its process: for each
+    row the largest, the sum of exponentials and the target's own are exchanged, and the gradient of x is summed. Every
+    process has x (with a `sequence_dim` its share of the rows, which are gathered), all targets, and the loss.
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
 
     Args:
@@ -48,10 +54,14 @@ class LinearCrossEntropy(nn.Module):
         reduction: `"mean"`, `"sum"` or `"none"`.
         weight: a parameter to use in place of one of its own, such as an embedding's; gradients of both uses add up.
         chunk: rows of logits at a time; by default as many as fit in 64 MiB of float32.
+        parallel: `"vocab"`.
+        group: a process group or a `DeviceMesh` of one dimension.
+        sequence_dim: the dimension of x of which each process has its share.
 
     Raises:
         InputError: (SF101) for shapes or dtypes that do not fit, (SF102) for tensors on two devices, (SF105) for what
-            is no tensor, (SF106) for a setting that is none.
+            is no tensor, (SF106) for a setting that is none. In a group: (SF101) for classes that its processes do not
+            divide.
         IndexError: for a target that is no class and not `ignore_index` (on a GPU an error of the device).
         StateError: (SF501) for a backward through the backward.
     """
@@ -72,10 +82,14 @@ class LinearCrossEntropy(nn.Module):
         reduction: Reduction = "mean",
         weight: nn.Parameter | None = None,
         chunk: int | None = None,
+        parallel: Literal["vocab"] | None = None,
+        group: Any = None,
+        sequence_dim: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.group, self.sequence_dim, self.shares = Group(), None, dict[str, Share]()
         self.in_features, self.num_classes = in_features, num_classes
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
         self.softcap, self.chunk = softcap, chunk
@@ -84,30 +98,57 @@ class LinearCrossEntropy(nn.Module):
         self.tied = weight is not None
         if weight is None:
             weight = nn.Parameter(torch.empty((num_classes, in_features), device=device, dtype=dtype))
-        elif tuple(weight.shape) != (num_classes, in_features):
-            how.refuse(f"weight must have shape ({num_classes}, {in_features}), got {tuple(weight.shape)}", "SF101")
+        else:
+            rows = num_classes // Group(group).size if parallel else num_classes
+            if tuple(weight.shape) not in ((num_classes, in_features), (rows, in_features)):
+                how.refuse(f"weight must have shape ({rows}, {in_features}), got {tuple(weight.shape)}", "SF101")
         self.register_parameter("weight", weight)
         factory: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or weight.dtype}
         self.register_parameter("bias", nn.Parameter(torch.empty(num_classes, **factory)) if bias else None)
         self.reset_parameters()
+        if parallel is not None:
+            if parallel != "vocab" or group is None:  # pyright: ignore[reportUnnecessaryComparison]
+                how.refuse(f'parallel={parallel!r} must be "vocab" and needs a group', "SF106")
+            self.divide(group, sequence_dim=sequence_dim)
 
     def reset_parameters(self) -> None:
         """Start from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear`; a tied weight is let be."""
         if not self.tied:
-            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+            with initial(self, "weight") as weight:
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
-            nn.init.uniform_(self.bias, -bound, bound)
+            with initial(self, "bias") as bias:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def divided(self, group: Group) -> dict[str, Share]:
+        """Which share of each parameter a process would hold; raises where there is none."""
+        share = vocabulary_share("LinearCrossEntropy", self.shares, self.num_classes, group)
+        return {"weight": share} if self.bias is None else {"weight": share, "bias": share}
+
+    def divide(self, group: Any, *, sequence_dim: int | None = None) -> None:
+        """Keep this process's share; the arguments are those of the class."""
+        group = Group(group)
+        shares = self.divided(group)
+        if group.size > 1:
+            divide(self, shares)
+            self.group, self.sequence_dim = group, sequence_dim
 
     def _how(self) -> How:
         return How(
             "LinearCrossEntropy", self.ignore_index, self.label_smoothing, self.z_loss, self.softcap, self.reduction,
-            self.chunk,
+            self.chunk, self.group,
         ).checked()  # fmt: skip
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss of x [*, in_features] and targets [*]."""
-        return _run(self._how(), x, self.weight, targets, self.bias)
+        how, dim = self._how(), self.sequence_dim
+        if dim is not None:
+            of = how.operation
+            x = Both.ways(lambda t: how.group.all_gather(t, dim, of), lambda d: how.group.reduce_scatter(d, dim, of), x)
+        elif self.group.size > 1:
+            x = summed_gradient(self.group, x)
+        return _run(how, x, self.weight, targets, self.bias)
 
     def extra_repr(self) -> str:
         """Sizes, and what differs from the defaults."""
@@ -136,7 +177,7 @@ def linear_cross_entropy(
     x: [*, E], weight: [V, E], targets: [*], bias: [V]. Arguments and errors are those of the class.
     """
     how = How(
-        "linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction, chunk
+        "linear_cross_entropy", ignore_index, label_smoothing, z_loss, softcap, reduction, chunk, Group()
     ).checked()  # fmt: skip
     return _run(how, x, weight, targets, bias)
 
@@ -152,7 +193,7 @@ def _run(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | No
     ):
         return _reference(how, x, weight, targets, bias)
     rows = targets.reshape(-1).to(torch.int64)
-    check_targets(how, rows, weight.shape[0])
+    check_targets(how, rows, weight.shape[0] * how.group.size)
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         function: Any = LinearCrossEntropyRows if how.reduction == "none" else LinearCrossEntropyNode
         loss: Tensor = function.apply(how, product, rows, x, weight, bias)
@@ -170,9 +211,30 @@ def _reference(how: How, x: Tensor, weight: Tensor, targets: Tensor, bias: Tenso
     if how.softcap is not None:
         z = (z / how.softcap).tanh() * how.softcap
     rows = targets.reshape(-1).to(torch.int64)
-    rest: dict[str, Any] = {"ignore_index": how.ignore_index, "label_smoothing": how.label_smoothing}
-    loss = F.cross_entropy(z, rows, reduction="none", **rest)
-    if how.z_loss:
-        loss = loss + (how.z_loss * z.logsumexp(-1).square()).masked_fill(rows == how.ignore_index, 0.0)
+    if how.group.size > 1:
+        loss = _across(how, z, rows)
+    else:
+        rest: dict[str, Any] = {"ignore_index": how.ignore_index, "label_smoothing": how.label_smoothing}
+        loss = F.cross_entropy(z, rows, reduction="none", **rest)
+        if how.z_loss:
+            loss = loss + (how.z_loss * z.logsumexp(-1).square()).masked_fill(rows == how.ignore_index, 0.0)
     loss = reduced(how, loss, counted_rows(how, rows))
     return loss.reshape(targets.shape) if how.reduction == "none" else loss
+
+
+def _across(how: How, z: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each row where each process has logits of its own classes."""
+
+    def total(t: Tensor) -> Tensor:
+        return Both.ways(lambda part: how.group.all_reduce(part, how.operation), same, t)
+
+    counted = targets != how.ignore_index
+    mine, at = own_targets(how, targets, counted, z.shape[1])
+    top = how.group.all_reduce(z.detach().amax(1), how.operation, "max")
+    lse = top + total((z - top.unsqueeze(1)).exp().sum(1)).log()
+    loss = lse - (1 - how.label_smoothing) * total(z.gather(1, at).squeeze(1).masked_fill(~mine, 0))
+    if how.label_smoothing:
+        loss = loss - how.label_smoothing / (z.shape[1] * how.group.size) * total(z.sum(1))
+    if how.z_loss:
+        loss = loss + how.z_loss * lse.square()
+    return loss.masked_fill(~counted, 0)

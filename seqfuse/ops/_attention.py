@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -26,6 +27,11 @@ _flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten._flash_att
 # With fewer keys than this, torch's kernel for the CPU gives numbers for a query that holds NaN.
 _VECTOR = 16
 _HALF = (torch.float16, torch.bfloat16)
+# What `kernels.attention.takes`, which cannot be asked where Triton is not installed.
+_WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
+# Whether our kernels run on a CPU, in Triton's interpreter, in place of all others: tests say so.
+interpreting = False
+Kernel = Literal["cpu", "flash", "triton", "blocks"]
 QKV = tuple[Tensor, Tensor, Tensor]
 
 
@@ -53,17 +59,42 @@ class Scores:
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    def kernel(self, q: Tensor, keys: int | None = None) -> Literal["cpu", "flash", "blocks"]:
-        """Which kernel does all of this for q [*, H, S, D] over as many keys, or a given number."""
+    def kernel(self, q: Tensor, keys: int | None = None) -> Kernel:
+        """Which kernel does all of this for q [*, H, S, D] over as many keys, or a given number.
+
+        Torch's own where it does; ours on a Triton device for what it does not; blocks in plain torch for the rest.
+        """
+        if not q.numel():
+            return "blocks"
         keys = q.shape[-2] if keys is None else keys
         bounded = self.window is not None and self.window < keys
-        if self.p or self.softcap is not None or not q.numel():
-            return "blocks"
+        plain = not self.p and self.softcap is None
+        ours = q.shape[-1] <= _WIDEST.get(q.dtype, 0) and kernels_run(q, q.shape[-1])
         if q.device.type == "cpu":
-            return "blocks" if bounded or keys < _VECTOR or not q.is_floating_point() else "cpu"
+            if ours:
+                return "triton"
+            return "cpu" if plain and not bounded and keys >= _VECTOR and q.is_floating_point() else "blocks"
         head = q.shape[-1]
         fits = q.device.type == "cuda" and q.dtype in _HALF and head <= 256 and head % 8 == 0
-        return "flash" if fits and self.mask is None and _has_flash(q.device) else "blocks"
+        if plain and fits and self.mask is None and _has_flash(q.device):
+            return "flash"
+        return "triton" if ours else "blocks"
+
+    def arguments(self) -> dict[str, Any]:
+        """All but the scale, as our kernels take it."""
+        fields = ("causal", "window", "softcap", "mask", "cu_seqlens", "seed", "p")
+        return {name: getattr(self, name) for name in fields}
+
+
+def kernels_run(x: Tensor, size: int) -> bool:
+    """Whether heads of this size, on the device and of the dtype of x, can be left to our kernels for decoding."""
+    kind, fits = x.device.type, size <= 256 and x.dtype in _WIDEST
+    return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and _triton_is_installed()
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -111,12 +142,16 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(mask == 0, -torch.inf)
 
 
-def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash"]) -> tuple[Tensor, Tensor]:
+def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash", "triton"]) -> tuple[Tensor, Tensor]:
     """The result [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S].
 
     q: [B, H, S, D], k and v: [B, Hkv, S, D], each with a contiguous last dimension.
     """
     q, k, v = qkv
+    if kernel == "triton":
+        from ..kernels.attention import attention_fwd
+
+        return attention_fwd(q, k, v, how.scale, **how.arguments())
     if kernel == "flash":
         window = _flash_window(how)
         if how.cu_seqlens is None:
@@ -142,10 +177,21 @@ def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash"]) -> tuple[Tens
 
 
 def attend_backward(
-    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Literal["cpu", "flash"], out: QKV
+    dy: Tensor,
+    qkv: QKV,
+    y: Tensor,
+    lse: Tensor,
+    how: Scores,
+    kernel: Literal["cpu", "flash", "triton"],
+    out: QKV,
 ) -> None:
     """Write dq, dk and dv into `out`, which are shaped as q, k and v; dy and y: [B, S, H, D]."""
     q = qkv[0]
+    if kernel == "triton":
+        from ..kernels.attention import attention_bwd
+
+        attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
+        return
     if kernel == "flash":
         rows = q.shape[2]
         unread = q.new_zeros(2, dtype=torch.int64)

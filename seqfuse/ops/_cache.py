@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,10 +24,24 @@ class Cache(Protocol):
         """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
         ...
 
+    def decode(self, attention: Attention, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
+        """The same of one row of each sequence by kernels; `None` where they do not do it, and nothing has changed.
+
+        `write(row, k=, v=, lengths=, k_scale=, v_scale=)` keeps the keys and values of rows [B, C] and gives queries
+        [B, H, D].
+        """
+        ...
+
 
 active: ContextVar[Cache | None] = ContextVar("seqfuse_cache", default=None)
 
 
 def current() -> Cache | None:
-    """The cache of this call; a traced graph knows none."""
-    return None if torch.compiler.is_compiling() else active.get()
+    """The cache of this call; a traced graph knows none, and a rehearsal on tensors without data must not fill one."""
+    cache = active.get()
+    if cache is None or torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
+        return None
+    return cache
+
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE

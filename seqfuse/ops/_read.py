@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..group import Share
-from ..operation import UnfusedOperation
 
 
 def parameter(module: nn.Module, name: str) -> Tensor | None:
@@ -22,13 +22,13 @@ def parameter(module: nn.Module, name: str) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def initial(operation: UnfusedOperation, name: str) -> Generator[Tensor]:
+def initial(module: Any, name: str) -> Generator[Tensor]:
     """A parameter to give initial values to: where this process holds a share, the whole, of which that is taken.
 
     So a generator in one state gives every process its share of the same values.
     """
-    own = getattr(operation, name)
-    share: Share | None = operation.shares.get(name)
+    own: Tensor = getattr(module, name)
+    share: Share | None = module.shares.get(name)
     if share is None:
         yield own
         return
@@ -38,9 +38,10 @@ def initial(operation: UnfusedOperation, name: str) -> Generator[Tensor]:
         own.copy_(share.of(whole))
 
 
-def divide(operation: UnfusedOperation, shares: dict[str, Share]) -> None:
-    """Keep of each parameter this process's share, in the same `Parameter`."""
+def divide(module: Any, shares: dict[str, Share]) -> None:
+    """Keep of each parameter this process's share, in the same `Parameter`; one that another module uses, too, once."""
     for name, share in shares.items():
-        own = getattr(operation, name)
-        own.grad, own.data = None, share.of(own.data)
-    operation.shares = {**operation.shares, **shares}
+        own: Tensor = getattr(module, name)
+        if own.shape[share.dim] == sum(share.parts):
+            own.grad, own.data = None, share.of(own.data)
+    module.shares = {**module.shares, **shares}

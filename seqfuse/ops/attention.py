@@ -116,7 +116,7 @@ class Attention(sf.UnfusedOperation):
         shared, causal = self.heads // self.kv_heads, self.causal and mask is None
         how = self._how(x, mask, None, seed, self.dropout if dropping else 0.0)
         traced = torch.compiler.is_compiling() and not dropping and self.softcap is None
-        if traced or how.kernel(q) != "blocks":
+        if traced or how.kernel(q) in ("cpu", "flash"):
             q, k, v = self._batched(x)  # of four dimensions, else torch takes no kernel of its own
             k, v = (t.repeat_interleave(shared, -3) if shared > 1 else t for t in (k, v))
             mask = how.mask if how.mask is None or how.mask.dtype is torch.bool else how.mask.to(q.dtype)

@@ -1,7 +1,9 @@
-"""Many processes: a model in stages over torch.distributed."""
+"""Models over several processes of torch.distributed: in shares, in stages, and checkpoints of them."""
 
+from .checkpoint import dtensors, shard, unshard
 from .microbatches import stages
 from .pipeline import pipeline
+from .tensor import parallelize
 from .together import clip_grad_norm_, everywhere
 
-__all__ = ["clip_grad_norm_", "everywhere", "pipeline", "stages"]
+__all__ = ["clip_grad_norm_", "dtensors", "everywhere", "parallelize", "pipeline", "shard", "stages", "unshard"]

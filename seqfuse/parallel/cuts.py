@@ -14,8 +14,8 @@ from ..fuser.items import Item
 from ..operation import UnfusedOperation
 
 
-def begins(root: nn.Module, items: Sequence[Item], stages: int | Sequence[str]) -> list[str]:
-    """The names of the modules at which the second stage and those after it begin.
+def begins(root: nn.Module, items: Sequence[Item], stages: int | Sequence[str]) -> dict[str, int]:
+    """The names of the modules at which the second stage and those after it begin, and their positions.
 
     Raises:
         PlanError: (SF202) for a name at which none can begin, or names that are not in the order of the list.
@@ -35,7 +35,7 @@ def begins(root: nn.Module, items: Sequence[Item], stages: int | Sequence[str]) 
         if position <= before:
             message = f"stages begin in the order of the list, and each has operations; {name!r} does not fit"
             raise PlanError(message, code="SF202", operation=items[position].name, position=position)
-    return list(stages)
+    return dict(zip(stages, at, strict=True))
 
 
 def _places(root: nn.Module, items: Sequence[Item]) -> dict[str, int]:
@@ -55,7 +55,7 @@ def _places(root: nn.Module, items: Sequence[Item]) -> dict[str, int]:
     return places
 
 
-def _balanced(items: Sequence[Item], places: dict[str, int], stages: int) -> list[str]:
+def _balanced(items: Sequence[Item], places: dict[str, int], stages: int) -> dict[str, int]:
     """Begin stages where a single tensor crosses, so that the most parameters in one of them are as few as can be."""
     names: dict[int, str] = {}
     for name, position in places.items():
@@ -76,7 +76,7 @@ def _balanced(items: Sequence[Item], places: dict[str, int], stages: int) -> lis
             n: min((max(best[k][0], ends[n] - ends[k]), [*best[k][1], k]) for k in range(stage - 1, n))
             for n in range(stage, len(at))
         }
-    return [names[at[k]] for k in best[len(at) - 1][1]]
+    return {names[at[k]]: at[k] for k in best[len(at) - 1][1]}
 
 
 def _weight(item: Item) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, PlanError
-from ..fuser.items import flatten
+from ..fuser.items import Item, flatten
 from ..fuser.sequential import Sequential
 from .cuts import begins
 from .staged import StagedFuser
@@ -51,51 +52,58 @@ def pipeline(
     if any(isinstance(item.operation, Boundary) for item in items):
         raise PlanError("the model is in stages already", code="SF202")
     ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
-    names = begins(model, items, len(ranks) if stages is None else stages)
-    count = len(names) + 1
+    cuts = begins(model, items, len(ranks) if stages is None else stages)
+    count = len(cuts) + 1
     if count % len(ranks):
         raise PlanError(f"{count} stages cannot be dealt evenly to {len(ranks)} ranks", code="SF202")
     name = (mesh.mesh_dim_names or ("pipeline",))[0]
     placement = Placement(mesh.get_group(), name, ranks, mesh.get_local_rank(), count, shapes == "broadcast")
-    for stage, path in enumerate(names, 1):
-        above, _, key = path.rpartition(".")
-        _insert_before(model.get_submodule(above), key, f"boundary{stage}", Boundary(stage, placement))
-    _clip(model, placement)
+    elsewhere = _others(items, [*cuts.values()], placement)
+    names = [f"boundary{stage}" for stage in range(1, count)]
+    taken = {name for name in names for module in model.modules() if name in module._modules}  # pyright: ignore[reportPrivateUsage]
+    if taken:
+        raise PlanError(f"modules are called {sorted(taken)}, as boundaries are", code="SF202")
+    for stage, (key, path) in enumerate(zip(names, cuts, strict=True), 1):
+        above, _, before = path.rpartition(".")
+        _insert(model.get_submodule(above), before, key, Boundary(stage, placement))
+    _clip(model, elsewhere)
     model._fuser = StagedFuser(model, model.fusions, placement)  # pyright: ignore[reportPrivateUsage]
     return model
 
 
-def _insert_before(container: nn.Module, key: str, new: str, module: nn.Module) -> None:
-    children = [*container._modules.items()]  # pyright: ignore[reportPrivateUsage]
-    if new in container._modules:  # pyright: ignore[reportPrivateUsage]
-        raise PlanError(f"a module is called {new!r}, which boundaries are called", code="SF202")
-    at = [k for k, _ in children].index(key)
-    container._modules.clear()  # pyright: ignore[reportPrivateUsage]
-    for name, child in (*children[:at], (new, module), *children[at:]):
-        container.add_module(name, child)  # pyright: ignore[reportArgumentType]
+def _insert(container: nn.Module, before: str, key: str, module: nn.Module) -> None:
+    children = container._modules  # pyright: ignore[reportPrivateUsage]
+    after = [*children][[*children].index(before) :]
+    container.add_module(key, module)
+    for name in after:
+        children[name] = children.pop(name)
 
 
-def _clip(model: Sequential, placement: Placement) -> None:
-    """Put what is not this rank's own on `meta`, and leave it out of state dictionaries."""
-    stage, stage_of = 0, dict[int, int]()
-    owners: list[list[nn.Module]] = [[] for _ in range(placement.stages)]
-    for item in flatten(model):
-        if isinstance(item.operation, Boundary):
-            stage = item.operation.stage
+def _others(items: Sequence[Item], cuts: Sequence[int], placement: Placement) -> list[nn.Module]:
+    """The modules of the stages of other ranks."""
+    stage_of: dict[int, int] = {}
+    modules: dict[nn.Module, None] = {}
+    for position, item in enumerate(items):
+        stage = bisect.bisect_right(cuts, position)
         for owner in dict.fromkeys([*item.operation.modules(), *(owner for owner, _ in item.slots.values())]):
-            owners[stage].append(owner)
             for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # pyright: ignore[reportPrivateUsage]
                 first = stage if tensor is None else stage_of.setdefault(id(tensor), stage)
                 if placement.rank(first) != placement.rank(stage):
-                    message = f"its {name} is in stages {first} and {stage} too, which are on different ranks"
-                    raise PlanError(message, code="SF202", operation=item.name, hint="share it within one stage")
+                    message = f"its {name} is in stages {first} and {stage}, which are on different ranks"
+                    hint = "share it within one stage"
+                    raise PlanError(message, code="SF202", operation=item.name, position=position, hint=hint)
+            if not placement.own(stage):
+                modules[owner] = None
+    return [*modules]
+
+
+def _clip(model: Sequential, elsewhere: Sequence[nn.Module]) -> None:
+    """Put what is not this rank's own on `meta`, and leave it out of state dictionaries."""
     absent: set[int] = set()
-    for stage, several in enumerate(owners):
-        for owner in several if not placement.own(stage) else ():
-            for tensors in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
-                for name, tensor in tensors.items():
-                    if tensor is None or id(tensor) in absent:
-                        continue
+    for owner in elsewhere:
+        for tensors in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
+            for name, tensor in tensors.items():
+                if tensor is not None:
                     meta: Tensor = torch.empty_like(tensor, device="meta")
                     if isinstance(tensor, nn.Parameter):
                         meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)

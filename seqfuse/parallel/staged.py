@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,10 @@ from ..errors import InputError, StateError
 from ..fuser.inputs import validate
 from ..fuser.listing import Listing, Region
 from ..fuser.reference import check_channels, draw, run_alone, transformed, walk_reference
-from ..fuser.run import Fuser
+from ..fuser.run import KEPT_PROGRAMS, Fuser
 from ..fuser.sequential import Sequential
-from .elsewhere import Elsewhere
-from .transfer import Boundary, Placement, reaches, through
+from .elsewhere import Elsewhere, blank
+from .transfer import Boundary, Placement, sources, stand_in, through, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Stage:
         parts: its regions and barriers.
         boundary: what it begins with; the first one begins with nothing.
         enters: the channels that come in beside the chain's tensor; `leaves` those that go out.
+        clipped: what regions were found to give, by what they got: what stands for it, and where gradients go.
     """
 
     index: int
@@ -37,6 +39,9 @@ class Stage:
     boundary: Boundary | None
     enters: tuple[str, ...]
     leaves: tuple[str, ...]
+    clipped: dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]] = dataclasses.field(
+        default_factory=lambda: dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]]()
+    )
 
     @property
     def positions(self) -> list[int]:
@@ -51,12 +56,12 @@ class StagedFuser(Fuser):
         super().__init__(root, fusions)
         self.placement = placement
         self.device: torch.device | None = None  # of the latest input
-        self._cut: tuple[Listing, tuple[Stage, ...]] | None = None
+        self._cuts: WeakKeyDictionary[Listing, tuple[Stage, ...]] = WeakKeyDictionary()
         self.forget_draws()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"placement": self.placement, "device": self.device}
-        return {**super().__getstate__(), **kept, "_cut": None, "_drawn": {}, "_ran": {}}
+        return {**super().__getstate__(), **kept, "_cuts": WeakKeyDictionary(), "_drawn": {}, "_ran": {}}
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the list; every rank gets the same input."""
@@ -70,7 +75,7 @@ class StagedFuser(Fuser):
 
     def stages(self, listing: Listing) -> tuple[Stage, ...]:
         """The list as it was cut."""
-        if self._cut is None or self._cut[0] is not listing:
+        if listing not in self._cuts:
             items = listing.items
             begin = [p for p in listing.parts if isinstance(p, int) and isinstance(items[p].operation, Boundary)]
             crossing: list[tuple[str, ...]] = [()]
@@ -83,8 +88,8 @@ class StagedFuser(Fuser):
                 parts = tuple(p for p in listing.parts if start < (p.start if isinstance(p, Region) else p) < stop)
                 boundary: Any = items[start].operation if index else None
                 found.append(Stage(index, parts, boundary, crossing[index], crossing[index + 1]))
-            self._cut = listing, tuple(found)
-        return self._cut[1]
+            self._cuts[listing] = tuple(found)
+        return self._cuts[listing]
 
     def operations(self, index: int) -> list[nn.Module]:
         """The operations of a stage, each once."""
@@ -106,7 +111,9 @@ class StagedFuser(Fuser):
                 told = self.placement.tell(stage.index, tensors if own else None, 1 + len(stage.leaves), x.device)
             if not own:
                 tensors = self._others(listing, stage, tensors, given, seeds, told)
-            elif stage is not stages[-1] and not self.placement.own(stage.index + 1):
+            elif stage is stages[-1]:
+                tensors = together(tensors)
+            elif not self.placement.own(stage.index + 1):
                 following = stages[stage.index + 1].boundary
                 assert following is not None
                 tensors = following.leave(tensors)
@@ -120,7 +127,7 @@ class StagedFuser(Fuser):
         channels = {**given, **dict(zip(stage.enters, rest, strict=True))}
         for part in stage.parts:
             if isinstance(part, Region):
-                x = self._run_region(listing, part, x, channels, seeds)
+                x = self.run_region(listing, part, x, channels, seeds)
             else:
                 x = run_alone(listing.items, part, x, channels)
         return [x, *[channels[c] for c in stage.leaves]]
@@ -135,18 +142,16 @@ class StagedFuser(Fuser):
         told: list[Any] | None,
     ) -> list[Tensor]:
         """What stands for what leaves a stage of another rank."""
-        where, last = self.placement.where(stage.index), stage.index + 1 == self.placement.stages
+        where = self.placement.where(stage.index)
         entries = [t if isinstance(t, Elsewhere) else _leaf(t, where) for t in tensors]
         if told is not None:
             outs = [torch.empty(s, dtype=d, device="meta", requires_grad=r) for s, d, r, _ in told]
-            passes = [p for *_, p in told]
+            passes = any(p for *_, p in told)
         else:
             leaves = [_leaf(t, where) for t in entries]
             outs = self._inferred(listing, stage, leaves, given, seeds)
-            ids = {*map(id, leaves)}
-            passes = [id(t) in ids or reaches(t, lambda node: id(getattr(node, "variable", None)) in ids) for t in outs]
-        passes = [p and t.requires_grad for p, t in zip(passes, outs, strict=True)]
-        return through(entries, outs, passes if last else [any(passes)] * len(outs), where)
+            passes = any(t.requires_grad and sources(t, leaves) for t in outs)
+        return through(entries, outs, passes, where)
 
     def _inferred(
         self, listing: Listing, stage: Stage, leaves: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
@@ -158,16 +163,43 @@ class StagedFuser(Fuser):
         seeds = None if seeds is None else seeds.to("meta")
         for part in stage.parts:
             if isinstance(part, Region):
-                validate(listing, part, x.shape)
-            for at in range(part.start, part.stop) if isinstance(part, Region) else (part,):
-                try:
-                    x = walk_reference(listing.items, range(at, at + 1), listing.random, x, channels, seeds)
-                except StateError as error:
-                    if error.code == "SF508":
-                        error.operation, error.position = listing.items[at].name, at
-                        error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
-                    raise
+                x = self._clip(listing, stage, part, x, channels, seeds)
+            else:
+                x = _walk(listing, range(part, part + 1), x, channels, seeds)
         return [x, *[channels[c] for c in stage.leaves]]
+
+    def _clip(
+        self,
+        listing: Listing,
+        stage: Stage,
+        region: Region,
+        x: Tensor,
+        channels: dict[str, Tensor],
+        seeds: Tensor | None,
+    ) -> Tensor:
+        """What stands for what a region gives; found once, for a region runs operations of this library alone."""
+        got = [x, *[channels[c] for c in region.channels]]
+        parameters: list[Tensor] = [getattr(owner, name) for owner, name in region.slots]
+        state = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*got, *parameters)]
+        key = region.start, torch.is_grad_enabled(), *state
+        where = self.placement.where(stage.index)
+        if key not in stage.clipped:
+            validate(listing, region, x.shape)
+            leaves = [_leaf(t, where) for t in got]
+            inside = dict(zip(region.channels, leaves[1:], strict=True))
+            y = _walk(listing, range(region.start, region.stop), leaves[0], inside, seeds)
+            readers = listing.items[0].readers
+            made = [c for item in listing.items[region.start : region.stop] for _, c in item.outputs]
+            outs = [(None, y), *((c, inside[c]) for c in made if max(readers[c], default=region.stop) >= region.stop)]
+            if len(stage.clipped) == KEPT_PROGRAMS:
+                stage.clipped.clear()
+            found = [(name, t, sources(t, leaves)) for name, t in outs]
+            stage.clipped[key] = [(name, blank(t), t.requires_grad, s) for name, t, s in found]
+        outs = {n: stand_in(t, wants, [got[i] for i in s]) for n, t, wants, s in stage.clipped[key]}
+        elsewhere = {name: Elsewhere.of(t, where) for name, t in outs.items()}
+        y = elsewhere.pop(None)
+        channels.update((name, t) for name, t in elsewhere.items() if name is not None)
+        return y
 
     def infer(self, x: Tensor, channels: dict[str, Tensor]) -> list[list[Tensor]]:
         """What stands for what enters the first stage, and for what leaves each."""
@@ -205,5 +237,17 @@ class StagedFuser(Fuser):
 
 def _leaf(tensor: Tensor, where: str) -> Tensor:
     """What stands for a tensor at the beginning of a stage of another rank."""
-    meta = tensor.detach() if tensor.is_meta else torch.empty_like(tensor, device="meta")
-    return Elsewhere.of(meta, where).requires_grad_(tensor.requires_grad)
+    return Elsewhere.of(blank(tensor), where).requires_grad_(tensor.requires_grad)
+
+
+def _walk(listing: Listing, positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+    """Run references and modules on what stands for their inputs."""
+    for at in positions:
+        try:
+            x = walk_reference(listing.items, range(at, at + 1), listing.random, x, channels, seeds)
+        except StateError as error:
+            if error.code == "SF508":
+                error.operation, error.position = listing.items[at].name, at
+                error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
+            raise
+    return x

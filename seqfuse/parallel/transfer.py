@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class Placement:
             for row, tensor in zip(table, tensors, strict=True):
                 if tensor.ndim > _DIMENSIONS:
                     raise PlanError(f"a stage cannot hand on a tensor of {tensor.ndim} dimensions", code="SF202")
-                passes = int(reaches(tensor, _enters))
+                passes = int(any(isinstance(node, _ENTERED) for node in nodes(tensor)))
                 head = [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), passes, tensor.ndim]
                 row[: 4 + tensor.ndim] = torch.tensor([*head, *tensor.shape])
         table = table.to(device)
@@ -131,6 +131,25 @@ class Boundary(FusableOperation):
         self._wait([dist.P2POp(dist.irecv, t, *self._peer(stage)) for t in out if t.numel()], f"receiving from {stage}")
         return out
 
+    def send_gradients(self, pairs: Sequence[tuple[Tensor | None, Tensor]], device: torch.device) -> None:
+        """Send back gradients, each with what it is of; of several it is said first which are there."""
+        there = [gradient is not None for gradient, _ in pairs]
+        if not any(there):
+            pairs = [(torch.zeros(like.shape, dtype=like.dtype, device=device), like) for _, like in pairs]
+            there = [True] * len(pairs)
+        if len(pairs) > 1:
+            self.send([torch.tensor(there, dtype=torch.uint8, device=device)], back=True)
+        self.send([gradient for gradient, _ in pairs if gradient is not None], back=True)
+
+    def receive_gradients(self, likes: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
+        """Receive the gradients of what these stand for; `None` where there is none."""
+        there: list[int] = [1] * len(likes)
+        if len(likes) > 1:
+            (said,) = self.receive([torch.empty(len(likes), dtype=torch.uint8, device="meta")], device, back=True)
+            there = cast(list[int], said.tolist())  # pyright: ignore[reportUnknownMemberType]
+        found = iter(self.receive([like for like, t in zip(likes, there, strict=True) if t], device, back=True))
+        return [next(found) if t else None for t in there]
+
     def _peer(self, stage: int) -> tuple[int, Any]:
         return self.placement.rank(stage), self.placement.group
 
@@ -146,11 +165,18 @@ class Boundary(FusableOperation):
             raise self.placement.failed(at, error) from error
 
 
+def differentiable(tensors: Sequence[Tensor]) -> list[bool]:
+    """Which of the tensors that leave a stage carry gradients: all that can, if one does, so that ranks agree."""
+    live = any(t.requires_grad for t in tensors)
+    return [live and (t.is_floating_point() or t.is_complex()) for t in tensors]
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, boundary: Boundary, device: torch.device, *metas: Tensor) -> Any:
-        ctx.boundary, ctx.metas = boundary, [meta.detach() for meta in metas]
+        ctx.boundary, ctx.device, ctx.metas = boundary, device, [meta.detach() for meta in metas]
         received = boundary.receive(metas, device, back=False)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t, n in zip(received, ctx.needs_input_grad[2:], strict=True) if not n])
         return tuple(received)
 
@@ -158,7 +184,8 @@ class _Enter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         wanted = ctx.needs_input_grad[2:]
-        ctx.boundary.send([d for d, n in zip(douts, wanted, strict=True) if n], back=True)
+        pairs = [(d, meta) for d, meta, n in zip(douts, ctx.metas, wanted, strict=True) if n]
+        ctx.boundary.send_gradients(pairs, ctx.device)
         return (None, None, *[m if n else None for m, n in zip(ctx.metas, wanted, strict=True)])
 
 
@@ -168,26 +195,26 @@ class _Leave(torch.autograd.Function):
         boundary.send(tensors, back=False)
         metas = [torch.empty_like(t, device="meta") for t in tensors]
         ctx.boundary, ctx.device, ctx.metas = boundary, tensors[0].device, [meta.detach() for meta in metas]
+        ctx.wanted = differentiable(tensors)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t, n in zip(metas, ctx.needs_input_grad[1:], strict=True) if not n])
+        ctx.mark_non_differentiable(*[t for t, w in zip(metas, ctx.wanted, strict=True) if not w])
         return tuple(metas)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wanted = ctx.needs_input_grad[1:]
-        likes = [meta for meta, n in zip(ctx.metas, wanted, strict=True) if n]
-        received = iter(ctx.boundary.receive(likes, ctx.device, back=True))
-        return (None, *[next(received) if n else None for n in wanted])
+        likes = [meta for meta, w in zip(ctx.metas, ctx.wanted, strict=True) if w]
+        received = iter(ctx.boundary.receive_gradients(likes, ctx.device))
+        return (None, *[next(received) if w else None for w in ctx.wanted])
 
 
 class _Through(torch.autograd.Function):
     """A stage of another rank, as one node: it is reached where its rank's is."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, wanted: Sequence[bool], *tensors: Tensor) -> Any:
-        outs = [torch.empty_like(t) for t in tensors[:count]]
-        ctx.entries = [t.detach() for t in tensors[count:]]
+    def forward(ctx: Any, wanted: Sequence[bool], *tensors: Tensor) -> Any:
+        outs = [torch.empty_like(t) for t in tensors[: len(wanted)]]
+        ctx.entries = [t.detach() for t in tensors[len(wanted) :]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t, w in zip(outs, wanted, strict=True) if not w])
         return tuple(outs)
@@ -195,45 +222,76 @@ class _Through(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wanted = ctx.needs_input_grad[-len(ctx.entries) :]
-        before = len(ctx.needs_input_grad) - len(wanted)
+        before = len(ctx.needs_input_grad) - len(ctx.entries)
+        wanted = ctx.needs_input_grad[before:]
         return (*[None] * before, *[t if n else None for t, n in zip(ctx.entries, wanted, strict=True)])
 
 
-def through(entries: Sequence[Tensor], outs: Sequence[Tensor], passes: Sequence[bool], where: str) -> list[Tensor]:
-    """What leaves a stage of another rank, with a path for gradients from those that pass on to all that entered it.
+class _Together(torch.autograd.Function):
+    """What leaves the last stage, as one node: a loss of any of it reaches what entered."""
 
-    Its rank gives back either all gradients of what entered, or none.
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return douts
+
+
+def through(entries: Sequence[Tensor], outs: Sequence[Tensor], passes: bool, where: str) -> list[Tensor]:
+    """What leaves a stage of another rank; if gradients pass the stage, with a path from all of it to all that entered.
+
+    Its rank gives back all gradients of what entered, or none.
     """
+    wanted = differentiable(outs)
     plain: list[Tensor] = [t.detach() for t in outs]
-    wanted = [t.requires_grad and p for t, p in zip(outs, passes, strict=True)]
-    if any(wanted):
-        linked = _link(len(plain), wanted, *plain, *entries)
-        plain = [new if w else old for new, old, w in zip(linked, plain, wanted, strict=True)]
-    for new, old, w in zip(plain, outs, wanted, strict=True):
-        if old.requires_grad and not w:
-            new.requires_grad_()
+    if passes and any(wanted):
+        plain = [*_link(wanted, *plain, *entries)]
+    elif any(wanted):
+        plain = [t.requires_grad_(w) for t, w in zip(plain, wanted, strict=True)]
     return [Elsewhere.of(t, where) for t in plain]
 
 
-def reaches(tensor: Tensor, found: Callable[[Any], bool]) -> bool:
-    """Whether a node that is `found` lies on a path of gradients from a tensor."""
+def together(outs: Sequence[Tensor]) -> list[Tensor]:
+    """What leaves the last stage on its own rank, as it looks to the others."""
+    wanted = differentiable(outs)
+    if sum(wanted) < 2:
+        return [*outs]
+    bound = iter(_bind(*[t for t, w in zip(outs, wanted, strict=True) if w]))
+    return [next(bound) if w else t for t, w in zip(outs, wanted, strict=True)]
+
+
+def stand_in(like: Tensor, wants: bool, sources: Sequence[Tensor]) -> Tensor:
+    """A new tensor that stands for one like this; if it has a gradient, with a path to its sources."""
+    if wants and sources:
+        return _link([True], like, *sources)[0]
+    return torch.empty_like(like, requires_grad=wants)
+
+
+def nodes(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind a tensor."""
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if found(node):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+
+
+def sources(tensor: Tensor, leaves: Sequence[Tensor]) -> list[int]:
+    """Which of the leaves have a path from a tensor."""
+    found = {id(tensor), *(id(getattr(node, "variable", None)) for node in nodes(tensor))}
+    return [i for i, leaf in enumerate(leaves) if leaf.requires_grad and id(leaf) in found]
 
 
 _enter: Callable[..., tuple[Tensor, ...]] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
 _leave: Callable[..., tuple[Tensor, ...]] = _Leave.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
 _link: Callable[..., tuple[Tensor, ...]] = _Through.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
 
+_bind: Callable[..., tuple[Tensor, ...]] = _Together.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
 
-def _enters(node: Any) -> bool:
-    return isinstance(node, _Enter._backward_cls)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+_ENTERED: Any = _Enter._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]

@@ -159,7 +159,10 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         if not narrow(scalar(lhs)):
-            return plain["binary_op"](self, lhs, rhs, op)
+            result = plain["binary_op"](self, lhs, rhs, op)
+            # A comparison says bool: one number of another dtype is spread as that dtype, which Triton 3.9 refuses as
+            # a mask.
+            return handle_of(result.data, tl.int1) if result.data.dtype == np.bool_ else result
         return handle_of(op(decoded(lhs.data, scalar(lhs)), decoded(rhs.data, scalar(rhs))), scalar(lhs))
 
     def ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:

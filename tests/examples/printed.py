@@ -1,34 +1,38 @@
 """What README.md and docs/ show and nobody types: printed output, and figures of committed benchmarks.
 
 A `text` block right behind a `python` block is what that block prints. Figures stand between two comments, the first of
-which names the file they are drawn from; so does the table of faults. A `python` block behind a comment that names a
-file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
+which names the file they are drawn from; so do the tables of faults and of settings. A `python` block behind a comment
+that names a file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import importlib.util
+import inspect
 import io
-import json
 import os
 import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
-from seqfuse.testing.compiled import Compiled
+from seqfuse.env import Settings
 from tests.examples.counted import source_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "\x00"
-FIGURES = re.compile(r"(<!-- figures: benchmarks/results/(\w+)\.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+FIGURES = re.compile(
+    r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
+)
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
-RESULTS = ROOT / "benchmarks" / "results"
+SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/env.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
 
 
 def included(markdown: str) -> str:
@@ -66,87 +70,17 @@ def run(page: Path, markdown: str) -> list[str]:
     return out.getvalue().replace(folder + os.sep, "").split(f"{MARK}\n")[:-1]
 
 
-def host() -> str | None:
-    """Tables of host cost and planning time; `None` before they were measured."""
-    found: dict[str, Any] = {}
-    for name in ("planning", "host"):
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            return None
-        found |= json.loads(path.read_text())
-    about, kinds = found["about"], ("forward", "forward+backward", "no grad")
-    ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
-    lines = [
-        f"{about['device']}, torch {about['torch']}, Python {about['python']}, commit {about['commit'][:7]}.",
-        "",
-        "Instructions of one call on tensors of 4 x 16, where nothing but the host counts, against those of the same",
-        "`torch.nn.Sequential`, which are 1:",
-        "",
-        f"| operations | {' | '.join(kinds)} |",
-        f"| ---: {'| ---: ' * len(kinds)}|",
-    ]
-    lines += [
-        f"| {count} | {' | '.join(f'{ratios[count, kind]:.2f}' for kind in kinds)} |"
-        for count in dict.fromkeys(count for count, _ in ratios)
-    ]
-    lines += ["", "Time to read and plan a list, and to find its plan again:", ""]
-    lines += ["| operations | plan | look-up |", "| ---: | ---: | ---: |"]
-    for row in found["planning"]:
-        plan, look_up = row["plan_seconds"] * 1e3, row["lookup_microseconds"]
-        lines.append(f"| {row['operations']:,} | {plan:.1f} ms | {look_up:,.0f} µs |")
+def variables() -> str:
+    """The table of environment variables, from the one object that holds them."""
+    lines = ["| variable | values | default | effect |", "| --- | --- | --- | --- |"]
+    arguments = str(inspect.getdoc(Settings)).partition("Args:\n")[2]
+    entry = re.compile(r"^ *(\w+): `(\w+)` \(([^)]*)\): (.*)\.$", re.MULTILINE)
+    said = {found[1]: found for found in entry.finditer(arguments)}
+    for field in dataclasses.fields(Settings):
+        _, variable, values, effect = said[field.name].groups()
+        default = str(int(field.default)) if isinstance(field.default, bool) else str(field.default)
+        lines.append(f"| `{variable}` | {values} | `{default}` | {effect} |")
     return "\n".join(lines) + "\n"
-
-
-def traffic() -> str:
-    """What kernels move, as multiples of the fewest bytes."""
-    found = json.loads((RESULTS / "traffic.json").read_text())
-    lines = [
-        "| kernel | what | rows x columns | launches | fewest bytes | moved | rows read again | partial sums |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for row in found["traffic"]:
-        least, shape = row["fewest"], " x ".join(f"{n:,}" for n in row["shape"])
-        figures = (f"{row['moved'] / least:.3f}", *(f"{row[kind] / least:.2f}" for kind in ("cached", "partials")))
-        cells = (row["kernel"], row["what"], shape, str(row["launches"]), f"{least:,}", *figures)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def kernels() -> str:
-    """What every configuration compiles to: the worst of each kernel module on each target."""
-    found = json.loads((RESULTS / "kernels.json").read_text())
-    names = found["columns"].split()
-    results = {
-        (module, target): [
-            Compiled(module, variant, target, **dict(zip(names, map(int, text.split()), strict=True)))
-            for variant, text in part["variants"].items()
-        ]
-        for module, targets in sorted(found["kernels"].items())
-        for target, part in targets.items()
-    }
-    nvidia = [one for (_, target), of in results.items() if target.startswith("sm_") for one in of]
-    spilled = sum(one.spills > 0 for one in nvidia)
-    over = sum(one.over_shared for one in nvidia)
-    missing = sum(one.dot_without_wgmma for one in nvidia)
-    count = sum(map(len, results.values()))
-    last = f"{count} variants, {spilled} spilled, {over} over shared memory, {missing} dots without wgmma on sm_90"
-    lines = [
-        f"With Triton {found['triton']}, `kernels: {last}`:",
-        "",
-        "| module | target | configurations | spilled | most registers | most shared bytes | 32-bit products |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for (module, target), of in results.items():
-        numbers = (
-            len(of),
-            sum(one.spills > 0 for one in of),
-            *(max(getattr(one, name) for one in of) for name in ("registers", "shared", "int32_multiplications")),
-        )
-        lines.append(f"| {module.removeprefix('_')} | {target} | {' | '.join(f'{n:,}' for n in numbers)} |")
-    return "\n".join(lines) + "\n"
-
-
-DRAWN = {"host": host, "kernels": kernels, "traffic": traffic}
 
 
 def regenerated(page: Path) -> str:
@@ -167,11 +101,20 @@ def regenerated(page: Path) -> str:
         from tests.examples import faults
 
         markdown = FAULTS.sub(lambda _: faults.table(), markdown)
+    markdown = SETTINGS.sub(lambda _: variables(), markdown)
     return FIGURES.sub(_drawn, markdown)
 
 
+def report() -> ModuleType:
+    """What draws figures, `benchmarks/report.py`."""
+    folder = str(ROOT / "benchmarks")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module("report")
+
+
 def _drawn(figures: re.Match[str]) -> str:
-    table = DRAWN[figures[2]]()
+    table = report().DRAWN[figures[2]]()
     return figures[0] if table is None else figures[1] + table
 
 

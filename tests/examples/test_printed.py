@@ -30,7 +30,7 @@ def test_only_a_text_block_right_behind_a_python_block_is_output(tmp_path: Path)
 
 
 def test_figures_are_drawn_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(printed, "RESULTS", tmp_path)
+    monkeypatch.setattr(printed.report(), "RESULTS", tmp_path)
     page = tmp_path / "page.md"
     marks = "<!-- figures: benchmarks/results/host.json -->\n{}<!-- end of figures -->\n"
     page.write_text(marks.format("none yet\n"))

@@ -17,7 +17,7 @@ from torch import Tensor
 from seqfuse.kernels import _gemm_ops, gemm
 from seqfuse.kernels._gemm_tiles import Tile, choose, family, tiles
 from seqfuse.kernels._launch import interpreted
-from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.activations import ACTIVATIONS, Activation, activation_of, text_of
 from seqfuse.kernels.gemm import Dropout
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
@@ -184,15 +184,18 @@ def check_wgrad(module: Any = gemm, tile: Tile | None = None, accumulate: bool =
     dy, x = args["dy"], args["x"]
     start = data(dy.device, torch.float32, dy.shape[-1], x.shape[-1], seed=9)
 
-    def eager(dy: Tensor, x: Tensor) -> Tensor:
-        dw = dy.flatten(0, -2).t() @ x.flatten(0, -2)
-        return dw if not accumulate else start.to(dw.dtype if dw.dtype == torch.float64 else torch.float32) + dw
+    def eager(dy: Tensor, x: Tensor) -> list[Tensor]:
+        rows = dy.flatten(0, -2)
+        dw = rows.t() @ x.flatten(0, -2)
+        if accumulate:
+            dw = start.to(dw.dtype if dw.dtype == torch.float64 else torch.float32) + dw
+        return [dw, rows.sum(0)]
 
     main = start.clone() if accumulate else None
     with Untouched({"dy": dy, "x": x}):
-        got = module.linear_wgrad(dy, x, main_grad=main, tile=tile)
+        got, total = module.linear_wgrad_bias(dy, x, main_grad=main, tile=tile)
     assert main is None or got is main
-    judge(got, eager, args)
+    judge([got, total], eager, args)
 
 
 def operands(device: torch.device, dtype: torch.dtype, m: int = M, n: int = N, k: int = K) -> SimpleNamespace:
@@ -336,6 +339,12 @@ def test_gradients_are_those_of_finite_differences(device: torch.device) -> None
 def test_wgrad(device: torch.device, dtype: torch.dtype, tile: Tile, accumulate: bool) -> None:
     o = operands(device, dtype)
     check_wgrad(tile=tile, accumulate=accumulate, dy=o.dy, x=o.x)
+    first, second = (torch.ones(N, K, device=device) if accumulate else None for _ in range(2))
+    alone = gemm.linear_wgrad(o.dy, o.x, main_grad=first, tile=tile)
+    with_bias, total = gemm.linear_wgrad_bias(o.dy, o.x, main_grad=second, sums_dtype=torch.float32, tile=tile)
+    assert_bitwise_equal(with_bias, alone)
+    assert total.dtype is torch.float32
+    torch.testing.assert_close(total, o.dy.double().sum(0).float())
 
 
 @pytest.mark.parametrize(
@@ -411,6 +420,11 @@ def test_empty_matrices(device: torch.device, tile: Tile, m: int, n: int, k: int
     before = main.clone()
     assert_bitwise_equal(gemm.linear_wgrad(o.dy[:0], x[:0], main_grad=main, tile=tile), before)
     assert_bitwise_equal(gemm.linear_wgrad(o.dy[:0], x[:0], tile=tile), torch.zeros_like(main))
+    for buffer in (None, main):
+        _, total = gemm.linear_wgrad_bias(o.dy[:0], x[:0], main_grad=buffer, tile=tile)
+        assert_bitwise_equal(total, torch.zeros(n, device=device))
+    _, total = gemm.linear_wgrad_bias(o.dy, x, tile=tile)
+    torch.testing.assert_close(total, o.dy.sum(0))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -465,11 +479,12 @@ def test_neither_reads_nor_writes_past_an_end(
             *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile),
             *gemm.linear_dgrad_gated(o.dy, o.weight, act=act, t=o.packed_t, sums=True, emit=True, tile=tile),
             gemm.linear_wgrad(o.dy, o.x, tile=tile),
+            *gemm.linear_wgrad_bias(o.dy, o.x, tile=tile),
         ]  # fmt: skip
     main = guarded(torch.zeros(n, k, device=device))
     results.append(gemm.linear_wgrad(o.dy, o.x, main_grad=main.tensor, tile=tile))
     main.check("main_grad")
-    assert len(results) == 12
+    assert len(results) == 14
     for i, result in enumerate(results):
         assert result is not None
         assert result.isfinite().all(), f"result {i}"
@@ -493,6 +508,8 @@ def test_exact_inputs_give_exact_results(device: torch.device, dtype: torch.dtyp
     assert_bitwise_equal(y, want.float())
     dw = gemm.linear_wgrad(dy, x, dtype=torch.float32, tile=tile)
     assert_bitwise_equal(dw, (dy.double().t() @ x.double()).float())
+    _, total = gemm.linear_wgrad_bias(dy, x, sums_dtype=torch.float32, tile=tile)
+    assert_bitwise_equal(total, dy.double().sum(0).float())
     _, total, _ = gemm.linear_dgrad(dy, weight, sums=True, sums_dtype=torch.float32, tile=tile)
     assert_bitwise_equal(total, (dy.double() @ weight.double()).sum(0).float())
 
@@ -505,6 +522,7 @@ def test_twice_the_same_bits_whatever_the_order_of_tiles(device: torch.device, t
         return [
             *gemm.linear(o.x, o.weight, o.bias, act=act, dropout=o.dropout, tile=tile)[:1],
             *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile),
+            *gemm.linear_wgrad_bias(o.dy, o.x, tile=tile),
         ]
 
     first = run(tile)
@@ -598,7 +616,9 @@ def test_every_architecture_has_tiles() -> None:
         assert tiles(family(architecture), "half", "gated")
 
 
-@pytest.mark.parametrize("name", ["linear", "linear_gated", "dgrad", "dgrad_gated", "wgrad", "wgrad_"])
+@pytest.mark.parametrize(
+    "name", ["linear", "linear_gated", "dgrad", "dgrad_gated", "wgrad", "wgrad_", "wgrad_bias", "wgrad_bias_"]
+)
 def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
     o = operands(device, torch.float32, 5, 6, 7)
     seed, main = a_seed(device).clone(), torch.ones(6, 7, device=device)
@@ -610,14 +630,32 @@ def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
         "dgrad_gated": ("linear_dgrad_gated", (o.dy, o.weight), {"act": "silu", "t": o.packed_t, "emit": True}),
         "wgrad": ("linear_wgrad", (o.dy, o.x), {"dtype": torch.float16}),
         "wgrad_": ("linear_wgrad_", (main, o.dy, o.x), {}),
+        "wgrad_bias": ("linear_wgrad_bias", (o.dy, o.x), {"sums_dtype": torch.float16}),
+        "wgrad_bias_": ("linear_wgrad_bias_", (main, o.dy, o.x), {}),
     }
     operator, args, kwargs = calls[name]
     torch.library.opcheck(getattr(torch.ops.seqfuse, operator).default, args, kwargs)
 
 
+class Rooted:
+    value, derivative, reads, P = _root, _root_derivative, "input", (3.0,)
+
+
+def test_operators_take_any_activation_by_its_text(device: torch.device) -> None:
+    o = operands(device, torch.float32, 5, 6, 7)
+    bias, text = o.bias.abs() + 20, text_of(Rooted)
+    assert text == f"{__name__}._root(3.0)"
+    assert text_of(Activation(*[getattr(ACTIVATIONS["gelu"], name) for name in Activation._fields])) == "gelu"
+    (y,) = torch.ops.seqfuse.linear(o.x, o.weight, bias, act=text)
+    assert_bitwise_equal(y, gemm.linear(o.x, o.weight, bias, act=Rooted)[0])
+    other = SimpleNamespace(value=_root, derivative=_root, reads="input", P=(3.0,))
+    assert text_of(other) == f"{text}#2"
+    assert activation_of(f"{text}#2").derivative is _root
+
+
 def test_an_operator_refuses_an_unknown_activation(device: torch.device) -> None:
     o = operands(device, torch.float32, 5, 6, 7)
-    with pytest.raises(ValueError, match="act must be one of"):
+    with pytest.raises(ValueError, match="is no activation that this process knows; ours are identity, relu"):
         torch.ops.seqfuse.linear(o.x, o.weight, act="swish")
 
 
@@ -677,6 +715,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "dropout by local columns": ("z = dropped(z, seed, rows, col,", "z = dropped(z, seed, rows, col - n0,", "forward"),
     "sums of one tile only": ("partials + tile_m *", "partials + 0 * tile_m *", "dgrad"),
     "sums of rows beyond the last": ("tl.where(inside, z, 0.0), 0)", "z, 0)", "root"),
+    "last rows are summed alone": ("a_total += tl.sum", "a_total = tl.sum", "wgrad"),
+    "no tile stores the sum of its rows": (
+        "if tile_n == 0:\n                tl.store", "if tile_n < 0:\n                tl.store", "wgrad"
+    ),
     "main_grad is overwritten": ("            if ACCUMULATE:", "            if False:", "wgrad"),
     "runs of columns in another order": ("(first, second, third, fourth)", "(first, third, second, fourth)", "runs"),
     "every other column a run": (

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -362,6 +363,21 @@ def test_partial_sums_are_all_summed(rows: int, device: torch.device) -> None:
     assert_bitwise_equal([_columns.column_sums(partials[:, 3:], 70, torch.float16)], [partials[:, 3:73].sum(0).half()])
 
 
+@pytest.mark.parametrize("columns", [1, 32, 45, 64])
+def test_runs_of_columns_are_summed_in_one_launch(columns: int, device: torch.device) -> None:
+    parts = [(2, torch.float16), (1, torch.float32), (1, torch.bfloat16)]
+    buffer = torch.full((67, 4 * columns + 5), torch.nan, device=device)
+    buffer[:65, : 4 * columns] = exact("integers", (65, 4 * columns), 1)
+    partials = buffer[:65, : 4 * columns]
+    with mock.patch.object(_columns, "launch", wraps=_columns.launch) as launched:
+        got = _columns.several_column_sums(partials, columns, parts)
+    assert launched.call_count == 1
+    whole = partials.sum(0)
+    expected = [whole[: 2 * columns].half(), whole[2 * columns : 3 * columns], whole[3 * columns :].bfloat16()]
+    assert_bitwise_equal(got, expected)
+    assert len({t.untyped_storage().data_ptr() for t in got}) == 3
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", CASES)
 def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float, device: torch.device) -> None:
@@ -666,10 +682,12 @@ MUTANTS = {
     ),
     "sum not finished": (
         _columns,
-        "for first in tl.range(0, R, BLOCK_R):",
-        "for first in tl.range(0, R - 1, BLOCK_R):",
+        "for row in tl.range(0, R, BLOCK_R):",
+        "for row in tl.range(0, R - 1, BLOCK_R):",
         "sum",
     ),
+    "sums in each other's columns": (_columns, "        first += width\n", "", "two_sums"),
+    "sums in each other's tensors": (_columns, "if which == i:", "if which != i:", "two_sums"),
     "scale of dropout": (
         _philox,
         "1 / (1 - p) if upscale else 1.0, False",

@@ -82,7 +82,7 @@ def _process(rank: int, works: list[Work], world: int, seconds: int, folder: str
         torch.manual_seed(0)
         try:
             work()
-        except Exception:
+        except BaseException:  # that of a failed assertion of pytest is no Exception
             Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
         gc.collect()
         dist.barrier()
@@ -92,7 +92,7 @@ def _process(rank: int, works: list[Work], world: int, seconds: int, folder: str
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Signed random numbers, the same in every process."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def randomize(model: nn.Module, seed: int = 100) -> None:

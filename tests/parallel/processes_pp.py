@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = datetime.timedelta(seconds=30)
 
-
-def _process(rank: int, world: int, works: Sequence[Callable[[], None]], folder: str) -> None:
+def _process(rank: int, world: int, works: Sequence[Callable[[], None]], folder: str, patience: float) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     file = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world, timeout=PATIENCE)
+    timeout = datetime.timedelta(seconds=patience)
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world, timeout=timeout)
     for work in works:
         torch.manual_seed(0)
         try:
             work()
-            dist.barrier()  # a rank that failed leaves: the others fail here, rather than pair with its next work
+            if len(works) > 1:
+                dist.barrier()  # a rank that failed leaves: the others fail here, rather than pair with its next work
         except Exception:
             Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
             break
@@ -34,26 +34,45 @@ def _process(rank: int, world: int, works: Sequence[Callable[[], None]], folder:
     os._exit(0)
 
 
-def failures(world: int, works: Sequence[Callable[[], None]], seconds: float = 240) -> dict[str, str]:
-    """What failed, by the name of the function, in `world` processes that run one after another.
+def raised(
+    world: int, works: Sequence[Callable[[], None]], seconds: float = 300, patience: float = 60
+) -> dict[tuple[str, int], str]:
+    """What was raised, by function and rank, in `world` processes that run one function after another up to that.
 
-    After a failure the rest does not run, which is one, too.
+    Args:
+        world: how many processes.
+        works: what each of them runs.
+        seconds: after which those that still run are ended.
+        patience: the timeout of their group.
     """
-    found: dict[str, str] = {}
+    context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_process, (world, works, folder), nprocs=world, join=False)
+        processes = [
+            context.Process(target=_process, args=(rank, world, works, folder, patience)) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        found: dict[tuple[str, int], str] = {}
         deadline = time.monotonic() + seconds
-        try:
-            while not context.join(timeout=5):
-                if time.monotonic() > deadline:
-                    raise TimeoutError("the processes hang")
-        except Exception as error:
-            found[works[0].__name__] = str(error)
-            for process in context.processes:
+        for rank, process in enumerate(processes):
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.is_alive():
                 process.kill()
+                found[works[0].__name__, rank] = "it hangs"
+            elif process.exitcode:
+                found[works[0].__name__, rank] = f"it exited with {process.exitcode}"
         for path in sorted(Path(folder).glob("*.[0-9]")):
-            found[path.stem] = found.get(path.stem, "") + f"rank {path.suffix[1:]}: {path.read_text()}\n"
+            found[path.stem, int(path.suffix[1:])] = path.read_text()
+    return found
+
+
+def failures(world: int, works: Sequence[Callable[[], None]]) -> dict[str, str]:
+    """What failed, by the name of the function; what comes after a failure does not run, which is one, too."""
+    found: dict[str, str] = {}
+    for (name, rank), text in raised(world, works).items():
+        found[name] = found.get(name, "") + f"rank {rank}: {text}\n"
+    names = [w.__name__ for w in works]
     if found:
-        last = max([w.__name__ for w in works].index(name) for name in found)
-        found.update({w.__name__: "it did not run: one before it failed" for w in works[last + 1 :]})
+        last = max(map(names.index, found))
+        found.update(dict.fromkeys(names[last + 1 :], "it did not run: one before it failed"))
     return found

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fusions import AllReduceLinearBackward, LinearBias
 
-from .processes import Facts, assert_same, copy_shares, draw, randomize
+from .processes import Facts, assert_same, copy_shares, draw, randomize, results, share_of
 
 
 def pair(group: Any = None, *, bias: bool = True, bias_last: bool = True, **rest: Any) -> sf.Sequential:
@@ -45,6 +47,82 @@ def unfused_equals_fused() -> None:
             assert_same(pair(dist.group.WORLD, bias_last=bias_last), pair(), draw(5, 6))
 
 
+def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
+    def listed(group: Any = None) -> sf.Sequential:
+        across: list[dict[str, Any]] = [{}, {}]
+        if group is not None:
+            across = [{"parallel": way, "group": group, "sequence_dim": 0} for way in ("column", "row")]
+        model = sf.Sequential(
+            ops.LayerNorm(6), ops.Linear(6, 8, **across[0]), ops.Tanh(), ops.Linear(8, 6, **across[1]), ops.RMSNorm(6),
+        ).double()  # fmt: skip
+        if group is None:
+            randomize(model)
+        else:
+            copy_shares(model, listed())
+        return model
+
+    whole, model, rank = listed(), listed(dist.group.WORLD), dist.get_rank()
+    x, dy = draw(4, 6), draw(4, 6, seed=7)
+    for enabled in (True, False):
+        with sf.fusing(enabled):
+            y, grads = results(model, x.chunk(2)[rank], dy.chunk(2)[rank])
+            expected_y, expected = results(whole, x, dy)
+        torch.testing.assert_close(y, expected_y.chunk(2)[rank])
+        for name, grad in expected.items():
+            wanted = grad.chunk(2)[rank] if name == "x" else share_of(model, name, grad)
+            torch.testing.assert_close(grads[name], wanted, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def every_pair_of_covers_agrees() -> None:
+    x, dy = draw(2, 3, 6), draw(2, 3, 6, seed=7)
+    with sf.fusing(False):
+        expected_y, expected = results(pair(dist.group.WORLD), x, dy)
+    for only in ((AllReduceLinearBackward,), (LinearBias,), (LinearBias, AllReduceLinearBackward)):
+        for bias in (True, False):
+            model = pair(dist.group.WORLD, bias=bias)
+            with sf.fusing(only=only):
+                names = [s.name for s in model.plan(x.clone().requires_grad_()).backward]
+                assert names.count("AllReduceLinearBackward") == (AllReduceLinearBackward in only)
+                y, grads = results(model, x, dy)
+            if bias:
+                torch.testing.assert_close(y, expected_y, rtol=1e-14, atol=1e-14)
+                for name, grad in expected.items():
+                    torch.testing.assert_close(grads[name], grad, rtol=1e-12, atol=1e-13)
+
+
+def the_sum_is_under_way_while_the_weight_gradient_is_made() -> None:
+    class Order(TorchDispatchMode):
+        names: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.__name__.split(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    model = pair(dist.group.WORLD)
+    y = model(draw(5, 6).requires_grad_())
+    with Order() as order:
+        y.sum().backward()
+    sent = order.names.index("all_reduce")
+    assert "mm" in order.names[sent : order.names.index("wait_tensor")]
+    assert "wait_tensor" in order.names
+
+
+def what_nobody_wants_is_not_sent() -> None:
+    """Neither in the first layer, whose input has no gradient, nor where the weight is frozen."""
+    for wants_x, wants_weight in ((False, True), (True, False)):
+        model = pair(dist.group.WORLD)
+        model[0].weight.requires_grad_(wants_weight)
+        x = draw(5, 6).requires_grad_(wants_x)
+        model(x).sum().backward()
+        assert (x.grad is not None) is wants_x
+        assert (model[0].weight.grad is not None) is wants_weight
+        whole = pair()
+        x = draw(5, 6).requires_grad_(wants_x)
+        whole(x).sum().backward()
+        if wants_weight:
+            torch.testing.assert_close(model[0].weight.grad, share_of(model, "0.weight", whole[0].weight.grad))
+
+
 def exact_numbers_are_exact() -> None:
     """Small integers leave no rounding: not one bit differs, wherever the bias stands."""
     for bias_last in (True, False):
@@ -59,7 +137,19 @@ def exact_numbers_are_exact() -> None:
         assert torch.equal(model(x), whole(x))
 
 
-FACTS = Facts({2: [divided_equals_whole, unfused_equals_fused, exact_numbers_are_exact]})
+FACTS = Facts(
+    {
+        2: [
+            divided_equals_whole,
+            unfused_equals_fused,
+            a_list_by_hand_sums_gradients_where_rows_are_shares,
+            every_pair_of_covers_agrees,
+            the_sum_is_under_way_while_the_weight_gradient_is_made,
+            what_nobody_wants_is_not_sent,
+            exact_numbers_are_exact,
+        ]
+    }
+)
 
 
 @pytest.mark.parametrize(("world", "work"), FACTS.cases)

@@ -9,7 +9,7 @@ import torch
 import seqfuse as sf
 from seqfuse import ops
 
-FILE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "plan.svg"
+FILE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "drawn_plan.svg"
 
 
 def picture() -> str:

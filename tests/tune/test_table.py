@@ -321,6 +321,15 @@ def test_a_folder_of_another_user_is_not_used(cache: Path, monkeypatch: pytest.M
         assert pair(Slow).plan(X).count("Slow") == 1
 
 
+def test_a_copy_of_the_sources_plans_where_nothing_was_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    with pytest.warns(sf.CacheWarning, match="the user's cache cannot be used: .*platformdirs") as caught:
+        assert pair(Slow).plan(X).count("Slow") == 1
+    assert len(caught) == 1
+    sf.tune(pair(Slow), X, modes="train")
+    assert slow_is_refused()
+
+
 def test_a_planted_link_is_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = written(cache)
     elsewhere = tmp_path / "elsewhere.json"

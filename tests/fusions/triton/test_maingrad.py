@@ -17,6 +17,7 @@ from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_ran
 GELU = (ops.Linear(6, 8), ops.GELU(), ops.Linear(8, 6))
 LISTS: dict[str, tuple[sf.FusableOperation, ...]] = {
     "LinearBiasBackward": (ops.LayerNorm(6), ops.Linear(6, 5)),
+    "LinearBiasBackwardTriton": (ops.LayerNorm(6), ops.Linear(6, 5)),
     "ActivationLinearBackward": (*GELU, ops.Tanh()),
     "GatedLinearBackward": (ops.Linear(6, 8), ops.SwiGLU(), ops.Linear(4, 6)),
     "BlockEndBackward": (ops.Residual(*GELU), ops.Tanh()),

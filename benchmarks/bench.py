@@ -1,0 +1,44 @@
+"""Everything that can be measured without a GPU, one after the other, each in a process of its own.
+
+Host cost in instructions, planning, bytes kept for backward, whole layers against eager torch and `torch.compile`,
+fusions made of ATen calls, and the traffic of each kernel counted in Triton's interpreter. Each writes its JSON into
+`results/`; then what README.md and docs/ show of them is drawn anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+PARTS = {
+    "host": ("bench_host.py",),
+    "memory": ("bench_memory.py",),
+    "layers": ("bench_layers.py",),
+    "aten": ("bench_aten.py",),
+    "traffic": ("traffic.py",),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="some of them; all by default")
+    chosen = parser.parse_args().parts or list(PARTS)
+    # What a user has measured on this machine must not decide what is compared.
+    environment = {**os.environ, "SEQFUSE_TUNE": "0", "PYTHONPATH": str(HERE.parent)}
+    bad: list[str] = []
+    for part in chosen:
+        begun = time.perf_counter()
+        status = subprocess.run([sys.executable, str(HERE / PARTS[part][0])], env=environment, check=False).returncode
+        print(f"{part}: {'done' if status == 0 else f'exit status {status}'} in {time.perf_counter() - begun:.0f} s\n")
+        bad += [part] * (status != 0)
+    drawn = subprocess.run([sys.executable, str(HERE / "report.py")], env=environment, check=False).returncode
+    return 1 if bad or drawn else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

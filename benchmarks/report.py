@@ -1,0 +1,244 @@
+"""Tables and plots of what was measured, for README.md and docs/: losses as plainly as wins, and what was never run.
+
+Tables are Markdown, drawn from `results/*.json` between marks of the pages by `tests/examples/printed.py`. As a script
+this draws the plots into `docs/figures/`, where matplotlib is installed, and prints the targets.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import plots
+import targets
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def read(name: str) -> dict[str, Any] | None:
+    """What a benchmark wrote; `None` where it never ran."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], left: int = 1) -> list[str]:
+    """A Markdown table whose first columns are words and whose others are numbers."""
+    names = list(head)
+    marks = ["---" if i < left else "---:" for i in range(len(names))]
+    return [f"| {' | '.join(cells)} |" for cells in (names, marks, *rows)]
+
+
+def where(about: dict[str, Any]) -> str:
+    """On what, with what, and of which commit."""
+    parts = [about["device"], f"torch {about['torch']}"]
+    parts += [f"Triton {about['triton']}"] if "triton" in about else []
+    changed = " and changes" if about.get("changed") else ""
+    return ", ".join([*parts, f"Python {about['python']}", f"commit {about['commit'][:7]}{changed}"]) + "."
+
+
+def text(lines: Iterable[str]) -> str:
+    return "\n".join(lines) + "\n"
+
+
+def host() -> str | None:
+    """Host cost and planning time."""
+    found, planned = read("host"), read("planning")
+    if found is None or planned is None:
+        return None
+    kinds = ("forward", "forward+backward", "no grad")
+    ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
+    lines = [
+        where(found["about"]),
+        "",
+        "Instructions of one call on tensors of 4 x 16, where nothing but the host counts, against those of the same",
+        "`torch.nn.Sequential`, which are 1:",
+        "",
+    ]
+    counts = dict.fromkeys(count for count, _ in ratios)
+    lines += table(
+        ("operations", *kinds), [(str(n), *(f"{ratios[n, kind]:.2f}" for kind in kinds)) for n in counts], left=0
+    )
+    lines += ["", "Time to read and plan a list, and to find its plan again:", ""]
+    rows = [
+        (f"{r['operations']:,}", f"{r['plan_seconds'] * 1e3:.1f} ms", f"{r['lookup_microseconds']:,.0f} µs")
+        for r in planned["planning"]
+    ]
+    return text(lines + table(("operations", "plan", "look-up"), rows, left=0))
+
+
+def traffic() -> str | None:
+    """What kernels move, as multiples of the fewest bytes."""
+    found = read("traffic")
+    if found is None:
+        return None
+    head = (
+        "kernel", "what", "rows x columns", "launches", "fewest bytes", "moved", "rows read again", "partial sums",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = []
+    for row in found["traffic"]:
+        least, shape = row["fewest"], " x ".join(f"{n:,}" for n in row["shape"])
+        figures = (f"{row['moved'] / least:.3f}", *(f"{row[kind] / least:.2f}" for kind in ("cached", "partials")))
+        rows.append((row["kernel"], row["what"], shape, str(row["launches"]), f"{least:,}", *figures))
+    return text(table(head, rows, left=2))
+
+
+def kernels() -> str | None:
+    """What every configuration compiles to: the worst of each kernel module on each target."""
+    from seqfuse.testing.compiled import Compiled
+
+    found = read("kernels")
+    if found is None:
+        return None
+    names = found["columns"].split()
+    results = {
+        (module, target): [
+            Compiled(module, variant, target, **dict(zip(names, map(int, numbers.split()), strict=True)))
+            for variant, numbers in part["variants"].items()
+        ]
+        for module, of in sorted(found["kernels"].items())
+        for target, part in of.items()
+    }
+    nvidia = [one for (_, target), of in results.items() if target.startswith("sm_") for one in of]
+    spilled = sum(one.spills > 0 for one in nvidia)
+    over = sum(one.over_shared for one in nvidia)
+    missing = sum(one.dot_without_wgmma for one in nvidia)
+    count = sum(map(len, results.values()))
+    last = f"{count} variants, {spilled} spilled, {over} over shared memory, {missing} dots without wgmma on sm_90"
+    head = ("module", "target", "configurations", "spilled", "most registers", "most shared bytes", "32-bit products")
+    rows = [
+        (
+            module.removeprefix("_"), target, f"{len(of):,}", f"{sum(one.spills > 0 for one in of):,}",
+            *(f"{max(getattr(one, n) for one in of):,}" for n in ("registers", "shared", "int32_multiplications")),
+        )
+        for (module, target), of in results.items()
+    ]  # fmt: skip
+    return text([f"With Triton {found['triton']}, `kernels: {last}`:", "", *table(head, rows, left=2)])
+
+
+def memory() -> str | None:
+    """Bytes kept for backward by feed-forward blocks."""
+    found = read("memory")
+    if found is None:
+        return None
+    rows = []
+    for row in found["memory"]:
+        kept = row["kept"]
+        shares = (f"{kept[name] / kept['eager']:.2f}" for name in ("seqfuse", "seqfuse lean"))
+        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f} MiB", *shares))
+    return text(table(("block of", "eager", "seqfuse", "with `fusions.lean`"), rows))
+
+
+def layers() -> str | None:
+    """Whole blocks on a CPU."""
+    found = read("layers")
+    if found is None:
+        return None
+    lines = [where(found["about"]), ""]
+    rows = []
+    for row in found["layers"]:
+        both, kept = row["forward + backward"], row["kept"]
+        cells = []
+        for peer in ("eager", "compile"):
+            one = both.get(peer)
+            cells.append("-" if one is None else f"{one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})")
+        shares = [f"{kept['seqfuse'] / kept[p]:.2f}" if kept.get(p) else "-" for p in ("eager", "compile")]
+        rows.append((row["block"], row["name"], *cells, *shares))
+    head = ("block", "model and rows", "time / eager's", "time / compiled", "kept / eager's", "kept / compiled")
+    return text(lines + table(head, rows, left=2))
+
+
+def verdicts() -> list[targets.Verdict]:
+    """Every target by what there is."""
+    found: dict[str, Any] = {"gpu": (read("gpu") or {}).get("rows", {}).values()}
+    for name in ("memory", "host", "planning"):
+        found[name] = (read(name) or {}).get(name, ())
+    return targets.judged(found)
+
+
+def goals() -> str:
+    """The targets: met, missed or not run, and the worst row of each."""
+    rows = []
+    for verdict in verdicts():
+        cells = ["", ""]
+        if verdict.values:
+            name, value = verdict.worst
+            cells = [f"{verdict.reached} of {len(verdict.values)}", f"{value:.2f} ({name})"]
+        rows.append((verdict.target.what, verdict.target.wanted, verdict.status, *cells))
+    return text(table(("what", "target", "", "rows", "worst"), rows, left=1))
+
+
+def gpu() -> str:
+    """All rows that a GPU measured, by group; then those that were wrong, and those there was no time for."""
+    found = read("gpu")
+    if found is None:
+        return "Not run yet: no GPU was at hand.\n"
+    ceilings, rows = found["ceilings"], found["rows"]
+    rates = ", ".join(f"{rate:.0f} TFLOP/s in {dtype}" for dtype, rate in ceilings["cublas_TFLOP_per_s"].items())
+    peers = ", ".join(f"{name} {number}" for name, number in found["peers"].items())
+    lines = [f"{where(found['about'])} Peers: {peers}.", ""]
+    lines += [f"Measured in the same run: a copy of {ceilings['copy_TB_per_s']:.2f} TB/s; cuBLAS {rates}.", ""]
+    good = [row for row in rows.values() if row["status"] == "ok"]
+    for group in dict.fromkeys(row["group"] for row in good):
+        lines += [f"**{group[0].upper()}{group[1:]}**", "", *_group([r for r in good if r["group"] == group]), ""]
+    bad = [(key, row) for key, row in rows.items() if row["status"] in ("red", "failed")]
+    if bad:
+        lines += ["Wrong or failed, so without a speed:", ""]
+        lines += [*(f"- {key}: {row['status']}, {_one_line(row['why'])}" for key, row in bad), ""]
+    late = [key for key in found.get("planned", ()) if key not in rows]
+    if late:
+        lines += [f"Not run for want of time ({len(late)}): {'; '.join(late)}.", ""]
+    return text(lines[:-1])
+
+
+def _group(rows: list[dict[str, Any]]) -> list[str]:
+    called = "as_called" in rows[0]
+    peers = list(dict.fromkeys(name for row in rows for name in row["times"] if name != "seqfuse"))
+    cells = []
+    for row in rows:
+        times, own = row["times"], row["times"]["seqfuse"]
+        line = [row["name"], f"{own['median']:,.1f} ({own['low']:,.1f} to {own['high']:,.1f})"]
+        line += [f"{row['fraction']['seqfuse']:.2f}"]
+        line += [f"{times[p]['median'] / own['median']:.2f}" if p in times else "-" for p in peers]
+        if called:
+            by_host = row["as_called"]
+            line += [
+                f"{by_host[p]['median'] / by_host['seqfuse']['median']:.2f}" if p in by_host else "-" for p in peers
+            ]
+            kept = {name: found["kept"] for name, found in row["memory"].items() if found["kept"]}
+            line += [f"{kept['seqfuse'] / kept['eager']:.2f}" if {"seqfuse", "eager"} <= kept.keys() else "-"]
+        cells.append(line)
+    head = ["", "µs", "of the floor", *(f"x {peer}" for peer in peers)]
+    head += [*(f"x {peer}, as called" for peer in peers), "kept / eager's"] if called else []
+    return table(head, cells)
+
+
+def _one_line(words: str) -> str:
+    return " ".join(words.split()).replace("|", "\\|")[:200]
+
+
+DRAWN: dict[str, Callable[[], str | None]] = {
+    "host": host,
+    "kernels": kernels,
+    "traffic": traffic,
+    "memory": memory,
+    "layers": layers,
+    "targets": goals,
+    "gpu": gpu,
+}
+
+
+def main() -> None:
+    print(goals())
+    figures = ROOT / "docs" / "figures"
+    drawn = plots.draw({name: read(name) for name in ("host", "planning", "memory", "gpu")}, figures)
+    print(f"drew {', '.join(drawn)}" if drawn else "no plots: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The targets, and what the results say of each: met, missed, or not run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+Value = Callable[[Row], float | None]
+
+
+def fraction(row: Row) -> float | None:
+    """Of the floor that the machine sets: the fewest bytes by a copy's speed, or products by cuBLAS's."""
+    return row["fraction"].get("seqfuse")
+
+
+def times_faster(*peers: str, by: str = "times") -> Value:
+    """Than the best of these peers that the row has."""
+
+    def value(row: Row) -> float | None:
+        found = [row[by][peer]["median"] for peer in peers if peer in row.get(by, {})]
+        return min(found) / row[by]["seqfuse"]["median"] if found else None
+
+    return value
+
+
+def share(of: str, than: str, what: str) -> Value:
+    """What one takes over what another takes: bytes kept, or time."""
+
+    def value(row: Row) -> float | None:
+        found = row.get("memory", {}) if what == "kept" else row.get(what, {})
+        one, other = (found.get(name, {}).get("kept" if what == "kept" else "median") for name in (of, than))
+        return one / other if one is not None and other else None
+
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What rows of some groups have to reach, at least or at most.
+
+    `rows` says which file and list they are in, and `where` which of them count.
+    """
+
+    what: str
+    groups: tuple[str, ...]
+    value: Value
+    bound: float
+    at_least: bool = True
+    where: Callable[[Row], bool] = lambda _: True
+    rows: str = "gpu"
+
+    @property
+    def wanted(self) -> str:
+        """The bound as a reader sees it."""
+        return f"{'≥' if self.at_least else '≤'} {self.bound:g}"
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A target, how many of the rows it speaks of reach it, and the worst of them."""
+
+    target: Target
+    values: tuple[tuple[str, float], ...]
+
+    @property
+    def status(self) -> str:
+        """`met` only where every row reaches it."""
+        if not self.values:
+            return "not run"
+        return "met" if all(self.target.holds(value) for _, value in self.values) else "missed"
+
+    @property
+    def reached(self) -> int:
+        return sum(self.target.holds(value) for _, value in self.values)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        return (min if self.target.at_least else max)(self.values, key=lambda entry: entry[1])
+
+
+NORMS = ("norm forward", "add + norm forward")
+NORMS_BACK = ("norm backward", "norm backward + residual")
+ACTIVATIONS = tuple(f"{kind} {way}" for kind in ("activation", "gated activation") for way in ("forward", "backward"))
+MLP, LAYER = "MLP block forward + backward", "layer forward + backward"
+COMPILED = ("compile", "compile max-autotune")
+CALLED = "as_called"
+
+TARGETS = (
+    Target("norm and add + norm forward: of copy bandwidth", NORMS, fraction, 0.92),
+    Target("norm and add + norm forward: times Liger", NORMS, times_faster("liger"), 1.0),
+    Target("norm and add + norm forward: times quack", NORMS, times_faster("quack"), 0.97),
+    Target(
+        "norm and add + norm forward, N >= 8192: times eager", NORMS, times_faster("eager"), 1.4,
+        where=lambda row: row["shape"]["N"] >= 8192,
+    ),
+    Target("norm backward (+ residual): of copy bandwidth", NORMS_BACK, fraction, 0.80),
+    Target("norm backward (+ residual): times Liger", NORMS_BACK, times_faster("liger"), 2.0),
+    Target("norm backward (+ residual): times eager", NORMS_BACK, times_faster("eager"), 2.0),
+    Target("activations and gated activations, both passes: of copy bandwidth", ACTIVATIONS, fraction, 0.90),
+    Target("dact + dbias; dropout + add + norm: of copy", ("dact + dbias", "dropout + add + norm"), fraction, 0.85),
+    Target(
+        "Linear + bias + activation: times cuBLAS + best separate kernel", ("Linear + bias + activation",),
+        times_faster("cuBLAS + our kernel", "eager", "compile"), 1.03,
+    ),
+    Target(
+        "dgrad + dact + dbias, K <= 8192: times unfused", ("dgrad + dact + dbias",), times_faster("eager"), 1.06,
+        where=lambda row: row["shape"]["K"] <= 8192,
+    ),
+    Target("MLP block: times torch.compile (best mode)", (MLP,), times_faster(*COMPILED, by=CALLED), 1.10),
+    Target("MLP block: times eager", (MLP,), times_faster("eager", by=CALLED), 1.25),
+    Target("layer: times torch.compile", (LAYER,), times_faster(*COMPILED, by=CALLED), 1.05),
+    Target("layer: times eager", (LAYER,), times_faster("eager", by=CALLED), 1.3),
+    Target("MLP block: bytes kept, of eager's", ("memory",), lambda r: _kept(r, "seqfuse"), 0.65, False, rows="memory"),
+    Target(
+        "MLP block with recomputation: bytes kept, of eager's", ("memory",), lambda r: _kept(r, "seqfuse lean"), 0.45,
+        False, rows="memory",
+    ),
+    Target(
+        "MLP block with recomputation: time, of without", (MLP,), share("seqfuse lean", "seqfuse", CALLED), 1.03, False
+    ),
+    Target("decode attention: of copy bandwidth", ("decode attention",), fraction, 0.75),
+    Target("decode attention, shared key heads: times SDPA", ("decode attention",), times_faster("eager"), 1.2),
+    Target("host cost of six operations: instructions, of eager's", ("host",), lambda r: r["ratio"], 1.15, False,
+           where=lambda row: row["operations"] == 6 and row["what"] == "forward+backward", rows="host"),
+    Target("host cost on a GPU: time, of eager's", ("host",), share("seqfuse", "eager", CALLED), 0.5, False),
+    Target("planning 10,000 operations: seconds", ("planning",), lambda r: r["plan_seconds"], 1.0, False,
+           where=lambda row: row["operations"] == 10_000, rows="planning"),
+    Target("look-up of a plan, 10 operations: us", ("planning",), lambda r: r["lookup_microseconds"], 10.0, False,
+           where=lambda row: row["operations"] == 10, rows="planning"),
+    Target("look-up of a plan: us for each further operation", ("planning",),
+           lambda r: r["lookup_microseconds"] / r["operations"], 2.0, False,
+           where=lambda row: row["operations"] > 10, rows="planning"),
+)  # fmt: skip
+
+
+def _kept(row: Row, name: str) -> float | None:
+    kept = row["kept"]
+    return kept[name] / kept["eager"] if name in kept else None
+
+
+def judged(files: Mapping[str, Iterable[Row]]) -> list[Verdict]:
+    """Every target, by the rows of each file; those that are red or failed have no times and count as missed."""
+    return [Verdict(target, tuple(_values(target, files.get(target.rows, ())))) for target in TARGETS]
+
+
+def _values(target: Target, rows: Iterable[Row]) -> Iterable[tuple[str, float]]:
+    for row in rows:
+        if row.get("group", target.rows) not in target.groups or row.get("status", "ok") == "checked":
+            continue
+        if row.get("status", "ok") != "ok":
+            yield f"{row['name']} ({row['status']})", float("-inf") if target.at_least else float("inf")
+        elif target.where(row):
+            value = target.value(row)
+            if value is not None:
+                yield str(row.get("name") or row.get("model") or f"{row['operations']} operations"), value

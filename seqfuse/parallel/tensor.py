@@ -1,0 +1,212 @@
+"""Tensor and sequence parallel: an existing model, divided in place."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+
+from .. import ops
+from ..errors import InputError
+from ..fuser.items import flatten
+from ..group import Group, Share
+from ..losses import LinearCrossEntropy
+from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
+from ..operation import FusableOperation, Gated, Pointwise, UnfusedOperation
+
+STYLES = ("column", "row", "vocab", "heads", "features")
+
+
+class _Act(NamedTuple):
+    """What is to be done to one module, after everything was checked."""
+
+    path: str
+    module: nn.Module
+    shares: Mapping[str, Share]
+    do: Callable[[], None]
+
+
+def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequence_dim: int | None = None) -> nn.Module:
+    """Divide a model over the processes of a group, in place: each keeps its share of what the plan names.
+
+    Every process calls this with the same whole model and plan, and goes on with the same state of torch's generator.
+    Parameters stay the objects they were and keep their names; an optimizer is made afterwards. All is checked before
+    anything is changed.
+
+    | style | what it names |
+    | --- | --- |
+    | `"heads"` | a container with a product, attention on packed heads and a product, such as `nn.MultiHeadAttention` |
+    | `"features"` | a container with a product, element-wise operations and a product, such as `nn.FeedForward` |
+    | `"column"`, `"row"` | an `ops.Linear`; before a gated unit, each half of a column is divided |
+    | `"vocab"` | an `ops.Embedding` or a `losses.LinearCrossEntropy` |
+
+    Args:
+        model: the model, or any module that contains what is named.
+        group: a process group or a `DeviceMesh` of one dimension.
+        plan: style by name of a module, as in `named_modules`, or by a pattern with `*`: `{"*.mixer.up": "column"}`.
+        sequence_dim: the dimension of which each process holds its share of the rows between what is divided (sequence
+            parallel); gradients of the parameters used there are summed.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: (SF101) for heads, features or a vocabulary that the processes do not divide, naming operation and
+            position; (SF104) for a name that matches nothing; (SF106) for a style that is none, or does not fit.
+    """
+    group = Group(group)
+    acts, inside = _acts(model, group, plan, sequence_dim)
+    _check_ties(model, acts)
+    outside = [] if sequence_dim is None else _on_rows(model, acts, inside)
+    for act in acts:
+        act.do()
+    for operation in outside if group.size > 1 else []:
+        operation.sum_over = group
+    return model
+
+
+def _acts(
+    model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None
+) -> tuple[list[_Act], list[nn.Module]]:
+    """What the plan says to do, module by module, and what lies inside of regions."""
+    named = dict(_named(model))
+    acts: dict[str, _Act] = {}
+    inside: list[nn.Module] = []
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise InputError(f"there is no style {style!r} (of {pattern!r})", code="SF106", hint=f"one of {STYLES}")
+        matching = [path for path in named if fnmatch.fnmatchcase(path, pattern)]
+        if not matching:
+            close = difflib.get_close_matches(pattern, named, 1)
+            hint = f"did you mean {close[0]!r}?" if close else None
+            raise InputError(f"{pattern!r} matches no module of the model", code="SF104", hint=hint)
+        for path in matching:
+            try:
+                for act in _styled(model, named[path], path, style, group, dim, inside):
+                    if act.path in acts:
+                        raise InputError("the plan names it twice", code="SF106", operation=type(act.module).__name__)
+                    acts[act.path] = act
+            except InputError as error:
+                raise _placed(error, model, named[path], path) from None
+    return [*acts.values()], inside
+
+
+def _styled(
+    model: nn.Module, module: nn.Module, path: str, style: str, group: Group, dim: int | None, inside: list[nn.Module]
+) -> list[_Act]:
+    if style in ("heads", "features"):
+        inside.append(module)
+        return _region(module, path, style, group, dim)
+    if style == "vocab" and isinstance(module, ops.Embedding | LinearCrossEntropy):
+        return [_Act(path, module, module.divided(group), lambda: module.divide(group, sequence_dim=dim))]
+    if style in ("column", "row") and isinstance(module, ops.Linear):
+        return [_product(path, module, style, group, _halves(model, module) if style == "column" else None, dim)]
+    raise InputError(f"style {style!r} does not fit it", code="SF106", operation=type(module).__name__)
+
+
+def _product(
+    path: str, linear: ops.Linear, style: Any, group: Group, parts: Sequence[int] | None, dim: int | None
+) -> _Act:
+    shares = linear.divided(style, group, parts)
+    return _Act(path, linear, shares, lambda: linear.divide(style, group, parts=parts, sequence_dim=dim))
+
+
+def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
+    """A product, what can be done to a share of its features, and a product."""
+    found = [(name, m) for name, m in _named(container) if isinstance(m, UnfusedOperation)]
+    places = [i for i, (_, m) in enumerate(found) if isinstance(m, ops.Linear)]
+    wanted = "a product, attention and a product" if style == "heads" else "a product, an activation and a product"
+    wrong: dict[str, Any] = {"code": "SF106", "operation": type(container).__name__}
+    if len(places) != 2:
+        raise InputError(f"style {style!r} needs {wanted}; it has {len(places)} products", **wrong)
+    between = [m for _, m in found[places[0] + 1 : places[1]]]
+    attention = [m for m in between if isinstance(m, ops.Attention)]
+    if len(attention) != (style == "heads"):
+        raise InputError(f"style {style!r} needs {wanted}; it has {len(attention)} attentions", **wrong)
+    allowed = (Pointwise, Gated, ops.Dropout, ops.Scale, ops.Identity)
+    of_heads = (ops.Attention, ops.QKNorm, ops.RotaryEmbedding) if style == "heads" else ()
+    other = next((m for m in between if not isinstance(m, (*allowed, *of_heads))), None)
+    if other is not None:
+        raise InputError(f"{type(other).__name__} between its products cannot be divided", **wrong)
+    (into, first), (out, last) = (cast(tuple[str, ops.Linear], found[i]) for i in places)
+    parts: tuple[int, ...] | None = None
+    changes: list[_Act] = []
+    if attention:
+        heads, shared = attention[0].heads, attention[0].kv_heads
+        own = own_heads(heads, shared, group)
+        size = first.out_features // (heads + 2 * shared)
+        parts = heads * size, shared * size, shared * size
+        for name, m in found[places[0] + 1 : places[1]]:
+            if isinstance(m, of_heads):
+                changes.append(_Act(f"{path}.{name}", m, {}, _with_heads(m, own, group)))
+    elif any(isinstance(m, Gated) for m in between):
+        parts = first.out_features // 2, first.out_features // 2
+    ends = (into, first, "column", parts), (out, last, "row", None)
+    return [_product(f"{path}.{name}".lstrip("."), m, s, group, p, dim) for name, m, s, p in ends] + changes
+
+
+def _with_heads(operation: Any, own: tuple[int, int], group: Group) -> Callable[[], None]:
+    def change() -> None:
+        operation.heads, operation.kv_heads = own
+        if isinstance(operation, ops.QKNorm) and group.size > 1:
+            operation.sum_over = group
+
+    return change
+
+
+def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
+    """Both halves of what a gated unit reads, if one follows."""
+    if not isinstance(model, FusableOperation):
+        return None
+    listed = [item.operation for item in flatten(model)]
+    after = listed[listed.index(linear) + 1 :] if linear in listed else []
+    follows = next((m for m in after if not isinstance(m, ops.Bias)), None)
+    half = linear.out_features // 2
+    return (half, half) if isinstance(follows, Gated) else None
+
+
+def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:
+    """Check that all who use a parameter that is divided divide it alike."""
+    shares = {(id(act.module), name): share for act in acts for name, share in act.shares.items()}
+    uses: dict[int, list[tuple[str, Share | None]]] = {}
+    for path, module in _named(model):
+        for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
+            uses.setdefault(id(parameter), []).append((f"{path}.{name}", shares.get((id(module), name))))
+    for users in uses.values():
+        if len({None if share is None else (share.dim, share.parts) for _, share in users}) > 1:
+            listed = ", ".join(f"{path!r} {'whole' if share is None else 'divided'}" for path, share in users)
+            message = f"one parameter would be used in several ways: {listed}"
+            raise InputError(message, code="SF106", hint="name all of them in the plan")
+
+
+def _on_rows(model: nn.Module, acts: Sequence[_Act], inside: Sequence[nn.Module]) -> list[UnfusedOperation]:
+    """The operations with parameters of which each process sees a share of the rows."""
+    divided = {id(act.module) for act in acts} | {id(m) for region in inside for m in region.modules()}
+    found: list[UnfusedOperation] = []
+    for path, module in _named(model):
+        if id(module) in divided or not isinstance(module, UnfusedOperation) or not module.parameter_slots():
+            continue
+        if isinstance(module, ops.PositionEmbedding) and module.positions is None:
+            message = "on a share of the rows it cannot tell their positions"
+            raise _placed(InputError(message, code="SF106", hint="give it positions"), model, module, path)
+        found.append(module)
+    return found
+
+
+def _placed(error: InputError, model: nn.Module, module: nn.Module, path: str) -> InputError:
+    """The error with the place of the module in the list, and its name."""
+    if isinstance(model, FusableOperation):
+        among = {id(m) for m in module.modules()}
+        places = [(i, item.name) for i, item in enumerate(flatten(model)) if id(item.operation) in among]
+        named = [i for i, name in places if name == error.operation]
+        error.position = next(iter((*named, *(i for i, _ in places))), None)
+    error.operation = error.operation or type(module).__name__
+    error.hint = f"in {path!r}" + (f"; {error.hint}" if error.hint else "")
+    return error
+
+
+def _named(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return cast(list[tuple[str, nn.Module]], [*module.named_modules()])

@@ -1,0 +1,49 @@
+"""The notebook tour, run in a kernel of its own.
+
+To rewrite what it shows, run  .venv/bin/python -m tests.examples.notebook
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TOUR = ROOT / "examples" / "tour.ipynb"
+
+
+def executed(path: Path, folder: Path) -> Any:
+    """The notebook with the outputs that its cells give now; whatever a kernel writes goes into `folder`."""
+    import nbclient
+    import nbformat
+
+    notebook = nbformat.read(path, as_version=4)
+    own = {name: str(folder / name.lower()) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    environment = {**os.environ, **own, "PYTHONPATH": str(ROOT)}
+    client = nbclient.NotebookClient(notebook, kernel_name="python3", timeout=300)
+    client.execute(cwd=str(folder), env=environment)
+    for cell in notebook.cells:
+        cell.metadata.clear()
+    return notebook
+
+
+def shown(notebook: Any) -> list[str]:
+    """What each code cell shows, as text; a picture by its kind."""
+    # A kernel sends what is printed in as many pieces as it likes.
+    return ["".join(map(_text, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _text(output: Any) -> str:
+    if output.output_type == "stream":
+        return output.text
+    data = output.get("data", {})
+    return "a picture" if "text/html" in data else data.get("text/plain", output.output_type)
+
+
+if __name__ == "__main__":
+    import nbformat
+
+    with tempfile.TemporaryDirectory() as scratch:
+        nbformat.write(executed(TOUR, Path(scratch)), TOUR)

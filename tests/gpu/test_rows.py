@@ -1,0 +1,42 @@
+"""Every row of the GPU benchmark computes the right thing, at real sizes and in other dtypes where there is a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from gpu import rows
+from gpu.case import Case, by_the_rule, reds
+from gpu.sizes import MAIN, real, tiny
+
+HERE = torch.cuda.is_available()
+DTYPES = (torch.bfloat16, torch.float32, torch.float16) if HERE else (torch.bfloat16, torch.float32)
+
+
+def cases(dtype: torch.dtype) -> list[Case]:
+    """On a GPU those of two models and of shapes that differ in kind."""
+    if not HERE:
+        return rows.cases(tiny(dtype))
+    sizes = real()
+    few = dataclasses.replace(
+        sizes,
+        dtype=dtype,
+        compile_modes=(),
+        norms=((4096, 8192), (4099, 1024)),
+        more_norms=((1024, 65536), (2048, 1000), (512, 7777)),
+        models=tuple(m for m in sizes.models if m.name in MAIN),
+        tokens=(2048,),
+        decodes=((16, 8192), (1, 32768), (64, 129)),
+        layers=2,
+    )
+    return [case for case in rows.cases(few) if "tuned" not in case.group and "optimizer" not in case.group]
+
+
+ALL = [pytest.param(case, id=f"{case.key} {case.dtype}") for dtype in DTYPES for case in cases(dtype)]
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_agrees_with_what_is_unfused(case: Case) -> None:
+    by_the_rule(case)
+    assert "seqfuse" not in (wrong := reds(case, case.make(case.rows, 1))), wrong

@@ -1,0 +1,452 @@
+"""Attention without the scores in memory, against its math in float64 written out here, both ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqfuse.kernels import _attention_ops, attention
+from seqfuse.kernels.attention import Tile
+from seqfuse.ops import _attention, _attention_blocks
+from seqfuse.ops._philox import drop_mask
+from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, seeded_randn
+from seqfuse.testing.compiled import compile_variants
+from seqfuse.testing.traffic import counted, fewest
+
+SEED = 0x1234_5678_9ABC
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HEADS = [(2, 2, 32), (4, 2, 40), (3, 1, 33), (2, 1, 80)]
+Grads = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def small(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
+    """Several blocks of few rows, of other sizes in each kernel."""
+    return {"fwd": Tile(32, 16), "dq": Tile(16, 32), "dkv": Tile(16, 32)}[kernel]
+
+
+@pytest.fixture(autouse=True)
+def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "tile_of", small)
+
+
+def limits(how: str, rows: int, device: torch.device) -> dict[str, Any]:
+    """What limits scores, by name; what a row sees of a mask differs for each head and sequence."""
+    drawn = seeded_randn((2, 1, rows, rows), 7)
+    seen = drawn > -0.5
+    seen[0, 0, 3] = False
+    added = seeded_randn((1, 2, rows, rows), 8)[:, :1].masked_fill(~seen[:1], -torch.inf)
+    named: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "causal": {"causal": True},
+        "window": {"window": 7},
+        "causal window": {"causal": True, "window": 20},
+        "softcap": {"softcap": 1.5, "scale": 0.7, "causal": True},
+        "packed": {"cu_seqlens": torch.tensor([0, 5, 5, 31, rows]), "causal": True},
+        "packed both ways": {"cu_seqlens": torch.tensor([0, 1, 40, rows], dtype=torch.int32), "window": 16},
+        "bool": {"mask": seen},
+        "int of keys": {"mask": seen[:, :, :1].long(), "causal": True},
+        "float": {"mask": added, "softcap": 4.0},
+        "dropout": {"p": 0.3, "seed": torch.tensor(SEED), "causal": True},
+        "dropout, mask": {"p": 0.6, "seed": torch.tensor(SEED), "mask": seen[:1], "window": 30},
+    }
+    return {name: t.to(device) if isinstance(t, Tensor) else t for name, t in named[how].items()}
+
+
+HOW = ["plain", "causal", "window", "causal window", "softcap", "packed", "packed both ways", "bool", "int of keys",
+       "float", "dropout", "dropout, mask"]  # fmt: skip
+
+
+def drawn(batch: int, heads: int, kv_heads: int, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """q, k, v as views of one packed tensor, and dy."""
+    x = seeded_randn((batch, rows, (heads + 2 * kv_heads) * size), 0, dtype=dtype).to(device)
+    return unpacked(x, heads, kv_heads), seeded_randn((batch, rows, heads, size), 5, dtype=dtype).to(device)
+
+
+def unpacked(x: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    parts = x.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2)
+    q, k, v = parts.split([heads, kv_heads, kv_heads], 1)
+    return q, k, v
+
+
+def hidden(rows: int, keys: int, how: dict[str, Any], device: torch.device) -> Tensor:
+    row, key = torch.arange(rows, device=device).unsqueeze(1), torch.arange(keys, device=device)
+    none = torch.zeros(rows, keys, dtype=torch.bool, device=device)
+    if how.get("causal"):
+        none |= key > row
+    if how.get("window") is not None:
+        none |= (key - row).abs() >= how["window"]
+    if how.get("cu_seqlens") is not None:
+        ends = how["cu_seqlens"].long()
+        none |= torch.searchsorted(ends, row, right=True) != torch.searchsorted(ends, key, right=True)
+    return none
+
+
+def truth(qkv: tuple[Tensor, ...], dy: Tensor, how: dict[str, Any], kind: torch.dtype) -> tuple[Grads, Tensor]:
+    """y, dq, dk and dv, and the log-sum-exp: the formulas in plain torch, rounded to `kind` after each product.
+
+    In a 16-bit dtype delta is made of y as it is stored, which is what every kernel that keeps no scores has.
+    """
+    q, k, v = (t.to(kind) for t in qkv)
+    shared, wide = q.shape[1] // k.shape[1], torch.promote_types(kind, torch.float32)
+    keys, values = (t.repeat_interleave(shared, 1) for t in (k, v))
+    scale = how.get("scale") or q.shape[-1] ** -0.5
+    scores, slope = (q @ keys.mT).to(wide) * scale, 1.0
+    if how.get("softcap") is not None:
+        bent = torch.tanh(scores / how["softcap"])
+        scores, slope = how["softcap"] * bent, 1 - bent * bent
+    mask = how.get("mask")
+    if mask is not None:
+        scores = scores + mask.to(wide) if mask.is_floating_point() else scores.masked_fill(mask == 0, -torch.inf)
+    scores = scores.masked_fill(hidden(*scores.shape[-2:], how, q.device), -torch.inf)
+    blind = (scores == -torch.inf).all(-1, keepdim=True)
+    sums = scores.masked_fill(blind, 0).logsumexp(-1, keepdim=True).masked_fill(blind, 0)
+    weights, kept = (scores - sums).exp(), 1.0
+    if how.get("p"):
+        kept = ~drop_mask(how["seed"], weights.shape, how["p"]) * (1 / (1 - how["p"]) if how["p"] < 1 else 0.0)
+    y, dy = (weights * kept).to(kind) @ values, dy.to(kind).transpose(1, 2)
+    delta = (y.to(wide) * dy.to(wide)).sum(-1, keepdim=True)
+    dscores = (weights * ((dy @ values.mT).to(wide) * kept - delta) * slope).to(kind)
+    dq = (dscores @ keys).to(wide) * scale
+    dk, dv = ((t.mT @ of).to(wide) for t, of in ((dscores, q), ((weights * kept).to(kind), dy)))
+    dk, dv = (t.unflatten(1, (-1, shared)).sum(2) for t in (dk * scale, dv))
+    return (y.transpose(1, 2), *(t.to(kind) for t in (dq, dk, dv))), sums.squeeze(-1)
+
+
+def ours(
+    qkv: tuple[Tensor, Tensor, Tensor], dy: Tensor, how: dict[str, Any], k: ModuleType = attention
+) -> tuple[Grads, Tensor]:
+    """The same by the kernels; gradients are views of one packed tensor, whose every element is written once."""
+    heads, kv_heads = qkv[0].shape[1], qkv[1].shape[1]
+    packed = torch.full((dy.shape[0], dy.shape[1], (heads + 2 * kv_heads) * dy.shape[-1]), torch.nan).to(dy)
+    out = unpacked(packed, heads, kv_heads)
+    y, lse = k.attention_fwd(*qkv, **how)
+    k.attention_bwd(dy, *qkv, y, lse, out, **how)
+    assert not packed.isnan().any()
+    return (y, *(t.clone() for t in out)), lse
+
+
+def check(qkv: tuple[Tensor, Tensor, Tensor], dy: Tensor, how: dict[str, Any], k: ModuleType = attention) -> None:
+    watched = {"q": qkv[0], "k": qkv[1], "v": qkv[2], "dy": dy}
+    with Untouched({**watched, **{n: t for n, t in how.items() if isinstance(t, Tensor)}}):
+        found, lse = ours(qkv, dy, how, k)
+    (exact, sums), (unfused, _) = truth(qkv, dy, how, torch.float64), truth(qkv, dy, how, dy.dtype)
+    for name, one, u, r in zip(("y", "dq", "dk", "dv"), found, unfused, exact, strict=True):
+        assert_fused_close({name: one}, {name: u}, {name: r})
+    torch.testing.assert_close(lse, sums.float(), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", HOW)
+def test_is_its_math(how: str, dtype: torch.dtype, device: torch.device, request: pytest.FixtureRequest) -> None:
+    at = HOW.index(how) + DTYPES.index(dtype)
+    heads, kv_heads, size = HEADS[at % 4]
+    if at % 3 and not request.config.getoption("--full"):
+        pytest.skip("part of the whole numeric matrix: pytest --full")
+    rows = (53, 64, 48)[at % 3]
+    check(*drawn(2, heads, kv_heads, rows, size, dtype, device), limits(how, rows, device))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_every_limit_in_float32(how: str, device: torch.device) -> None:
+    check(*drawn(2, 2, 1, 53, 32, torch.float32, device), limits(how, 53, device))
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32])
+def test_any_number_of_rows(rows: int, device: torch.device) -> None:
+    for how in ({}, {"causal": True, "window": 16}):
+        qkv, dy = drawn(1, 2, 1, rows, 8, torch.float32, device)
+        for found, exact in zip(ours(qkv, dy, how)[0], truth(qkv, dy, how, torch.float64)[0], strict=True):
+            torch.testing.assert_close(found, exact.float(), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("regime", ["small", "shifted", "heavy"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_any_regime_of_numbers(regime: str, dtype: torch.dtype, device: torch.device) -> None:
+    (q, k, v), dy = drawn(1, 2, 2, 40, 16, torch.float32, device)
+    bent = {"small": lambda t: 2e-3 * t, "shifted": lambda t: t + 8, "heavy": lambda t: t * (0.8 * t).exp()}[regime]
+    check(tuple(bent(t).to(dtype) for t in (q, k, v)), dy.to(dtype), {})
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 16), Tile(64, 16), Tile(16, 64)], ids=str)
+def test_the_size_of_a_block_is_of_no_consequence(
+    tile: Tile, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(attention, "tile_of", lambda *_: tile)
+    for how in ("causal window", "packed"):
+        check(*drawn(1, 2, 1, 70, 8, torch.float32, device), limits(how, 70, device))
+
+
+def test_rows_and_keys_may_differ_in_number(device: torch.device) -> None:
+    q, k, v = (seeded_randn((1, 2, n, 16), i).to(device) for i, n in enumerate((21, 50, 50)))
+    dy = seeded_randn((1, 21, 2, 16), 5).to(device)
+    mask = seeded_randn((1, 1, 21, 50), 6).to(device) > 0
+    for how in ({}, {"causal": True}, {"mask": mask}, {"window": 9}):
+        found, out = attention.attention_fwd(q, k, v, **how), tuple(torch.empty_like(t) for t in (q, k, v))
+        attention.attention_bwd(dy, q, k, v, *found, out, **how)
+        exact, sums = truth((q, k, v), dy, how, torch.float64)
+        for one, r in zip((found[0], *out), exact, strict=True):
+            torch.testing.assert_close(one, r.float(), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(found[1], sums.float())
+
+
+def test_drops_what_plain_torch_drops(device: torch.device) -> None:
+    """Both passes are those of the path without kernels, element by element; keys in fours and not."""
+    for rows in (52, 41):
+        qkv, dy = drawn(2, 4, 2, rows, 8, torch.float32, device)
+        for p in (0.25, 1.0):
+            how: dict[str, Any] = {"p": p, "seed": torch.tensor(SEED, device=device)}
+            scores = _attention.Scores(8**-0.5, **how)
+            y, lse = _attention_blocks.attend_blocks(qkv, scores)
+            out = tuple(torch.empty_like(t) for t in qkv)
+            _attention_blocks.attend_blocks_backward(dy, qkv, lse, scores, out, False)
+            found, sums = ours(qkv, dy, how)
+            torch.testing.assert_close((*found, sums), (y, *out, lse), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_that_sees_nothing_gives_zeros_both_ways(dtype: torch.dtype, device: torch.device) -> None:
+    qkv, dy = drawn(1, 2, 1, 40, 16, dtype, device)
+    seen = torch.ones(1, 1, 40, 40, dtype=torch.bool, device=device)
+    seen[:, :, 2] = seen[:, :, 17:35] = False
+    for mask in (seen, seen.long(), torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)):
+        (y, *grads), lse = ours(qkv, dy, {"mask": mask})
+        blind = ~seen[0, 0].any(-1)
+        assert not y[:, blind].any()
+        assert not grads[0][:, :, blind].any()
+        assert not lse[:, :, blind].any()
+        assert all(t.isfinite().all() for t in (y, *grads))
+
+
+def test_a_mask_of_least_numbers_hides_nothing_from_a_row_that_has_no_other(device: torch.device) -> None:
+    qkv, dy = drawn(1, 2, 1, 20, 16, torch.float32, device)
+    mask = torch.zeros(1, 1, 20, 20, device=device)
+    mask[..., 5, :] = mask[..., 3] = torch.finfo(torch.float32).min
+    found, _ = ours(qkv, dy, {"mask": mask})
+    torch.testing.assert_close(found[0][0, 5, 0], qkv[2][0, 0].mean(0))
+    assert all(t.isfinite().all() for t in found)
+
+
+@pytest.mark.parametrize("size", [64, 192])
+def test_scores_beyond_float16_stay_finite(size: int, device: torch.device) -> None:
+    x = (60 * seeded_randn((1, 18, 4 * size), 0)).half().to(device)
+    qkv = unpacked(x, 2, 1)
+    assert size < 192 or (qkv[0][0, 0].float() @ qkv[1][0, 0].float().T).abs().max() > 65504
+    found, _ = ours(qkv, torch.ones(1, 18, 2, size, dtype=torch.float16, device=device), {"causal": True})
+    assert all(t.isfinite().all() for t in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_that_are_exact_are_bit_for_bit(dtype: torch.dtype, device: torch.device) -> None:
+    """Equal scores of 32 keys: y is the mean of small integers, and delta of a dy of ones that of their sums."""
+    q = torch.zeros(1, 2, 32, 16, dtype=dtype, device=device)
+    k = torch.randint(-4, 5, (1, 1, 32, 16), generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+    v = 8 * torch.randint(-4, 5, (1, 1, 32, 16), generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
+    dy = torch.ones(1, 32, 2, 16, dtype=dtype, device=device)
+    (y, dq, dk, dv), lse = ours((q, k, v), dy, {"scale": 1.0})
+    assert_bitwise_equal(y, v.mean(2, keepdim=True).expand(1, 2, 32, 16).transpose(1, 2).contiguous())
+    assert_bitwise_equal(dv, torch.full_like(v, 2))
+    assert_bitwise_equal(dk, torch.zeros_like(k))
+    dw = v.double().sum(-1)
+    ds = (dw - dw.mean(-1, keepdim=True)) / 32
+    torch.testing.assert_close(dq[0, 0, 0].double(), ds[0, 0] @ k[0, 0].double(), atol=0.05, rtol=1e-2)
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(32)))
+
+
+def test_gives_the_same_bits_each_time(device: torch.device) -> None:
+    qkv, dy = drawn(2, 4, 2, 53, 16, torch.bfloat16, device)
+    for how in ("dropout", "packed"):
+        first, again = (ours(qkv, dy, limits(how, 53, device)) for _ in range(2))
+        assert_bitwise_equal(list(first[0]), list(again[0]))
+
+
+def test_reads_and_writes_within_its_tensors(device: torch.device) -> None:
+    """Inputs among NaN, outputs among numbers that must stay."""
+    batch, rows, heads, kv_heads, size = 2, 21, 2, 1, 12
+    width = (heads + 2 * kv_heads) * size
+    around = torch.full((batch + 2, rows + 9, width + 7), torch.nan, device=device)
+    x = around[1:-1, 4:-5, 3:-4]
+    x.copy_(seeded_randn((batch, rows, width), 0))
+    mine = torch.full_like(around, 7.0)
+    out = unpacked(mine[1:-1, 4:-5, 3:-4], heads, kv_heads)
+    qkv, dy = unpacked(x, heads, kv_heads), seeded_randn((batch, rows, heads, size), 5).to(device)
+    for how in ({"causal": True}, limits("dropout", rows, device)):
+        y, lse = attention.attention_fwd(*qkv, **how)
+        attention.attention_bwd(dy, *qkv, y, lse, out, **how)
+        plain, sums = ours(tuple(t.contiguous() for t in qkv), dy, how)
+        assert_bitwise_equal([y, *(t.clone() for t in out), lse], [*plain, sums])
+        assert mine.sum() - sum(t.sum() for t in out) == 7 * (mine.numel() - x.numel())
+
+
+def test_no_rows_or_keys_give_nothing(device: torch.device) -> None:
+    q, none = torch.ones(1, 2, 5, 8, device=device), torch.ones(1, 1, 0, 8, device=device)
+    y, lse = attention.attention_fwd(q, none, none)
+    assert not y.any()
+    assert not lse.any()
+    out = (torch.full_like(q, 3.0), none.clone(), none.clone())
+    attention.attention_bwd(torch.ones(1, 5, 2, 8, device=device), q, none, none, y, lse, out)
+    assert not out[0].any()
+    y, lse = attention.attention_fwd(q[:, :, :0], none, none)
+    assert y.shape == (1, 0, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"k": torch.zeros(1, 3, 6, 8)}, r"expects q \[B, H, S, D\] and k, v \[B, Hkv, N, D\]"),
+        ({"k": torch.zeros(1, 3, 6, 8), "v": torch.zeros(1, 3, 6, 8)}, "3 key heads must divide 4 heads"),
+        ({name: torch.zeros(1, 4, 6, 8, dtype=torch.float64) for name in "qkv"}, "not torch.float64"),
+        ({name: torch.zeros(1, 4, 6, 160) for name in "qkv"}, "128 in float32, not .* of 160"),
+        ({name: torch.zeros(1, 4, 6, 264).half() for name in "qkv"}, "1 to 256 in float16"),
+        ({"window": 0}, "window and softcap must be positive, got 0 and None"),
+        ({"softcap": -1.0}, "window and softcap must be positive"),
+        ({"mask": torch.zeros(6, 6)}, r"must broadcast to \(1, 4, 6, 6\) from 4 dimensions, got \(6, 6\)"),
+        ({"cu_seqlens": torch.tensor([0.0, 6.0])}, r"cu_seqlens must be integers \[n \+ 1\]"),
+        ({"p": 0.5}, "a seed is needed"),
+        ({"q": torch.zeros(1, 4, 8, 6).mT}, "q must be contiguous in its last dimension"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {name: torch.zeros(1, 4, 6, 8) for name in "qkv"} | changed
+    with pytest.raises(ValueError, match=message):
+        attention.attention_fwd(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def test_gradients_that_do_not_fit_are_refused() -> None:
+    q = torch.zeros(1, 2, 6, 8)
+    y, lse = attention.attention_fwd(q, q, q)
+    out = (torch.empty_like(q), torch.empty_like(q), torch.empty(1, 2, 5, 8))
+    with pytest.raises(ValueError, match=r"dv must have shape \(1, 2, 6, 8\), got \(1, 2, 5, 8\)"):
+        attention.attention_bwd(y, q, q, q, y, lse, out)
+    with pytest.raises(ValueError, match=r"dy must have shape \(1, 6, 2, 8\)"):
+        attention.attention_bwd(q, q, q, q, y, lse, out)
+    with pytest.raises(ValueError, match="y and lse are those of the forward"):
+        attention.attention_bwd(y, q, q, q, y, lse[:, :1], out)
+
+
+def test_operations_know_what_the_kernels_take() -> None:
+    for dtype in (*DTYPES, torch.float64):
+        for size in (0, 1, 128, 129, 256, 257):
+            assert attention.takes(dtype, size) == (0 < size <= _attention._WIDEST.get(dtype, 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and dq read each of their tensors once and write once; dk and dv, too. Nothing is of size S x S."""
+    monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(64, 16))
+    qkv, dy = drawn(2, 2, 2, 48, 16, torch.bfloat16, torch.device("cpu"))
+    with counted() as traffic:
+        (y, *grads), lse = ours(qkv, dy, {"causal": True})
+    ahead, dq, dkv = traffic.launches
+    assert ahead.total == fewest(*qkv, y, lse)
+    assert dq.total == fewest(*qkv, dy, y, lse, grads[0], lse.clone())
+    monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(16, 64))
+    with counted() as traffic:
+        ours(qkv, dy, {"causal": True})
+    assert traffic.launches[2].total == fewest(*qkv, dy, lse, *grads[1:], lse.clone())
+    assert not any(launch.outside for launch in traffic.launches)
+    assert dkv.total > traffic.launches[2].total
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+@pytest.mark.parametrize("how", ["causal", "window", "packed"])
+def test_blocks_that_no_row_sees_are_not_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(16, 16))
+    qkv, dy = drawn(1, 1, 1, 64, 16, torch.float32, torch.device("cpu"))
+    given = limits(how, 64, dy.device)
+    qkv = tuple(t.contiguous() for t in qkv)
+    with counted() as traffic:
+        ours(qkv, dy, given)
+    seen = ~hidden(64, 64, given, dy.device)
+    pairs = int(seen.view(4, 16, 4, 16).any(3).any(1).sum())
+    ahead, dq, dkv = ({name: moved.loaded for name, moved in one.arguments.items()} for one in traffic.launches)
+    tile = 16 * 16 * 4
+    assert ahead["k"] == ahead["v"] == dq["k"] == dq["v"] == dkv["q"] == dkv["dy"] == tile * pairs
+    assert ahead["q"] == dq["q"] == dkv["k"] == tile * 4
+
+
+COMPILED = r"attention \w+ (bf16 (64 dropout|128|128 packed|256 softcap)|fp16 128 float|fp32 64 bool) "
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_kernels_compile_without_spills(target: str) -> None:
+    compiled = list(compile_variants(["seqfuse.kernels.attention"], [target], only=COMPILED, jobs=1))
+    assert len(compiled) == 18
+    for one in compiled:
+        assert one.error is None, one
+        assert one.int32_multiplications == 0, one
+        assert not one.over_shared, one
+        assert not one.dot_without_wgmma, one
+        if target.startswith("sm_"):
+            assert one.spills == 0, one
+
+
+MUTANTS = {
+    "scores beyond the last key": ("(place < last[:, None])", "(place <= last[:, None])", "plain"),
+    "a row after itself": ("last = tl.minimum(last, place + 1)", "last = tl.minimum(last, place + 2)", "causal"),
+    "keys before themselves": ("    if BEFORE:\n        first = place\n", "", "causal"),
+    "window": ("last = tl.minimum(last, place + window)", "last = tl.minimum(last, place + window + 1)", "window"),
+    "first key of a window": ("place - window + 1)", "place - window)", "causal window"),
+    "the sequence before": ("ends + low - 1, mask=low > 0", "ends + low - 2, mask=low > 1", "packed"),
+    "the sequence after": ("mask=low < sequences, other=others", "mask=low < 0, other=others", "packed both ways"),
+    "blocks that all see": ("tl.min(last, 0) // BLOCK", "tl.cdiv(tl.min(last, 0), BLOCK)", "causal"),
+    "sum is not shrunk": ("total = total * shrink + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", "plain"),
+    "result is not shrunk": ("        acc *= shrink[:, None]\n", "", "plain"),
+    "exponents": ("    return tl.exp(x)\n", "    return tl.exp(1.001 * x)\n", "plain"),
+    "lse in base 2": ("(most + tl.log2(total)) * _LN_2", "most + tl.log2(total)", "half"),
+    "neighbor's queries": ("queries = q + batch * q_batch + member", "queries = q + batch * q_batch + shared", "plain"),
+    "soft-cap": ("bent = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)", "bent = scores * 0.34657359", "softcap"),
+    "mask in base 2": ("tl.maximum(added * _LOG2_E, -3.4e38)", "added", "half"),
+    "weights again": ("        t = tl.minimum(t, 0.0)\n", "        t = tl.minimum(t, -1.0)\n", "bool"),
+    "another element's draw": ("row = head * rows + ", "row = (head + 1) * rows + ", "dropout"),
+    "dropped without its factor": ("tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "dropout"),
+    "dv of weights that are not dropped": ("kept = _dropped(weights, keep, P)", "kept = weights", "dropout"),
+    "delta": ("tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)", "tl.sum(grad.to(tl.float32), 1)", "plain"),
+    "dq without the scale": ("acc * scale, block, dq_row", "acc, block, dq_row", "plain"),
+    "dk without the scale": ("sum_k * scale", "sum_k", "plain"),
+    "slope of the soft-cap": ("*= 1.0 - bent * bent\n        acc", "*= 1.0 - bent\n        acc", "softcap"),
+    "one head of a group": ("member = shared * GROUP + i", "member = shared * GROUP", "plain"),
+    "read beyond the last row": ("mask=mask, other=0.0)", "mask=mask | (rows == limit)[:, None], other=0.0)", "red"),
+    "the last row is not written": ("ty), mask=mask)", "ty), mask=mask & (rows < limit - 1)[:, None])", "plain"),
+    "low-precision product": (
+        "return tl.dot(a, b, acc, input_precision=PRECISION)",
+        "return acc + tl.dot(a, b).to(tl.float16).to(tl.float32)",
+        "plain",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(
+    name: str, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    old, new, how = MUTANTS[name]
+    changed = mutant(attention, old, new)
+    monkeypatch.setattr(changed, "tile_of", small)
+    if how == "red":
+        monkeypatch.setattr(attention, "attention_fwd", changed.attention_fwd)
+        monkeypatch.setattr(attention, "attention_bwd", changed.attention_bwd)
+        with pytest.raises(AssertionError):
+            test_reads_and_writes_within_its_tensors(device)
+        return
+    dtype, how = (torch.float16, "float") if how == "half" else (torch.float32, how)
+    with pytest.raises(AssertionError):
+        check(*drawn(2, 4, 2, 53, 16, dtype, device), limits(how, 53, device), changed)
+
+
+def test_operators_are_what_they_say(device: torch.device) -> None:
+    assert _attention_ops is not None  # registers them
+    qkv = tuple(seeded_randn((2, heads, 9, 8), i).to(device) for i, heads in enumerate((4, 2, 2)))
+    how: dict[str, Any] = {"causal": True, "window": 5, "softcap": 3.0, "seed": torch.tensor([7]).to(device), "p": 0.2}
+    torch.library.opcheck(torch.ops.seqfuse.attention.default, qkv, how)
+    y, lse = attention.attention_fwd(*qkv, **how)
+    args = (seeded_randn((2, 9, 4, 8), 5).to(device), *qkv, y, lse)
+    torch.library.opcheck(torch.ops.seqfuse.attention_backward.default, args, how)
+    out = tuple(torch.empty_like(t) for t in qkv)
+    attention.attention_bwd(*args, out, **how)
+    assert_bitwise_equal([*torch.ops.seqfuse.attention_backward(*args, **how)], [*out])

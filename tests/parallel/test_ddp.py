@@ -1,0 +1,120 @@
+"""`DistributedDataParallel`: gradients arrive segment by segment, so that buckets are reduced while others are made."""
+
+# No postponed annotations here: DDP reads those of a communication hook.
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fuser import plan
+from seqfuse.nn import TransformerStack
+
+from .processes_pp import failures
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+WORLD = 2
+
+
+def language_model() -> sf.Sequential:
+    torch.manual_seed(3)
+    return sf.Sequential(
+        ops.Embedding(11, 8), ops.PositionEmbedding(6, 8), TransformerStack(4, 8, 2, causal=True), ops.Linear(8, 11)
+    )  # fmt: skip
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(step: int, rows: int = 4) -> Tensor:
+    return torch.randint(11, (rows, 7), generator=torch.Generator().manual_seed(step))
+
+
+class Products(TorchDispatchMode):
+    """A clock that ticks with matrix products: how far a backward is, whatever else the machine does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.now += func.__name__.split(".")[0] in ("mm", "bmm", "addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def buckets_ready() -> list[float]:
+    """When buckets are ready, as fractions of the matrix products of a backward."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    clock, ready = Products(), list[int]()
+
+    def reduce(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        ready.append(clock.now)
+        future = dist.all_reduce(bucket.buffer().div_(WORLD), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    wrapped = DistributedDataParallel(language_model(), bucket_cap_mb=0.001)
+    wrapped.register_comm_hook(None, reduce)
+    for step in range(2):  # buckets are made anew after the first step
+        ready.clear()
+        loss = loss_of(wrapped, tokens(step))
+        clock.now = 0
+        with clock:
+            loss.backward()
+    return [at / clock.now for at in ready]
+
+
+def buckets_are_ready_all_along_the_backward() -> None:
+    found = buckets_ready()
+    assert len(found) > 4
+    assert found[0] < 0.25, found
+    assert max(b - a for a, b in zip([0.0, *found], found, strict=False)) < 0.3, found
+
+
+def in_one_segment_they_would_be_ready_at_its_end() -> None:
+    plan.SEGMENT = 1 << 30
+    found = buckets_ready()
+    assert min(found) > 0.9, found
+
+
+def the_losses_are_those_of_one_process() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    alone, wrapped = language_model(), DistributedDataParallel(language_model())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (alone, wrapped)]
+    for step in range(4):
+        both = tokens(step, 8)
+        losses = [loss_of(alone, both), loss_of(wrapped, both.chunk(WORLD)[dist.get_rank()])]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        mean = losses[1].detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / WORLD, losses[0].detach())
+    assert [name for name, _ in wrapped.module.named_parameters()] == [name for name, _ in alone.named_parameters()]
+    assert list(wrapped.module.state_dict()) == list(alone.state_dict())
+
+
+TWO = [
+    the_losses_are_those_of_one_process,
+    buckets_are_ready_all_along_the_backward,
+    in_one_segment_they_would_be_ready_at_its_end,
+]
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, str]:
+    return failures(WORLD, TWO)
+
+
+@pytest.mark.parametrize("work", [w.__name__ for w in TWO])
+def test_two_ranks(two: dict[str, str], work: str):
+    if work in two:
+        pytest.fail(two[work], pytrace=False)

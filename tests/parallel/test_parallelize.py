@@ -1,0 +1,246 @@
+"""An existing model, divided in place, and checkpoints of it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import seqfuse as sf
+from seqfuse import nn, ops, parallel
+from seqfuse.losses import LinearCrossEntropy
+
+from .processes import Facts, assert_same, draw, randomize, results, share_of
+
+PLAN = {"*attention.mixer": "heads", "*feedforward.mixer": "features"}
+rotary = functools.partial(ops.RotaryEmbedding, style="half")
+
+
+def stack() -> sf.Sequential:
+    model = nn.TransformerStack(
+        2, 16, 4, kv_heads=2, activation=ops.SwiGLU, norm=ops.RMSNorm, qk_norm=True, rotary=rotary,
+        dtype=torch.float64,
+    )  # fmt: skip
+    randomize(model)
+    return model
+
+
+def by_hand() -> sf.Sequential:
+    model = sf.Sequential(
+        ops.Residual(ops.LayerNorm(6), ops.Linear(6, 8), ops.SwiGLU(), ops.Linear(4, 6)),
+        ops.Linear(6, 4),
+        ops.Tanh(),
+        ops.Linear(4, 6),
+    ).double()
+    randomize(model)
+    return model
+
+
+BY_HAND = {"0": "features", "1": "column", "3": "row"}
+
+
+def a_model_divided_in_place_equals_the_whole() -> None:
+    for make, plan, width in ((stack, PLAN, 16), (by_hand, BY_HAND, 6)):
+        model, whole = make(), make()
+        parameters = dict(model.named_parameters())
+        assert parallel.parallelize(model, dist.group.WORLD, plan) is model
+        assert all(p is parameters[name] for name, p in model.named_parameters())
+        assert_same(model, whole, draw(2, 6, width))
+
+
+def halves_of_a_gated_unit_are_divided_one_by_one() -> None:
+    model = sf.Sequential(ops.Linear(6, 8), ops.GEGLU(), ops.Linear(4, 6)).double()
+    whole = copy.deepcopy(model)
+    parallel.parallelize(model, dist.group.WORLD, {"0": "column", "2": "row"})
+    assert_same(model, whole, draw(5, 6))
+
+
+def a_mesh_is_a_group() -> None:
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, whole = stack(), stack()
+    parallel.parallelize(model, mesh["tp"], PLAN)
+    assert_same(model, whole, draw(2, 6, 16))
+
+
+class LanguageModel(torch.nn.Module):
+    """Table, stack and loss, the table's rows tied to the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = sf.Sequential(ops.Embedding(12, 16, dtype=torch.float64), stack())
+        self.head = LinearCrossEntropy(16, 12, weight=self.body[0].weight)
+        randomize(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(tokens), tokens.roll(-1, -1))
+
+
+EVERYTHING = {"body.0": "vocab", "head": "vocab", **PLAN}
+
+
+def a_language_model_equals_the_whole() -> None:
+    for dim in (None, -2):
+        model, whole = LanguageModel(), LanguageModel()
+        parallel.parallelize(model, dist.group.WORLD, EVERYTHING, sequence_dim=dim)
+        assert model.head.weight is model.body[0].weight
+        tokens = torch.tensor([[1, 11, 4, 6, 2, 5, 0, 9], [8, 8, 3, 7, 10, 2, 6, 1]])
+        y, grads = results(model, tokens, torch.tensor(1.0))
+        expected_y, expected = results(whole, tokens, torch.tensor(1.0))
+        torch.testing.assert_close(y, expected_y)
+        assert grads.keys() == expected.keys()
+        for name, grad in expected.items():
+            assert grad.abs().max() > 0, name
+            torch.testing.assert_close(
+                grads[name], share_of(model, name, grad), msg=lambda m, n=f"{dim} {name}": f"{n}: {m}"
+            )
+
+
+def lone_norms_know_that_they_see_a_share_of_the_rows() -> None:
+    """Called by itself, with no collective beside it."""
+    model = parallel.parallelize(stack(), dist.group.WORLD, PLAN, sequence_dim=-2)
+    whole, x = stack().norm, draw(2, 8, 16)
+    part = x.chunk(2, 1)[dist.get_rank()]
+    _, grads = results(model.norm, part, torch.ones_like(part))
+    _, expected = results(whole, x, torch.ones_like(x))
+    torch.testing.assert_close(grads["weight"], expected["weight"])
+
+
+def checkpoints_come_and_go_whole() -> None:
+    import torch.distributed.checkpoint as dcp
+
+    model, whole = stack(), stack()
+    state = {name: value.clone() for name, value in whole.state_dict().items()}
+    parallel.parallelize(model, dist.group.WORLD, PLAN)
+    assert list(model.state_dict()) == list(state)
+    gathered = parallel.unshard(model)
+    assert all(torch.equal(gathered[name], value) for name, value in state.items())
+    other = parallel.parallelize(stack(), dist.group.WORLD, PLAN)
+    for p in other.parameters():
+        p.data.zero_()
+    other.load_state_dict(parallel.shard(other, state))
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save(parallel.dtensors(model), checkpoint_id=folder[0])
+    # Read by the same processes, by one alone, and by a group of another size.
+    plain = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(plain, checkpoint_id=folder[0], no_dist=True)
+    assert all(torch.equal(plain[name], value) for name, value in state.items())
+    for p in other.parameters():
+        p.data.zero_()
+    loaded = parallel.dtensors(other)
+    dcp.load(loaded, checkpoint_id=folder[0])
+    other.load_state_dict(parallel.shard(other, loaded))
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def checkpoints_of_two_are_read_by_four() -> None:
+    import torch.distributed.checkpoint as dcp
+
+    plan = {"*feedforward.mixer": "features"}
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() < 2:
+        model = parallel.parallelize(stack(), groups[0], plan)
+        dcp.save(parallel.dtensors(model), checkpoint_id=folder[0], process_group=groups[0])
+    dist.barrier()
+    model = parallel.parallelize(stack(), dist.group.WORLD, plan)
+    for p in model.parameters():
+        p.data.zero_()
+    state = parallel.dtensors(model)
+    dcp.load(state, checkpoint_id=folder[0])
+    model.load_state_dict(parallel.shard(model, state))
+    whole = stack()
+    for name, p in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name), share_of(model, name, p)), name
+
+
+FACTS = Facts(
+    {
+        2: [
+            a_model_divided_in_place_equals_the_whole,
+            halves_of_a_gated_unit_are_divided_one_by_one,
+            a_mesh_is_a_group,
+            a_language_model_equals_the_whole,
+            lone_norms_know_that_they_see_a_share_of_the_rows,
+            checkpoints_come_and_go_whole,
+        ],
+        4: [checkpoints_of_two_are_read_by_four],
+    }
+)
+
+
+@pytest.mark.parametrize(("world", "work"), FACTS.cases)
+def test_in_several_processes(world: int, work: str) -> None:
+    FACTS.check(world, work)
+
+
+@pytest.fixture
+def group() -> Iterator[Any]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def mixed() -> sf.Sequential:
+    return sf.Sequential(
+        sf.Sequential(OrderedDict(mixer=nn.FeedForward(12, 6))),
+        nn.MultiHeadAttention(12, 3),
+        nn.MultiHeadAttention(16, 4, 2),
+        nn.FeedForward(16, 8),
+        sf.Sequential(ops.Linear(16, 8), ops.LayerNorm(8), ops.Linear(8, 16)),
+    )
+
+
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "no such style": ({"1": "columns"}, r"SF106: there is no style 'columns' \(of '1'\)"),
+    "no such module": ({"0.mixr": "heads"}, r"SF104: '0\.mixr' matches no module .*did you mean '0\.mixer'"),
+    "a style that does not fit": ({"0.mixer": "vocab"}, r"SF106 position 0 \(FeedForward\): style 'vocab' does not"),
+    "features": ({"0.mixer": "features"}, r"SF101 position 0 \(Linear\): expects out_features .*in '0\.mixer'"),
+    "heads": ({"1": "heads"}, r"SF101 position 7 \(Attention\): expects heads that 4 .*, got 3.*in '1'"),
+    "key heads": ({"2": "heads"}, r"SF101 position 12 \(Attention\): expects kv_heads .* got 2 .*is not held twice"),
+    "no attention": ({"3": "heads"}, r"SF106 position 15 \(FeedForward\): style 'heads' needs .* it has 0 att"),
+    "twice": ({"3": "features", "3.up": "column"}, r"SF106 position 15 \(Linear\): the plan names it twice"),
+    "a norm between": ({"4": "features"}, r"position 20 \(Sequential\): LayerNorm between its products cannot"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_divided_is_an_error_before_anything_changes(case: str, group: Any) -> None:
+    model, (plan, message) = mixed(), WRONG[case]
+    before, text = {n: p.clone() for n, p in model.named_parameters()}, str(model)
+    with pytest.raises(sf.InputError, match=message):
+        parallel.parallelize(model, group, plan if "3" in plan else {"3": "features", **plan})
+    assert str(model) == text
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_tied_parameter_is_divided_by_all_or_none(group: Any) -> None:
+    expected = r"several ways: 'body\.0\.weight' divided, 'head\.weight' whole \[name all of them"
+    with pytest.raises(sf.InputError, match=expected):
+        parallel.parallelize(LanguageModel(), group, {"body.0": "vocab"})
+
+
+def test_learned_positions_cannot_tell_which_rows_they_see(group: Any) -> None:
+    model = sf.Sequential(ops.Embedding(8, 16), ops.PositionEmbedding(8, 16), nn.FeedForward(16, 16))
+    with pytest.raises(sf.InputError, match=r"position 1 \(PositionEmbedding\): on a share of the rows"):
+        parallel.parallelize(model, group, {"0": "vocab", "2": "features"}, sequence_dim=-2)
+
+
+def test_a_state_of_another_shape_is_an_error(group: Any) -> None:
+    model = parallel.parallelize(nn.FeedForward(16, 8), group, {"": "features"})
+    state = nn.FeedForward(16, 12).state_dict()
+    with pytest.raises(sf.InputError, match=r"expects 8 along dimension 0 of the whole, got 12 \[in 'up\.weight'\]"):
+        parallel.shard(model, state)
