@@ -289,7 +289,9 @@ def the_plan_is_equal_on_every_rank() -> None:
     assert "alone: Boundary at 4: stage 1 begins here; rank 0 sends, rank 1 receives" in texts[0][0]
     plan = staged.plan(x)
     for at in (a.at for a in plan.alone):
-        assert not any(step.fused and step.covers.start < at < step.covers.stop for step in plan.forward + plan.backward)
+        assert not any(
+            step.fused and step.covers.start < at < step.covers.stop for step in plan.forward + plan.backward
+        )
 
 
 def a_wrong_input_is_an_error_on_every_rank() -> None:
