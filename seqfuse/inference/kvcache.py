@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -107,6 +108,26 @@ class KVCache:
     def advance(self, rows: int) -> None:
         """Tell the host that a replayed graph has fed this many rows."""
         self._most += rows
+
+    def reserve(self, rows: int) -> None:
+        """Refuse rows that do not fit, before a graph that feeds them is replayed.
+
+        Raises:
+            StateError: (SF505) where a sequence would outgrow `max_length`.
+        """
+        self._make_room(rows, None)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """A block that a graph is captured in: shapes do not follow lengths, and afterwards lengths are as before."""
+        lengths, most, alike = self.lengths.clone(), self._most, self._alike
+        self._fixed = True
+        try:
+            yield
+        finally:
+            self._fixed = False
+            self.lengths.copy_(lengths)
+            self._most, self._alike = most, alike
 
     def _make_room(self, rows: int, counts: Tensor | None) -> None:
         if self._most + rows <= self.max_length:
