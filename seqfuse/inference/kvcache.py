@@ -88,7 +88,7 @@ class KVCache:
         if counts is not None and counts.shape != (self.batch,):
             raise InputError(f"expects counts [{self.batch}], got {tuple(counts.shape)}", code="SF101")
         rows = x.shape[1]
-        self._make_room(rows, counts)
+        self.reserve(rows, counts)
         self._turn, self._counts, self._ends = 0, counts, None
         before = _cache.active.set(self)
         try:
@@ -109,14 +109,6 @@ class KVCache:
         """Tell the host that a replayed graph has fed this many rows."""
         self._most += rows
 
-    def reserve(self, rows: int) -> None:
-        """Refuse rows that do not fit, before a graph that feeds them is replayed.
-
-        Raises:
-            StateError: (SF505) where a sequence would outgrow `max_length`.
-        """
-        self._make_room(rows, None)
-
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
         """A block that a graph is captured in: shapes do not follow lengths, and afterwards lengths are as before."""
@@ -129,7 +121,8 @@ class KVCache:
             self.lengths.copy_(lengths)
             self._most, self._alike = most, alike
 
-    def _make_room(self, rows: int, counts: Tensor | None) -> None:
+    def reserve(self, rows: int, counts: Tensor | None = None) -> None:
+        """Refuse rows that do not fit (SF505), before they are fed or a graph that feeds them is replayed."""
         if self._most + rows <= self.max_length:
             return
         if not self._fixed:  # the host's bound may be too high: ask once

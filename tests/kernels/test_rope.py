@@ -315,7 +315,7 @@ MUTANTS |= {
     "written values turned": (
         "one, two = tl.where(known, one * cosine - two * sine, one)", "one, two = one * cosine - two * sine", "write",
     ),
-    "written a row too far": ("tl.load(lengths + batch).to(tl.int64)", "tl.load(lengths + batch).to(tl.int64) + 1", "write"),
+    "a row too far": ("tl.load(lengths + batch).to(tl.int64)", "1 + tl.load(lengths + batch).to(tl.int64)", "write"),
     "written mean square": ("squares += tl.sum(rest * rest, axis=2)", "squares += 0.0", "write"),
     "scales of values": ("(heads - Q - K) * scale_head, scale,", "(heads - Q - K) * scale_head, 2.0 * scale,", "write"),
     "rounded towards zero": ("return tl.where(t < 0.0, t - 0.5, t + 0.5)", "return t", "write"),
