@@ -183,7 +183,7 @@ class KVCache:
         caches: dict[str, Any] = {n: t.squeeze(-1) if t is not None and "scale" in n else t for n, t in named.items()}
         q = write(x.squeeze(1), lengths=self.lengths, **caches)
         if self._ends is None:
-            self._ends = (self.lengths + 1).clamp_(max=self.max_length)
+            self._ends = self.lengths + 1  # of a full one the kernel reads what there is
         limits: dict[str, Any] = {"window": attention.window, "softcap": attention.softcap}
         y = decode_attention(q, lengths=self._ends, scale=attention.scale_of(x), **caches, **limits)
         return y.flatten(1).unsqueeze(1)
