@@ -1,11 +1,11 @@
 """A stack of layers divided over 1, 2 and 4 processes of this machine (gloo): what it computes, holds and sends.
 
-For each number of processes, with all rows in each of them and with a share of the rows: the largest error of the loss
-and of any gradient against one process, relative to that gradient's largest number; bytes of parameters a process
-holds; bytes that go into collectives in one training step, counted operator by operator, beside the formula of
-Megatron-LM (four sums of the hidden states a layer); what a ring sends for them; time to plan; and host time of a step
-so small that it is all overhead. Times of processes that share few cores say how overhead grows, not how fast a
-cluster is. Writes `results/parallel.json`.
+For each number of processes, with all rows in each of them and with a share of the rows: the largest error of any
+gradient against one process, relative to that gradient's largest number; bytes of parameters a process holds, and of
+what it keeps for the backward pass; bytes that go into collectives in one training step, counted operator by operator,
+and what a ring sends for them, beside the formula of Megatron-LM (four sums of the hidden states a layer); time to
+plan; and host time of a step so small that it is all overhead. Times of processes that share few cores say how overhead
+grows, not how fast a cluster is. Writes `results/parallel.json`.
 """
 
 from __future__ import annotations
@@ -78,6 +78,23 @@ def errors(model: sf.Sequential, dtype: torch.dtype, own: Any) -> dict[str, floa
     return {"gradient": max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)}
 
 
+def kept_bytes(model: sf.Sequential, x: Tensor) -> int:
+    """Bytes that a forward pass keeps for the backward, parameters apart, each storage once."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x.detach().requires_grad_())
+    del y
+    return sum(storages.values())
+
+
 def measure(rank: int, size: int, rows: bool, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -99,6 +116,7 @@ def measure(rank: int, size: int, rows: bool, folder: str) -> None:
     model.plan(x)
     row["plan_seconds"] = time.perf_counter() - start
     step(model, x, x)
+    row["kept_bytes"] = kept_bytes(model, x)
     with Sent(size) as sent:
         step(model, x, x)
     hidden = ROWS * LENGTH * WIDTH * 4

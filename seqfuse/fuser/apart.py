@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import PlanError, StateError
 from ..group import Meeting
 from ..operation import FusableOperation, UnfusedOperation
+from .fake import is_fake
 from .items import Item, flatten
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def compare(listing: Listing, region: Region, plan: Plan, x: Tensor, seeds: Tens
     Raises:
         StateError: (SF506) in every process of the group, if one of them has others.
     """
+    if is_fake(x):
+        return
     region.compared, items = True, listing.items
     met = [getattr(item.operation, "meeting", None) for item in items[region.start : region.stop]]
     groups = {m.group.name: m.group for m in met if m is not None and m.group.size > 1}

@@ -47,6 +47,12 @@ def unfused_equals_fused() -> None:
             assert_same(pair(dist.group.WORLD, bias_last=bias_last), pair(), draw(5, 6))
 
 
+def references_agree() -> None:
+    for bias_last in (True, False):
+        with torch.autograd.forward_ad.dual_level():
+            assert_same(pair(dist.group.WORLD, bias_last=bias_last), pair(), draw(5, 6))
+
+
 def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
     def listed(group: Any = None) -> sf.Sequential:
         across: list[dict[str, Any]] = [{}, {}]
@@ -142,6 +148,7 @@ FACTS = Facts(
         2: [
             divided_equals_whole,
             unfused_equals_fused,
+            references_agree,
             a_list_by_hand_sums_gradients_where_rows_are_shares,
             every_pair_of_covers_agrees,
             the_sum_is_under_way_while_the_weight_gradient_is_made,
