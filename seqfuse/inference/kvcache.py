@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ class KVCache:
         self._most += rows
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def rehearsal(self) -> Generator[None]:
         """A block that a graph is captured in: shapes do not follow lengths, and afterwards lengths are as before."""
         lengths, most, alike = self.lengths.clone(), self._most, self._alike
         self._fixed = True
