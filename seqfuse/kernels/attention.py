@@ -424,7 +424,9 @@ def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0
     width = max(64, next_power_of_2(size))
     if dtype is torch.float32:
         # Its products are made of multiplications in registers.
-        return Tile(32, 32, 8, 1) if width == 64 and load < 2 else Tile(16, 16, 8, 1)
+        if width == 64 and load < 2:
+            return Tile(32, 32, 8, 1)
+        return Tile(16, 32 if kernel == "fwd" else 16, 8, 1)
     tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
     return Tile(*tiles[kernel][width][load])
 
