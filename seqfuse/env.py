@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal, cast
 
@@ -118,7 +118,7 @@ class Env:
             autocast=autocast_of(x.device.type),
             grad=torch.is_grad_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            rows=rows_of(x.shape) if x.numel() else 0,
+            rows=_counted(x.shape),
         )
 
     def entered_by(self, shape: Iterable[int], dtype: torch.dtype) -> Env:
@@ -155,6 +155,13 @@ def rows_of(shape: Iterable[int]) -> int:
     """Number of rows: the product of all but the last dimension."""
     *leading, _ = tuple(shape) or (1,)
     return functools.reduce(lambda a, b: a * b, leading, 1)
+
+
+def _counted(shape: Sequence[int]) -> int | None:
+    # Where a compiler leaves a size open, asking for it would fix it.
+    if any(type(n) is not int for n in shape):
+        return None
+    return rows_of(shape) if 0 not in shape else 0
 
 
 def bucket(rows: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator
 from typing import Any
 
@@ -27,7 +28,14 @@ def faking(mode: Any = None) -> Generator[Any]:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor is a fake one."""
-    from torch._subclasses.fake_tensor import FakeTensor
+    """Whether a tensor is a fake one, or one that a compiler records with."""
+    return isinstance(tensor, recorded())
 
-    return isinstance(tensor, FakeTensor)
+
+@functools.cache
+def recorded() -> tuple[type[torch.Tensor], ...]:
+    """The classes of tensors without memory that compilers follow a run with."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return FakeTensor, FunctionalTensor

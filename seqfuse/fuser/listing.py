@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..autograd import apply
 from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
 from .apart import tell_apart
-from .items import Fingerprint, flatten, public_channels
+from .items import Fingerprint, Item, flatten, public_channels
 from .plan import Plan
 from .reference import random_positions
 from .segment import Segment
@@ -27,6 +28,12 @@ class Program:
     plan: Plan
     segments: list[tuple[Segment, list[int] | None]]  # with its parameters among the region's; None for all in order
     by_reference: bool = False
+
+    def run(self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
+        """Run its segments, one after the other."""
+        for segment, indices in self.segments:
+            x = apply(segment, x, channels, seeds, parameters if indices is None else [parameters[i] for i in indices])
+        return x
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -57,18 +64,8 @@ class Listing:
         self.random = random_positions(self.items)
         self.parametrized = any(map(parametrize.is_parametrized, modules))
         self.parts: list[Region | int] = []
-        start = 0
-        for position, item in enumerate(self.items):
-            if not item.fusable:
-                if position > start:
-                    self.parts.append(self._region(start, position))
-                self.parts.append(position)
-                start = position + 1
-            elif isinstance(item.operation, UnfusedOperation) and item.operation.y_dtype is not None:
-                self.parts.append(self._region(start, position + 1))
-                start = position + 1
-        if start < len(self.items):
-            self.parts.append(self._region(start, len(self.items)))
+        for start, stop in stretches(self.items):
+            self.parts.append(self._region(start, stop) if self.items[start].fusable else start)
 
         lone = self.parts[0] if len(self.parts) == 1 else None
         special = self.random or self.inputs or self.outputs or self.parametrized
@@ -91,6 +88,22 @@ class Listing:
         over = {slot: item.sum_over for item in inside for slot in item.slots.values() if item.sum_over is not None}
         summed = [(slots.index(slot), group) for slot, group in over.items() if group.size > 1]
         return Region(start, stop, slots, plain, channels, summed)
+
+
+def stretches(items: Sequence[Item]) -> list[tuple[int, int]]:
+    """Where each region begins and ends, and each operation that runs alone."""
+    cuts: list[tuple[int, int]] = []
+    start = 0
+    for position, item in enumerate(items):
+        if not item.fusable:
+            if position > start:
+                cuts.append((start, position))
+            cuts.append((position, position + 1))
+            start = position + 1
+        elif isinstance(item.operation, UnfusedOperation) and item.operation.y_dtype is not None:
+            cuts.append((start, position + 1))
+            start = position + 1
+    return [*cuts, (start, len(items))] if start < len(items) else cuts
 
 
 @contextlib.contextmanager

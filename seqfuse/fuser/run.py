@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import operation as operations
-from ..autograd import apply
 from ..env import Env, any_autocast, autocast_of, fusing_now, settings
 from ..fusion import FusedOperation, checked
 from ..group import summed_gradient
@@ -29,6 +28,7 @@ from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
 from .show import Memory, measure
+from .traced import enroll, plannable, run_planned
 
 KEPT_LISTS, KEPT_PROGRAMS = 8, 512
 _requires, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
@@ -61,6 +61,7 @@ class Fuser:
 
     def _reset(self) -> None:
         self._listings: tuple[Listing, ...] = ()
+        self._name = enroll(self)
         self._matcher = Matcher(self.fusions)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +86,7 @@ class Fuser:
     def run(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """Run the planned list on plain tensors."""
         if listing.whole is not None and not channels:
-            return self._run_region(listing, listing.whole, x, channels, None)
+            return self.run_region(listing, listing.whole, x, channels, None)
         if channels or listing.inputs:
             check_channels(listing.items, listing.inputs, channels)
         seeds = draw(listing.items, listing.random, x) if listing.random else None
@@ -102,14 +103,15 @@ class Fuser:
     def _run_parts(self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
         for part in listing.parts:
             if part.__class__ is Region:
-                x = self._run_region(listing, part, x, channels, seeds)  # pyright: ignore[reportArgumentType]
+                x = self.run_region(listing, part, x, channels, seeds)  # pyright: ignore[reportArgumentType]
             else:
                 x = run_alone(listing.items, part, x, channels)  # pyright: ignore[reportArgumentType]
         return x
 
-    def _run_region(
+    def run_region(
         self, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
     ) -> Tensor:
+        """Run a region as it is planned for these tensors."""
         plain = region.plain
         if plain is not None:
             parameters = [owned[name] for owned, name in plain]
@@ -134,12 +136,10 @@ class Fuser:
         if latest != key:
             program = self._program(listing, region, key, x, channels, parameters)
             if settings().debug and not region.compared:
-                compare(listing.items, region, program.plan, x, seeds)
+                compare(listing, region, program.plan, x, seeds)
         if program.by_reference:
             return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
-        for segment, indices in program.segments:
-            x = apply(segment, x, channels, seeds, parameters if indices is None else [parameters[i] for i in indices])
-        return x
+        return program.run(x, channels, seeds, parameters)
 
     def _program(
         self,
@@ -161,19 +161,26 @@ class Fuser:
                 program = region.programs.get(bucket_key)
                 if program is None:
                     with collecting_later():
-                        program = self._bind(listing, region, x, channels, parameters)
+                        program = self.bind(listing, region, x, channels, parameters)
                     region.programs = _with(region.programs, bucket_key, program)
                 region.shapes = _with(region.shapes, exact_key, program)
             region.latest = key, program
             return program
 
-    def _bind(
-        self, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
+    def bind(
+        self,
+        listing: Listing,
+        region: Region,
+        x: Tensor,
+        channels: dict[str, Tensor],
+        parameters: Sequence[Tensor],
+        plain: tuple[type[Tensor], ...] = _PLAIN,
     ) -> Program:
+        """Plan a region for these tensors; what is not among the `plain` classes goes by reference."""
         env, fusing = Env.like(x), fusing_now()
-        exact = all(p.__class__ in _PLAIN for p in parameters)
-        if x.__class__ in _PLAIN:  # else fake tensors measure what plain ones would do
-            exact = exact and all(channels[c].__class__ in _PLAIN for c in region.channels)
+        exact = all(p.__class__ in plain for p in parameters)
+        if x.__class__ in plain:  # else fake tensors measure what plain ones would do
+            exact = exact and all(channels[c].__class__ in plain for c in region.channels)
         exact = exact and not has_own_graph(self.root)
         for item in listing.items[region.start : region.stop]:
             check_devices(listing, item, x)
@@ -181,7 +188,7 @@ class Fuser:
         given = {c: channels[c].requires_grad for c in region.channels}
         wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
         shapes = validate(listing, region, x.shape)
-        known = Known(listing.items, wants, env, region.start, shapes)
+        known = Known(listing.items, wants, env, region.start, None if env.rows is None else shapes)
         plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher, known)
         binder = binder_of(
             listing, region, x, channels, parameters, shapes, wants, env, fusing.on_error, self._note_failure
@@ -271,7 +278,7 @@ class Fuser:
         seeds = draw(listing.items, listing.random, x) if listing.random else None
         for part in listing.parts:
             if isinstance(part, Region):
-                x = self._run_region(listing, part, x, channels, seeds)
+                x = self.run_region(listing, part, x, channels, seeds)
                 continue
             item = listing.items[part]
             wanted = x.requires_grad or any(p.requires_grad for p in item.operation.parameters())
@@ -286,6 +293,8 @@ class Fuser:
         tell_apart(items)
         random = random_positions(items)
         inputs, outputs = public_channels(items)
+        if type(self) is Fuser and plannable(self._name, items, x):
+            return run_planned(self._name, items, random, inputs, outputs, x, channels)
         return by_reference(items, random, inputs, outputs, x, channels)
 
 

@@ -3,7 +3,8 @@
 """Cross-entropy as operators, `torch.ops.seqfuse.cross_entropy` and `cross_entropy_backward`: what traces see.
 
 The first gives the losses and the softmax, and writes the gradient over the logits where it is asked to; the second
-takes that softmax and writes the gradient alone. Importing this module registers them; eager code calls the function.
+takes that softmax and writes the gradient alone. Importing this module registers them; eager code calls the function,
+which calls the operators where they are recorded.
 """
 
 from __future__ import annotations
@@ -47,3 +48,14 @@ for _operator, _schema, _run, _traced in (
     _library.define(_schema)
     _library.impl(_operator, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"seqfuse::{_operator}", _traced, lib=_library)
+
+
+def recorded(
+    logits: Tensor, targets: Tensor, softmax: Tensor | None, gradient: bool, **rest: Any
+) -> tuple[Tensor | None, Tensor]:
+    """`cross_entropy_` by its operators."""
+    if softmax is None:
+        return torch.ops.seqfuse.cross_entropy(logits, targets, **rest, gradient=gradient)
+    if gradient:
+        torch.ops.seqfuse.cross_entropy_backward(logits, targets, softmax, **rest)
+    return None, softmax

@@ -2,9 +2,9 @@
 # Schemas are text, and what is registered under them has no types of its own.
 """The matrix products as operators, `torch.ops.seqfuse.linear` and the like: what traces and exports see.
 
-Arguments are those of the functions in `gemm`, but an activation is a name in `ACTIVATIONS`, dropout is three
+Arguments are those of the functions in `gemm`, but an activation is a text (`activations.text_of`), dropout is three
 arguments, and a result that is asked for by a flag follows in a list. Importing this module registers them; eager code
-calls the functions.
+calls the functions, which call the operators where they are recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import gemm
-from .activations import ACTIVATIONS
+from .activations import activation_of, text_of
 
 _library = torch.library.Library("seqfuse", "FRAGMENT")
 
@@ -42,10 +42,8 @@ _WGRAD_BIAS_ADD = (
 
 
 def _arguments(act: str | None, seed: Tensor | None, p: float, upscale: bool, rest: dict[str, Any]) -> dict[str, Any]:
-    if act is not None and act not in ACTIVATIONS:
-        raise ValueError(f"act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
     return rest | {
-        "act": None if act is None else ACTIVATIONS[act],
+        "act": None if act is None else activation_of(act),
         "dropout": None if seed is None else gemm.Dropout(seed, p, upscale),
     }
 
@@ -149,3 +147,79 @@ def _register() -> None:
 
 
 _register()
+
+
+def _texts(act: Any, dropout: gemm.Dropout | None) -> dict[str, Any]:
+    around = {} if dropout is None else dropout._asdict()
+    return around | {"act": None if act is None else text_of(act)}
+
+
+def forward(
+    form: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: Any,
+    store_pre: bool,
+    row_scale: Tensor | None,
+    dropout: gemm.Dropout | None,
+    residual: Tensor | None,
+    dtype: torch.dtype | None,
+    tf32: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`gemm.linear` and `linear_gated` by their operators."""
+    operator = torch.ops.seqfuse.linear if form == "plain" else torch.ops.seqfuse.linear_gated
+    y, *pre = operator(
+        x, weight, bias, **_texts(act, dropout), store_pre=store_pre, row_scale=row_scale, residual=residual,
+        dtype=dtype, tf32=tf32,
+    )  # fmt: skip
+    return y, pre[0] if pre else None
+
+
+def backward(
+    form: str,
+    dy: Tensor,
+    weight: Tensor,
+    act: Any,
+    t: Tensor | None,
+    t_is_output: bool,
+    row_scale: Tensor | None,
+    dropout: gemm.Dropout | None,
+    residual: Tensor | None,
+    sums: bool,
+    emit: bool,
+    dtype: torch.dtype | None,
+    sums_dtype: torch.dtype | None,
+    tf32: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """`gemm.linear_dgrad` and `linear_dgrad_gated` by their operators."""
+    given = _texts(act, dropout) | {"t": t, "row_scale": row_scale, "sums": sums, "emit": emit, "dtype": dtype}
+    given |= {"sums_dtype": sums_dtype, "tf32": tf32}
+    if form == "dgated":
+        results = torch.ops.seqfuse.linear_dgrad_gated(dy, weight, **given)
+    else:
+        results = torch.ops.seqfuse.linear_dgrad(dy, weight, **given, t_is_output=t_is_output, residual=residual)
+    dz, *rest = results
+    return dz, rest[0] if sums else None, rest[-1] if emit else None
+
+
+def wgrad(dy: Tensor, x: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None, tf32: bool) -> Tensor:
+    """`gemm.linear_wgrad` by its operator."""
+    if main_grad is None:
+        return torch.ops.seqfuse.linear_wgrad(dy, x, dtype=dtype, tf32=tf32)
+    torch.ops.seqfuse.linear_wgrad_(main_grad, dy, x, tf32=tf32)
+    return main_grad
+
+
+def wgrad_bias(
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor | None,
+    dtype: torch.dtype | None,
+    sums_dtype: torch.dtype | None,
+    tf32: bool,
+) -> tuple[Tensor, Tensor]:
+    """`gemm.linear_wgrad_bias` by its operator."""
+    if main_grad is None:
+        return torch.ops.seqfuse.linear_wgrad_bias(dy, x, dtype=dtype, sums_dtype=sums_dtype, tf32=tf32)
+    return main_grad, torch.ops.seqfuse.linear_wgrad_bias_(main_grad, dy, x, sums_dtype=sums_dtype, tf32=tf32)

@@ -48,6 +48,14 @@ def interpreted() -> bool:
 
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_RECORDERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+def traced() -> bool:
+    """Whether tensors have no memory here, or what runs is recorded: operators are called, and nothing is launched."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (_FAKE, *_RECORDERS))
 
 
 def faking() -> bool:
@@ -81,7 +89,10 @@ def launch(
 
     Raises:
         ValueError: for a grid beyond 2^31 - 1, tensors on two devices, or a CPU tensor without the interpreter.
+        RuntimeError: where what runs is being recorded: the launch would be lost.
     """
+    if traced() and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDERS):
+        raise RuntimeError(f"{kernel.__name__} was launched where a compiler records what runs; call its operator")
     if grid <= 0 or faking():
         return
     if grid > MAX_GRID:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import several_column_sums
-from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, traced, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, apply
@@ -429,6 +429,13 @@ def forward(
     dtype: torch.dtype | None = None,
 ) -> Forward:
     """Either norm forward; the arguments are those of `layernorm_fwd`."""
+    if traced():
+        from . import _norm_ops
+
+        return _norm_ops.recorded_forward(
+            centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
+            residual=residual, dtype=dtype,
+        )  # fmt: skip
     N = _checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
     source, other = as_rows("x", x, N), _same("residual", residual, x)
     M = source.shape[0]
@@ -494,6 +501,13 @@ def backward(
     dpre_bias: torch.dtype | None = None,
 ) -> Backward:
     """Either norm backward; the arguments are those of `layernorm_bwd`."""
+    if traced():
+        from . import _norm_ops
+
+        return _norm_ops.recorded_backward(
+            centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
+            p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias,
+        )  # fmt: skip
     N = _checked(x, weight=weight, bias=bias)
     d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
     assert d is not None

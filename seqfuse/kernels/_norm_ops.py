@@ -2,9 +2,10 @@
 # Schemas are text, and what is registered under them has no types of its own.
 """The norms as operators, `torch.ops.seqfuse.layernorm`, `layernorm_backward` and those of RMSNorm: what traces see.
 
-Arguments are those of the functions, but an activation is a name in `ACTIVATIONS`. Results come as a list: y, then the
-stream where there is a prologue, the mean of LayerNorm, and rstd; backward, what was asked for of dx, dweight, dbias,
-dbranch and dpre_bias. Importing this module registers them; eager code calls the functions.
+Arguments are those of the functions, but an activation is a text (`activations.text_of`). Results come as a list: y,
+then the stream where there is a prologue, the mean of LayerNorm, and rstd; backward, what was asked for of dx, dweight,
+dbias, dbranch and dpre_bias. Importing this module registers them; eager code calls the functions, which call the
+operators where they are recorded.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._norm import backward, forward
-from .activations import ACTIVATIONS
+from ._norm import Backward, Forward, backward, forward
+from .activations import activation_of, text_of
 
 _library = torch.library.Library("seqfuse", "FRAGMENT")
 _FORWARD = (
@@ -30,9 +31,7 @@ _BACKWARD = (
 
 
 def _activation(name: str | None) -> Any:
-    if name is not None and name not in ACTIVATIONS:
-        raise ValueError(f"act must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return None if name is None else ACTIVATIONS[name]
+    return None if name is None else activation_of(name)
 
 
 def _forward(centered: bool) -> Any:
@@ -112,3 +111,29 @@ for _name, _centered in (("layernorm", True), ("rmsnorm", False)):
         _library.define(_operator + _schema)
         _library.impl(_operator, _run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"seqfuse::{_operator}", _fake, lib=_library)
+
+
+def recorded_forward(centered: bool, x: Tensor, weight: Any, bias: Any, eps: float, act: Any, **rest: Any) -> Forward:
+    """`forward` by its operator."""
+    operator = torch.ops.seqfuse.layernorm if centered else torch.ops.seqfuse.rmsnorm
+    y, *others = operator(x, weight, bias, eps, act=None if act is None else text_of(act), **rest)
+    rstd = others.pop()
+    mean = others.pop() if centered else None
+    return Forward(y, others[0] if others else None, mean, rstd)
+
+
+def recorded_backward(
+    centered: bool,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act: Any,
+    **rest: Any,
+) -> Backward:
+    """`backward` by its operator."""
+    operator = torch.ops.seqfuse.layernorm_backward if centered else torch.ops.seqfuse.rmsnorm_backward
+    made = iter(operator(dy, x, mean, rstd, weight, bias, act=None if act is None else text_of(act), **rest))
+    return Backward(*(next(made) if rest[name] not in (None, False) else None for name in Backward._fields))

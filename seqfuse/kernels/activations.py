@@ -193,3 +193,45 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(gelu_tanh, gelu_tanh_derivative),
 }
 """Our activations by name."""
+
+_TEXTS: dict[str, Any] = dict(ACTIVATIONS)
+
+
+def text_of(activation: Any) -> str:
+    """What stands for an activation where a text is needed, as in an operator's arguments: ours by their names.
+
+    Any other one is known by this text from now on, in this process.
+    """
+    function, parts = getattr(activation.value, "fn", activation.value), _parts(activation)
+    for name, known in ACTIVATIONS.items():
+        if _parts(known) == parts:
+            return name
+    numbers = ",".join(map(repr, activation.P))
+    first = text = f"{function.__module__}.{function.__qualname__}({numbers})"
+    count = 1
+    # Of two functions of one name, as a notebook defines them, each keeps a text of its own.
+    while _parts(_TEXTS.setdefault(text, Activation(*_fields(activation)))) != parts:
+        count += 1
+        text = f"{first}#{count}"
+    return text
+
+
+def activation_of(text: str) -> Any:
+    """The activation that a text stands for.
+
+    Raises:
+        ValueError: for one that this process knows nothing by.
+    """
+    if text not in _TEXTS:
+        raise ValueError(f"{text!r} is no activation that this process knows; ours are {', '.join(ACTIVATIONS)}")
+    return _TEXTS[text]
+
+
+def _fields(activation: Any) -> tuple[Any, Any, Any, tuple[float, ...]]:
+    return activation.value, activation.derivative, activation.reads, tuple(activation.P)
+
+
+def _parts(activation: Any) -> tuple[Any, ...]:
+    # Functions by identity: their hash is that of their source.
+    value, derivative, reads, numbers = _fields(activation)
+    return id(value), id(derivative), reads, numbers

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2
+from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
 from ._philox import keep_mask, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
 
@@ -472,6 +472,13 @@ def attention_fwd(
     Raises:
         ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256, or of 128 in float32.
     """
+    if traced():
+        from . import _attention_ops
+
+        return _attention_ops.forward(
+            q, k, v, scale, causal=causal, window=window, softcap=softcap, mask=mask, cu_seqlens=cu_seqlens, seed=seed,
+            p=p,
+        )  # fmt: skip
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
@@ -538,6 +545,14 @@ def attention_bwd(
     Raises:
         ValueError: as in `attention_fwd`.
     """
+    if traced():
+        from . import _attention_ops
+
+        _attention_ops.backward(
+            dy, q, k, v, y, lse, out=out, scale=scale, causal=causal, window=window, softcap=softcap, mask=mask,
+            cu_seqlens=cu_seqlens, seed=seed, p=p,
+        )  # fmt: skip
+        return
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     for name, tensor, shape in (("dy", dy, (batch, rows, heads, size)), ("y", y, (batch, rows, heads, size))):
         if tuple(tensor.shape) != shape:

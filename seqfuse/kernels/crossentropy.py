@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import inner_contiguous, launch, next_power_of_2
+from ._launch import inner_contiguous, launch, next_power_of_2, traced
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
 
@@ -140,6 +140,13 @@ def cross_entropy_(
     Raises:
         ValueError: for shapes that differ, no or more than 2^30 classes, or classes that are not contiguous.
     """
+    if traced():
+        from . import _crossentropy_ops
+
+        return _crossentropy_ops.recorded(
+            logits, targets, softmax, gradient, ignore_index=ignore_index, label_smoothing=label_smoothing,
+            z_loss=z_loss, softcap=softcap, scale=scale,
+        )  # fmt: skip
     if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
         raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
     R, V = logits.shape

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import cdiv, inner_contiguous, interpreted, launch, next_power_of_2, processors, workspace
+from ._launch import cdiv, inner_contiguous, interpreted, launch, next_power_of_2, processors, traced, workspace
 from ._variants import TRITON_DTYPES, Variant
 
 MAX_HEAD = 256
@@ -199,6 +199,12 @@ def decode_attention(
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256, or of 128 for float32 queries of an
             int8 cache, which do not fit in registers.
     """
+    if traced():
+        from . import _decode_ops
+
+        return _decode_ops.attention(
+            q, k, v, lengths, scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale
+        )
     batch, heads, size, kv_heads, rows = _checked(q, k, v, lengths, k_scale, v_scale)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
@@ -260,6 +266,11 @@ def cache_write(
     Raises:
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
     """
+    if traced():
+        from . import _decode_ops
+
+        _decode_ops.write(k_new, v_new, k, v, lengths, k_scale=k_scale, v_scale=v_scale)
+        return
     batch, kv_heads, size, _, rows = _checked(k_new, k, v, lengths, k_scale, v_scale)
     if kv_heads != k.shape[1] or v_new.shape != k_new.shape or v_new.dtype is not k_new.dtype:
         shapes = f"{tuple(k_new.shape)} and {tuple(v_new.shape)}"

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from ._columns import column_sums
 from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
-from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, workspace
+from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, traced, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import Type, Variant
 from .activations import ACTIVATIONS, apply, name_of
@@ -599,6 +599,10 @@ def _forward(
     tf32: bool,
     tile: Tile | None,
 ) -> tuple[Tensor, Tensor | None]:
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.forward(form, x, weight, bias, act, store_pre, row_scale, dropout, residual, dtype, tf32)
     _factors("x", x, "weight", weight)
     packed, K = weight.shape
     N = packed
@@ -733,6 +737,12 @@ def _backward(
     tf32: bool,
     tile: Tile | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.backward(
+            form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, tf32
+        )
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
     flat = _flat("dy", dy)
@@ -790,6 +800,10 @@ def linear_wgrad(
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
     """
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
     return _wgrad(dy, x, main_grad, dtype, None, tf32, tile)
 
 
@@ -820,6 +834,10 @@ def linear_wgrad_bias(
     Raises:
         ValueError: as `linear_wgrad`.
     """
+    if traced():
+        from . import _gemm_ops
+
+        return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
     total = torch.empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype, device=dy.device)
     return _wgrad(dy, x, main_grad, dtype, total, tf32, tile), total
 

@@ -24,10 +24,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import several_column_sums
-from ._launch import Constexprs, as_rows, cdiv, faking, inner_contiguous, launch, next_power_of_2, processors, workspace
+from ._launch import (
+    Constexprs,
+    as_rows,
+    cdiv,
+    faking,
+    inner_contiguous,
+    launch,
+    next_power_of_2,
+    processors,
+    traced,
+    workspace,
+)  # fmt: skip
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
-from .activations import ACTIVATIONS, apply, name_of
+from .activations import ACTIVATIONS, activation_of, apply, name_of, text_of
 
 _ACT = tl.constexpr(0)
 _DACT = tl.constexpr(1)
@@ -307,27 +318,8 @@ class Step:
     text: str = ""
 
 
-_ACTIVATIONS: dict[str, Any] = dict(ACTIVATIONS)
-"""Every activation a step was made from, by the text it has in a chain: an operator takes its chain as text."""
-
-
-def _text_of(activation: Any) -> str:
-    for name, known in ACTIVATIONS.items():
-        if activation is known:
-            return name
-    function = getattr(activation.value, "fn", activation.value)
-    numbers = ",".join(map(repr, activation.P))
-    first = text = f"{function.__module__}.{function.__qualname__}({numbers})"
-    count = 1
-    # Of two functions of one name, as a notebook defines them, each keeps a text of its own.
-    while _ACTIVATIONS.setdefault(text, activation).value is not activation.value:
-        count += 1
-        text = f"{first}#{count}"
-    return text
-
-
 def _unary(kind: Any, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> Step:
-    text = f"{prefix}:{_text_of(activation)}"
+    text = f"{prefix}:{text_of(activation)}"
     label = "" if prefix == "act" else prefix + "_"
     return Step(kind.value, label + name_of(activation), functions, tuple(activation.P), text=text, **rest)
 
@@ -410,9 +402,7 @@ def parse(text: str) -> Chain:
         if kind in _PLAIN and not arguments:
             steps.append(_PLAIN[kind]())
         elif kind in _OF_ACTIVATION and len(arguments) == 1:
-            if arguments[0] not in _ACTIVATIONS:
-                raise ValueError(f"{arguments[0]!r} is no activation that this process knows")
-            steps.append(_OF_ACTIVATION[kind](_ACTIVATIONS[arguments[0]]))
+            steps.append(_OF_ACTIVATION[kind](activation_of(arguments[0])))
         elif kind == "scale" and len(arguments) == 1:
             steps.append(scale(float(arguments[0])))
         elif kind == "dropout" and len(arguments) == 2:
@@ -519,6 +509,10 @@ def pointwise(
     Raises:
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
+    if traced():
+        from . import _pointwise_ops
+
+        return _pointwise_ops.recorded(x, chain, operands, dtype, dtypes, result)
     dtype = dtype or x.dtype
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
     lead, columns = tuple(x.shape[:-1]), x.shape[-1] if x.ndim else 1

@@ -27,6 +27,7 @@ from ._launch import (
     launch,
     next_power_of_2,
     processors,
+    traced,
     workspace,
 )
 from ._variants import TRITON_DTYPES, Variant
@@ -472,6 +473,13 @@ def rope_fwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
+    if traced():
+        from . import _rope_ops
+
+        return _rope_ops.forward(
+            x, heads, kv_heads, rotation, bias=bias, positions=positions, norm_eps=norm_eps, q_weight=q_weight,
+            k_weight=k_weight, store=store,
+        )  # fmt: skip
     size, rotary = _checked(x, heads, kv_heads, rotation, bias=bias)
     source = as_rows("x", x, x.shape[-1])
     M = source.shape[0]
@@ -536,6 +544,13 @@ def rope_bwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
+    if traced():
+        from . import _rope_ops
+
+        return _rope_ops.backward(
+            dy, heads, kv_heads, rotation, positions=positions, x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight,
+            dx=dx, dbias=dbias, dq_weight=dq_weight, dk_weight=dk_weight,
+        )  # fmt: skip
     size, rotary = _checked(dy, heads, kv_heads, rotation)
     _check_weights(size, q_weight, k_weight)
     if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqfuse.kernels import attention
+from seqfuse.kernels import _attention_ops, attention
 from seqfuse.kernels.attention import Tile
 from seqfuse.ops import _attention, _attention_blocks
 from seqfuse.ops._philox import drop_mask
@@ -437,3 +437,16 @@ def test_a_wrong_kernel_is_found(
     dtype, how = (torch.float16, "float") if how == "half" else (torch.float32, how)
     with pytest.raises(AssertionError):
         check(*drawn(2, 4, 2, 53, 16, dtype, device), limits(how, 53, device), changed)
+
+
+def test_operators_are_what_they_say(device: torch.device) -> None:
+    assert _attention_ops is not None  # registers them
+    qkv = tuple(seeded_randn((2, heads, 9, 8), i).to(device) for i, heads in enumerate((4, 2, 2)))
+    how: dict[str, Any] = {"causal": True, "window": 5, "softcap": 3.0, "seed": torch.tensor([7]).to(device), "p": 0.2}
+    torch.library.opcheck(torch.ops.seqfuse.attention.default, qkv, how)
+    y, lse = attention.attention_fwd(*qkv, **how)
+    args = (seeded_randn((2, 9, 4, 8), 5).to(device), *qkv, y, lse)
+    torch.library.opcheck(torch.ops.seqfuse.attention_backward.default, args, how)
+    out = tuple(torch.empty_like(t) for t in qkv)
+    attention.attention_bwd(*args, out, **how)
+    assert_bitwise_equal([*torch.ops.seqfuse.attention_backward(*args, **how)], [*out])

@@ -17,7 +17,7 @@ from torch import Tensor
 from seqfuse.kernels import _gemm_ops, gemm
 from seqfuse.kernels._gemm_tiles import Tile, choose, family, tiles
 from seqfuse.kernels._launch import interpreted
-from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.activations import ACTIVATIONS, Activation, activation_of, text_of
 from seqfuse.kernels.gemm import Dropout
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
@@ -637,9 +637,25 @@ def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.seqfuse, operator).default, args, kwargs)
 
 
+class Rooted:
+    value, derivative, reads, P = _root, _root_derivative, "input", (3.0,)
+
+
+def test_operators_take_any_activation_by_its_text(device: torch.device) -> None:
+    o = operands(device, torch.float32, 5, 6, 7)
+    bias, text = o.bias.abs() + 20, text_of(Rooted)
+    assert text == f"{__name__}._root(3.0)"
+    assert text_of(Activation(*[getattr(ACTIVATIONS["gelu"], name) for name in Activation._fields])) == "gelu"
+    (y,) = torch.ops.seqfuse.linear(o.x, o.weight, bias, act=text)
+    assert_bitwise_equal(y, gemm.linear(o.x, o.weight, bias, act=Rooted)[0])
+    other = SimpleNamespace(value=_root, derivative=_root, reads="input", P=(3.0,))
+    assert text_of(other) == f"{text}#2"
+    assert activation_of(f"{text}#2").derivative is _root
+
+
 def test_an_operator_refuses_an_unknown_activation(device: torch.device) -> None:
     o = operands(device, torch.float32, 5, 6, 7)
-    with pytest.raises(ValueError, match="act must be one of"):
+    with pytest.raises(ValueError, match="is no activation that this process knows; ours are identity, relu"):
         torch.ops.seqfuse.linear(o.x, o.weight, act="swish")
 
 

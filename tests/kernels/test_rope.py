@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqfuse import ops
-from seqfuse.kernels import rope
+from seqfuse.kernels import _rope_ops, rope
 from seqfuse.kernels.rope import Rotation
 from seqfuse.testing import (
     Untouched,
@@ -334,3 +334,33 @@ def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType]) -
     changed = mutant(rope, old, new)
     with pytest.raises(AssertionError):
         check(CASES[case], tensors, changed)
+
+
+@pytest.mark.parametrize("name", ["everything", "rotation alone", "norm alone"])
+def test_operators_are_what_they_say(name: str) -> None:
+    assert _rope_ops is not None  # registers them
+    heads, kv_heads, size = 2, 1, 6
+    width = (heads + 2 * kv_heads) * size
+    x, dy = seeded_randn((2, 3, width), 0), seeded_randn((2, 3, width), 1)
+    gains = {"q_weight": seeded_randn((size,), 2), "k_weight": seeded_randn((size,), 3)}
+    turned = {} if name == "norm alone" else {"style": "half", "dim": 4, "base": 100.0}
+    normed = {} if name == "rotation alone" else {"norm_eps": 1e-6, **gains}
+    more: dict[str, Any] = {"bias": seeded_randn((width,), 4), "store": True} if name == "everything" else {}
+    places = {"positions": torch.tensor([4, 0, 9])} if turned else {}
+    args = (x, heads, kv_heads)
+    torch.library.opcheck(torch.ops.seqfuse.rope.default, args, {**turned, **places, **normed, **more})
+    rotation = rope.Rotation("half", 4, 100.0) if turned else None
+    made = rope.rope_fwd(*args, rotation, **places, **normed, **more)
+    for got, own in zip(
+        torch.ops.seqfuse.rope(*args, **turned, **places, **normed, **more),
+        [t for t in made if t is not None],
+        strict=True,
+    ):
+        assert torch.equal(got, own)
+    kept = {"x": made.z if made.z is not None else x, "rstd": made.rstd, **gains} if normed else {}
+    wanted = {"dbias": torch.float32, "dq_weight": torch.float16, "dk_weight": torch.float32} if normed else {}
+    torch.library.opcheck(
+        torch.ops.seqfuse.rope_backward.default,
+        (dy, heads, kv_heads),
+        {**turned, **places, **kept, **wanted, "dx": name != "norm alone"},
+    )

@@ -1,0 +1,163 @@
+"""Calls that a compiler traces, where Triton kernels run: stretches of operations run as they are planned.
+
+The compiler follows Python up to `_planned`, which becomes a node of its graph. Ahead-of-time autograd runs that node
+on tensors that record what is done to them: there the engine plans and runs as ever, and kernels are called as
+operators.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..env import Env, fusing_now
+from ..errors import StateError
+from ..fusion import FusedOperation
+from .fake import recorded
+from .items import Item
+from .listing import Listing, Region, stretches
+from .reference import check_channels, draw, run_alone, walk_reference
+
+if TYPE_CHECKING:
+    from .run import Fuser
+
+_fusers: weakref.WeakValueDictionary[str, Fuser] = weakref.WeakValueDictionary()
+_numbers = count()
+_one_at_a_time = threading.RLock()
+_Constants = tuple[tuple[str, Any], ...]
+
+
+def enroll(fuser: Fuser) -> str:
+    """A name by which the node finds a fuser; none for one that exists in a trace only."""
+    if torch.compiler.is_compiling():
+        return ""
+    name = str(next(_numbers))
+    _fusers[name] = fuser
+    return name
+
+
+@torch.compiler.assume_constant_result
+def _kernels_run(device: str) -> bool:
+    return fusing_now().enabled and Env.of(device).triton
+
+
+def plannable(name: str, items: Sequence[Item], x: Tensor) -> bool:
+    """Whether a traced call is planned: kernels run, parameters are their modules' own, no other process is met."""
+    if [i for i in items if i.sum_over is not None or getattr(i.operation, "meeting", None) is not None]:
+        return False
+    if not name or torch.compiler.is_exporting() or not _kernels_run(x.device.type):
+        return False
+    slots = [slot for item in items for slot in item.slots.values()]
+    return not [name for owner, name in slots if name not in owner._parameters]  # pyright: ignore[reportPrivateUsage]
+
+
+def run_planned(
+    name: str,
+    items: Sequence[Item],
+    random: Mapping[int, int],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    x: Tensor,
+    channels: dict[str, Tensor],
+) -> Any:
+    """Run a list that is being traced, one node for each stretch between barriers."""
+    check_channels(items, inputs, channels)
+    seeds = draw(items, random, x) if random else None
+    for start, stop in stretches(items):
+        inside = items[start:stop]
+        if not items[start].fusable:
+            x = run_alone(items, start, x, channels)
+            continue
+        made = [c for item in inside for _, c in item.outputs]
+        given = [c for item in inside for _, c in item.inputs if c not in made]
+        later = [c for item in items[stop:] for _, c in item.inputs]
+        leaving = [c for c in made if c in later or c in outputs]
+        values = [channels[c] for c in given]
+        parameters = [getattr(owner, attribute) for item in inside for owner, attribute in item.slots.values()]
+        state = tuple([_state(item.operation) for item in inside])
+        x, *rest = _planned(name, start, state, x, tuple(given), values, tuple(leaving), seeds, parameters)
+        channels.update(zip(leaving, rest, strict=True))
+    return (x, *[channels[c] for c in outputs]) if outputs else x
+
+
+def _state(module: nn.Module) -> _Constants:
+    """What configures an operation, as the trace has it: it may have set some of that itself."""
+    return tuple([(k, v) for k, v in module.__dict__.items() if v is None or isinstance(v, bool | int | float | str)])
+
+
+@torch.compiler.allow_in_graph
+def _planned(
+    name: str,
+    start: int,
+    state: tuple[_Constants, ...],
+    x: Tensor,
+    given: tuple[str, ...],
+    values: Sequence[Tensor],
+    leaving: tuple[str, ...],
+    seeds: Tensor | None,
+    parameters: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """Run the stretch that begins at `start`, with these parameters and this configuration."""
+    fuser = _fusers[name]
+    with _one_at_a_time:
+        items = fuser.listing().items[start : start + len(state)]
+        slots = [slot for item in items for slot in item.slots.values()]
+        if len(items) != len(state) or len(slots) != len(parameters):
+            message = "the list was changed inside the compiled function"
+            raise StateError(message, code="SF503", hint="change it before, and outside")
+        with _as_given(items, state, slots, parameters) as changed:
+            listing = Listing(fuser.root) if changed else fuser.listing()
+            region = next(p for p in listing.parts if isinstance(p, Region) and p.start == start)
+            channels = dict(zip(given, values, strict=True))
+            if isinstance(x, recorded()):
+                x = _recorded(fuser, listing, region, x, channels, seeds)
+            else:
+                x = fuser.run_region(listing, region, x, channels, seeds)
+    return (x, *[channels[c] for c in leaving])
+
+
+def _recorded(
+    fuser: Fuser, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
+) -> Tensor:
+    parameters: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
+    program = fuser.bind(listing, region, x, channels, parameters, recorded())
+    steps = (*program.plan.forward, *program.plan.backward)
+    if any(isinstance(step.operation, FusedOperation) and step.operation.triton for step in steps):
+        return program.run(x, channels, seeds, parameters)
+    # Without kernels to call, a compiler sees more in the references.
+    return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
+
+
+@contextmanager
+def _as_given(
+    items: Sequence[Item],
+    state: Sequence[_Constants],
+    slots: Sequence[tuple[nn.Module, str]],
+    parameters: Sequence[Tensor],
+) -> Generator[bool]:
+    """Within the block, operations have this configuration and these parameters; yields whether the former differs."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    changed = False
+    try:
+        for item, constants in zip(items, state, strict=True):
+            held = vars(item.operation)
+            for key, value in constants:
+                if held.get(key) != value or type(held.get(key)) is not type(value):
+                    changed = True
+                    before.append((held, key, held.get(key)))
+                    held[key] = value
+        for (owner, attribute), parameter in zip(slots, parameters, strict=True):
+            owned = cast(dict[str, Any], owner._parameters)  # pyright: ignore[reportPrivateUsage]
+            before.append((owned, attribute, owned[attribute]))
+            owned[attribute] = parameter
+        yield changed
+    finally:
+        for held, key, value in reversed(before):
+            held[key] = value

@@ -1,0 +1,53 @@
+# pyright: basic
+# Schemas are text, and what is registered under them has no types of its own.
+"""Decoding as operators, `torch.ops.seqfuse.decode_attention` and `cache_write`: what traces see.
+
+Arguments are those of the functions; the second writes its caches and scales in place. Importing this module registers
+them; eager code calls the functions, which call the operators where they are recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import decode
+
+_library = torch.library.Library("seqfuse", "FRAGMENT")
+_ATTENTION = (
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor lengths, float? scale=None, *, int? window=None, "
+    "float? softcap=None, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
+)
+_WRITE = (
+    "cache_write(Tensor k_new, Tensor v_new, Tensor(a!) k, Tensor(b!) v, Tensor lengths, *, "
+    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()"
+)
+
+
+def _fake(q: Tensor, *_: Any, **__: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _fake_write(*_: Any, **__: Any) -> None:
+    """Nothing but the caches is written."""
+
+
+for _operator, _schema, _run, _traced in (
+    ("decode_attention", _ATTENTION, decode.decode_attention, _fake),
+    ("cache_write", _WRITE, decode.cache_write, _fake_write),
+):
+    _library.define(_schema)
+    _library.impl(_operator, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"seqfuse::{_operator}", _traced, lib=_library)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float | None, **rest: Any) -> Tensor:
+    """`decode.decode_attention` by its operator."""
+    return torch.ops.seqfuse.decode_attention(q, k, v, lengths, scale, **rest)
+
+
+def write(*tensors: Tensor, **rest: Any) -> None:
+    """`decode.cache_write` by its operator."""
+    torch.ops.seqfuse.cache_write(*tensors, **rest)

@@ -1,0 +1,90 @@
+# pyright: basic
+# Schemas are text, and what is registered under them has no types of its own.
+"""Bias, norm of heads and rotation as operators, `torch.ops.seqfuse.rope` and `rope_backward`: what traces see.
+
+Arguments are those of the functions, but a rotation is its fields, with no style where there is none. Results come as
+a list: y, then what was asked for of z and rstd; backward, of dx, dbias, dq_weight and dk_weight. Importing this module
+registers them; eager code calls the functions, which call the operators where they are recorded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import rope
+
+_library = torch.library.Library("seqfuse", "FRAGMENT")
+_ROTATION = "str? style=None, int dim=0, float base=10000.0, Tensor? positions=None"
+_FORWARD = (
+    f"rope(Tensor x, int heads, int kv_heads, *, {_ROTATION}, Tensor? bias=None, float? norm_eps=None, "
+    "Tensor? q_weight=None, Tensor? k_weight=None, bool store=False) -> Tensor[]"
+)
+_BACKWARD = (
+    f"rope_backward(Tensor dy, int heads, int kv_heads, *, {_ROTATION}, Tensor? x=None, Tensor? rstd=None, "
+    "Tensor? q_weight=None, Tensor? k_weight=None, bool dx=True, ScalarType? dbias=None, "
+    "ScalarType? dq_weight=None, ScalarType? dk_weight=None) -> Tensor[]"
+)
+
+
+def _run(function: Any) -> Any:
+    def run(
+        first: Tensor, heads: int, kv_heads: int, *, style: Any = None, dim: int = 0, base: float = 10000.0, **rest: Any
+    ) -> list[Tensor]:
+        rotation = None if style is None else rope.Rotation(style, dim, base)
+        return [t for t in function(first, heads, kv_heads, rotation, **rest) if t is not None]
+
+    return run
+
+
+def _fake(
+    x: Tensor, heads: int, kv_heads: int, *, norm_eps: float | None = None, store: bool = False, **_: Any
+) -> list[Tensor]:
+    results = [x.new_empty(x.shape) for _ in range(1 + store)]
+    if norm_eps is not None:
+        results.append(x.new_empty((*x.shape[:-1], heads + kv_heads), dtype=torch.float32))
+    return results
+
+
+def _fake_backward(
+    dy: Tensor,
+    heads: int,
+    kv_heads: int,
+    *,
+    dx: bool = True,
+    dbias: torch.dtype | None = None,
+    dq_weight: torch.dtype | None = None,
+    dk_weight: torch.dtype | None = None,
+    **_: Any,
+) -> list[Tensor]:
+    width = dy.shape[-1]
+    size = width // (heads + 2 * kv_heads)
+    rows = ((width, dbias), (size, dq_weight), (size, dk_weight))
+    return [dy.new_empty(dy.shape)] * dx + [dy.new_empty((n,), dtype=of) for n, of in rows if of is not None]
+
+
+for _operator, _schema, _function, _traced in (
+    ("rope", _FORWARD, rope.rope_fwd, _fake),
+    ("rope_backward", _BACKWARD, rope.rope_bwd, _fake_backward),
+):
+    _library.define(_schema)
+    _library.impl(_operator, _run(_function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"seqfuse::{_operator}", _traced, lib=_library)
+
+
+def _fields(rotation: rope.Rotation | None) -> dict[str, Any]:
+    return {} if rotation is None else {"style": rotation.style, "dim": rotation.dim, "base": float(rotation.base)}
+
+
+def forward(x: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, **rest: Any) -> rope.Forward:
+    """`rope.rope_fwd` by its operator."""
+    y, *others = torch.ops.seqfuse.rope(x, heads, kv_heads, **_fields(rotation), **rest)
+    return rope.Forward(y, others.pop(0) if rest["store"] else None, others[0] if others else None)
+
+
+def backward(dy: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, **rest: Any) -> rope.Backward:
+    """`rope.rope_bwd` by its operator."""
+    made = iter(torch.ops.seqfuse.rope_backward(dy, heads, kv_heads, **_fields(rotation), **rest))
+    return rope.Backward(*(next(made) if rest[name] not in (None, False) else None for name in rope.Backward._fields))
