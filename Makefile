@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+# Whatever has torch and Triton for the GPU: the verbs that need one install nothing.
+GPU_PYTHON ?= python3
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -11,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full check format format-check lint types docs bench kernels clean
+.PHONY: help demo test test-full test-gpu check format format-check lint types docs bench bench-gpu kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +45,14 @@ types: $(VENV)/.has-dev  ## check types, strictly
 docs: $(VENV)/.has-docs  ## build docs/_build/html, warnings are errors
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs docs/_build/html
 
-bench: $(VENV)/.has-bench  ## count what the engine costs on the host
-	$(BIN)/python benchmarks/bench_host.py $(ARGS)
+bench: $(VENV)/.has-bench  ## measure everything that needs no GPU; ARGS='host memory' are parts of it
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-gpu:  ## measure on a GPU beside the peers, in 8 minutes; needs torch and Triton in GPU_PYTHON
+	PYTHON=$(GPU_PYTHON) LIMIT=480 BENCH='$(ARGS)' benchmarks/gpu_session.sh bench
+
+test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest and hypothesis in GPU_PYTHON
+	PYTHON=$(GPU_PYTHON) benchmarks/gpu_session.sh test
 
 kernels: $(VENV)/.has-bench  ## compile every kernel for GPUs that are not here
 	$(BIN)/python benchmarks/kernels_table.py $(ARGS)

@@ -55,6 +55,7 @@ def _bars(
         )
         axes.bar_label(bars, [f"{v:.2f}" if v is not None else "not run" for v in values], padding=2, fontsize=7)
     axes.set_yticks([row * (count + 0.6) + (count - 1) / 2 for row in range(len(labels))], labels)
+    axes.margins(y=0.02)
     axes.invert_yaxis()
     if goal is not None:
         axes.axvline(goal, color=GOAL, linewidth=1)

@@ -153,6 +153,34 @@ def layers() -> str | None:
     return text(lines + table(head, rows, left=2))
 
 
+def parallel() -> str | None:
+    """What a divided stack holds and sends."""
+    found = read("parallel")
+    if found is None:
+        return None
+    shape = found["stack"]
+    lines = [
+        where(found["about"]),
+        "",
+        f"A stack of {shape['layers']} layers of width {shape['width']} on {shape['rows']} x {shape['length']} rows in",
+        "float32. Errors are those of the worst gradient, relative to its largest number. What is sent in a step is",
+        "counted at the operators, as a ring sends it; the formula is that of four sums of the hidden states a layer.",
+        "",
+    ]
+    head = ("processes", "rows", "error", "error in float64", "parameters", "kept", "sent", "formula")
+    rows = [
+        (
+            str(row["processes"]),
+            "shares" if row["shares_of_rows"] else "all",
+            f"{row['error_float32']:.0e}",
+            f"{row['error_float64']:.0e}",
+            *(f"{row[key] / 1e6:.2f} MB" for key in ("parameter_bytes", "kept_bytes", "ring_bytes", "formula_bytes")),
+        )
+        for row in found["parallel"]
+    ]
+    return text([*lines, *table(head, rows, left=2)])
+
+
 def verdicts() -> list[targets.Verdict]:
     """Every target by what there is."""
     found: dict[str, Any] = {"gpu": (read("gpu") or {}).get("rows", {}).values()}
@@ -228,6 +256,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "traffic": traffic,
     "memory": memory,
     "layers": layers,
+    "parallel": parallel,
     "targets": goals,
     "gpu": gpu,
 }

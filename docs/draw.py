@@ -9,6 +9,11 @@ import re
 from html import escape
 from pathlib import Path
 
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+
 HERE = Path(__file__).resolve().parent
 
 STYLE = """
@@ -158,7 +163,14 @@ def memory() -> str:
     return p.svg()
 
 
-PICTURES = {"contract": contract, "four_ways": four_ways, "segments": segments, "memory": memory}
+def plan() -> str:
+    """The plan of a feed-forward block for an H100, as the library draws it."""
+    operations = ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024), ops.Dropout(0.1)
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    return sf.Sequential(ops.Residual(*operations)).bfloat16().plan(env=env).svg()
+
+
+PICTURES = {"contract": contract, "four_ways": four_ways, "segments": segments, "memory": memory, "plan": plan}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -84,12 +84,8 @@ def _of_fusion(fusion: type[FusedOperation]) -> list[str]:
     contract = next(base.__name__ for base in fusion.__mro__ if base.__module__ == "seqfuse.fusion")
     pattern = ", ".join(f"{slot.name}: {_slot(slot)}" for slot in fusion.slots)
     rules = [name for name in ("aten", "triton", "lean") if fusion in getattr(sf.fusions, name)]
-    return [
-        f":Contract: :py:class:`~seqfuse.{contract}`",
-        f":Pattern: ``{pattern}``",
-        f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}",
-        "",
-    ]
+    lines = [f":Contract: :py:class:`~seqfuse.{contract}`", f":Pattern: ``{pattern}``"]
+    return [*lines, *([f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}"] if rules else []), ""]
 
 
 def _slot(slot: Any) -> str:
@@ -125,13 +121,18 @@ def without_slots(
     return ("", "") if inspect.isclass(obj) and issubclass(obj, FusedOperation) else None
 
 
+def mathml(tex: str, display: str = "inline") -> str:
+    """MathML of LaTeX; names of several letters are names, and no text, beside which operators lose their space."""
+    return convert(tex, display=display).replace("<mtext>", "<mi>").replace("</mtext>", "</mi>")
+
+
 def _inline(translator: Any, node: Any) -> None:
-    translator.body.append(convert(node.astext()))
+    translator.body.append(mathml(node.astext()))
     raise nodes.SkipNode
 
 
 def _display(translator: Any, node: Any) -> None:
-    translator.body.append(f"<p>{convert(node.astext(), display='block')}</p>")
+    translator.body.append(f"<p>{mathml(node.astext(), 'block')}</p>")
     raise nodes.SkipNode
 
 

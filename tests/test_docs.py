@@ -99,6 +99,25 @@ def test_a_block_that_is_never_closed_is_refused() -> None:
         python_of("```python\nx = 1\n")
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_verbs_of_make_that_are_shown_are_there(page: str) -> None:
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = set(re.findall(r"(?:^\$ |`)make ([a-z-]+)", (ROOT / page).read_text(), re.MULTILINE))
+    assert shown
+    assert shown <= verbs
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    pages = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+    wrong = [
+        f"{page.name}: {link}"
+        for page in pages
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if "://" not in link and not (page.parent / link).exists()
+    ]
+    assert wrong == []
+
+
 # The reference: every public name, by category, from its docstring.
 
 ENGINE = {"fuser", "kernels"}
@@ -185,8 +204,8 @@ def test_no_word_of_a_docstring_is_lost_on_its_way_to_a_formula(obj: type) -> No
 @pytest.mark.parametrize("obj", DESCRIBED, ids=lambda obj: obj.__name__)
 def test_every_operation_and_fusion_states_a_formula_whose_brackets_close(obj: type) -> None:
     found = formulas.formulas(" ".join((inspect.getdoc(obj) or "").split("Args:")[0].split()))
-    if obj not in (sf.ops.QKNorm, sf.ops.RotaryEmbedding, sf.ops.Reshape):
-        assert any("=" in formula for formula in found)
+    said_in_words = (sf.ops.QKNorm, sf.ops.RotaryEmbedding, sf.ops.Reshape, sf.fusions.BiasQKNormRotaryAttention)
+    assert obj in said_in_words or any("=" in formula for formula in found)
     for formula in found:
         for pair in ("()", "[]", "{}"):
             assert formula.count(pair[0]) == formula.count(pair[1]), formula

@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    """What numbers are drawn from."""
+    return torch.Generator(device).manual_seed(seed)
+
+
 def normal(
     shapes: Mapping[str, tuple[int, ...]], seed: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Tensors of normal numbers; rows alone, such as weights, are near one."""
-    draw = torch.Generator(device).manual_seed(seed)
+    draw = generator(device, seed)
     found: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         t = torch.empty(shape, device=device, dtype=dtype).normal_(generator=draw)

@@ -14,6 +14,7 @@ from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.crossentropy import cross_entropy_
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd
 
+from . import draw
 from .case import Case, Contender, Inputs, Run
 from .draw import normal
 from .peers import backward_of, forward_of, liger, module, peers_of
@@ -67,6 +68,7 @@ def _biased(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 def cases(sizes: Sizes) -> Iterator[Case]:
     """Over (tokens, F) of each model."""
+    classes: set[int] = set()
     for rank, model in enumerate(sorted(sizes.models, key=lambda m: m.name not in MAIN)):
         if len(sizes.models) > 2 and rank > 1 and model.name not in ("gpt2-xl", "llama3-1b"):
             continue
@@ -74,7 +76,9 @@ def cases(sizes: Sizes) -> Iterator[Case]:
         if model.llama:
             yield from _gated_cases(sizes, model, 2 * (rank > 1))
         yield from _rope_cases(sizes, model, 2 * (rank > 1))
-        yield from _loss_cases(sizes, model, 2 * (rank > 1))
+        if model.V not in classes:
+            classes.add(model.V)
+            yield from _loss_cases(sizes, model, 2 * (rank > 1))
 
 
 def _common(sizes: Sizes, rows: int, **shape: int) -> dict[str, Any]:
@@ -214,8 +218,8 @@ def _loss_cases(sizes: Sizes, model: Model, late: int) -> Iterator[Case]:
 
     def make(rows: int, seed: int) -> Inputs:
         drawn = normal({"logits": (rows, V)}, seed, sizes.device, sizes.dtype)
-        generator = torch.Generator(sizes.device).manual_seed(seed)
-        return drawn | {"targets": torch.randint(V, (rows,), device=sizes.device, generator=generator)}
+        numbers = draw.generator(sizes.device, seed)
+        return drawn | {"targets": torch.randint(V, (rows,), device=sizes.device, generator=numbers)}
 
     def eager(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")

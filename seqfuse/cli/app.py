@@ -43,9 +43,9 @@ class On:
             negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."
         ),
     ] = None
-    eval: Annotated[bool, Parameter(negative="", show_default=False, help="Put the model into evaluation mode.")] = (
-        False
-    )
+    evaluate: Annotated[
+        bool, Parameter(name="--eval", negative="", show_default=False, help="Put the model into evaluation mode.")
+    ] = False
 
 
 _Shared = Annotated[On | None, Parameter(name="*")]
@@ -85,7 +85,7 @@ def plan(
     form = planning.form_of({"json": json, "html": html, "svg": svg, "mermaid": mermaid}, output)
     made = planning.planned(
         target, given=input, channels=on.channel or [], device=on.device, dtype=on.dtype, autocast=on.autocast,
-        part=on.part, grad=not no_grad, evaluate=on.eval,
+        part=on.part, grad=not no_grad, evaluate=on.evaluate,
     )  # fmt: skip
     write(planning.written(made, form), output)
 
@@ -108,7 +108,7 @@ def tune(
     on = on or On()
     report = tuning.tuned(
         target, given=input, channels=on.channel or [], device=on.device, dtype=on.dtype, autocast=on.autocast,
-        part=on.part, evaluate=on.eval, modes=modes, budget=budget, file=file,
+        part=on.part, evaluate=on.evaluate, modes=modes, budget=budget, file=file,
     )  # fmt: skip
     if json:
         tell_json(tuning.data(report))
@@ -125,7 +125,9 @@ def check(
     device: Annotated[str | None, Parameter(help="cpu, cuda or cuda:0; else the first GPU there is.")] = None,
     dtype: Annotated[str | None, Parameter(help="The only dtype; else float32 and bfloat16.")] = None,
     part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None,
-    eval: Annotated[bool, Parameter(negative="", show_default=False, help="Put a model into evaluation mode.")] = False,
+    evaluate: Annotated[
+        bool, Parameter(name="--eval", negative="", show_default=False, help="Put a model into evaluation mode.")
+    ] = False,
     repro: Annotated[Path | None, Parameter(help="Where to write a script that shows a failure again.")] = None,
     seed: int = 0,
     json: Json = False,
@@ -135,7 +137,7 @@ def check(
 
     found: list[checking.Checked] = []
     for one in checking.checked(
-        target, given=input, device=device, dtype=dtype, part=part, evaluate=eval, file=repro, seed=seed
+        target, given=input, device=device, dtype=dtype, part=part, evaluate=evaluate, file=repro, seed=seed
     ):
         found.append(one)
         if not json:
@@ -163,7 +165,7 @@ def compare(
     on = on or On()
     found = comparing.compared(
         target, given=input, channels=on.channel or [], device=on.device, dtype=on.dtype, autocast=on.autocast,
-        part=on.part, evaluate=on.eval, grad=not no_grad, against=against, seed=seed,
+        part=on.part, evaluate=on.evaluate, grad=not no_grad, against=against, seed=seed,
     )  # fmt: skip
     if json:
         tell_json(comparing.data(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,8 @@ class _Job:
             yield self._operation(lambda x: built, made, self.target.attribute, self.spec, not self.fixed)
             return
         model = container(built.eval() if evaluate else built, self.target.name, part)
-        path = next((path for path, module in built.named_modules() if module is model), "")
+        modules: Iterator[tuple[str, nn.Module]] = cast(Any, built).named_modules()
+        path = next((path for path, module in modules if module is model), "")
         made += f".get_submodule({path!r})" if path else ""
         yield from self._model(model, made + (".eval()" if evaluate else ""))
 

@@ -172,7 +172,7 @@ class _Recorder(Fuser):
     def _call(self, owner: Any, name: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         out = fn(*args, **kwargs)
         first: Any = out[0] if isinstance(out, tuple) else out  # pyright: ignore[reportUnknownVariableType]
-        if not any(map(is_fake, (first, *args[:1]))):  # the engine checks a pass on tensors without data
+        if not is_fake(first) and not any(map(is_fake, args[:1])):  # the engine checks a pass on tensors without data
             kept = first.detach().clone() if isinstance(first, Tensor) else None
             self._seen.setdefault((id(owner), name), []).append(kept)
         return out  # pyright: ignore[reportUnknownVariableType]
@@ -231,7 +231,7 @@ def _walked(
     """Run the references, each on a view of its own, so that the gradient of what enters it is its own."""
     items = flatten(model)
     random = random_positions(items)
-    seeds = draw(len(random), x) if random else None
+    seeds = draw(items, random, x) if random else None
 
     def border(t: Tensor) -> Tensor:
         if low is None or not t.is_floating_point():

@@ -3,51 +3,69 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import PlanError, StateError
-from ..operation import UnfusedOperation
-from .items import Item
+from ..group import Meeting
+from ..operation import FusableOperation, UnfusedOperation
+from .fake import is_fake
+from .items import Item, flatten
 
 if TYPE_CHECKING:
-    from .listing import Region
+    from .listing import Listing, Region
     from .plan import Plan
 
 
 def tell_apart(items: list[Item]) -> None:
-    """Say of each position whether other processes have other rows or features there."""
-    met = [i.operation.meeting for i in items if isinstance(i.operation, UnfusedOperation)]
-    first = next((m for m in met if m is not None and m.group.size > 1), None)
+    """Say of each position whether other processes have other rows or features there.
+
+    Raises:
+        PlanError: (SF201) for what runs by itself there and could not know.
+    """
+    met = [_meeting(item) for item in items]
+    first = next((m for m in met if m is not None), None)
     group, has = (first.group, first.before) if first is not None else (None, "whole")
-    for position, item in enumerate(items):
-        operation = item.operation
-        if has == "rows" and item.alone is not None:
-            _expect_sums(operation, item, position)
-        if not isinstance(operation, UnfusedOperation):
-            continue
-        if operation.meeting is not None and operation.meeting.group.size > 1:
-            group, _, has = operation.meeting
+    for position, (item, meeting) in enumerate(zip(items, met, strict=True)):
+        if meeting is not None:
+            group, _, has = meeting
+        elif item.alone is not None and has != "whole":
+            _expect_to_know(item, position, has == "rows")
         if group is not None and has != "whole":
             item.rank = group.rank
         if item.slots:
-            item.sum_over = operation.sum_over or (group if has == "rows" else None)
+            item.sum_over = getattr(item.operation, "sum_over", None) or (group if has == "rows" else None)
 
 
-def _expect_sums(module: nn.Module, item: Item, position: int) -> None:
-    """Check that what runs by itself on a share of the rows knows that its gradients are to be summed."""
-    inside: list[Any] = list(module.modules())
-    if any(getattr(m, "meeting", None) is not None or getattr(m, "shares", None) for m in inside):
-        return  # it has a list of its own that says so
-    if any(p.requires_grad for m in inside if getattr(m, "sum_over", None) is None for p in m.parameters(False)):
+def _meeting(item: Item) -> Meeting | None:
+    """What processes exchange at a position, or in what runs by itself there."""
+    operation = item.operation
+    if isinstance(operation, UnfusedOperation) and (item.alone is None or operation.meeting is not None):
+        met = [operation.meeting]
+    elif isinstance(operation, FusableOperation):
+        met = [_meeting(inner) for inner in flatten(operation)]
+    else:
+        return None
+    found = [m for m in met if m is not None and m.group.size > 1]
+    return Meeting(found[-1].group, found[0].before, found[-1].after) if found else None
+
+
+def _expect_to_know(item: Item, position: int, rows: bool) -> None:
+    """Check that what runs by itself, and holds no collective, needs nothing that only the whole list tells it."""
+    where: dict[str, Any] = {"code": "SF201", "operation": item.name, "position": position}
+    inside: list[Any] = [*item.operation.modules()]
+    if any(isinstance(m, UnfusedOperation) and m.random for m in inside):
+        message = "it runs by itself where each process needs a mask of its own, and would draw the same in all"
+        raise PlanError(message, hint="let it run in the list: take its hooks away", **where)
+    own = [p for m in inside if getattr(m, "sum_over", None) is None for p in m.parameters(False)]
+    if rows and any(p.requires_grad for p in own):
         message = "it runs by itself on a share of the rows, so that its gradients are a part of the sum"
-        raise PlanError(message, code="SF201", operation=item.name, position=position, hint="set its sum_over")
+        raise PlanError(message, hint="set its sum_over", **where)
 
 
-def compare(items: Sequence[Item], region: Region, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
+def compare(listing: Listing, region: Region, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
     """Compare the plan of a region, and the seeds of its list, with those of the processes it meets.
 
     Once, when it first runs: a process may later go on without a fusion that failed there.
@@ -55,13 +73,13 @@ def compare(items: Sequence[Item], region: Region, plan: Plan, x: Tensor, seeds:
     Raises:
         StateError: (SF506) in every process of the group, if one of them has others.
     """
-    region.compared = True
+    if is_fake(x):
+        return
+    region.compared, items = True, listing.items
     met = [getattr(item.operation, "meeting", None) for item in items[region.start : region.stop]]
     groups = {m.group.name: m.group for m in met if m is not None and m.group.size > 1}
     steps = [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
-    drawn = [] if seeds is None else [*map(int, seeds.cpu())]
-    random = [item.rank for item in items if isinstance(item.operation, UnfusedOperation) and item.operation.random]
-    common = [seed ^ rank for seed, rank in zip(drawn, random, strict=False)]
+    common = [] if seeds is None else [int(seeds[i]) ^ items[position].rank for position, i in listing.random.items()]
     about = (str((tuple(x.shape), str(plan.env), steps, plan.segments)), str(common))
     digests = [torch.frombuffer(bytearray(hashlib.sha256(t.encode()).digest()), dtype=torch.uint8) for t in about]
     for group in groups.values():

@@ -136,7 +136,7 @@ class Fuser:
         if latest != key:
             program = self._program(listing, region, key, x, channels, parameters)
             if settings().debug and not region.compared:
-                compare(listing.items, region, program.plan, x, seeds)
+                compare(listing, region, program.plan, x, seeds)
         if program.by_reference:
             return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
         return program.run(x, channels, seeds, parameters)

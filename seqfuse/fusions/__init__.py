@@ -33,6 +33,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
 * `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
   stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
+* `BiasQKNormRotaryAttention`: the same with attention behind it; a step of decoding writes its row into the cache in
+  the same pass.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
 * `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors and biases in
@@ -57,6 +59,7 @@ from .biasqknormrotary import (
     BiasQKNormRotaryBackward,
     BiasQKNormRotaryInference,
 )
+from .biasqknormrotaryattention import BiasQKNormRotaryAttention
 from .blockboundary import BlockBoundary, BlockBoundaryBackward
 from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
@@ -112,6 +115,7 @@ triton: tuple[type[FusedOperation], ...] = (
     PointwiseChainInference,
     PointwiseChain,
     PointwiseChainBackward,
+    BiasQKNormRotaryAttention,
     BiasQKNormRotaryInference,
     BiasQKNormRotary,
     BiasQKNorm,
@@ -139,6 +143,7 @@ __all__ = [
     "BiasQKNorm",
     "BiasQKNormBackward",
     "BiasQKNormRotary",
+    "BiasQKNormRotaryAttention",
     "BiasQKNormRotaryBackward",
     "BiasQKNormRotaryInference",
     "BlockBoundary",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, StateError
 from ..ops import Attention, _cache
-from ..ops._attention import QKV, Scores, attend
+from ..ops._attention import QKV, Scores, attend, kernels_run
 from ..ops._attention_blocks import attend_blocks
 
 
@@ -63,6 +66,7 @@ class KVCache:
         self._alike = True  # whether all are of that length
         self._turn = 0
         self._counts: Tensor | None = None
+        self._ends: Tensor | None = None  # lengths with the new row, made once for all attentions of a call
         self._fixed = False  # whether shapes may not change from call to call, as in a graph
 
     def feed(self, model: nn.Module, x: Tensor, counts: Tensor | None = None, **channels: Tensor) -> Any:
@@ -84,8 +88,8 @@ class KVCache:
         if counts is not None and counts.shape != (self.batch,):
             raise InputError(f"expects counts [{self.batch}], got {tuple(counts.shape)}", code="SF101")
         rows = x.shape[1]
-        self._make_room(rows, counts)
-        self._turn, self._counts = 0, counts
+        self.reserve(rows, counts)
+        self._turn, self._counts, self._ends = 0, counts, None
         before = _cache.active.set(self)
         try:
             with torch.no_grad():
@@ -105,7 +109,20 @@ class KVCache:
         """Tell the host that a replayed graph has fed this many rows."""
         self._most += rows
 
-    def _make_room(self, rows: int, counts: Tensor | None) -> None:
+    @contextlib.contextmanager
+    def rehearsal(self) -> Generator[None]:
+        """A block that a graph is captured in: shapes do not follow lengths, and afterwards lengths are as before."""
+        lengths, most, alike = self.lengths.clone(), self._most, self._alike
+        self._fixed = True
+        try:
+            yield
+        finally:
+            self._fixed = False
+            self.lengths.copy_(lengths)
+            self._most, self._alike = most, alike
+
+    def reserve(self, rows: int, counts: Tensor | None = None) -> None:
+        """Refuse rows that do not fit (SF505), before they are fed or a graph that feeds them is replayed."""
         if self._most + rows <= self.max_length:
             return
         if not self._fixed:  # the host's bound may be too high: ask once
@@ -122,13 +139,12 @@ class KVCache:
 
     def attend(self, attention: Attention, x: Tensor) -> Tensor:
         """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
-        if not attention.causal or attention.mask is not None or attention.cu_seqlens is not None:
-            raise StateError("a cache holds keys of causal attention without a mask", code="SF505")
+        _check(attention)
+        y = self.decode(attention, x, functools.partial(_write_row, attention))
+        if y is not None:
+            return y
         q, k, v = attention.heads_of(x)
-        if self._turn == len(self._layers):
-            self._layers.append(self._empty(k))
-        layer = self._layers[self._turn]
-        self._turn += 1
+        layer = self._next(k)
         positions = self.positions(x)
         self._write(layer, k, v, positions)
         rows, first = x.shape[1], not self._most
@@ -141,6 +157,43 @@ class KVCache:
             how = Scores(attention.scale_of(x), False, None, attention.softcap, mask=mask)
             qkv = self._read(q, layer, total)
         return _attended(qkv, how).reshape(*x.shape[:2], -1)
+
+    def decode(self, attention: Attention, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
+        """The same of one row of each sequence by kernels; `None` where they do not do it, and nothing has changed.
+
+        Args:
+            attention: whose rows these are.
+            x: packed rows, [B, 1, C].
+            write: `write(row, k=, v=, lengths=, k_scale=, v_scale=)` keeps keys and values of rows [B, C] and gives
+                their queries [B, H, D].
+        """
+        _check(attention)
+        _, k, _ = attention.heads_of(x)
+        one = x.ndim == 3 and x.shape[1] == 1 and self._counts is None
+        # Of int8 the kernel takes float32 queries of narrow heads alone.
+        fits = not self.int8 or x.dtype is not torch.float32 or k.shape[-1] <= 128
+        if not one or not fits or not kernels_run(x, k.shape[-1]):
+            return None
+        from ..kernels.decode import decode_attention
+
+        layer = self._next(k)
+        total = self.max_length if self._fixed else min(self._most + 1, self.max_length)
+        kept = {"k": layer.keys, "v": layer.values, "k_scale": layer.key_scales, "v_scale": layer.value_scales}
+        named = {name: None if t is None else t[:, :, :total] for name, t in kept.items()}
+        caches: dict[str, Any] = {n: t.squeeze(-1) if t is not None and "scale" in n else t for n, t in named.items()}
+        q = write(x.squeeze(1), lengths=self.lengths, **caches)
+        if self._ends is None:
+            self._ends = self.lengths + 1  # of a full one the kernel reads what there is
+        limits: dict[str, Any] = {"window": attention.window, "softcap": attention.softcap}
+        y = decode_attention(q, lengths=self._ends, scale=attention.scale_of(x), **caches, **limits)
+        return y.flatten(1).unsqueeze(1)
+
+    def _next(self, k: Tensor) -> _Layer:
+        """The cache of the attention whose turn it is, for keys like k."""
+        if self._turn == len(self._layers):
+            self._layers.append(self._empty(k))
+        self._turn += 1
+        return self._layers[self._turn - 1]
 
     def _empty(self, k: Tensor) -> _Layer:
         shape = (self.batch, k.shape[1], self.max_length, k.shape[3])
@@ -232,3 +285,17 @@ def _put(whole: Tensor, sequence: Tensor, positions: Tensor, rows: Tensor, taken
 def _attended(qkv: QKV, how: Scores) -> Tensor:
     kernel = how.kernel(qkv[0], qkv[1].shape[2])
     return (attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel))[0]
+
+
+def _check(attention: Attention) -> None:
+    if not attention.causal or attention.mask is not None or attention.cu_seqlens is not None:
+        raise StateError("a cache holds keys of causal attention without a mask", code="SF505")
+
+
+def _write_row(attention: Attention, row: Tensor, **caches: Any) -> Tensor:
+    """Keys and values of rows [B, C] into the cache as they are; their queries [B, H, D]."""
+    from ..kernels.decode import cache_write
+
+    q, k, v = (t.squeeze(-2) for t in attention.heads_of(row.unsqueeze(1)))
+    cache_write(k, v, **caches)
+    return q

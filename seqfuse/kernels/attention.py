@@ -106,7 +106,7 @@ def _scores(
     BASE_2: tl.constexpr, SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Scores, as exponents of e or 2, [OWN, OTHER], -inf where not seen, and tanh(score / softcap) where they are bent."""
+    """Scores as exponents of e or 2, [OWN, OTHER], -inf where not seen; tanh(score / softcap) where they are bent."""
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
     bent = scores
     if SOFTCAP:
@@ -352,7 +352,7 @@ _HOPPER: dict[str, dict[int, _Row]] = {
     "fwd": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
         128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
     },
     "dq": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
@@ -362,14 +362,31 @@ _HOPPER: dict[str, dict[int, _Row]] = {
     "dkv": {
         64: ((64, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
         128: ((32, 128, 8, 2), (16, 128, 8, 2), (16, 128, 8, 2), (16, 64, 8, 1)),
-        256: ((16, 64, 8, 1), (16, 64, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+        256: ((16, 64, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    },
+}
+_BLACKWELL: dict[str, dict[int, _Row]] = {
+    "fwd": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (32, 32, 4, 1)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "dq": {
+        64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1), (64, 32, 8, 1)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "dkv": {
+        64: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 64, 4, 1), (32, 64, 4, 1)),
+        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1)),
+        256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     },
 }
 _AMPERE: dict[str, dict[int, _Row]] = {
     "fwd": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
         128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+        256: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
     },
     "dq": {
         64: ((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
@@ -399,7 +416,7 @@ _AMD: dict[str, dict[int, _Row]] = {
         256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
 }
-_TILES = {"sm_90": _HOPPER, "sm_100": _HOPPER, "gfx": _AMD, "sm": _AMPERE}
+_TILES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx": _AMD, "sm": _AMPERE}
 
 
 def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
@@ -407,7 +424,9 @@ def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0
     width = max(64, next_power_of_2(size))
     if dtype is torch.float32:
         # Its products are made of multiplications in registers.
-        return Tile(32, 32, 8, 1) if width == 64 else Tile(16, 16, 8, 1)
+        if width == 64 and load < 2:
+            return Tile(32, 32, 8, 1)
+        return Tile(16, 32 if kernel == "fwd" else 16, 8, 1)
     tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
     return Tile(*tiles[kernel][width][load])
 

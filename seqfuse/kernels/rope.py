@@ -287,6 +287,98 @@ def _rope_bwd_kernel(
             _store_rest(to, tl.sum(w3, 0, keep_dims=True), known, ROTARY, D, BLOCK_P)
 
 
+@triton.jit
+def _rope_write_kernel(
+    x, bias, q_weight, k_weight, frequencies, lengths, q, k, v, k_scale, v_scale,
+    x_stride, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch, scale_head, B, Q, K, rows,
+    EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One head of a sequence's new row: a query is written apart, a key and a value into the cache, where they fit."""
+    parts = Q + K + K
+    pid = tl.program_id(0)
+    head = (pid % parts).to(tl.int64)
+    batch = (pid // parts).to(tl.int64)
+    length = tl.load(lengths + batch).to(tl.int64)
+    heads = tl.zeros((1, 1, 1), tl.int64) + head
+    known = heads < Q + K
+    every = heads >= 0
+    source = x + batch * x_stride + heads * D
+    squares = tl.zeros((1, 1), tl.float32)
+    if ROTARY > 0:
+        one, two = _load_pair(source, every, ROTARY, INTERLEAVED, BLOCK_R)
+        if bias is not None:
+            b1, b2 = _load_pair(bias + heads * D, every, ROTARY, INTERLEAVED, BLOCK_R)
+            one += b1
+            two += b2
+        squares += tl.sum(one * one + two * two, 2)
+    if ROTARY < D:
+        rest = _load_rest(source, every, ROTARY, D, BLOCK_P)
+        if bias is not None:
+            rest += _load_rest(bias + heads * D, every, ROTARY, D, BLOCK_P)
+        squares += tl.sum(rest * rest, axis=2)
+    if NORM:
+        rstd = tl.where(known, tl.expand_dims(1.0 / tl.sqrt(squares / D + EPS), 2), 1.0)
+    if ROTARY > 0:
+        if NORM:
+            one *= rstd
+            two *= rstd
+            if q_weight is not None:
+                g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, INTERLEAVED, BLOCK_R)
+                one *= tl.where(known, g1, 1.0)
+                two *= tl.where(known, g2, 1.0)
+        # The place of the new row is its position, and rows are those of the batch.
+        sine, cosine = _turn(frequencies, lengths, batch + tl.arange(0, 1), B, B, ROTARY, BLOCK_R)
+        one, two = tl.where(known, one * cosine - two * sine, one), tl.where(known, two * cosine + one * sine, two)
+    if ROTARY < D and NORM:
+        rest *= rstd
+        if q_weight is not None:
+            gain = _rest_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, D, BLOCK_P)
+            rest *= tl.where(known, gain, 1.0)
+    fits = (heads >= 0) & (length >= 0) & (length < rows)
+    if k_scale is not None:
+        most = tl.zeros((1, 1), tl.float32)
+        if ROTARY > 0:
+            most = tl.maximum(most, tl.max(tl.maximum(tl.abs(one), tl.abs(two)), 2))
+        if ROTARY < D:
+            most = tl.maximum(most, tl.max(tl.abs(rest), 2))
+        scale = tl.expand_dims(most / 127.0, 2)
+        place = batch * scale_batch + length
+        tl.store(k_scale + place + (heads - Q) * scale_head, scale, mask=fits & known & (heads >= Q))
+        tl.store(v_scale + place + (heads - Q - K) * scale_head, scale, mask=fits & ~known)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        if ROTARY > 0:
+            one = tl.where(heads < Q, one, _rounded(one / scale))
+            two = tl.where(heads < Q, two, _rounded(two / scale))
+        if ROTARY < D:
+            rest = tl.where(heads < Q, rest, _rounded(rest / scale))
+    if head < Q:
+        to_query = q + (batch * Q + heads) * D
+        if ROTARY > 0:
+            _store_pair(to_query, one, two, every, ROTARY, INTERLEAVED, BLOCK_R)
+        if ROTARY < D:
+            _store_rest(to_query, rest, every, ROTARY, D, BLOCK_P)
+    elif head < Q + K:
+        to_key = k + batch * k_batch + (heads - Q) * k_head + length * k_row
+        if ROTARY > 0:
+            _store_pair(to_key, one, two, fits, ROTARY, INTERLEAVED, BLOCK_R)
+        if ROTARY < D:
+            _store_rest(to_key, rest, fits, ROTARY, D, BLOCK_P)
+    else:
+        to_value = v + batch * v_batch + (heads - Q - K) * v_head + length * v_row
+        if ROTARY > 0:
+            _store_pair(to_value, one, two, fits, ROTARY, INTERLEAVED, BLOCK_R)
+        if ROTARY < D:
+            _store_rest(to_value, rest, fits, ROTARY, D, BLOCK_P)
+
+
+@triton.jit
+def _rounded(t):
+    """To the nearest whole number within an int8, a half away from zero; what stores it cuts off what is left."""
+    t = tl.minimum(tl.maximum(t, -127.0), 127.0)
+    return tl.where(t < 0.0, t - 0.5, t + 0.5)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rotation:
     """How pairs are turned: `dim` elements of each head, by angles position base^(-2 i / dim)."""
@@ -509,6 +601,83 @@ def rope_bwd(
     return Backward(out, *totals)
 
 
+def rope_write(
+    x: Tensor,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm_eps: float | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """`rope_fwd` of a new row of each sequence, at the position that is its length: keys and values go into a cache.
+
+    x: packed [B, (H + 2 Hkv) D]; k, v: [B, Hkv, max, D] of its dtype, or int8 with float32 scales [B, Hkv, max];
+    lengths: [B] int64, before the new row. Written where there is room. Returns the queries, [B, H, D].
+
+    Args:
+        x: packed [q; k; v] of the new rows.
+        heads: H.
+        kv_heads: Hkv.
+        rotation: how heads are turned, if they are.
+        k: cache of keys.
+        v: cache of values.
+        lengths: rows that each sequence has.
+        bias: as in `rope_fwd`, and so are norm_eps and weights.
+        norm_eps: as there.
+        q_weight: as there.
+        k_weight: as there.
+        k_scale: where the scales of int8 keys go.
+        v_scale: where those of values go.
+
+    Raises:
+        ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x must be [B, C], one row of each sequence, got {tuple(x.shape)}")
+    size, rotary = _checked(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)
+    _check_weights(size, q_weight, k_weight)
+    batch, rows = x.shape[0], k.shape[2] if k.ndim == 4 else 0
+    if tuple(k.shape) != (batch, kv_heads, rows, size) or v.shape != k.shape or k.dtype is not v.dtype:
+        shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
+        raise ValueError(f"caches must both be {(batch, kv_heads, 'max', size)} of one dtype, got {shapes}")
+    if tuple(lengths.shape) != (batch,) or lengths.dtype is not torch.int64:
+        raise ValueError(f"lengths must be int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}")
+    for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scales is not None) != (k.dtype is torch.int8):
+            raise ValueError(f"{name} is given with an int8 cache, and only then")
+        if scales is not None and (scales.shape != k.shape[:3] or scales.dtype is not torch.float32):
+            raise ValueError(f"{name} must be float32 {tuple(k.shape[:3])}, got {scales.dtype} {tuple(scales.shape)}")
+    if k_scale is not None and v_scale is not None and (k_scale.stride() != v_scale.stride() or k_scale.stride(2) != 1):
+        raise ValueError(f"k_scale and v_scale must have one layout, got {k_scale.stride()}, {v_scale.stride()}")
+    for name, tensor in (("x", x), ("k", k), ("v", v)):
+        inner_contiguous(name, tensor)
+    q = torch.empty((batch, heads, size), dtype=x.dtype, device=x.device)
+    norm = norm_eps is not None
+    fixed = _constexprs(tile_of(1, size, rotary, 1, amd=False), norm, size, rotation)
+    del fixed["BLOCK_M"], fixed["BLOCK_H"]
+    launch(
+        _rope_write_kernel,
+        batch * (heads + 2 * kv_heads),
+        (
+            x, bias, q_weight if norm else None, k_weight if norm else None,
+            None if rotation is None else _frequencies(rotation, x.device), lengths, q, k, v, k_scale, v_scale,
+            x.stride(0), *k.stride()[:3], *v.stride()[:3],
+            *((0, 0) if k_scale is None else k_scale.stride()[:2]), batch, heads, kv_heads, rows,
+        ),
+        {"EPS": float(norm_eps or 0.0), **fixed},
+        1,
+    )  # fmt: skip
+    return q
+
+
 def _checked(
     x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None = None
 ) -> tuple[int, int]:
@@ -607,6 +776,9 @@ def variants() -> Iterator[Variant]:
                 if rotation is not None or "norm" in around:
                     yield from _of_shape(dtype, size, rotation, around, "sm_")
                     yield from _of_shape(dtype, size, rotation, around, "gfx")
+            if size <= 256:
+                yield _write_variant(dtype, size, rotation, int8=False)
+                yield _write_variant(dtype, size, rotation, int8=True)
 
 
 def _of_shape(
@@ -639,3 +811,30 @@ def _of_shape(
             num_warps=tile.num_warps,
             targets=(target,),
         )
+
+
+def _write_variant(dtype: torch.dtype, size: int, rotation: Rotation | None, *, int8: bool) -> Variant:
+    item = TRITON_DTYPES[str(dtype).removeprefix("torch.")]
+    kernel: Any = _rope_write_kernel
+    rotary = 0 if rotation is None else rotation.dim
+    fixed = {"EPS": 1e-6, **_constexprs(tile_of(1, size, rotary, 1, amd=False), True, size, rotation)}
+    del fixed["BLOCK_M"], fixed["BLOCK_H"]
+    present = dict.fromkeys(("x", "bias", "q_weight", "k_weight", "q"), item) | {"lengths": "i64"}
+    present |= dict.fromkeys(("k", "v"), "i8" if int8 else item)
+    present |= {"frequencies": "fp32"} if rotation is not None else {}
+    present |= {"k_scale": "fp32", "v_scale": "fp32"} if int8 else {}
+    numbers = [
+        n
+        for n in kernel.arg_names
+        if n.endswith(("_stride", "_batch", "_head", "_row")) or n in ("B", "Q", "K", "rows")
+    ]
+    pointers = [n for n in kernel.arg_names if n not in fixed and n not in numbers]
+    style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
+    return Variant(
+        name=f"rope_write {item} {size} {style}{' int8' if int8 else ''}",
+        kernel=kernel,
+        signature={n: f"*{present[n]}" for n in pointers if n in present} | dict.fromkeys(numbers, "i32"),
+        constexprs=fixed | {n: None for n in pointers if n not in present},
+        divisible=(*pointers, *(n for n in numbers if "_" in n and size % 16 == 0)),
+        num_warps=1,
+    )

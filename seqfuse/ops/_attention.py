@@ -69,7 +69,7 @@ class Scores:
         keys = q.shape[-2] if keys is None else keys
         bounded = self.window is not None and self.window < keys
         plain = not self.p and self.softcap is None
-        ours = q.shape[-1] <= _WIDEST.get(q.dtype, 0) and _has_triton(q.device.type)
+        ours = q.shape[-1] <= _WIDEST.get(q.dtype, 0) and kernels_run(q, q.shape[-1])
         if q.device.type == "cpu":
             if ours:
                 return "triton"
@@ -86,8 +86,10 @@ class Scores:
         return {name: getattr(self, name) for name in fields}
 
 
-def _has_triton(kind: str) -> bool:
-    return (kind == "cuda" or (kind == "cpu" and interpreting)) and _triton_is_installed()
+def kernels_run(x: Tensor, size: int) -> bool:
+    """Whether heads of this size, on the device and of the dtype of x, can be left to our kernels for decoding."""
+    kind, fits = x.device.type, size <= 256 and x.dtype in _WIDEST
+    return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and _triton_is_installed()
 
 
 @functools.cache

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,10 +24,25 @@ class Cache(Protocol):
         """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
         ...
 
+    def decode(self, attention: Attention, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
+        """The same of one row of each sequence by kernels; `None` where they do not do it, and nothing has changed.
+
+        `write(row, k=, v=, lengths=, k_scale=, v_scale=)` keeps the keys and values of rows [B, C] and gives queries
+        [B, H, D].
+        """
+        ...
+
 
 active: ContextVar[Cache | None] = ContextVar("seqfuse_cache", default=None)
 
 
+_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
+
+
 def current() -> Cache | None:
-    """The cache of this call; a traced graph knows none."""
-    return None if torch.compiler.is_compiling() else active.get()
+    """The cache of this call; a traced graph knows none, and a rehearsal on tensors without data must not fill one."""
+    if torch.compiler.is_compiling():
+        return None
+    cache = active.get()
+    return None if cache is None or _mode(_FAKE) is not None else cache

@@ -51,6 +51,8 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
 
     An element is kept iff its word is at least floor(p 2^32).
     """
+    if seed.is_meta:
+        return torch.empty(shape, dtype=torch.bool, device="meta")  # nothing but its shape is asked for
     if seed.device.type != "cpu" or torch.compiler.is_compiling() or _transform() is not None:
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)

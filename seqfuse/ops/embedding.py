@@ -114,9 +114,10 @@ class Embedding(sf.UnfusedOperation):
     def _own(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this process's share, the first one for what is not in it, and where that is."""
         outside = (x < 0) | (x >= self.num_embeddings)
-        if x.is_cuda:
+        plain = type(x) is Tensor and not torch.compiler.is_compiling()  # else it has no numbers to look at
+        if x.is_cuda and plain:
             torch._assert_async(~outside.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        elif not torch.compiler.is_compiling() and outside.any():
+        elif plain and outside.any():
             first = int(x[outside][0].item())
             raise IndexError(f"Embedding: index {first} is outside a table of {self.num_embeddings} rows")
         absent = (x < self._rows.start) | (x >= self._rows.stop)

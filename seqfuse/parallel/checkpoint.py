@@ -57,6 +57,7 @@ def dtensors(model: nn.Module) -> dict[str, Tensor]:
         if share is None:
             found[name] = value
             continue
+        value = _full(value)
         if len(share.parts) > 1:
             value = share.whole(value).chunk(share.group.size, share.dim)[share.group.rank].contiguous()
         key = share.group.name, value.device.type

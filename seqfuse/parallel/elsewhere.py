@@ -53,7 +53,7 @@ class Elsewhere(Tensor):
         name: str = getattr(func, "__name__", "")
         if name in _READS or (name == "__format__" and args[1]):
             raise _absent(where, name)
-        if func is torch.autograd.grad or (func is Tensor.backward and (len(args) > 4 or named.get("inputs"))):
+        if func is torch.autograd.grad or (func is _BACKWARD and (len(args) > 4 or named.get("inputs"))):
             message = "gradients of some tensors alone would not reach the stages before them"
             raise StateError(message, code="SF508", hint="call backward() on every rank, and read .grad")
         if name == "__repr__":
@@ -82,6 +82,11 @@ class Elsewhere(Tensor):
             return Elsewhere.of(tensor, where) if tensor.is_meta and not isinstance(tensor, Elsewhere) else tensor
 
         return tree_map_only(Tensor, up, out)
+
+
+def blank(tensor: Tensor, requires_grad: bool = False) -> Tensor:
+    """A plain `meta` tensor of this shape and dtype, without a graph."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=requires_grad)
 
 
 def _where(values: Any) -> str:
@@ -114,4 +119,5 @@ class _Down(torch.autograd.Function):
 
 
 _down: Callable[..., Any] = _Down.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_BACKWARD: Any = Tensor.backward  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 _plainly: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

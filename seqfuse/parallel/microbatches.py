@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
 from ..fuser.sequential import Sequential
+from .elsewhere import blank
 from .staged import StagedFuser
 from .together import staged
 
@@ -73,4 +73,4 @@ def stages(model: Sequential, x: Tensor, microbatches: int = 1, **channels: Tens
 
 
 def _metas(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(t.as_subclass(Tensor), device="meta", requires_grad=t.requires_grad) for t in tensors)  # pyright: ignore[reportUnknownMemberType]
+    return tuple(blank(t, t.requires_grad) for t in tensors)

@@ -60,7 +60,7 @@ def pipeline(
     placement = Placement(mesh.get_group(), name, ranks, mesh.get_local_rank(), count, shapes == "broadcast")
     elsewhere = _others(items, [*cuts.values()], placement)
     names = [f"boundary{stage}" for stage in range(1, count)]
-    taken = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {*names}
+    taken = {name for name in names for module in model.modules() if name in module._modules}  # pyright: ignore[reportPrivateUsage]
     if taken:
         raise PlanError(f"modules are called {sorted(taken)}, as boundaries are", code="SF202")
     for stage, (key, path) in enumerate(zip(names, cuts, strict=True), 1):

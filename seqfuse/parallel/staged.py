@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +16,10 @@ from ..errors import InputError, StateError
 from ..fuser.inputs import validate
 from ..fuser.listing import Listing, Region
 from ..fuser.reference import check_channels, draw, run_alone, transformed, walk_reference
-from ..fuser.run import Fuser
+from ..fuser.run import KEPT_PROGRAMS, Fuser
 from ..fuser.sequential import Sequential
-from .elsewhere import Elsewhere
-from .transfer import Boundary, Placement, reaches, through, together
+from .elsewhere import Elsewhere, blank
+from .transfer import Boundary, Placement, sources, stand_in, through, together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Stage:
         parts: its regions and barriers.
         boundary: what it begins with; the first one begins with nothing.
         enters: the channels that come in beside the chain's tensor; `leaves` those that go out.
+        clipped: what regions were found to give, by what they got: what stands for it, and where gradients go.
     """
 
     index: int
@@ -37,6 +39,9 @@ class Stage:
     boundary: Boundary | None
     enters: tuple[str, ...]
     leaves: tuple[str, ...]
+    clipped: dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]] = dataclasses.field(
+        default_factory=lambda: dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]]()
+    )
 
     @property
     def positions(self) -> list[int]:
@@ -51,26 +56,25 @@ class StagedFuser(Fuser):
         super().__init__(root, fusions)
         self.placement = placement
         self.device: torch.device | None = None  # of the latest input
-        self._cut: tuple[Listing, tuple[Stage, ...]] | None = None
+        self._cuts: WeakKeyDictionary[Listing, tuple[Stage, ...]] = WeakKeyDictionary()
         self.forget_draws()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"placement": self.placement, "device": self.device}
-        return {**super().__getstate__(), **kept, "_cut": None, "_drawn": {}, "_ran": {}}
+        return {**super().__getstate__(), **kept, "_cuts": WeakKeyDictionary(), "_drawn": {}, "_ran": {}}
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the list; every rank gets the same input."""
         if torch.compiler.is_compiling() or transformed() or x.__class__ not in (Tensor, nn.Parameter) or x.is_meta:
-            message = (
-                f"a model in stages takes plain tensors on every rank, neither compiled nor transformed, not {x!r}"
-            )
+            got = f"{type(x).__name__} on {x.device}" if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            message = f"a model in stages takes plain tensors, neither compiled nor transformed, got {got}"
             raise InputError(message, code="SF105", hint="the input of the first stage is the same on every rank")
         self.device = x.device
         return super().__call__(x, **channels)
 
     def stages(self, listing: Listing) -> tuple[Stage, ...]:
         """The list as it was cut."""
-        if self._cut is None or self._cut[0] is not listing:
+        if listing not in self._cuts:
             items = listing.items
             begin = [p for p in listing.parts if isinstance(p, int) and isinstance(items[p].operation, Boundary)]
             crossing: list[tuple[str, ...]] = [()]
@@ -83,8 +87,8 @@ class StagedFuser(Fuser):
                 parts = tuple(p for p in listing.parts if start < (p.start if isinstance(p, Region) else p) < stop)
                 boundary: Any = items[start].operation if index else None
                 found.append(Stage(index, parts, boundary, crossing[index], crossing[index + 1]))
-            self._cut = listing, tuple(found)
-        return self._cut[1]
+            self._cuts[listing] = tuple(found)
+        return self._cuts[listing]
 
     def operations(self, index: int) -> list[nn.Module]:
         """The operations of a stage, each once."""
@@ -145,12 +149,7 @@ class StagedFuser(Fuser):
         else:
             leaves = [_leaf(t, where) for t in entries]
             outs = self._inferred(listing, stage, leaves, given, seeds)
-            ids = {*map(id, leaves)}
-
-            def entered(node: Any) -> bool:
-                return id(getattr(node, "variable", None)) in ids
-
-            passes = any(t.requires_grad and (id(t) in ids or reaches(t, entered)) for t in outs)
+            passes = any(t.requires_grad and sources(t, leaves) for t in outs)
         return through(entries, outs, passes, where)
 
     def _inferred(
@@ -163,16 +162,43 @@ class StagedFuser(Fuser):
         seeds = None if seeds is None else seeds.to("meta")
         for part in stage.parts:
             if isinstance(part, Region):
-                validate(listing, part, x.shape)
-            for at in range(part.start, part.stop) if isinstance(part, Region) else (part,):
-                try:
-                    x = walk_reference(listing.items, range(at, at + 1), listing.random, x, channels, seeds)
-                except StateError as error:
-                    if error.code == "SF508":
-                        error.operation, error.position = listing.items[at].name, at
-                        error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
-                    raise
+                x = self._clip(listing, stage, part, x, channels, seeds)
+            else:
+                x = _walk(listing, range(part, part + 1), x, channels, seeds)
         return [x, *[channels[c] for c in stage.leaves]]
+
+    def _clip(
+        self,
+        listing: Listing,
+        stage: Stage,
+        region: Region,
+        x: Tensor,
+        channels: dict[str, Tensor],
+        seeds: Tensor | None,
+    ) -> Tensor:
+        """What stands for what a region gives; found once, for a region runs operations of this library alone."""
+        got = [x, *[channels[c] for c in region.channels]]
+        parameters: list[Tensor] = [getattr(owner, name) for owner, name in region.slots]
+        state = [(tuple(t.shape), t.dtype, t.requires_grad) for t in (*got, *parameters)]
+        key = region.start, torch.is_grad_enabled(), *state
+        where = self.placement.where(stage.index)
+        if key not in stage.clipped:
+            validate(listing, region, x.shape)
+            leaves = [_leaf(t, where) for t in got]
+            inside = dict(zip(region.channels, leaves[1:], strict=True))
+            y = _walk(listing, range(region.start, region.stop), leaves[0], inside, seeds)
+            readers = listing.items[0].readers
+            made = [c for item in listing.items[region.start : region.stop] for _, c in item.outputs]
+            outs = [(None, y), *((c, inside[c]) for c in made if max(readers[c], default=region.stop) >= region.stop)]
+            if len(stage.clipped) == KEPT_PROGRAMS:
+                stage.clipped.clear()
+            found = [(name, t, sources(t, leaves)) for name, t in outs]
+            stage.clipped[key] = [(name, blank(t), t.requires_grad, s) for name, t, s in found]
+        outs = {n: stand_in(t, wants, [got[i] for i in s]) for n, t, wants, s in stage.clipped[key]}
+        elsewhere = {name: Elsewhere.of(t, where) for name, t in outs.items()}
+        y = elsewhere.pop(None)
+        channels.update((name, t) for name, t in elsewhere.items() if name is not None)
+        return y
 
     def infer(self, x: Tensor, channels: dict[str, Tensor]) -> list[list[Tensor]]:
         """What stands for what enters the first stage, and for what leaves each."""
@@ -210,5 +236,17 @@ class StagedFuser(Fuser):
 
 def _leaf(tensor: Tensor, where: str) -> Tensor:
     """What stands for a tensor at the beginning of a stage of another rank."""
-    meta = tensor.detach() if tensor.is_meta else torch.empty_like(tensor, device="meta")
-    return Elsewhere.of(meta, where).requires_grad_(tensor.requires_grad)
+    return Elsewhere.of(blank(tensor), where).requires_grad_(tensor.requires_grad)
+
+
+def _walk(listing: Listing, positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+    """Run references and modules on what stands for their inputs."""
+    for at in positions:
+        try:
+            x = walk_reference(listing.items, range(at, at + 1), listing.random, x, channels, seeds)
+        except StateError as error:
+            if error.code == "SF508":
+                error.operation, error.position = listing.items[at].name, at
+                error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
+            raise
+    return x

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InputError
 from ..fuser.sequential import Sequential
+from ..group import Share
 from .staged import StagedFuser
 
 
@@ -41,14 +42,15 @@ def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
 
 
 def clip_grad_norm_(
-    model: Sequential, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients of all stages by one factor, as `torch.nn.utils.clip_grad_norm_` in one process.
+    """Scale all gradients by one factor, as `torch.nn.utils.clip_grad_norm_` does, however a model is divided.
 
-    The norm of each parameter is summed over the ranks in a vector, which has that of all.
+    The norm of a parameter that is held in shares, or is a DTensor, is that of the whole one; a vector of the norms of
+    all parameters is summed over the ranks that have its stages.
 
     Args:
-        model: the model in stages.
+        model: a model in stages, in shares, sharded by FSDP2, or all of that.
         max_norm: the largest norm that stays as it is.
         norm_type: the p of the p-norm.
         error_if_nonfinite: whether to raise where the norm is infinite or NaN.
@@ -57,24 +59,27 @@ def clip_grad_norm_(
         The norm of all gradients before, on every rank.
 
     Raises:
-        StateError: (SF509) if a rank does not take part.
+        StateError: (SF506, SF509) if a rank does not take part.
     """
-    placement = staged(model).placement
     parameters = [*model.parameters()]
     own = [p for p in parameters if not p.is_meta]
     if not parameters:
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
-    device = own[0].device if own else torch.device("cpu")
-    norms: Tensor = torch.zeros(len(parameters), dtype=dtype, device=device)
+    norms = torch.zeros(len(parameters), dtype=dtype, device=own[0].device if own else "cpu")
+    shares = {id(m._parameters[name]): share for m in model.modules() for name, share in _shares(m)}  # pyright: ignore[reportPrivateUsage]
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
             norm = _norm(parameter.grad, norm_type)
             norms[index] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    try:
-        dist.all_reduce(norms, group=placement.group)  # pyright: ignore[reportUnknownMemberType]
-    except RuntimeError as error:
-        raise placement.failed("clip_grad_norm_", error) from error
+            if id(parameter) in shares:
+                norms[index] = _whole_norm(norms[index], shares[id(parameter)], norm_type)
+    fusers = [vars(module).get("_fuser") for module in model.modules()]
+    for placement in {fuser.placement for fuser in fusers if isinstance(fuser, StagedFuser)}:
+        try:
+            dist.all_reduce(norms, group=placement.group)  # pyright: ignore[reportUnknownMemberType]
+        except RuntimeError as error:
+            raise placement.failed("clip_grad_norm_", error) from error
     total: Tensor = _norm(norms, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot clip")
@@ -84,6 +89,16 @@ def clip_grad_norm_(
             [p for p, s in zip(own, sharded, strict=True) if s is kind], max_norm, total
         )
     return total
+
+
+def _shares(module: nn.Module) -> Iterable[tuple[str, Share]]:
+    return getattr(module, "shares", {}).items()
+
+
+def _whole_norm(norm: Tensor, share: Share, p: float) -> Tensor:
+    if p == float("inf"):
+        return share.group.all_reduce(norm, "clip_grad_norm_", "max")
+    return share.group.all_reduce(norm**p, "clip_grad_norm_") ** (1 / p)
 
 
 _norm: Callable[..., Any] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ class Placement:
             for row, tensor in zip(table, tensors, strict=True):
                 if tensor.ndim > _DIMENSIONS:
                     raise PlanError(f"a stage cannot hand on a tensor of {tensor.ndim} dimensions", code="SF202")
-                passes = int(reaches(tensor, _enters))
+                passes = int(any(isinstance(node, _ENTERED) for node in nodes(tensor)))
                 head = [_DTYPES.index(tensor.dtype), int(tensor.requires_grad), passes, tensor.ndim]
                 row[: 4 + tensor.ndim] = torch.tensor([*head, *tensor.shape])
         table = table.to(device)
@@ -97,7 +97,8 @@ class Boundary(FusableOperation):
         super().__init__()
         self.stage, self.placement = stage, placement
         a, b = placement.rank(stage - 1), placement.rank(stage)
-        self.barrier = f"stage {stage} begins here; rank {a} sends, rank {b} receives"
+        way = f"rank {a} sends, rank {b} receives" if a != b else f"both are on rank {a}"
+        self.barrier = f"stage {stage} begins here; {way}"
 
     def expand(self) -> tuple[FusableOperation, ...]:
         return ()
@@ -143,10 +144,10 @@ class Boundary(FusableOperation):
 
     def receive_gradients(self, likes: Sequence[Tensor], device: torch.device) -> list[Tensor | None]:
         """Receive the gradients of what these stand for; `None` where there is none."""
-        there = [1] * len(likes)
+        there: list[int] = [1] * len(likes)
         if len(likes) > 1:
             (said,) = self.receive([torch.empty(len(likes), dtype=torch.uint8, device="meta")], device, back=True)
-            there: list[int] = said.tolist()  # pyright: ignore[reportUnknownMemberType]
+            there = cast(list[int], said.tolist())  # pyright: ignore[reportUnknownMemberType]
         found = iter(self.receive([like for like, t in zip(likes, there, strict=True) if t], device, back=True))
         return [next(found) if t else None for t in there]
 
@@ -264,18 +265,28 @@ def together(outs: Sequence[Tensor]) -> list[Tensor]:
     return [next(bound) if w else t for t, w in zip(outs, wanted, strict=True)]
 
 
-def reaches(tensor: Tensor, found: Callable[[Any], bool]) -> bool:
-    """Whether a node that is `found` lies on a path of gradients from a tensor."""
+def stand_in(like: Tensor, wants: bool, sources: Sequence[Tensor]) -> Tensor:
+    """A new tensor that stands for one like this; if it has a gradient, with a path to its sources."""
+    if wants and sources:
+        return _link([True], like, *sources)[0]
+    return torch.empty_like(like, requires_grad=wants)
+
+
+def nodes(tensor: Tensor) -> Iterator[Any]:
+    """The nodes of the graph behind a tensor."""
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if found(node):
-            return True
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+        if node is not None and node not in seen:
+            yield node
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+
+
+def sources(tensor: Tensor, leaves: Sequence[Tensor]) -> list[int]:
+    """Which of the leaves have a path from a tensor."""
+    found = {id(tensor), *(id(getattr(node, "variable", None)) for node in nodes(tensor))}
+    return [i for i, leaf in enumerate(leaves) if leaf.requires_grad and id(leaf) in found]
 
 
 _enter: Callable[..., tuple[Tensor, ...]] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
@@ -284,6 +295,4 @@ _link: Callable[..., tuple[Tensor, ...]] = _Through.apply  # pyright: ignore[rep
 
 _bind: Callable[..., tuple[Tensor, ...]] = _Together.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]
 
-
-def _enters(node: Any) -> bool:
-    return isinstance(node, _Enter._backward_cls)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+_ENTERED: Any = _Enter._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]

@@ -154,7 +154,12 @@ class _Search:
 
     def _take(self, stretch: Stretch) -> None:
         machine = Machine.of(stretch.env)
+        items = stretch.site.listing.items
         for candidate in stretch.found:
+            inside: list[Any] = [item.operation for item in items[candidate.start : candidate.stop]]
+            if any(operation.meeting is not None for operation in inside):
+                self._skipped.append(f"{candidate.name}: processes exchange tensors in it, and one alone measures")
+                continue
             key = stretch.known.key(candidate.fusion, candidate.start, candidate.stop)
             if machine is not None and key is not None:
                 new = _Job(key, machine, stretch, candidate, [])

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,40 @@ def test_colors_are_for_terminals_only() -> None:
 def test_importing_the_library_imports_no_command() -> None:
     code = "import sys, seqfuse; print([m for m in sys.modules if m.startswith(('seqfuse.cli', 'cyclopts', 'rich'))])"
     assert python("-c", code).stdout == "[]\n"
+
+
+EVALUATED = """
+import warnings
+
+import seqfuse as sf
+
+
+class Model(sf.Sequential):
+    def eval(self):
+        warnings.warn("evaluated")
+        return super().eval()
+
+
+def build():
+    return Model(sf.ops.Dropout(0.5), sf.ops.Linear(4, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    "verb", [("plan",), ("compare",), ("check", "--dtype", "float32"), ("tune", "--budget", "0", "--modes", "eval")]
+)
+def test_every_verb_that_runs_a_model_can_put_it_into_evaluation(
+    verb: tuple[str, ...], cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "other_eval.py").write_text(EVALUATED)
+    given = (verb[0], "other_eval:build", "--input", "4x4", "--device", "cpu", *verb[1:])
+    assert "evaluated" not in cli(*given).err
+    done = cli(*given, "--eval")
+    assert done.status == 0
+    assert "evaluated" in done.err
+
+
+def test_the_package_declares_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"seqfuse": "seqfuse.cli:main"}
+    assert {"cyclopts", "rich"} <= {*project["optional-dependencies"]["cli"]}

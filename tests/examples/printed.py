@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "\x00"
-FIGURES = re.compile(r"(<!-- figures: benchmarks/results/(\w+)\.json -->\n).*?(?=<!-- end of figures -->)", re.DOTALL)
+FIGURES = re.compile(
+    r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
+)
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
 SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/env.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)

@@ -39,5 +39,4 @@ ALL = [pytest.param(case, id=f"{case.key} {case.dtype}") for dtype in DTYPES for
 @pytest.mark.parametrize("case", ALL)
 def test_agrees_with_what_is_unfused(case: Case) -> None:
     by_the_rule(case)
-    if HERE:
-        assert "seqfuse" not in (wrong := reds(case, case.make(case.rows, 1))), wrong
+    assert "seqfuse" not in (wrong := reds(case, case.make(case.rows, 1))), wrong

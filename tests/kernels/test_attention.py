@@ -392,26 +392,32 @@ MUTANTS = {
     "keys before themselves": ("    if BEFORE:\n        first = place\n", "", "causal"),
     "window": ("last = tl.minimum(last, place + window)", "last = tl.minimum(last, place + window + 1)", "window"),
     "first key of a window": ("place - window + 1)", "place - window)", "causal window"),
-    "the sequence before": ("tl.load(ends + low - 1, mask=low > 0", "tl.load(ends + low - 2, mask=low > 1", "packed"),
+    "the sequence before": ("ends + low - 1, mask=low > 0", "ends + low - 2, mask=low > 1", "packed"),
     "the sequence after": ("mask=low < sequences, other=others", "mask=low < 0, other=others", "packed both ways"),
     "blocks that all see": ("tl.min(last, 0) // BLOCK", "tl.cdiv(tl.min(last, 0), BLOCK)", "causal"),
     "sum is not shrunk": ("total = total * shrink + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", "plain"),
     "result is not shrunk": ("        acc *= shrink[:, None]\n", "", "plain"),
-    "lse in base 2": ("(most + tl.log2(total)) * _LN_2", "most + tl.log2(total)", "plain"),
-    "neighbor's keys": ("k += batch * k_batch + member // GROUP * k_head\n    v += batch * v_batch + member // GROUP * v_head\n    if mask is not None:\n        mask += batch * mask_batch + member * mask_head\n    query", "if mask is not None:\n        mask += batch * mask_batch + member * mask_head\n    query", "plain"),
+    "exponents": ("    return tl.exp(x)\n", "    return tl.exp(1.001 * x)\n", "plain"),
+    "lse in base 2": ("(most + tl.log2(total)) * _LN_2", "most + tl.log2(total)", "half"),
+    "neighbor's queries": ("queries = q + batch * q_batch + member", "queries = q + batch * q_batch + shared", "plain"),
     "soft-cap": ("bent = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)", "bent = scores * 0.34657359", "softcap"),
-    "mask in base 2": ("tl.maximum(added * _LOG2_E, -3.4e38)", "added", "float"),
-    "least number": ("            t = tl.minimum(t, 0.0)\n".replace("            ", "        "), "        t = t + 1e-3\n", "bool"),
+    "mask in base 2": ("tl.maximum(added * _LOG2_E, -3.4e38)", "added", "half"),
+    "weights again": ("        t = tl.minimum(t, 0.0)\n", "        t = tl.minimum(t, -1.0)\n", "bool"),
     "another element's draw": ("row = head * rows + ", "row = (head + 1) * rows + ", "dropout"),
     "dropped without its factor": ("tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "dropout"),
     "dv of weights that are not dropped": ("kept = _dropped(weights, keep, P)", "kept = weights", "dropout"),
     "delta": ("tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)", "tl.sum(grad.to(tl.float32), 1)", "plain"),
     "dq without the scale": ("acc * scale, block, dq_row", "acc, block, dq_row", "plain"),
     "dk without the scale": ("sum_k * scale", "sum_k", "plain"),
-    "one head of a group": ("        for at in tl.range(begin, end):\n            query", "        for at in tl.range(begin, end if i == 0 else begin):\n            query", "plain"),
-    "rows beyond the last": ("    mask = (rows < limit)[:, None] & (cols < D)[None, :]\n    return", "    mask = (rows < limit + 1)[:, None] & (cols < D)[None, :]\n    return", "red"),
-    "written beyond the last": ("    mask = (rows < limit)[:, None] & (cols < D)[None, :]\n    tl.store", "    mask = (rows < limit + 1)[:, None] & (cols < D)[None, :]\n    tl.store", "red"),
-    "low-precision product": ("return tl.dot(a, b, acc, input_precision=PRECISION)", "return acc + tl.dot(a, b).to(tl.float16).to(tl.float32)", "plain"),
+    "slope of the soft-cap": ("*= 1.0 - bent * bent\n        acc", "*= 1.0 - bent\n        acc", "softcap"),
+    "one head of a group": ("member = shared * GROUP + i", "member = shared * GROUP", "plain"),
+    "read beyond the last row": ("mask=mask, other=0.0)", "mask=mask | (rows == limit)[:, None], other=0.0)", "red"),
+    "the last row is not written": ("ty), mask=mask)", "ty), mask=mask & (rows < limit - 1)[:, None])", "plain"),
+    "low-precision product": (
+        "return tl.dot(a, b, acc, input_precision=PRECISION)",
+        "return acc + tl.dot(a, b).to(tl.float16).to(tl.float32)",
+        "plain",
+    ),
 }  # fmt: skip
 
 
@@ -428,8 +434,9 @@ def test_a_wrong_kernel_is_found(
         with pytest.raises(AssertionError):
             test_reads_and_writes_within_its_tensors(device)
         return
+    dtype, how = (torch.float16, "float") if how == "half" else (torch.float32, how)
     with pytest.raises(AssertionError):
-        check(*drawn(2, 4, 2, 53, 16, torch.float32, device), limits(how, 53, device), changed)
+        check(*drawn(2, 4, 2, 53, 16, dtype, device), limits(how, 53, device), changed)
 
 
 def test_operators_are_what_they_say(device: torch.device) -> None:

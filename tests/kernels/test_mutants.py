@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse.kernels import _norm, activations, crossentropy, decode, gemm, rope
+from seqfuse.kernels import _norm, activations, attention, crossentropy, decode, gemm, rope
 
 from . import (
     test_activations,
+    test_attention,
     test_crossentropy,
     test_decode,
     test_gemm,
@@ -29,6 +30,7 @@ def _replaced() -> Iterator[tuple[str, str]]:
         (gemm, test_gemm.MUTANTS),
         (_norm, test_norm.MUTANTS),
         (crossentropy, test_crossentropy.MUTANTS),
+        (attention, test_attention.MUTANTS),
         (decode, test_decode.MUTANTS),
         (rope, test_rope.MUTANTS),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +118,16 @@ def other_seeds_are_an_error_everywhere() -> None:
         compared(lambda: sf.Sequential(ops.Dropout(0.5), pair())(torch.randn(3, 4)))
 
 
+def the_rank_that_measures_waits_for_nobody() -> None:
+    x = torch.randn(16, 4, requires_grad=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report = sf.tune(pair(), x, modes="train", budget=0, file=Path(folder, "found.json"))
+    assert "AllReduceLinearBackward: processes exchange tensors in it, and one alone measures" in report.skipped
+    fusions = {row.fusion for row in report.rows}
+    assert "LinearBias" in fusions
+    assert "AllReduceLinearBackward" not in fusions
+
+
 FACTS = Facts(
     {
         2: [
@@ -125,6 +136,7 @@ FACTS = Facts(
             processes_that_agree_run,
             another_plan_is_an_error_everywhere,
             other_seeds_are_an_error_everywhere,
+            the_rank_that_measures_waits_for_nobody,
         ]
     }
 )

@@ -47,6 +47,38 @@ def unfused_equals_fused() -> None:
             assert_same(pair(dist.group.WORLD, bias_last=bias_last), pair(), draw(5, 6))
 
 
+def references_agree() -> None:
+    for bias_last in (True, False):
+        with torch.autograd.forward_ad.dual_level():
+            assert_same(pair(dist.group.WORLD, bias_last=bias_last), pair(), draw(5, 6))
+
+
+def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
+    def listed(group: Any = None) -> sf.Sequential:
+        across: list[dict[str, Any]] = [{}, {}]
+        if group is not None:
+            across = [{"parallel": way, "group": group, "sequence_dim": 0} for way in ("column", "row")]
+        model = sf.Sequential(
+            ops.LayerNorm(6), ops.Linear(6, 8, **across[0]), ops.Tanh(), ops.Linear(8, 6, **across[1]), ops.RMSNorm(6),
+        ).double()  # fmt: skip
+        if group is None:
+            randomize(model)
+        else:
+            copy_shares(model, listed())
+        return model
+
+    whole, model, rank = listed(), listed(dist.group.WORLD), dist.get_rank()
+    x, dy = draw(4, 6), draw(4, 6, seed=7)
+    for enabled in (True, False):
+        with sf.fusing(enabled):
+            y, grads = results(model, x.chunk(2)[rank], dy.chunk(2)[rank])
+            expected_y, expected = results(whole, x, dy)
+        torch.testing.assert_close(y, expected_y.chunk(2)[rank])
+        for name, grad in expected.items():
+            wanted = grad.chunk(2)[rank] if name == "x" else share_of(model, name, grad)
+            torch.testing.assert_close(grads[name], wanted, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def every_pair_of_covers_agrees() -> None:
     x, dy = draw(2, 3, 6), draw(2, 3, 6, seed=7)
     with sf.fusing(False):
@@ -116,6 +148,8 @@ FACTS = Facts(
         2: [
             divided_equals_whole,
             unfused_equals_fused,
+            references_agree,
+            a_list_by_hand_sums_gradients_where_rows_are_shares,
             every_pair_of_covers_agrees,
             the_sum_is_under_way_while_the_weight_gradient_is_made,
             what_nobody_wants_is_not_sent,

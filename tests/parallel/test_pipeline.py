@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.parallel import clip_grad_norm_, everywhere, pipeline, stages
+from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline, shard, stages
 
 from .processes_pp import failures, raised
 
@@ -150,6 +150,8 @@ def outputs_say_what_they_are_everywhere() -> None:
             assert y.is_meta is not last
             assert (y.shape, y.dtype, y.requires_grad) == (expected.shape, expected.dtype, grad)
             assert torch.equal(everywhere(y, staged), expected)
+    with torch.inference_mode():
+        assert torch.equal(everywhere(staged(x), staged), alone(x))
     y = staged(torch.empty(0, 4, dtype=torch.float64))
     assert y.shape == (0, 3)
     y.sum().backward()
@@ -306,7 +308,7 @@ def a_wrong_input_is_an_error_on_every_rank() -> None:
     staged = staged_of(model_of())
     with pytest.raises(sf.errors.InputError, match=r"SF101 position 0 \(Linear\): expects last dimension 4, got 3"):
         staged(torch.zeros(5, 3, dtype=torch.float64))
-    with pytest.raises(sf.errors.InputError, match=r"SF105.*on every rank"):
+    with pytest.raises(sf.errors.InputError, match=r"SF105.*plain tensors.*got Tensor on meta.*on every rank"):
         staged(torch.zeros(5, 4, device="meta"))
     with pytest.raises((sf.errors.PlanError, sf.errors.InputError), match=r"SF202|on meta, where its weight is"):
         staged[:4](torch.zeros(5, 4, dtype=torch.float64))
@@ -494,6 +496,38 @@ TWO = [
 ]
 
 
+def stages_of_shares_give_the_gradients_of_one_process() -> None:
+    """Two stages, each held in shares by two ranks; dropout outside of shares is one for all."""
+    from seqfuse.nn import TransformerStack
+
+    torch.manual_seed(1)
+    alone = sf.Sequential(ops.Linear(4, 8), TransformerStack(2, 8, 2, dropout=0.2), ops.Linear(8, 3)).double()
+    both = mesh((2, 2), ("pp", "tp"))
+    plan = {"*attention.mixer": "heads", "*feedforward.mixer": "features"}
+    divided = parallelize(copy.deepcopy(alone), both["tp"], plan)
+    for stages_asked in (("1.1",), ("1.0.feedforward.mixer",), ("1.0.attention.mixer.attention",)):
+        staged = pipeline(copy.deepcopy(divided), both["pp"], stages=stages_asked)
+        for step in range(2):
+            x, target = batch(step, rows=4)
+            losses = []
+            for model in (staged, alone):
+                torch.manual_seed(step)
+                model.zero_grad()
+                loss = nn.functional.mse_loss(model(x[None])[0], target)
+                loss.backward()
+                losses.append(everywhere(loss, staged) if model is staged else loss.detach())
+            torch.testing.assert_close(*losses)
+            norms = [clip_grad_norm_(staged, 0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1)]
+            torch.testing.assert_close(*norms)
+            gradients = {name: p.grad for name, p in alone.named_parameters()}
+            share = shard(divided, gradients)
+            for name, p in own(staged).items():
+                torch.testing.assert_close(p.grad, share[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+FOUR = [stages_of_shares_give_the_gradients_of_one_process]
+
+
 @pytest.fixture(scope="module")
 def three() -> dict[str, str]:
     return failures(3, THREE)
@@ -605,3 +639,7 @@ def test_stages_of_a_count_are_balanced_where_a_single_tensor_crosses(one: Any):
     names = [name for name, module in staged.named_modules() if type(module).__name__ == "Boundary"]
     assert names == ["boundary1"]
     assert [*staged._modules].index("boundary1") == 6  # the last operation has most of the parameters
+
+
+def test_four_ranks():
+    assert failures(4, FOUR) == {}

@@ -75,6 +75,18 @@ def test_the_same_fusions_apply_beside_collectives(group: Any) -> None:
         assert beside.count("AllReduce") == 4
 
 
+def test_a_plan_prints_and_counts_without_sending(group: Any) -> None:
+    across: dict[str, Any] = {"parallel": "vocab", "group": group}
+    model = sf.Sequential(ops.Embedding(32, 16, **across), block(group))
+    whole = sf.Sequential(ops.Embedding(32, 16), block())
+    tokens = torch.randint(32, (2, 8))
+    plan, alone = model.plan(tokens), whole.plan(tokens)
+    assert "AllReduce" in str(plan)
+    assert plan.memory is not None
+    assert alone.memory is not None
+    assert plan.memory.saved < alone.memory.saved
+
+
 def test_the_bias_of_a_row_stands_after_the_sum(group: Any) -> None:
     row: dict[str, Any] = {"parallel": "row", "group": group}
     assert sf.Sequential(ops.Linear(8, 6, **row)).plan().names == ("Linear", "AllReduce", "Bias")

@@ -83,6 +83,31 @@ def references_draw_the_same() -> None:
         assert torch.equal(one, other)
 
 
+def products_that_run_by_themselves_are_seen() -> None:
+    """A hook makes a product a barrier; what lies before, between and after it is what it was."""
+    group = dist.group.WORLD
+    for hooked in (None, 2, 5):
+        model = sf.Sequential(
+            ops.Dropout(0.5), ops.Fork("before"), ops.Linear(32, 32, parallel="column", group=group),
+            ops.Dropout(0.5), ops.Fork("inside"), ops.Linear(32, 32, parallel="row", group=group),
+            ops.Dropout(0.5), ops.Fork("after"),
+        )  # fmt: skip
+        for p in model.parameters():
+            torch.nn.init.constant_(p, 1.0)  # what is dropped is zero, nothing else
+        if hooked is not None:
+            model[hooked].register_forward_hook(lambda *_: None)
+        _, before, inside, after = model(torch.ones(64, 32))
+        assert [differ(t == 0) for t in (before, inside, after)] == [False, True, False], hooked
+
+
+def a_mask_that_would_be_the_same_everywhere_is_an_error() -> None:
+    model = region()
+    model[3].register_forward_hook(lambda *_: None)
+    with pytest.raises(sf.PlanError, match=r"SF201 position 3 \(Dropout\): it runs by itself where each process needs"):
+        model(torch.ones(4, 4))
+    model.eval()(torch.ones(4, 4))
+
+
 FACTS = Facts(
     {
         2: [
@@ -90,6 +115,8 @@ FACTS = Facts(
             the_first_process_draws_what_one_process_would,
             shares_of_rows_have_masks_of_their_own,
             references_draw_the_same,
+            products_that_run_by_themselves_are_seen,
+            a_mask_that_would_be_the_same_everywhere_is_an_error,
         ]
     }
 )

@@ -1,0 +1,98 @@
+"""What fusions of bias, norm of heads and rotation share: what the kernel takes, what it saves, and its call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import Requirements
+from ..ops import Bias, QKNorm, RotaryEmbedding
+from ..ops._cache import current
+from ..ops._read import parameter
+from ._kernels import kernels_run, rows_of
+
+if TYPE_CHECKING:
+    from ..kernels import rope
+
+# `kernels.rope.MAX_HEAD`, which cannot be asked where Triton is not installed.
+_MAX_HEAD = 1024
+# Launches and passes over [q; k; v] of an operation by itself, forward: what it copies to float32 and back is the most.
+_LAUNCHES = {"bias": 1, "norm": 8, "rotary": 14}
+_PASSES = {"bias": 2, "norm": 14, "rotary": 12}
+
+
+def kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env) -> Requirements:
+    yield from kernels_run(env)
+    yield bias is None or bias.bias.dtype == env.dtype, "input and bias must have one dtype"
+    if norm is not None and rotary is not None:
+        same = (norm.heads, norm.kv_heads) == (rotary.heads, rotary.kv_heads)
+        yield same, "the norm and the rotation must be of the same heads"
+    width = width_of(bias, norm)
+    parts = parts_of(norm, rotary)
+    yield width is None or width <= _MAX_HEAD * parts, f"its kernel is for heads of at most {_MAX_HEAD:,}"
+
+
+def parts_of(norm: QKNorm | None, rotary: RotaryEmbedding | None) -> int:
+    of = norm if norm is not None else rotary
+    assert of is not None
+    return of.heads + 2 * of.kv_heads
+
+
+def width_of(bias: Bias | None, norm: QKNorm | None) -> int | None:
+    """Elements of a row, where an operation says so."""
+    if norm is not None:
+        return norm.head_dim * parts_of(norm, None)
+    return None if bias is None else bias.size
+
+
+def worth(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env, made: int) -> Savings:
+    """What the operations launch and move by themselves, less one launch and the passes that are made."""
+    there = [name for name, of in (("bias", bias), ("norm", norm), ("rotary", rotary)) if of is not None]
+    width = width_of(bias, norm) or 0
+    passes = max(0, sum(_PASSES[name] for name in there) - made)
+    moved = float(passes * rows_of(env) * width * env.dtype.itemsize)
+    return Savings(launches=sum(_LAUNCHES[name] for name in there) - 1, bytes=moved)
+
+
+def rotation_of(rotary: RotaryEmbedding | None, size: int) -> rope.Rotation | None:
+    from ..kernels.rope import Rotation
+
+    if rotary is None:
+        return None
+    style: Any = rotary.style
+    return Rotation(style, rotary.rotary_dim or size, rotary.base)
+
+
+def run(
+    bias: Bias | None,
+    norm: QKNorm | None,
+    rotary: RotaryEmbedding | None,
+    x: Tensor,
+    positions: Tensor | None,
+    *,
+    store: bool,
+) -> rope.Forward:
+    from ..kernels.rope import rope_fwd
+
+    of: Any = norm if norm is not None else rotary
+    cache = current()
+    if positions is None and rotary is not None and cache is not None:
+        positions = cache.positions(x)
+    rotation = rotation_of(rotary, x.shape[-1] // parts_of(norm, rotary))
+    given = around(bias, norm)
+    return rope_fwd(x, of.heads, of.kv_heads, rotation, positions=positions, store=store, **given)
+
+
+def around(bias: Bias | None, norm: QKNorm | None) -> dict[str, Any]:
+    """What the kernels take of a bias and a norm."""
+    given: dict[str, Any] = {"bias": None if bias is None else bias.read().contiguous()}
+    if norm is not None:
+        given |= {"norm_eps": norm.eps, **gains(parameter(norm, "q_weight"), parameter(norm, "k_weight"))}
+    return given
+
+
+def gains(q_weight: Tensor | None, k_weight: Tensor | None) -> dict[str, Tensor | None]:
+    pairs = (("q_weight", q_weight), ("k_weight", k_weight))
+    return {name: None if weight is None else weight.contiguous() for name, weight in pairs}

@@ -1,0 +1,55 @@
+"""Attention with what stands before it: in a step of decoding one kernel less, and no [q; k; v] in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import InferenceFusion, Requirements
+from ..ops import Attention, Bias, QKNorm, RotaryEmbedding
+from ..ops._cache import current
+from ._heads import around, kernels_take, parts_of, rotation_of, run, worth
+
+
+class BiasQKNormRotaryAttention(InferenceFusion):
+    """Attention of turned(norm(x + bias)), where nothing needs a gradient.
+
+    In a step of decoding one kernel turns the new row and writes its key and value into the cache; all else is
+    `BiasQKNormRotaryInference` and then the operation. x: [*, S, (H + 2 Hkv) D], y: [*, S, H D].
+    """
+
+    bias: Bias | None
+    norm: QKNorm | None
+    rotary: RotaryEmbedding
+    attention: Attention
+
+    triton = True
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_take(self.bias, self.norm, self.rotary, env)
+        attention, rotary = self.attention, self.rotary
+        same = (attention.heads, attention.kv_heads) == (rotary.heads, rotary.kv_heads)
+        yield same, "the rotation and attention must be of the same heads"
+        yield not attention.random, "dropout of weights is left to the operation"
+
+    def saves(self, env: Env) -> Savings:
+        before = worth(self.bias, self.norm, self.rotary, env, 2)
+        return Savings(launches=before.launches + 1, bytes=before.bytes)
+
+    def fwd(self, x: Tensor) -> Any:
+        from ..kernels.rope import rope_write
+
+        bias, norm, rotary, attention = self.bias, self.norm, self.rotary, self.attention
+        cache = current()
+        if cache is not None:
+            rotation = rotation_of(rotary, x.shape[-1] // parts_of(norm, rotary))
+
+            def write(row: Tensor, **caches: Any) -> Tensor:
+                return rope_write(row, rotary.heads, rotary.kv_heads, rotation, **caches, **around(bias, norm))
+
+            y = cache.decode(attention, x, write)
+            if y is not None:
+                return y
+        return attention.fwd(run(bias, norm, rotary, x, None, store=False).y)[0]

@@ -1,0 +1,181 @@
+"""The run as a whole: rows in order, partial results, a child that ends, a row that takes too long."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import bench_gpu
+import pytest
+import torch
+from gpu import blocks, rows
+from gpu.book import Book
+from gpu.sizes import MODELS, real, tiny
+from targets import TARGETS
+
+import seqfuse as sf
+
+pytest.importorskip("triton")
+
+SCRIPT = Path(bench_gpu.__file__)
+
+
+def test_every_row_has_a_name_of_its_own() -> None:
+    for sizes in (real(), tiny()):
+        keys = [case.key for case in rows.cases(sizes)]
+        assert len(keys) == len(set(keys))
+
+
+def test_one_row_of_each_group_with_a_target_comes_first() -> None:
+    cases = rows.cases(real())
+    groups = {group for target in TARGETS if target.rows == "gpu" for group in target.groups}
+    first = len(groups)
+    assert {case.group for case in cases[:first]} == groups
+    assert [c.priority for c in cases[first:]] == sorted(c.priority for c in cases[first:])
+
+
+def test_every_target_has_rows() -> None:
+    groups = {case.group for case in rows.cases(real())}
+    for target in TARGETS:
+        assert target.rows != "gpu" or set(target.groups) <= groups, target.what
+
+
+def test_all_shapes_of_norms_and_models_are_there() -> None:
+    names = {case.key for case in rows.cases(real())}
+    for columns in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        assert f"norm forward: RMSNorm 32768 x {columns}" in names
+        assert f"norm backward: LayerNorm 32768 x {columns}" in names
+    assert all(f"norm forward: LayerNorm 4096 x {512 * i}" in names for i in range(2, 32))
+    for model in MODELS:
+        for tokens in (512, 2048, 8192, 16384):
+            assert f"MLP block forward + backward: {model.name} {tokens}" in names
+            assert f"layer forward + backward: {model.name} {tokens}" in names
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("what", blocks.GROUPS)
+def test_blocks_of_real_sizes_are_planned_for_an_sm_90(model: Any, what: str) -> None:
+    import plain
+
+    block = plain.fused(what, blocks.spec_of(model, 0.1), device="meta", dtype=torch.bfloat16)
+    plan = block.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
+    triton = [step for cover in (plan.forward, plan.backward) for step in cover if getattr(step.operation, "triton", 0)]
+    assert triton, plan
+    theirs = plain.build(what, blocks.spec_of(model, 0.1), device="meta", dtype=torch.bfloat16)
+    assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in block.state_dict().items()}
+
+
+def test_results_are_whole_after_every_row(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "gpu.json"
+    book = Book(path)
+    book.state(about={"device": "none"})
+    book.begin("norm: 4 x 4")
+    assert json.loads(path.read_text())["running"] == "norm: 4 x 4"
+    again = Book(path)
+    assert again.bury("it ended") == "norm: 4 x 4"
+    assert again.rows["norm: 4 x 4"] == {"group": "norm", "name": "4 x 4", "status": "failed", "why": "it ended"}
+    assert Book(path).bury("it ended again") is None
+    assert sorted(p.name for p in path.parent.iterdir()) == ["gpu.json"]
+
+
+def options(**given: Any) -> argparse.Namespace:
+    defaults = {
+        "budget": 100.0,
+        "resume": False,
+        "only": "",
+        "tiny": True,
+        "check": True,
+        "most": 9.0,
+        "dtype": "float32",
+    }
+    return argparse.Namespace(**defaults | given)
+
+
+def test_a_child_that_ends_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, calls = tmp_path / "gpu.json", []
+
+    def child(command: list[str], **_: Any) -> Any:
+        calls.append(command)
+        book = Book(out)
+        book.state(planned=["a: 1", "a: 2", "b: 1"])
+        for key in ("a: 1", "a: 2", "b: 1"):
+            if key not in book.rows:
+                book.begin(key)
+                if key == "a: 2":
+                    return subprocess.CompletedProcess(command, -11)
+                book.add(key, {"status": "ok"})
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(bench_gpu.subprocess, "run", child)
+    assert bench_gpu.supervise(options(), out) == 1
+    found = Book(out).rows
+    assert [found[key]["status"] for key in ("a: 1", "a: 2", "b: 1")] == ["ok", "failed", "ok"]
+    assert found["a: 2"]["why"] == "its process ended with status -11"
+    assert len(calls) == 2
+    assert all(command[-2] == "--child" for command in calls)
+
+
+def test_a_child_that_cannot_start_is_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def child(command: list[str], **_: Any) -> Any:
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(bench_gpu.subprocess, "run", child)
+    assert bench_gpu.supervise(options(), tmp_path / "gpu.json") == 1
+    assert len(calls) == 1
+
+
+def test_a_run_goes_on_from_committed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_gpu, "RESULTS", tmp_path / "results")
+    Book(tmp_path / "results" / "gpu.json").add("a: 1", {"status": "ok"})
+    seen: list[set[str]] = []
+
+    def child(command: list[str], **_: Any) -> Any:
+        seen.append(set(Book(tmp_path / "out" / "gpu.json").rows))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(bench_gpu.subprocess, "run", child)
+    bench_gpu.supervise(options(resume=True), tmp_path / "out" / "gpu.json")
+    bench_gpu.supervise(options(resume=False), tmp_path / "out" / "gpu.json")
+    assert seen == [{"a: 1"}, set()]
+
+
+def test_a_row_may_not_take_all_the_time() -> None:
+    with pytest.raises(bench_gpu.TooLong), bench_gpu.limited(0.05):
+        time.sleep(5)
+    assert not issubclass(bench_gpu.TooLong, Exception)
+    with bench_gpu.limited(0.05):
+        pass
+    time.sleep(0.1)
+
+
+def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, str(SCRIPT), "--tiny", "--seconds", "0", "--out", str(out), "--only"]
+    done = subprocess.run([*command, "norm forward: RMSNorm"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first = json.loads(out.read_text())
+    assert {"commit", "device", "torch", "triton"} <= first["about"].keys()
+    assert all(row["status"] == "ok" and row["times"] for row in first["rows"].values())
+    assert set(first["planned"]) == set(first["rows"]) == {
+        "norm forward: RMSNorm 24 x 40", "norm forward: RMSNorm 17 x 72", "add + norm forward: RMSNorm 24 x 40",
+    }  # fmt: skip
+    done = subprocess.run([*command, "norm forward", "--resume"], capture_output=True, text=True, cwd=tmp_path)
+    second = json.loads(out.read_text())
+    assert {key: second["rows"][key] for key in first["rows"]} == first["rows"]
+    assert len(second["rows"]) == 6, done.stdout + done.stderr
+
+
+def test_says_so_where_there_is_no_gpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "there is no GPU here" in done.stderr

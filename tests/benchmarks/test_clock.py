@@ -1,0 +1,110 @@
+"""Samples are taken by turns, and none while the host is behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from gpu import ceilings
+from gpu.clock import OnDevice, OnHost, interleaved
+
+
+class Fake:
+    """A clock that says what calls say."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def sample(self, calls: Any) -> float:
+        name, value = calls[0]()
+        self.order.append(name)
+        return value
+
+
+def test_contenders_take_turns_and_change_places() -> None:
+    clock = Fake()
+    values = iter(range(100))
+    times = interleaved(
+        {"a": [lambda: ("a", 1.0)], "b": [lambda: ("b", float(next(values)))]}, clock, seconds=0, least=3
+    )
+    assert clock.order == ["a", "b", "a", "b", "a", "b", "b", "a", "a", "b"]
+    # The two rounds of warming up count for nothing.
+    assert (times["b"].low, times["b"].median, times["b"].high, times["b"].samples) == (2.5, 3.0, 3.5, 3)
+    assert times["a"].median == 1.0
+
+
+def test_rounds_end_with_the_time_or_at_the_most() -> None:
+    ticks = iter(range(1000))
+    call = {"a": [lambda: ("a", 1.0)]}
+    assert interleaved(call, Fake(), seconds=5, least=1, most=100, now=lambda: next(ticks))["a"].samples == 5
+    assert interleaved(call, Fake(), seconds=500, least=1, most=10, now=lambda: next(ticks))["a"].samples == 10
+
+
+class Event:
+    """An event on a device that sleeps for as long as it was told, then works off what the host has launched."""
+
+    slept = 0.0
+    behind_until = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.slept < self.behind_until
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.006
+
+
+def test_a_device_sleeps_until_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps: list[float] = []
+
+    def sleep(cycles: int) -> None:
+        Event.slept = cycles / 2000
+        sleeps.append(Event.slept)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    clock, calls = OnDevice(), []
+    Event.behind_until = 700.0
+    assert clock.sample([lambda: calls.append(1)] * 3) == pytest.approx(2.0)
+    assert sleeps == [200, 400, 800]
+    assert clock.exposed == 0
+    assert clock.sample([lambda: calls.append(1)]) == pytest.approx(6.0)
+    assert sleeps[3:] == [800]
+    Event.behind_until = 1e9
+    clock.sample([lambda: None])
+    assert clock.exposed == 1
+    assert sleeps[-1] <= 100_000
+    assert len(calls) == 10
+
+
+def test_the_host_clock_is_in_microseconds() -> None:
+    import time
+
+    took = OnHost(torch.device("cpu")).sample([lambda: time.sleep(0.01)] * 2)
+    assert 9_000 < took < 1_000_000
+
+
+def test_a_floor_is_the_larger_of_two() -> None:
+    found = ceilings.Ceilings(bandwidth=4e6, rates={"bfloat16": 8e8})
+    assert found.floor(8_000_000, 0.0, torch.bfloat16) == 2.0
+    assert found.floor(8_000_000, 8e9, torch.bfloat16) == 10.0
+    assert found.stated() == {"copy_TB_per_s": 4.0, "cublas_TFLOP_per_s": {"bfloat16": 800.0}}
+
+
+def test_ceilings_count_what_is_read_and_written() -> None:
+    class Steady:
+        def sample(self, calls: Any) -> float:
+            for call in calls:
+                call()
+            return 2.0
+
+    found = ceilings.measure(Steady(), torch.device("cpu"), (torch.bfloat16,), numel=1000, side=16)
+    assert found.bandwidth == 2 * 1000 * 2 / 2.0
+    assert found.rates == {"bfloat16": 2 * 16**3 / 2.0}

@@ -1,0 +1,116 @@
+"""Tables, plots and verdicts of made-up results: losses stand beside wins, and what was not run is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import plots
+import pytest
+import report
+import targets
+
+ABOUT = {
+    "device": "Card", "torch": "2.11", "triton": "3.6", "python": "3.12", "commit": "0123456789ab", "changed": False,
+}  # fmt: skip
+
+
+def times(**medians: float) -> dict[str, Any]:
+    return {name: {"median": m, "low": m - 1, "high": m + 1, "samples": 9} for name, m in medians.items()}
+
+
+def row(group: str, name: str, fraction: float = 0.95, **medians: float) -> dict[str, Any]:
+    return {
+        "group": group, "name": name, "status": "ok", "dtype": "bfloat16", "shape": {"N": 8192, "K": 4096},
+        "times": times(**medians), "fraction": {"seqfuse": fraction, "eager": 0.5},
+    }  # fmt: skip
+
+
+def found() -> dict[str, Any]:
+    block = row("MLP block forward + backward", "llama 8192", seqfuse=100.0, eager=150.0, compile=90.0)
+    block |= {
+        "as_called": times(seqfuse=100.0, eager=140.0, compile=95.0),
+        "memory": {"seqfuse": {"kept": 60, "peak": None}, "eager": {"kept": 100, "peak": None}},
+    }
+    rows = [
+        row("norm forward", "RMSNorm 32768 x 8192", seqfuse=10.0, eager=15.0, liger=9.0),
+        row("norm forward", "RMSNorm 32768 x 4096", 0.90, seqfuse=10.0, eager=15.0, liger=11.0),
+        block,
+        {"group": "norm backward", "name": "x", "status": "red", "why": "differs | here\nand there"},
+    ]
+    return {
+        "about": ABOUT, "peers": {"liger": "0.8", "quack": "not installed"},
+        "ceilings": {"copy_TB_per_s": 4.2, "cublas_TFLOP_per_s": {"bfloat16": 780.0}},
+        "rows": {f"{r['group']}: {r['name']}": r for r in rows}, "planned": ["norm forward: late", "norm backward: x"],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_a_target_is_met_only_by_every_row() -> None:
+    verdicts = {v.target.what: v for v in targets.judged({"gpu": found()["rows"].values()})}
+    copy = verdicts["norm and add + norm forward: of copy bandwidth"]
+    assert (copy.status, copy.reached, copy.worst) == ("missed", 1, ("RMSNorm 32768 x 4096", 0.90))
+    assert verdicts["norm and add + norm forward, N >= 8192: times eager"].status == "met"
+    liger = verdicts["norm and add + norm forward: times Liger"]
+    assert liger.worst == ("RMSNorm 32768 x 8192", pytest.approx(0.9))
+    assert verdicts["norm and add + norm forward: times quack"].status == "not run"
+    assert verdicts["MLP block: times torch.compile (best mode)"].worst[1] == pytest.approx(0.95)
+    assert verdicts["MLP block: times eager"].status == "met"
+    assert verdicts["decode attention: of copy bandwidth"].status == "not run"
+    assert verdicts["norm backward (+ residual): of copy bandwidth"].status == "missed"
+
+
+def test_less_is_better_where_a_target_says_so() -> None:
+    kept = {"model": "one", "kept": {"seqfuse": 64, "seqfuse lean": 46, "eager": 100}}
+    verdicts = {v.target.what: v for v in targets.judged({"memory": [kept]})}
+    assert verdicts["MLP block: bytes kept, of eager's"].status == "met"
+    assert verdicts["MLP block with recomputation: bytes kept, of eager's"].status == "missed"
+
+
+def test_without_results_everything_is_not_run(results: Path) -> None:
+    lines = report.goals().splitlines()
+    assert len(lines) == 2 + len(targets.TARGETS)
+    assert all("| not run |" in line for line in lines[2:])
+    assert report.gpu() == "Not run yet: no GPU was at hand.\n"
+    assert report.host() is report.memory() is report.layers() is report.traffic() is report.kernels() is None
+
+
+def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
+    (results / "gpu.json").write_text(json.dumps(found()))
+    shown = report.gpu()
+    assert "| RMSNorm 32768 x 8192 | 10.0 (9.0 to 11.0) | 0.95 | 1.50 | 0.90 |" in shown
+    assert "| llama 8192 | 100.0 (99.0 to 101.0) | 0.95 | 1.50 | 0.90 | 1.40 | 0.95 | 0.60 |" in shown
+    assert "- norm backward: x: red, differs \\| here and there" in shown
+    assert "Not run for want of time (1): norm forward: late." in shown
+    assert "quack not installed" in shown
+    assert "a copy of 4.20 TB/s; cuBLAS 780 TFLOP/s in bfloat16" in shown
+    assert all(len(set(re.findall(r"(?<!\\)\|", line))) <= 1 for line in shown.splitlines())
+    assert "| norm and add + norm forward: times Liger | ≥ 1 | missed | 1 of 2 | 0.90 (RMSNorm 32768 x 8192) |" in (
+        report.goals()
+    )
+
+
+def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    given = {"gpu": found(), "host": None, "memory": None, "planning": None}
+    assert plots.draw(given, tmp_path / "a") == ["roofline.svg", "peers.svg"]
+    plots.draw(given, tmp_path / "b")
+    for name in ("roofline.svg", "peers.svg"):
+        one, other = ((tmp_path / folder / name).read_text() for folder in "ab")
+        assert one == other
+        assert "RMSNorm 32768 x 8192" in one
+        assert "<script" not in one
+
+
+def test_committed_results_can_be_drawn() -> None:
+    for name, draw in report.DRAWN.items():
+        shown = draw()
+        assert shown is None or shown.endswith("\n"), name
+    assert report.host()

@@ -1,0 +1,54 @@
+"""The parallel example, started as a user starts it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "06_parallel.py"
+LINE = re.compile(
+    r"parallel: tp (?P<tp>\d) pp (?P<pp>\d) fsdp (?P<fsdp>\d): loss (?P<first>[\d.]+) -> (?P<last>[\d.]+) in "
+    r"(?P<steps>\d+) steps, max \|parallel - single\| loss gap (?P<gap>[\d.e-]+), parameters (?P<held>[\d.]+) MB "
+    r"on a process \(whole (?P<whole>[\d.]+) MB\)"
+)
+
+
+def run(folder: Path, processes: int, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*command, str(EXAMPLE), *options], cwd=folder, capture_output=True, text=True, env=environment, timeout=300
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "gap", "share"),
+    [("--pp 2", 0.0, 0.7), ("--fsdp 2", 1e-5, 0.6), ("--tp 2", 1e-5, 0.8)],
+    ids=["pp", "fsdp", "tp"],
+)
+def test_losses_are_those_of_one_process(tmp_path: Path, options: str, gap: float, share: float) -> None:
+    data = tmp_path / "text.txt"
+    data.write_text("".join(f"{n} and {n + 1} make {2 * n + 1};\n" for n in range(500)))
+    dim = "64" if "tp" in options else "32"
+    sizes = ["--data", str(data), "--steps", "3", "--layers", "2", "--dim", dim]
+    done = run(tmp_path, 2, *options.split(), *sizes)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    found = LINE.fullmatch(lines[-1])
+    assert found is not None, done.stdout
+    assert len(lines) == 1
+    assert float(found["gap"]) <= gap
+    assert float(found["last"]) < float(found["first"])
+    assert float(found["held"]) <= share * float(found["whole"])
+
+
+def test_says_how_to_start_it(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLE), "--pp", "2"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "torchrun --nproc-per-node 2 06_parallel.py" in done.stderr

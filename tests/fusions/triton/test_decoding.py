@@ -1,0 +1,123 @@
+"""A step of decoding by our kernels: what it gives and what it leaves in the cache, beside plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.inference import KVCache, generate
+from seqfuse.kernels import decode, rope
+from seqfuse.ops import _attention
+from tests.inference.test_kvcache import FORMS, close, model_of, tokens
+
+
+@pytest.fixture(autouse=True)
+def _by_our_kernels(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_attention, "interpreting", True)
+
+
+def kept(cache: KVCache) -> list[Tensor]:
+    return [t for layer in cache._layers for t in layer.tensors()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_fed_one_by_one_give_what_all_rows_give(form: str):
+    model, x = model_of(form), tokens(2, 9)
+    cache = KVCache(2, 20)
+    with sf.fusing(on_error="raise"):
+        found = torch.cat([cache.feed(model, part) for part in x.split((5, 1, 1, 1, 1), 1)], 1)
+    with torch.no_grad(), sf.fusing(False):
+        close(found, model(x))
+    assert cache.lengths.tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("form", ["GPT", "Llama"])
+def test_the_cache_is_what_plain_torch_leaves(form: str, int8: bool, monkeypatch: pytest.MonkeyPatch):
+    model, x, lengths = model_of(form), tokens(3, 6), torch.tensor([6, 2, 0])
+    caches: list[KVCache] = []
+    for ours in (True, False):
+        monkeypatch.setattr(_attention, "interpreting", ours)
+        cache = KVCache(3, 12, int8=int8)
+        with sf.fusing(ours, on_error="raise"):
+            cache.feed(model, x, lengths)
+            rows = [cache.feed(model, tokens(3, 1, seed=i))[:, -1] for i in range(3)]
+        caches.append(cache)
+        if ours:
+            found = rows
+    for mine, its in zip(found, rows, strict=True):
+        torch.testing.assert_close(mine, its, atol=3e-2 if int8 else 2e-5, rtol=1e-4)
+    for mine, its in zip(*map(kept, caches), strict=True):
+        # A row that was not a whole number apart may be rounded to its other neighbor.
+        near = 1.01 if mine.dtype is torch.int8 else 2e-3 if int8 else 2e-5
+        torch.testing.assert_close(mine.float(), its.float(), atol=near, rtol=0)
+
+
+def test_kernels_make_the_step_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
+    launched: list[str] = []
+    for module in (decode, rope):
+        plain = module.launch
+
+        def counted(kernel: Any, *args: Any, plain: Any = plain) -> None:
+            launched.append(kernel.fn.__name__)
+            plain(kernel, *args)
+
+        monkeypatch.setattr(module, "launch", counted)
+    for form in ("GPT", "Llama"):
+        model, cache = model_of(form), KVCache(1, 12)
+        cache.feed(model, tokens(1, 4))
+        launched.clear()
+        cache.feed(model, tokens(1, 1))
+        write = "_cache_write_kernel" if form == "GPT" else "_rope_write_kernel"
+        assert launched == [write, "_decode_kernel"] * 2
+
+
+def test_generates_what_plain_torch_generates(monkeypatch: pytest.MonkeyPatch):
+    model, x = model_of("Llama"), tokens(2, 5)
+    found = generate(model, x, 6)
+    monkeypatch.setattr(_attention, "interpreting", False)
+    with sf.fusing(False):
+        assert torch.equal(found, generate(model, x, 6))
+
+
+def test_without_a_cache_attention_follows_in_two_steps():
+    operations = [ops.Bias(64), ops.QKNorm(8, 4, 2), ops.RotaryEmbedding(4, 2, style="half")]
+    model = sf.Sequential(*operations, ops.Attention(4, 2, causal=True)).eval()
+    x = torch.randn(2, 9, 64)
+    with torch.no_grad():
+        assert model.plan(x).count("BiasQKNormRotaryAttention") == 1
+        found = model(x)
+        with sf.fusing(False):
+            close(found, model(x))
+
+
+def test_refuses_what_is_the_operations(device: torch.device):
+    rotary, x = ops.RotaryEmbedding(4, 2, style="half"), torch.randn(2, 9, 64)
+    for attention, reason in (
+        (ops.Attention(2, 1), "the rotation and attention must be of the same heads"),
+        (ops.Attention(4, 2, mask="m"), "the extra input attention_attn_mask is not"),
+        (ops.Attention(4, 2, dropout=0.1), "dropout of weights is left to the operation"),
+    ):
+        model = sf.Sequential(rotary, attention)
+        with torch.no_grad():
+            plan = model.plan(x, **({"m": torch.ones(9, 9)} if attention.mask else {}))
+        assert f"BiasQKNormRotaryAttention at 0: {reason}" in " ".join(str(plan).split())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("form", FORMS)
+def test_on_a_gpu_a_graph_gives_the_tokens_of_plain_torch(form: str, int8: bool):
+    model, x = model_of(form).cuda(), tokens(2, 7).cuda()
+    for lengths in (None, torch.tensor([3, 7], device="cuda")):
+        cache = KVCache(2, 40, device="cuda", int8=int8)
+        found = generate(model, x, 24, lengths=lengths, cache=cache, cuda_graph=True)
+        with sf.fusing(False):
+            plain = generate(model, x, 24, lengths=lengths, cache=KVCache(2, 40, device="cuda", int8=int8))
+        assert torch.equal(found, plain) or int8
+        assert found.shape == plain.shape

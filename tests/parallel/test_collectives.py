@@ -1,0 +1,148 @@
+"""Collectives as operations: adjoint along every dimension, by passes, references and a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops, parallel
+
+from .processes import Facts, draw, results
+from .test_parallelize import PLAN, LanguageModel, stack
+
+MAKERS: dict[str, Callable[[Any], sf.UnfusedOperation]] = {
+    "AllReduce": ops.AllReduce,
+    "IdentityForwardAllReduceBackward": ops.IdentityForwardAllReduceBackward,
+    **{f"AllGather {dim}": lambda g, dim=dim: ops.AllGather(g, dim) for dim in (0, 1, -1)},
+    **{f"ReduceScatter {dim}": lambda g, dim=dim: ops.ReduceScatter(g, dim) for dim in (0, 1, -1)},
+}
+
+
+def own(seed: int, *shape: int) -> Tensor:
+    """Signed numbers of this process's own, small integers: sums are exact."""
+    return draw(*shape, seed=seed + 10 * dist.get_rank()).mul(8).round()
+
+
+def everyone(x: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return parts
+
+
+def expected(name: str, x: Tensor, backward: bool) -> Tensor:
+    """What a process has after it, by gathering all and plain torch; the adjoint where it goes backward."""
+    kind, _, dim = name.partition(" ")
+    every, rank = everyone(x), dist.get_rank()
+    if (kind, backward) in (("AllReduce", True), ("IdentityForwardAllReduceBackward", False)):
+        return x
+    if (kind, backward) in (("AllReduce", False), ("IdentityForwardAllReduceBackward", True)):
+        return sum(every)  # type: ignore[return-value]
+    if (kind == "AllGather") is not backward:
+        return torch.cat(every, int(dim))
+    return sum(every).chunk(len(every), int(dim))[rank]  # type: ignore[attr-defined]
+
+
+def passes_are_adjoint_along_every_dimension() -> None:
+    for name, make in MAKERS.items():
+        for shape in ((4, 6, 2), (2, 2, 2), (4, 8)):
+            operation, x = make(dist.group.WORLD), own(1, *shape)
+            strided = x.mT.contiguous().mT
+            y = expected(name, x, False)
+            dy = own(2, *y.shape)
+            dx = expected(name, dy, True)
+            for given in (x, strided):
+                for run in (operation, operation.reference, sf.Sequential(operation)):
+                    leaf = given.clone().requires_grad_()
+                    out = run(leaf)
+                    out.backward(dy)
+                    assert torch.equal(out, y), name
+                    assert torch.equal(leaf.grad, dx), name
+            assert operation.infer(shape) == tuple(y.shape), name
+            assert torch.equal(x, own(1, *shape)), name
+
+
+def half_numbers_and_no_rows() -> None:
+    for name, make in MAKERS.items():
+        for dtype in (torch.bfloat16, torch.float16):
+            x = own(1, 4, 4).to(dtype)
+            y = make(dist.group.WORLD)(x)
+            assert y.dtype is dtype
+            assert torch.equal(y.double(), expected(name, x.double(), False)), name
+        if name.endswith(("Reduce", "Backward", "0")):
+            empty = torch.zeros(0, 4, requires_grad=True)
+            make(dist.group.WORLD)(empty).sum().backward()
+            assert empty.grad is not None
+
+
+def transforms_see_the_references() -> None:
+    """Forward-mode AD takes them, and gradients are those of the planned list: of summed parameters, too."""
+    tokens = torch.tensor([[1, 11, 4, 6, 2, 5, 0, 9]])
+    for dim in (None, -2):
+        model = parallel.parallelize(LanguageModel(), dist.group.WORLD, {"body.0": "vocab", "head": "vocab", **PLAN},
+                                     sequence_dim=dim)  # fmt: skip
+        y, grads = results(model, tokens, torch.tensor(1.0))
+        with torch.autograd.forward_ad.dual_level():
+            y_plain, plain = results(model, tokens, torch.tensor(1.0))
+        torch.testing.assert_close(y_plain, y)
+        assert plain.keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(plain[name], grad, msg=lambda m, n=f"{dim} {name}": f"{n}: {m}")
+
+
+def a_compiler_traces_a_divided_stack() -> None:
+    x, dy = draw(2, 8, 16), draw(2, 8, 16, seed=3)
+    for dim in (None, -2):
+        model = parallel.parallelize(stack(), dist.group.WORLD, PLAN, sequence_dim=dim)
+        y, grads = results(model, x, dy)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        y_compiled, traced = results(compiled, x, dy)
+        torch.testing.assert_close(y_compiled, y)
+        traced = {name.removeprefix("_orig_mod."): grad for name, grad in traced.items()}
+        assert traced.keys() == grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(traced[name], grad, msg=lambda m, n=f"{dim} {name}": f"{n}: {m}")
+
+
+def autocast_agrees() -> None:
+    x, dy = draw(2, 8, 16).float(), draw(2, 8, 16, seed=3).float()
+    whole = stack().float()
+    model = parallel.parallelize(stack().float(), dist.group.WORLD, PLAN)
+    expected_grads = parallel.shard(model, results(whole, x, dy)[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        y, grads = results(model, x, dy)
+    assert y.dtype is torch.float32
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).norm() <= 0.05 * expected_grads[name].norm(), name
+
+
+FACTS = Facts(
+    {
+        2: [
+            passes_are_adjoint_along_every_dimension,
+            half_numbers_and_no_rows,
+            transforms_see_the_references,
+            a_compiler_traces_a_divided_stack,
+            autocast_agrees,
+        ],
+    }
+)
+
+
+@pytest.mark.parametrize(("world", "work"), FACTS.cases)
+def test_in_several_processes(world: int, work: str) -> None:
+    FACTS.check(world, work)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_one_process_sends_nothing(name: str) -> None:
+    x = torch.randn(4, 4, 4, requires_grad=True)
+    y = sf.Sequential(MAKERS[name](None), ops.Identity())(x)
+    y.sum().backward()
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, torch.ones(4, 4, 4))

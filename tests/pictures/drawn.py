@@ -1,0 +1,23 @@
+"""The picture in the documentation; to draw it again, run  .venv/bin/python -m tests.pictures.drawn"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import seqfuse as sf
+from seqfuse import ops
+
+FILE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "drawn_plan.svg"
+
+
+def picture() -> str:
+    """The plan that docs/command_line.md shows as text."""
+    members = ops.LayerNorm(64), ops.Linear(64, 256), ops.GeLU(), ops.Linear(256, 64), ops.Dropout(0.1)
+    model = sf.Sequential(ops.Residual(*members), ops.Linear(64, 8)).bfloat16()
+    return model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=512)).svg() + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(picture())
