@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..env import Env, fusing_now
+from ..env import Env
 from ..errors import StateError
 from ..fusion import FusedOperation
 from .fake import recorded
@@ -46,7 +46,7 @@ def enroll(fuser: Fuser) -> str:
 def _kernels_run(device: str) -> bool:
     # The compiler runs this while it traces, and so before it meets the node.
     torch.compiler.allow_in_graph(_planned)  # pyright: ignore[reportUnknownMemberType]
-    return fusing_now().enabled and Env.of(device).triton
+    return Env.of(device).triton
 
 
 # What `torch.compiler.assume_constant_result` does, which imports the compiler, as `allow_in_graph` would above.
