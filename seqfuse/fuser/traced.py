@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..env import Env, fusing_now
+from ..env import Env
 from ..errors import StateError
 from ..fusion import FusedOperation
 from .fake import recorded
@@ -43,9 +43,14 @@ def enroll(fuser: Fuser) -> str:
     return name
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def _kernels_run(device: str) -> bool:
-    return fusing_now().enabled and Env.of(device).triton
+    # The compiler runs this while it traces, and so before it meets the node.
+    torch.compiler.allow_in_graph(_planned)  # pyright: ignore[reportUnknownMemberType]
+    return Env.of(device).triton
+
+
+# What `torch.compiler.assume_constant_result` does, which imports the compiler, as `allow_in_graph` would above.
+_kernels_run._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def plannable(name: str, items: Sequence[Item], x: Tensor) -> bool:
@@ -92,7 +97,6 @@ def _state(module: nn.Module) -> _Constants:
     return tuple([(k, v) for k, v in module.__dict__.items() if v is None or isinstance(v, bool | int | float | str)])
 
 
-@torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _planned(
     name: str,
     start: int,
