@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 Work = Callable[[], None]
-PATIENCE = 120
+PATIENCE = 280
 
 
 class Facts:
@@ -30,7 +30,7 @@ class Facts:
         seconds: the timeout of the group.
     """
 
-    def __init__(self, works: Mapping[int, Sequence[Work]], seconds: int = 20) -> None:
+    def __init__(self, works: Mapping[int, Sequence[Work]], seconds: int = 60) -> None:
         self.works, self.seconds = works, seconds
         self._failed: dict[int, dict[str, str]] = {}
 
