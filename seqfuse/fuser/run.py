@@ -20,6 +20,7 @@ from ..group import summed_gradient
 from ..operation import FusableOperation, UnfusedOperation
 from .apart import compare, tell_apart
 from .bind import binder_of
+from .enrolled import enroll
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate, validate_all
 from .items import Item, flatten, has_own_graph, public_channels
 from .known import Known
@@ -28,7 +29,6 @@ from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
 from .show import Memory, measure
-from .traced import enroll, plannable, run_planned
 
 KEPT_LISTS, KEPT_PROGRAMS = 8, 512
 _requires, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
@@ -289,6 +289,8 @@ class Fuser:
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""
+        from .traced import plannable, run_planned
+
         items = flatten(self.root)
         tell_apart(items)
         random = random_positions(items)

@@ -2,16 +2,14 @@
 
 The compiler follows Python up to `_planned`, which becomes a node of its graph. Ahead-of-time autograd runs that node
 on tensors that record what is done to them: there the engine plans and runs as ever, and kernels are called as
-operators.
+operators. Importing this module imports the compiler, so it is imported by calls that are traced.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from ..env import Env
 from ..errors import StateError
 from ..fusion import FusedOperation
+from .enrolled import fusers
 from .fake import recorded
 from .items import Item
 from .listing import Listing, Region, stretches
@@ -28,29 +27,13 @@ from .reference import check_channels, draw, run_alone, walk_reference
 if TYPE_CHECKING:
     from .run import Fuser
 
-_fusers: weakref.WeakValueDictionary[str, Fuser] = weakref.WeakValueDictionary()
-_numbers = count()
 _one_at_a_time = threading.RLock()
 _Constants = tuple[tuple[str, Any], ...]
 
 
-def enroll(fuser: Fuser) -> str:
-    """A name by which the node finds a fuser; none for one that exists in a trace only."""
-    if torch.compiler.is_compiling():
-        return ""
-    name = str(next(_numbers))
-    _fusers[name] = fuser
-    return name
-
-
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def _kernels_run(device: str) -> bool:
-    # The compiler runs this while it traces, and so before it meets the node.
-    torch.compiler.allow_in_graph(_planned)  # pyright: ignore[reportUnknownMemberType]
     return Env.of(device).triton
-
-
-# What `torch.compiler.assume_constant_result` does, which imports the compiler, as `allow_in_graph` would above.
-_kernels_run._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def plannable(name: str, items: Sequence[Item], x: Tensor) -> bool:
@@ -97,6 +80,7 @@ def _state(module: nn.Module) -> _Constants:
     return tuple([(k, v) for k, v in module.__dict__.items() if v is None or isinstance(v, bool | int | float | str)])
 
 
+@torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _planned(
     name: str,
     start: int,
@@ -109,7 +93,7 @@ def _planned(
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """Run the stretch that begins at `start`, with these parameters and this configuration."""
-    fuser = _fusers[name]
+    fuser = fusers[name]
     with _one_at_a_time:
         items = fuser.listing().items[start : start + len(state)]
         slots = [slot for item in items for slot in item.slots.values()]

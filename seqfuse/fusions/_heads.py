@@ -24,6 +24,7 @@ _PASSES = {"bias": 2, "norm": 14, "rotary": 12}
 
 
 def kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env) -> Requirements:
+    """What the kernel asks of bias, norm and rotation, in sentences."""
     yield from kernels_run(env)
     yield bias is None or bias.bias.dtype == env.dtype, "input and bias must have one dtype"
     if norm is not None and rotary is not None:
@@ -35,6 +36,7 @@ def kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding
 
 
 def parts_of(norm: QKNorm | None, rotary: RotaryEmbedding | None) -> int:
+    """How many heads a row has: queries, keys and values."""
     of = norm if norm is not None else rotary
     assert of is not None
     return of.heads + 2 * of.kv_heads
@@ -57,6 +59,7 @@ def worth(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None
 
 
 def rotation_of(rotary: RotaryEmbedding | None, size: int) -> rope.Rotation | None:
+    """The rotation as the kernel takes it, for heads of `size`; none where there is none."""
     from ..kernels.rope import Rotation
 
     if rotary is None:
@@ -74,6 +77,7 @@ def run(
     *,
     store: bool,
 ) -> rope.Forward:
+    """The kernel's forward pass; positions of a cache that is being fed are those of its rows."""
     from ..kernels.rope import rope_fwd
 
     of: Any = norm if norm is not None else rotary
@@ -94,5 +98,6 @@ def around(bias: Bias | None, norm: QKNorm | None) -> dict[str, Any]:
 
 
 def gains(q_weight: Tensor | None, k_weight: Tensor | None) -> dict[str, Tensor | None]:
+    """The norm's weights as the kernel takes them."""
     pairs = (("q_weight", q_weight), ("k_weight", k_weight))
     return {name: None if weight is None else weight.contiguous() for name, weight in pairs}

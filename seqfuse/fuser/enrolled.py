@@ -1,0 +1,24 @@
+"""Fusers by name, for a node in a compiler's graph, which can hold nothing but names."""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .run import Fuser
+
+fusers: weakref.WeakValueDictionary[str, Fuser] = weakref.WeakValueDictionary()
+_numbers = count()
+
+
+def enroll(fuser: Fuser) -> str:
+    """A name by which the node finds a fuser; none for one that exists in a trace only."""
+    if torch.compiler.is_compiling():
+        return ""
+    name = str(next(_numbers))
+    fusers[name] = fuser
+    return name
