@@ -38,10 +38,10 @@ active: ContextVar[Cache | None] = ContextVar("seqfuse_cache", default=None)
 
 def current() -> Cache | None:
     """The cache of this call; a traced graph knows none, and a rehearsal on tensors without data must not fill one."""
-    cache = active.get()
-    if cache is None or torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None:
+    if torch.compiler.is_compiling():  # first: compilers do not trace what comes next
         return None
-    return cache
+    cache = active.get()
+    return None if cache is None or torch._C._get_dispatch_mode(_FAKE) is not None else cache
 
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
