@@ -121,13 +121,18 @@ def without_slots(
     return ("", "") if inspect.isclass(obj) and issubclass(obj, FusedOperation) else None
 
 
+def mathml(tex: str, display: str = "inline") -> str:
+    """MathML of LaTeX; names of several letters are names, and no text, beside which operators lose their space."""
+    return convert(tex, display=display).replace("<mtext>", "<mi>").replace("</mtext>", "</mi>")
+
+
 def _inline(translator: Any, node: Any) -> None:
-    translator.body.append(convert(node.astext()))
+    translator.body.append(mathml(node.astext()))
     raise nodes.SkipNode
 
 
 def _display(translator: Any, node: Any) -> None:
-    translator.body.append(f"<p>{convert(node.astext(), display='block')}</p>")
+    translator.body.append(f"<p>{mathml(node.astext(), 'block')}</p>")
     raise nodes.SkipNode
 
 

@@ -248,7 +248,7 @@ def _stack(sizes: Sizes, model: Model) -> Case:
         contenders["compile"] = stepped(functools.cache(lambda: compiled(other(), sizes.compile_modes[0])))
     common = _common(sizes, model, rows) | {"checked_rows": min(rows, 128)}
     return Case(
-        f"{sizes.layers} layers and optimizer", f"{model.name} {rows}", make=drawn(sizes, model, "x", "dy"), priority=6,
+        f"{sizes.layers} layers and optimizer", f"{model.name} {rows}", make=drawn(sizes, model, "x", "dy"), priority=8,
         flops=3 * sizes.layers * flops("layer", model, rows, min(sizes.sequence, rows)), **common,
         contenders=contenders, notes=planned(mine), unfused=stepped(lambda: models.ours, fusing=False),
         exact=stepped(lambda: models.exact, fusing=False),

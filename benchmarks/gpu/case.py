@@ -185,7 +185,8 @@ def counted(forward: Callable[[], Any], own: Sequence[Tensor]) -> int:
     found: dict[int, Tensor] = {}
 
     def pack(t: Tensor) -> Tensor:
-        return found.setdefault(t.untyped_storage()._cdata, t)
+        found[t.untyped_storage()._cdata] = t
+        return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = forward()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from targets import TARGETS
+
 from . import attention, blocks, norms, pointwise, products, small, tuned
 from .case import Case
 from .sizes import Sizes
@@ -12,16 +14,19 @@ ROOMS = (norms, blocks, products, pointwise, small, attention, tuned)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """All rows by priority, behind one of each group; among equals the rooms take turns: a run that is cut off has some
-    of each.
+    """All rows by priority, behind one of each group that a target speaks of.
+
+    Among equals the rooms take turns, so that a run that is cut off has some of each.
     """
     found = [list(room.cases(sizes)) for room in ROOMS]
     ranked = [(case.priority, place, case) for several in found for place, case in _places(several)]
     ordered = [case for *_, case in sorted(ranked, key=lambda entry: entry[:2])]
+    wanted = {group for target in TARGETS for group in target.groups}
     first: dict[str, Case] = {}
     for case in ordered:
-        first.setdefault(case.group, case)
-    return [*first.values(), *(case for case in ordered if first[case.group] is not case)]
+        if case.group in wanted:
+            first.setdefault(case.group, case)
+    return [*first.values(), *(case for case in ordered if first.get(case.group) is not case)]
 
 
 def _places(several: list[Case]) -> Iterator[tuple[int, Case]]:

@@ -21,7 +21,7 @@ def cases(sizes: Sizes) -> Iterator[Case]:
     """The main blocks; what was measured is forgotten after each, since it would hold for the whole process."""
     for model in sizes.models:
         if model.name in MAIN or len(sizes.models) <= 2:
-            for what, priority in (("feedforward", 7), ("layer", 9)):
+            for what, priority in (("feedforward", 4), ("layer", 7)):
                 yield _tuned(sizes, model, what, priority)
 
 

@@ -43,7 +43,7 @@ def enroll(fuser: Fuser) -> str:
     return name
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def _kernels_run(device: str) -> bool:
     return fusing_now().enabled and Env.of(device).triton
 
@@ -92,7 +92,7 @@ def _state(module: nn.Module) -> _Constants:
     return tuple([(k, v) for k, v in module.__dict__.items() if v is None or isinstance(v, bool | int | float | str)])
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
 def _planned(
     name: str,
     start: int,

@@ -32,10 +32,6 @@ class BiasQKNormRotaryAttention(InferenceFusion):
         attention, rotary = self.attention, self.rotary
         same = (attention.heads, attention.kv_heads) == (rotary.heads, rotary.kv_heads)
         yield same, "the rotation and attention must be of the same heads"
-        yield (
-            not attention.channels and not rotary.channels,
-            "positions, masks and packed sequences go to the operations",
-        )
         yield not attention.random, "dropout of weights is left to the operation"
 
     def saves(self, env: Env) -> Savings:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor, nn
 
+from ._graph import GraphedStep
 from .kvcache import KVCache
 
 
@@ -23,6 +24,7 @@ def stream(
     generator: torch.Generator | None = None,
     cache: KVCache | None = None,
     use_cache: bool = True,
+    cuda_graph: bool = False,
 ) -> Iterator[Tensor]:
     """Yield the next token of each sequence, int64 [B], as soon as it is there.
 
@@ -42,11 +44,15 @@ def stream(
         generator: of the draws.
         cache: one to go on with, which has read everything before these tokens; a new one by default.
         use_cache: whether keys and values are kept; without, every step reads everything again.
+        cuda_graph: whether a step is captured as a CUDA graph and replayed; on a GPU, with a cache.
 
     Raises:
         ValueError: for arguments that do not fit together.
     """
     _check(tokens, temperature, top_k, top_p, lengths)
+    if cuda_graph and not (use_cache and tokens.device.type == "cuda"):
+        where = f"{tokens.device}{'' if use_cache else ', without a cache'}"
+        raise ValueError(f"cuda_graph needs tokens on a GPU and a cache, got {where}")
     batch, width = tokens.shape
     if use_cache and cache is None:
         cache = KVCache(batch, width + max_new_tokens, device=tokens.device)
@@ -57,6 +63,7 @@ def stream(
     logits = logits[torch.arange(batch, device=tokens.device), last - 1]
     done: Tensor | None = None
     new: Tensor | None = None
+    graph: GraphedStep | None = None
     for step in range(max_new_tokens):
         drawn = _draw(logits, temperature, top_k, top_p, generator)
         new = drawn if new is None or done is None else torch.where(done, new, drawn)
@@ -68,7 +75,10 @@ def stream(
                 return
         if step + 1 == max_new_tokens:
             return
-        if use_cache:
+        if cuda_graph and cache is not None:
+            graph = graph or GraphedStep(model, cache)
+            logits = graph(new)
+        elif use_cache:
             logits = _read(model, cache, new.unsqueeze(1), None)[:, -1]
         else:
             everything = _appended(everything, last, new)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class KVCache:
         if counts is not None and counts.shape != (self.batch,):
             raise InputError(f"expects counts [{self.batch}], got {tuple(counts.shape)}", code="SF101")
         rows = x.shape[1]
-        self._make_room(rows, counts)
+        self.reserve(rows, counts)
         self._turn, self._counts, self._ends = 0, counts, None
         before = _cache.active.set(self)
         try:
@@ -108,7 +109,20 @@ class KVCache:
         """Tell the host that a replayed graph has fed this many rows."""
         self._most += rows
 
-    def _make_room(self, rows: int, counts: Tensor | None) -> None:
+    @contextlib.contextmanager
+    def rehearsal(self) -> Generator[None]:
+        """A block that a graph is captured in: shapes do not follow lengths, and afterwards lengths are as before."""
+        lengths, most, alike = self.lengths.clone(), self._most, self._alike
+        self._fixed = True
+        try:
+            yield
+        finally:
+            self._fixed = False
+            self.lengths.copy_(lengths)
+            self._most, self._alike = most, alike
+
+    def reserve(self, rows: int, counts: Tensor | None = None) -> None:
+        """Refuse rows that do not fit (SF505), before they are fed or a graph that feeds them is replayed."""
         if self._most + rows <= self.max_length:
             return
         if not self._fixed:  # the host's bound may be too high: ask once
@@ -169,7 +183,7 @@ class KVCache:
         caches: dict[str, Any] = {n: t.squeeze(-1) if t is not None and "scale" in n else t for n, t in named.items()}
         q = write(x.squeeze(1), lengths=self.lengths, **caches)
         if self._ends is None:
-            self._ends = (self.lengths + 1).clamp_(max=self.max_length)
+            self._ends = self.lengths + 1  # of a full one the kernel reads what there is
         limits: dict[str, Any] = {"window": attention.window, "softcap": attention.softcap}
         y = decode_attention(q, lengths=self._ends, scale=attention.scale_of(x), **caches, **limits)
         return y.flatten(1).unsqueeze(1)

@@ -316,7 +316,7 @@ def _rope_write_kernel(
         rest = _load_rest(source, every, ROTARY, D, BLOCK_P)
         if bias is not None:
             rest += _load_rest(bias + heads * D, every, ROTARY, D, BLOCK_P)
-        squares += tl.sum(rest * rest, 2)
+        squares += tl.sum(rest * rest, axis=2)
     if NORM:
         rstd = tl.where(known, tl.expand_dims(1.0 / tl.sqrt(squares / D + EPS), 2), 1.0)
     if ROTARY > 0:

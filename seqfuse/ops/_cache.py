@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,12 +36,13 @@ class Cache(Protocol):
 active: ContextVar[Cache | None] = ContextVar("seqfuse_cache", default=None)
 
 
+_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
+_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
+
+
 def current() -> Cache | None:
     """The cache of this call; a traced graph knows none, and a rehearsal on tensors without data must not fill one."""
-    if torch.compiler.is_compiling():  # first: compilers do not trace what comes next
+    if torch.compiler.is_compiling():
         return None
     cache = active.get()
-    return None if cache is None or torch._C._get_dispatch_mode(_FAKE) is not None else cache
-
-
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+    return None if cache is None or _mode(_FAKE) is not None else cache

@@ -66,9 +66,8 @@ class StagedFuser(Fuser):
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the list; every rank gets the same input."""
         if torch.compiler.is_compiling() or transformed() or x.__class__ not in (Tensor, nn.Parameter) or x.is_meta:
-            message = (
-                f"a model in stages takes plain tensors on every rank, neither compiled nor transformed, not {x!r}"
-            )
+            got = f"{type(x).__name__} on {x.device}" if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            message = f"a model in stages takes plain tensors, neither compiled nor transformed, got {got}"
             raise InputError(message, code="SF105", hint="the input of the first stage is the same on every rank")
         self.device = x.device
         return super().__call__(x, **channels)

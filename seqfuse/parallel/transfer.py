@@ -97,7 +97,8 @@ class Boundary(FusableOperation):
         super().__init__()
         self.stage, self.placement = stage, placement
         a, b = placement.rank(stage - 1), placement.rank(stage)
-        self.barrier = f"stage {stage} begins here; rank {a} sends, rank {b} receives"
+        way = f"rank {a} sends, rank {b} receives" if a != b else f"both are on rank {a}"
+        self.barrier = f"stage {stage} begins here; {way}"
 
     def expand(self) -> tuple[FusableOperation, ...]:
         return ()

@@ -14,11 +14,11 @@ _WORDS = (
     ".sf-plan-words{font:14px/1.5 system-ui,sans-serif;color:var(--sf-ink);background:var(--sf-ground)}"
     ".sf-plan-words table{border-collapse:collapse;margin:.5em 0 1em}"
     ".sf-plan-words th,.sf-plan-words td{text-align:left;vertical-align:top;padding:.25em 1.2em .25em 0;"
-    "border-bottom:1px solid var(--sf-line)}"
+    "font-size:14px;color:var(--sf-ink);background:none;border:0;border-bottom:1px solid var(--sf-line)}"
     ".sf-plan-words th{color:var(--sf-faint);font-weight:600}"
     ".sf-plan-words td:first-child{max-width:28em}.sf-plan-words b{font-weight:600}"
     ".sf-plan-words summary{cursor:pointer;color:var(--sf-faint)}"
-    ".sf-plan-picture{overflow-x:auto}"
+    ".sf-plan-picture{overflow-x:auto}.sf-plan-below{padding:8px 20px;margin-top:6px;border-radius:10px}"
 )
 _PAGE = (
     "body{margin:0;padding:12px;background:var(--sf-ground)}"
@@ -34,7 +34,8 @@ def fragment(plan: PlanData) -> Markup:
         words = [tag("details", *lines)]
     style = tag("style", Markup(_WORDS))
     picture = tag("div", svg(plan), class_="sf-plan-picture")
-    return tag("div", style, picture, tag("div", *words, class_="sf-plan sf-plan-words") if words else Markup())
+    below = tag("div", *words, class_="sf-plan sf-plan-words sf-plan-below")
+    return tag("div", style, picture, below if words else Markup())
 
 
 def page(plan: PlanData) -> str:

@@ -138,8 +138,6 @@ def _repeats(columns: Sequence[Column], looks: Sequence[int], at: int) -> tuple[
         while end < len(looks) and looks[end] == looks[end - length]:
             end += 1
         times = (end - at) // length
-        if end < len(columns) and end == at + times * length and not columns[end].border:
-            times -= 1  # the last copy goes on into what comes behind it
         if (times - 1) * length > saved:
             best, saved = (length, times), (times - 1) * length
     return best

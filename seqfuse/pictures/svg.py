@@ -36,8 +36,9 @@ class _Picture:
         steps = (m for c in columns for m in (c.forward, c.backward) if m is not None and m.kind in SIGNS)
         fusions = max(((width(m.name, 12, 0.6) + 28) / m.length for m in steps), default=0.0)
         self._column = min(max(names + _GAP + 2, fusions + _GAP, _NARROWEST), _WIDEST)
-        most = max((len(line) for b in self._blocks for line in lines_of(b, MOST)), default=1)
-        self._width = max(2 * _MARGIN + _GUTTER + most * self._column + 3 * _BETWEEN, _LEAST)
+        lines = (line for b in self._blocks for line in lines_of(b, MOST))
+        right = max((self._places(line)[-1] + self._column for line in lines), default=0.0)
+        self._width = max(right + _MARGIN, _LEAST)
 
     def draw(self) -> Markup:
         parts: list[Markup] = []

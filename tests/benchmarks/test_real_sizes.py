@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
-from typing import Any
 
 import pytest
 import torch
@@ -13,61 +10,54 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from gpu import attention, draw, norms, pointwise, products, small
-from gpu.case import Case, fewest_bytes
-from gpu.sizes import real
+import plain
+from compile_rows import ROOMS
+from gpu import blocks
+from gpu.case import fewest_bytes
+from gpu.launched import as_on_an_h200, of_block, of_row
+from gpu.sizes import MAIN, MODELS, real
 
-from seqfuse import kernels
-
-ROOMS = (norms, pointwise, products, attention, small)
 # A CPU's, since torch without CUDA cannot even slice those of a GPU.
 SIZES = dataclasses.replace(real(), device=torch.device("cpu"))
 CASES = [case for room in ROOMS for case in room.cases(SIZES) if case.group != "host"]
 
 
-@pytest.fixture(autouse=True)
-def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an H200, whose properties nothing here could be asked for."""
-    for found in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"seqfuse.kernels.{found.name}")
-        for name, value in (("processors", 132), ("architecture", "sm_90")):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, lambda _, value=value: value)
-    monkeypatch.setattr(draw, "generator", lambda *_: None)
-
-
-def results(case: Case, launched: list[Any]) -> list[Any]:
-    inputs = case.make(case.rows, 0)
-    before = len(launched)
-    outputs = case.contenders["seqfuse"].prepare(inputs)()
-    assert len(launched) > before
-    assert fewest_bytes(case, inputs, outputs) > 0
-    return [inputs, outputs]
-
-
 @pytest.mark.parametrize("group", sorted({case.group for case in CASES}))
-def test_kernels_take_every_row(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: list[Any] = []
-
-    def launch(kernel: Any, grid: int, args: tuple[Any, ...], *_: Any, **__: Any) -> None:
-        assert 0 < grid < 2**31
-        launched.append((kernel, grid))
-
-    for found in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"seqfuse.kernels.{found.name}")
-        if hasattr(module, "launch"):
-            monkeypatch.setattr(module, "launch", launch)
+def test_kernels_take_every_row(group: str) -> None:
     for case in (case for case in CASES if case.group == group):
-        with FakeTensorMode():
-            inputs, outputs = results(case, launched)
-            assert any(t is not None for t in outputs), case.key
-            assert all(t.numel() for t in inputs.values()), case.key
-    assert launched
+        launches = of_row(case)
+        assert launches, case.key
+        for launch in launches:
+            assert 0 < launch.grid < 2**31
+            assert len(launch.args) + len(launch.constexprs) == len(launch.kernel.arg_names), case.key
+            variant = launch.variant("any")
+            assert variant.signature.keys().isdisjoint(variant.constexprs)
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m.name in (*MAIN, "gpt2-xl")], ids=lambda m: m.name)
+def test_layers_launch_kernels_both_ways(model: blocks.Model) -> None:
+    small = dataclasses.replace(model, H=model.head_dim * 4, F=512, heads=4, kv_heads=2 if model.llama else 4)
+    layer = plain.fused("layer", blocks.spec_of(small, 0.1), dtype=torch.bfloat16)
+    names = [launch.kernel.__name__ for launch in of_block(layer, torch.empty(4, 2048, small.H, dtype=torch.bfloat16))]
+    assert any("bwd" in name for name in names), names
+    assert any("gemm" in name or "fwd" in name for name in names), names
+
+
+def test_a_kernel_is_compiled_for_what_it_is_launched_with() -> None:
+    (launch,) = of_row(next(case for case in CASES if case.key == "norm forward: RMSNorm 32768 x 8192"))
+    variant = launch.variant("norm")
+    pointers = [name for name, kind in variant.signature.items() if str(kind).startswith("*")]
+    assert {variant.signature[name] for name in pointers} == {"*bf16", "*fp32"}
+    assert set(pointers) <= set(variant.divisible)
+    numbers = {name for name in variant.signature if name not in pointers}
+    assert numbers <= set(variant.divisible)  # 8,192 and 32,768
+    with as_on_an_h200() as launches:
+        assert launches == []
 
 
 def test_floors_are_those_of_the_bytes_that_have_to_move() -> None:
     by_key = {case.key: case for case in CASES}
-    with FakeTensorMode():
+    with as_on_an_h200(), FakeTensorMode():
         norm = by_key["norm forward: RMSNorm 32768 x 8192"]
         inputs = norm.make(norm.rows, 0)
         assert fewest_bytes(norm, inputs, [inputs["x"]]) == (2 * 32768 * 8192 + 8192) * 2

@@ -85,6 +85,9 @@ def test_a_wrong_model_is_cut_down_to_the_members_that_differ(name: str, said: s
     script = Path(first["repro"]).read_text()
     assert f"named(){slice_}" in script
     assert said.split(" at ")[0].split(" of ")[0] in first["failure"]
+    # The script is of the first failure, and stays so.
+    assert "grad=True" in script
+    assert [one["repro"] for one in made if one["repro"] is not None] == [first["repro"]]
     error = reproduced(first["repro"])
     assert first["failure"].splitlines()[1].strip() in error
 

@@ -112,6 +112,29 @@ def test_one_operation_that_stands_twice_has_two_places() -> None:
     assert {0, 2} <= {seen.place.at for seen in found.places if seen.place.tensor == "y"}
 
 
+def test_what_the_engine_tries_on_tensors_without_data_is_no_place() -> None:
+    # It compares the records of the fusion with those of the operation, which runs by itself at the end.
+    shared = ops.Linear(8, 8, bias=False)
+    model = sf.Sequential(shared, ops.ReLU(), shared)
+    spec = Spec((33, 8), torch.float32)
+    found = compare(model, spec, {}, runs_of(spec, CPU, torch.float32, "unfused", None), grad=True)
+    assert found.difference is None
+    assert [seen.step for seen in found.places if seen.place.tensor == "y"] == ["LinearBiasAct", ""]
+
+
+def test_rounding_at_every_border_is_allowed_for_in_a_deep_list() -> None:
+    torch.manual_seed(0)
+    model = sf.Sequential(*(m for _ in range(12) for m in (ops.Linear(32, 32), ops.Tanh())))
+    spec = Spec((64, 32), torch.bfloat16)
+    model = model.bfloat16()
+    runs = runs_of(spec, CPU, torch.bfloat16, "float32", None)
+    assert compare(model, spec, {}, runs, grad=True).difference is None
+    first, second, third = (run(model, spec, {}, 0, True)[0] for run in runs)
+    for place in (Place.y(35), Place.dx(0)):  # the last of either pass
+        errors = [(run[place].double() - third[place]).square().mean().sqrt() for run in (first, second)]
+        assert 0.7 < errors[0] / errors[1] < 1.2, (place, errors)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = sf.Sequential(ops.Linear(8, 8), ops.ReLU())
     before = {name: p.clone() for name, p in model.named_parameters()}

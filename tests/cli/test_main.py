@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,9 @@ def test_every_verb_that_runs_a_model_can_put_it_into_evaluation(
     done = cli(*given, "--eval")
     assert done.status == 0
     assert "evaluated" in done.err
+
+
+def test_the_package_declares_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"seqfuse": "seqfuse.cli:main"}
+    assert {"cyclopts", "rich"} <= {*project["optional-dependencies"]["cli"]}

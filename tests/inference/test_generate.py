@@ -137,6 +137,8 @@ def test_greedy_generations_are_those_of_hugging_face(kind: str):
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"lengths": torch.tensor([0, 5])}, r"expects lengths \[2\] of 1 to 5"),
         ({"tokens": torch.zeros(2, 0, dtype=torch.long)}, "at least one token"),
+        ({"cuda_graph": True}, "cuda_graph needs tokens on a GPU and a cache, got cpu$"),
+        ({"cuda_graph": True, "use_cache": False}, "got cpu, without a cache"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.inference import KVCache
+from seqfuse.inference._graph import GraphedStep
 from seqfuse.nn import TransformerStack
 from seqfuse.testing import assert_bitwise_equal
 
@@ -210,6 +211,27 @@ def test_what_a_cache_cannot_hold_is_refused():
     cache.feed(model, x)
     with pytest.raises(sf.errors.StateError, match="attended 1 times, and 2 times before"):
         cache.feed(sf.Sequential(ops.Embedding(41, 96), ops.Attention(4, causal=True)), x)
+
+
+@pytest.mark.parametrize("form", ["GPT", "window"])
+def test_a_rehearsal_changes_nothing_and_reads_the_same(form: str):
+    """Shapes of the whole buffer, as a graph has them, give what shapes that follow the lengths give."""
+    model, x, new = model_of(form), tokens(2, 6), tokens(2, 1, seed=4)
+    cache = KVCache(2, 9)
+    cache.feed(model, x, torch.tensor([6, 3]))
+    with cache.rehearsal():
+        rehearsed = cache.feed(model, new)
+    assert cache.lengths.tolist() == [6, 3]
+    close(rehearsed, cache.feed(model, new))
+    assert cache.lengths.tolist() == [7, 4]
+    cache.reserve(2)
+    with pytest.raises(sf.errors.StateError, match="a sequence of 7 rows cannot take 3 more"):
+        cache.reserve(3)
+
+
+def test_a_graph_is_refused_where_there_is_no_gpu():
+    with pytest.raises(ValueError, match="a CUDA graph needs a cache on a GPU, got one on cpu"):
+        GraphedStep(model_of("GPT"), KVCache(2, 9))
 
 
 def test_the_repr_says_what_is_in_it():

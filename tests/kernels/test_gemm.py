@@ -215,6 +215,10 @@ def operands(device: torch.device, dtype: torch.dtype, m: int = M, n: int = N, k
     )
 
 
+def test_every_activation_is_in_every_epilogue() -> None:
+    assert EAGER.keys() == ACTIVATIONS.keys()
+
+
 @pytest.mark.parametrize("act", EAGER)
 def test_linear_with_every_activation(device: torch.device, dtype: torch.dtype, act: str) -> None:
     o = operands(device, dtype)

@@ -222,6 +222,63 @@ def test_kernels_compile_without_spills(target: str) -> None:
         assert not one.over_shared, one
 
 
+LENGTHS = (4, 0, 11, 12)
+
+
+def check_write(case: Case, dtype: torch.dtype, *, int8: bool = False, k: ModuleType = rope) -> None:
+    """A new row of each of four sequences, the last of which is full, as `rope_fwd` turns it at its position."""
+    tensors = drawn(dataclasses.replace(case, positions=None), (4,), dtype)
+    rotation: Any = case.rotation
+    if rotation is not None:
+        rotation = k.Rotation(rotation.style, rotation.dim, rotation.base)
+    lengths, x = torch.tensor(LENGTHS), tensors["x"]
+    around = {"bias": tensors.get("bias"), "norm_eps": EPS if case.norm else None}
+    around |= {"q_weight": tensors.get("q"), "k_weight": tensors.get("k")}
+    whole = seeded_randn((2, 4, 3, KV, case.size), 7)
+    caches = [(9 * t).to(torch.int8 if int8 else dtype)[:, 0].new_zeros(4, KV, 12, case.size) + 5 for t in whole]
+    scales = {name: torch.full((4, KV, 12), 9.0) for name in ("k_scale", "v_scale")} if int8 else {}
+    with Untouched({"x": x, "lengths": lengths}):
+        q = k.rope_write(x, HEADS, KV, rotation, *caches, lengths, **around, **scales)
+    wide = rope.rope_fwd(x.unsqueeze(1).float(), HEADS, KV, case.rotation, positions=lengths.unsqueeze(1), **{
+        name: t.float() if isinstance(t, Tensor) else t for name, t in around.items()
+    }).y.squeeze(1)  # fmt: skip
+    wanted = wide.unflatten(-1, (PARTS, case.size)).split([HEADS, KV, KV], 1)
+    near: dict[str, float] = {"atol": 1e-6, "rtol": 1e-6} if dtype is torch.float32 else {"atol": 0, "rtol": 2**-8}
+    torch.testing.assert_close(q.float(), wanted[0], **near)
+    for cache, name, rows in zip(caches, ("k_scale", "v_scale"), wanted[1:], strict=True):
+        for b, length in enumerate(LENGTHS):
+            others = torch.arange(12) != length
+            assert (cache[b][:, others] == 5).all()
+            assert not int8 or (scales[name][b][:, others] == 9).all()
+            if length < 12:
+                found, limit = cache[b, :, length].float(), near
+                if int8:
+                    scale = scales[name][b, :, length, None]
+                    torch.testing.assert_close(scale, rows[b].abs().amax(-1, keepdim=True) / 127)
+                    found, limit = found * scale, {"atol": 0.501 * float(scale.max()), "rtol": 0.0}
+                torch.testing.assert_close(found, rows[b], **limit)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_new_row_is_turned_and_written_in_one_pass(name: str, int8: bool) -> None:
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[list(CASES).index(name) % 3]
+    check_write(CASES[name], dtype, int8=int8)
+
+
+def test_a_row_that_cannot_be_written_is_refused() -> None:
+    x, cache, lengths = torch.zeros(2, PARTS * 8), torch.zeros(2, KV, 4, 8), torch.zeros(2, dtype=torch.int64)
+    turn = Rotation("half", 8)
+    with pytest.raises(ValueError, match=r"x must be \[B, C\], one row of each sequence"):
+        rope.rope_write(x.unsqueeze(1), HEADS, KV, turn, cache, cache, lengths)
+    with pytest.raises(ValueError, match="caches must both be"):
+        rope.rope_write(x, HEADS, KV, turn, cache, cache[:, :1], lengths)
+    with pytest.raises(ValueError, match=r"lengths must be int64 \(2,\), got torch.int32"):
+        rope.rope_write(x, HEADS, KV, turn, cache, cache, lengths.int())
+    with pytest.raises(ValueError, match="k_scale is given with an int8 cache, and only then"):
+        rope.rope_write(x, HEADS, KV, turn, cache.to(torch.int8), cache.to(torch.int8), lengths)
+
+
 MUTANTS = {
     "sine": ("two = tl.where(known, n2 * cosine + n1 * sine, two)", "two = tl.where(known, n2 * cosine, two)", "half"),
     "turned back": (
@@ -254,9 +311,24 @@ MUTANTS = {
 }  # fmt: skip
 
 
+MUTANTS |= {
+    "written values turned": (
+        "one, two = tl.where(known, one * cosine - two * sine, one)", "one, two = one * cosine - two * sine", "write",
+    ),
+    "a row too far": ("tl.load(lengths + batch).to(tl.int64)", "1 + tl.load(lengths + batch).to(tl.int64)", "write"),
+    "written mean square": ("squares += tl.sum(rest * rest, axis=2)", "squares += 0.0", "write"),
+    "scales of values": ("(heads - Q - K) * scale_head, scale,", "(heads - Q - K) * scale_head, 2.0 * scale,", "write"),
+    "rounded towards zero": ("return tl.where(t < 0.0, t - 0.5, t + 0.5)", "return t", "write"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType]) -> None:
     old, new, case = MUTANTS[name]
+    if case == "write":
+        with pytest.raises(AssertionError):
+            check_write(CASES["part_interleaved"], torch.float32, int8=True, k=mutant(rope, old, new))
+        return
     tensors = drawn(CASES[case], (2, 9), torch.float32)
     check(CASES[case], tensors)
     changed = mutant(rope, old, new)

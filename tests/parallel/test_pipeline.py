@@ -150,6 +150,8 @@ def outputs_say_what_they_are_everywhere() -> None:
             assert y.is_meta is not last
             assert (y.shape, y.dtype, y.requires_grad) == (expected.shape, expected.dtype, grad)
             assert torch.equal(everywhere(y, staged), expected)
+    with torch.inference_mode():
+        assert torch.equal(everywhere(staged(x), staged), alone(x))
     y = staged(torch.empty(0, 4, dtype=torch.float64))
     assert y.shape == (0, 3)
     y.sum().backward()
@@ -306,7 +308,7 @@ def a_wrong_input_is_an_error_on_every_rank() -> None:
     staged = staged_of(model_of())
     with pytest.raises(sf.errors.InputError, match=r"SF101 position 0 \(Linear\): expects last dimension 4, got 3"):
         staged(torch.zeros(5, 3, dtype=torch.float64))
-    with pytest.raises(sf.errors.InputError, match=r"SF105.*on every rank"):
+    with pytest.raises(sf.errors.InputError, match=r"SF105.*plain tensors.*got Tensor on meta.*on every rank"):
         staged(torch.zeros(5, 4, device="meta"))
     with pytest.raises((sf.errors.PlanError, sf.errors.InputError), match=r"SF202|on meta, where its weight is"):
         staged[:4](torch.zeros(5, 4, dtype=torch.float64))

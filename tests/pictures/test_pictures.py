@@ -19,7 +19,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fuser import Plan
 from seqfuse.fuser.listing import Region
-from seqfuse.pictures import style
+from seqfuse.pictures import PlanData, style, svg
 from seqfuse.pictures.markup import cut, escaped, tag, width
 from seqfuse.pictures.score import LONG, columns_of, fold, lines_of
 from seqfuse.pictures.svg import MOST
@@ -344,7 +344,7 @@ def test_folding_is_exact(plan: Plan) -> None:
     at = 0
     for b in blocks:
         assert b.columns[0].operation["at"] == at
-        assert b.times == 1 or b.columns[0].border
+        assert b.columns[0].border
         at = b.last + 1
     assert at == len(columns)
 
@@ -377,6 +377,42 @@ def test_lines_are_cut_between_steps_where_that_can_be() -> None:
             assert [c for line in lines for c in line] == [*b.columns]
             assert all(0 < len(line) <= MOST for line in lines)
             assert all(line[0].border for line in lines)
+
+
+def made(steps: list[int], names: str, segments: list[tuple[int, int]]) -> PlanData:
+    """Plain data of a list of operations with one-letter names, covered forward by steps of these lengths."""
+    starts = [sum(steps[:i]) for i in range(len(steps))]
+    return {
+        **PLANS["empty"]().as_dict(),
+        "operations": [{"at": i, "name": n, "path": "", "saves": [], "wants": []} for i, n in enumerate(names)],
+        "forward": [
+            {"name": "F", "start": start, "stop": start + length, "kind": "forward", "saves": []}
+            for start, length in zip(starts, steps, strict=True)
+        ],
+        "segments": segments,
+    }
+
+
+def test_a_block_does_not_begin_within_a_step() -> None:
+    # From position 1 on everything repeats itself, but that is the second half of a step.
+    blocks = fold(columns_of(made([2] * 40, "xb" + "ab" * 39, [])))
+    assert [(len(b.columns), b.times) for b in blocks] == [(2, 1), (2, 39)]
+
+
+def test_a_short_segment_does_not_make_a_short_line() -> None:
+    (block,) = fold(columns_of(made([1, 1, 1, 1, 2, 2, 2, 2], "a" * 12, [(0, 4), (4, 12)])))
+    assert [len(line) for line in lines_of(block, 10)] == [10, 2]
+    (block,) = fold(columns_of(made([1] * 12, "a" * 12, [(0, 7), (7, 12)])))
+    assert [len(line) for line in lines_of(block, 10)] == [7, 5]
+
+
+def test_a_step_longer_than_a_line_goes_on_in_the_next() -> None:
+    data = made([1, 14, 1], "a" * 16, [(0, 16)])
+    (block,) = fold(columns_of(data))
+    assert [len(line) for line in lines_of(block, 10)] == [1, 10, 5]
+    root = ElementTree.fromstring(svg(data))
+    assert len([b for b in boxes(root, {"forward"}) if "positions 1 to 14" in b[3]]) == 2
+    assert "segment 1 goes on" in [text.text for text in root.iter(f"{SVG}text")]
 
 
 def luminance(color: str) -> float:

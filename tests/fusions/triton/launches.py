@@ -7,6 +7,7 @@ table with  TRITON_INTERPRET=1 .venv/bin/python -m tests.fusions.triton.launches
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -20,9 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqfuse as sf
 from seqfuse import env, ops
 from seqfuse.fuser.fake import faking
+from seqfuse.inference import KVCache
+from seqfuse.nn import TransformerLayer
+from seqfuse.ops import _attention, rmsnorm
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
 TABLE = re.compile(r"(?<=<!-- drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+LAYER_TABLE = re.compile(
+    r"(?<=<!-- layers drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end of layers -->)", re.DOTALL
+)
 # Views, allocations, questions of dtypes; and conversions: with bfloat16 parameters a GPU makes none, where a CPU keeps
 # the norms' float32 statistics by them.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
@@ -33,13 +40,28 @@ class Counted(TorchDispatchMode):
     """Counts while it is on."""
 
     launches = 0
+    paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         room, _, name = func._schema.name.partition("::")
         # Torch makes a norm's dx by one kernel and its sums over rows by another.
         kernels = 2 if name == "native_layer_norm_backward" else 1
-        self.launches += kernels if room == "aten" and not func.is_view and name not in _FREE else 0
+        counts = not self.paused and room == "aten" and not func.is_view and name not in _FREE
+        self.launches += kernels if counts else 0
         return func(*args, **(kwargs or {}))
+
+    def as_one(self, function: Any, launches: int) -> Any:
+        """What a GPU makes by so many launches, where a CPU makes many calls of it."""
+
+        def run(*args: Any) -> Any:
+            self.paused = True
+            try:
+                return function(*args)
+            finally:
+                self.paused = False
+                self.launches += launches
+
+        return run
 
     def launch(self, kernel: Any, grid: int, *rest: Any, **options: Any) -> None:
         self.launches += grid > 0
@@ -48,14 +70,20 @@ class Counted(TorchDispatchMode):
 @contextlib.contextmanager
 def counting() -> Iterator[Counted]:
     """Counts the launches of Triton kernels as well, none of which is made."""
-    from seqfuse.kernels import _columns, _norm, gemm, pointwise
+    from seqfuse.kernels import _columns, _norm, attention, decode, gemm, pointwise, rope
 
     with contextlib.ExitStack() as stack:
         counted = Counted()
-        for module in (gemm, pointwise, _norm, _columns):
-            stack.enter_context(mock.patch.object(module, "launch", counted.launch))
+        for module in (gemm, pointwise, _norm, _columns, rope, attention, decode):
+            if hasattr(module, "launch"):
+                stack.enter_context(mock.patch.object(module, "launch", counted.launch))
             if hasattr(module, "traced"):  # what has no memory would else call operators
                 stack.enter_context(mock.patch.object(module, "traced", return_value=False))
+        # Of a norm as of `native_layer_norm`; angles of one position are made once for each device.
+        for module, name, count in (
+            (rmsnorm, "fused_rms_norm", 1), (rmsnorm, "fused_rms_norm_backward", 2), (rope, "_frequencies", 0),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, counted.as_one(getattr(module, name), count)))
         stack.enter_context(counted)
         yield counted
 
@@ -103,6 +131,66 @@ def rows() -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
                 yield f"{name}{f', {blocks} times' if blocks > 1 else ''}", fused, unfused
 
 
+LLAMA: dict[str, Any] = {
+    "kv_heads": 4, "norm": ops.RMSNorm, "activation": ops.SwiGLU, "bias": False, "hidden_dim": 2816,
+    "rotary": functools.partial(ops.RotaryEmbedding, style="half"),
+}  # fmt: skip
+LAYERS: dict[str, dict[str, Any]] = {
+    "GPT": {"activation": functools.partial(ops.GeLU, "tanh")},
+    "Llama": LLAMA,
+    "GPT, dropout of weights": {"activation": functools.partial(ops.GeLU, "tanh"), "attention_dropout": 0.1},
+}
+
+
+def layer(name: str, width: int = 1024) -> sf.Sequential:
+    how = {**LAYERS[name], **({"hidden_dim": 4 * width} if width != 1024 else {})}
+    return sf.Sequential(TransformerLayer(width, 16, causal=True, **how)).bfloat16()
+
+
+def step(name: str) -> int:
+    """Launches of a step of decoding; kernels are not run, so what is in the cache is of no matter."""
+    model, cache = layer(name, 128).eval(), KVCache(2, 64)
+    x = torch.randn(2, 1, 128, dtype=torch.bfloat16)
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):  # the first makes the cache
+            counted = stack.enter_context(counting())
+            cache.feed(model, x)
+    return counted.launches
+
+
+def layer_rows() -> Iterator[tuple[str, list[int]]]:
+    """Launches of a layer forward, unfused, backward, unfused, of a step and of one unfused."""
+    x = torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
+    there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
+        for name in LAYERS:
+            with torch.device("meta"):
+                planned = layer(name)
+            model = layer(name)
+            here, wanted = (
+                [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
+                for plan in (model.plan(x.requires_grad_()), planned.plan(x.to("meta").requires_grad_(), env=there))
+            )
+            assert here == wanted, (here, wanted)
+            with mock.patch.object(_attention, "interpreting", "dropout" in name):
+                fused = launches(model, x)
+                with sf.fusing(False):
+                    unfused = launches(model, x)
+            with mock.patch.object(_attention, "interpreting", True):
+                decoded = step(name)
+                with sf.fusing(False):
+                    plain = step(name)
+            yield name, [fused[0], unfused[0], fused[1], unfused[1], decoded, plain]
+
+
+def layer_table() -> str:
+    """The table of layers as Markdown."""
+    names = ("layer", "forward", "unfused", "backward", "unfused", "step of decoding", "unfused")
+    lines = [f"| {' | '.join(names)} |", f"| {' | '.join(['---'] * len(names))} |"]
+    lines += [f"| {name} | {' | '.join(map(str, numbers))} |" for name, numbers in layer_rows()]
+    return "\n".join(lines) + "\n"
+
+
 def table() -> str:
     """The table as Markdown."""
     lines = ["| list | forward | unfused | backward | unfused |", "| --- | --- | --- | --- | --- |"]
@@ -113,6 +201,6 @@ def table() -> str:
 
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    drawn = table()
-    PAGE.write_text(TABLE.sub(lambda _: drawn, PAGE.read_text()))
-    print(drawn, end="")
+    for pattern, drawn in ((TABLE, table()), (LAYER_TABLE, layer_table())):
+        PAGE.write_text(pattern.sub(lambda _, drawn=drawn: drawn, PAGE.read_text()))
+        print(drawn)

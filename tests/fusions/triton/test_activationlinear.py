@@ -89,7 +89,7 @@ def test_twice_is_bit_for_bit(device: torch.device):
 
 
 MUTANTS = {
-    "weight's gradient of dy alone": ("_like(dy, linear.x), linear.x)", "_like(dy, linear.x), linear.x.abs())"),
+    "weight's gradient of dy alone": ("like(given, linear.x), linear.x,", "like(given, linear.x), linear.x.abs(),"),
     "sum of what was not asked": ('"sums": "bias.bias" in needs', '"sums": True'),
     "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
     "the output after dropout": ("t: Tensor = record.y if output", "t: Tensor = linear.x if output"),

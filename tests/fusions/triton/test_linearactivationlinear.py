@@ -127,7 +127,7 @@ def test_what_keeps_its_output_is_refused():
 MUTANTS = {
     "another mask": ("mask(self.dropout, saved.seed, saved.p)", "mask(self.dropout, saved.seed, saved.p / 2)"),
     "no mask in what is made again": ("return h if self.dropout is None else", "return h if True else"),
-    "the wrong input of a gradient": ("weight_grad(dz, saved.x)", "weight_grad(dz, saved.x.abs())"),
+    "the wrong input of a gradient": ("weight_grad(dz, saved.x,", "weight_grad(dz, saved.x.abs(),"),
 }
 
 

@@ -1,0 +1,127 @@
+"""What a row launches, kernel by kernel, on tensors that have no memory: for looking at before there is a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from seqfuse import env, kernels
+from seqfuse.fuser.fake import faking
+from seqfuse.kernels._variants import TRITON_DTYPES, Type, Variant
+
+from . import draw
+from .case import Case
+
+PROCESSORS = 132  # of an H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """The arguments of one launch."""
+
+    kernel: Any
+    grid: int
+    args: tuple[Any, ...]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    options: dict[str, Any]
+
+    def variant(self, name: str) -> Variant:
+        """As it is compiled: what Triton makes of the arguments, with tensors that are aligned."""
+        signature: dict[str, Type] = {}
+        constants = dict(self.constexprs)
+        divisible: list[str] = []
+        for argument, value in zip(self.kernel.arg_names, self.args, strict=False):
+            if value is None or (type(value) is int and value == 1):
+                constants[argument] = value
+                continue
+            signature[argument] = _type_of(value)
+            if _aligned(value):
+                divisible.append(argument)
+        return Variant(
+            name=name, kernel=self.kernel, signature=signature, constexprs=constants, divisible=tuple(divisible),
+            num_warps=self.num_warps, num_stages=self.num_stages, options=self.options,
+        )  # fmt: skip
+
+
+def _type_of(value: Any) -> Type:
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return tuple(_type_of(one) for one in value)
+    if isinstance(value, Tensor):
+        return f"*{_named(value)}"
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    return f"tensordesc<{_named(value.base)}{list(value.block_shape)}>"
+
+
+def _named(tensor: Tensor) -> str:
+    return TRITON_DTYPES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def _aligned(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_aligned(one) for one in value if one is not None) and any(one is not None for one in value)
+    return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+
+
+@contextlib.contextmanager
+def as_on_an_h200() -> Iterator[list[Launch]]:
+    """A block in which kernels take a CPU's fake tensors for those of an H200; gives what is launched in it."""
+    found: list[Launch] = []
+
+    def launch(
+        kernel: Any,
+        grid: int,
+        args: tuple[Any, ...],
+        constexprs: Any,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        **options: Any,
+    ) -> None:
+        if grid > 0:
+            found.append(Launch(kernel, grid, args, dict(constexprs), num_warps, num_stages, options))
+
+    known = {"launch": launch, "processors": lambda _: PROCESSORS, "architecture": lambda _: "sm_90"}
+    with contextlib.ExitStack() as stack:
+        for one in pkgutil.iter_modules(kernels.__path__):
+            module = importlib.import_module(f"{kernels.__name__}.{one.name}")
+            for name, value in known.items():
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, value))
+        stack.enter_context(mock.patch.object(draw, "generator", return_value=None))
+        stack.enter_context(mock.patch.object(env, "_triton_runs", return_value=True))
+        stack.enter_context(mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]))
+        yield found
+
+
+def of_row(case: Case) -> list[Launch]:
+    """What ours launches, for a row of one kernel; its sizes must be a CPU's."""
+    with as_on_an_h200() as found, FakeTensorMode():
+        case.contenders["seqfuse"].prepare(case.make(case.rows, 0))()
+    return found
+
+
+def of_block(model: Any, x: Tensor) -> list[Launch]:
+    """What a model of operations launches forward and backward; the weights are a CPU's, x has no memory."""
+    fuser = model._fuser  # which fake tensors pass by otherwise, as all that is not plain does
+    with as_on_an_h200() as found, faking() as mode:
+        leaf = mode.from_tensor(x).requires_grad_()
+        y = fuser.run(fuser.listing(), leaf, {})
+        torch.autograd.grad(y, [leaf, *model.parameters()], torch.empty_like(y))
+    return found
