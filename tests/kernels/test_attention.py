@@ -370,7 +370,7 @@ def test_blocks_that_no_row_sees_are_not_read(how: str, monkeypatch: pytest.Monk
     assert ahead["q"] == dq["q"] == dkv["k"] == tile * 4
 
 
-COMPILED = r"attention \w+ (bf16 (64 dropout|128|128 packed|256 softcap)|fp16 128 float|fp32 64 bool) "
+COMPILED = r"attention \w+ (bf16 (64 dropout|128|128 packed|256 softcap)|fp16 128 float|fp32 64 bool) (sm_|gfx)"
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
