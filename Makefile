@@ -49,10 +49,10 @@ bench: $(VENV)/.has-bench  ## measure everything that needs no GPU; ARGS='host m
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-gpu:  ## measure on a GPU beside the peers, in 8 minutes; needs torch and Triton in GPU_PYTHON
-	PYTHON=$(GPU_PYTHON) LIMIT=480 BENCH='$(ARGS)' benchmarks/gpu_session.sh bench
+	PYTHON=$(GPU_PYTHON) LIMIT=480 BENCH='$(ARGS)' benchmarks/on_gpu.sh bench
 
 test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest and hypothesis in GPU_PYTHON
-	PYTHON=$(GPU_PYTHON) benchmarks/gpu_session.sh test
+	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh test
 
 kernels: $(VENV)/.has-bench  ## compile every kernel for GPUs that are not here
 	$(BIN)/python benchmarks/kernels_table.py $(ARGS)

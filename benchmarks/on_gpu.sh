@@ -2,7 +2,7 @@
 # Tests, benchmarks and tuning on a GPU, in this order, within limits. Runs from a plain copy of the tree: needs torch and
 # Triton; pytest and hypothesis for the tests; liger-kernel and quack-kernels as peers, if they are there.
 #
-#   benchmarks/gpu_session.sh [test] [bench] [tune]     (all three without arguments)
+#   benchmarks/on_gpu.sh [test] [bench] [tune]     (all three without arguments)
 #
 # LIMIT: seconds for each stage, 560 by default. OUT: where results go, benchmarks/results by default. PYTHON: python3 by
 # default. BENCH_COMMIT: the commit, where there is no git. BENCH: further arguments of bench_gpu.py, such as --resume.
