@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+import seqfuse as sf
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
-# A fusion that fails must not be hidden by what takes its place.
-os.environ["SEQFUSE_ON_ERROR"] = "raise"
 
 _spec = importlib.util.spec_from_file_location("interpreted", HERE.parent / "kernels" / "conftest.py")
 assert _spec is not None
@@ -23,3 +25,10 @@ pytest_configure = _shared.pytest_configure
 pytest_pycollect_makemodule = _shared.pytest_pycollect_makemodule
 device = _shared.device
 _bfloat16_as_on_a_gpu = _shared._bfloat16_as_on_a_gpu
+
+
+@pytest.fixture(autouse=True)
+def _failures_are_errors() -> Iterator[None]:
+    """A fusion that fails must not be hidden by what takes its place."""
+    with sf.fusing(on_error="raise"):
+        yield

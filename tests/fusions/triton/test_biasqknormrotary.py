@@ -106,7 +106,8 @@ def test_other_heads_are_refused():
 
 MUTANTS = {
     "what is stored": ('x=x if out.z is None else out.z', "x=x", "BiasQKNormRotary"),
-    "gains": ("**_gains(parameter(norm, \"q_weight\"), parameter(norm, \"k_weight\"))", "", "BiasQKNormRotary"),
+    "no bias": ("out = run(bias, norm", "out = run(None, norm", "BiasQKNormRotary"),
+    "gains": ("gains(kept.q_weight, kept.k_weight)", "gains(kept.k_weight, kept.q_weight)", "BiasQKNormRotaryBackward"),
     "no gains behind a bias": ('if "x" in needs or "bias.bias" in needs:', "if False:", "BiasQKNormRotaryBackward"),
     "the heads of keys": ("rope_bwd(dy, of.heads, of.kv_heads", "rope_bwd(dy, of.heads + of.kv_heads, 0 * of.kv_heads",
                           "BiasQKNormRotaryBackward"),
