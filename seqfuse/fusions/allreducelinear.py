@@ -8,8 +8,10 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
+from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Bias, IdentityForwardAllReduceBackward, Linear
+from ..ops.linear import weight_grad
 
 
 class AllReduceLinearBackward(BackwardFusion):
@@ -45,15 +47,16 @@ class AllReduceLinearBackward(BackwardFusion):
         linear: Linear.Saved,
         bias: Bias.Saved | None,
         needs: frozenset[str],
+        main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
         rows = dy if dy.ndim == 2 else dy.flatten(0, -2) if dy.ndim > 2 else dy.unsqueeze(0)
         wait = None
-        grads: dict[str, Tensor | None] = {}
+        grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
             dx = rows.mm(linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
             wait = self.enter.group.begin_all_reduce(dx, "IdentityForwardAllReduceBackward")
         if "linear.weight" in needs:
-            grads["linear.weight"] = rows.t().mm(linear.x.reshape(rows.shape[0], linear.x.shape[-1]))
+            grads["linear.weight"] = weight_grad(rows, linear.x, main_grads.pop("linear.weight", None))
         if "bias.bias" in needs:
             grads["bias.bias"] = rows.sum(0)
         return None if wait is None else wait(), grads

@@ -35,6 +35,7 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.BiasQKNormRotary: norm() + turn(),
         fusions.BiasQKNormRotaryInference: norm() + turn(),
         fusions.BiasQKNormRotaryBackward: norm() + turn(),
+        fusions.BiasQKNormRotaryAttention: [*norm(), *turn(), ops.Attention(heads, kv, causal=True)],
         fusions.LinearBiasActivation: plain(),
         fusions.LinearBiasActivationInference: plain(),
         fusions.LinearGated: gated(),

@@ -168,10 +168,10 @@ def test_any_number_of_rows(rows: int, device: torch.device) -> None:
 @pytest.mark.parametrize("regime", ["small", "shifted", "heavy"])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_any_regime_of_numbers(regime: str, dtype: torch.dtype, device: torch.device) -> None:
-    (q, k, v), dy = drawn(1, 2, 2, 40, 16, torch.float32, device)
+    (q, k, v), dy = drawn(2, 2, 2, 40, 16, torch.float32, device)
     bent = {"small": lambda t: 2e-3 * t, "shifted": lambda t: t + 8, "heavy": lambda t: t * (0.8 * t).exp()}[regime]
     # Small scores alone would make the rows copies of one; the rule counts rows that are drawn apart.
-    how = limits("float" if regime == "small" else "plain", 40, device)
+    how = limits("bool" if regime == "small" else "plain", 40, device)
     check(tuple(bent(t).to(dtype) for t in (q, k, v)), dy.to(dtype), how)
 
 

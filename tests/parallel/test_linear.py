@@ -143,6 +143,22 @@ def exact_numbers_are_exact() -> None:
         assert torch.equal(model(x), whole(x))
 
 
+def a_main_grad_takes_the_gradient_of_a_share() -> None:
+    for rules in ((AllReduceLinearBackward,), ()):
+        whole, model = pair(), pair(dist.group.WORLD)
+        x, dy = draw(5, 6).requires_grad_(), draw(5, 6, seed=1)
+        for p in model.parameters():
+            p.main_grad = torch.ones_like(p)
+        with sf.fusing(only=rules):
+            assert model.plan(x).count("AllReduceLinearBackward") == len(rules)
+            model(x).backward(dy)
+        whole(x).backward(dy)
+        assert all(p.grad is None for p in model.parameters())
+        for name, p in model.named_parameters():
+            expected = share_of(model, name, whole.get_parameter(name).grad) + 1
+            torch.testing.assert_close(p.main_grad, expected)
+
+
 FACTS = Facts(
     {
         2: [
@@ -154,6 +170,7 @@ FACTS = Facts(
             the_sum_is_under_way_while_the_weight_gradient_is_made,
             what_nobody_wants_is_not_sent,
             exact_numbers_are_exact,
+            a_main_grad_takes_the_gradient_of_a_share,
         ]
     }
 )
