@@ -37,8 +37,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
   the same pass.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
-* `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors and biases in
-  one pass each way.
+* `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors, biases and
+  dropouts in one pass each way.
 
 In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
 `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
