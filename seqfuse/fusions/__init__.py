@@ -16,9 +16,9 @@ ATen has nothing for add and norm in one pass, or for a backward that makes a bi
 inside a product. Those are in `triton`, made of Triton kernels, which have not yet run on a GPU; where no Triton kernel
 can run they are refused. `Sequential(..., fusions=fusions.aten)` does without them.
 
-* `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue; in training the
-  pre-activation is stored where the activation's gradient reads it.
-* `LinearGated`, `LinearGatedInference`: a gated unit there, from two accumulators.
+* `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue, and a dropout after
+  it; in training the pre-activation is stored where the activation's gradient reads it.
+* `LinearGated`, `LinearGatedInference`: a gated unit there, from two accumulators, and a dropout after it.
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
   before it in the product that makes dx.
