@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
-from ..operation import Pointwise
 from ..ops import Bias, Linear
+from ..pointwise import Pointwise
 from ._gemm import bias_of, epilogue_takes, tf32, weight_of, worth
 from ._kernels import device
 
