@@ -41,7 +41,11 @@ class Signature:
             wanted = ", ".join(("self", *positional))
             raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
         named = parameters[len(first) :]
-        reserved = _RESERVED | (_IN_BWD if function == "bwd" else _IN_FUSED_FWD if fused else frozenset())
+        reserved = _RESERVED
+        if function == "bwd":
+            reserved |= _IN_BWD
+        elif fused:
+            reserved |= _IN_FUSED_FWD
         for p in named:
             if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | reserved):
                 known = ", ".join(sorted((allowed or frozenset()) | reserved))
