@@ -54,6 +54,37 @@ def mask(dropout: Dropout | None, seed: Tensor | None, p: float | None = None) -
     return gemm.Dropout(seed, dropout.p if p is None else p, dropout.mode == "upscale_in_train")
 
 
+def forward_worth(
+    linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, stored: bool, env: Env
+) -> Savings:
+    """What is saved where an activation and what surrounds it are made inside the product before it.
+
+    `stored` is whether what the activation keeps is written beside the result.
+    """
+    if isinstance(act, Gated):
+        # The operations write [gate; up], and read and write it for a bias; act(gate) is a tensor of its own.
+        launches, passes, columns = 2, 6 - 2 * stored, linear.out_features // 2
+    else:
+        launches, passes, columns = 1, 2 - stored, linear.out_features
+    if bias is not None:
+        launches, passes = launches + 1, passes + (4 if isinstance(act, Gated) else 2)
+    if dropped:
+        launches, passes = launches + 1, passes + 2
+    return worth(linear, env, launches, passes, columns)
+
+
+def around_saved(
+    x: Tensor, weight: Tensor, bias: Bias | None, dropout: Dropout | None, seed: Tensor | None
+) -> dict[str, Any]:
+    """The records of slots `linear`, an optional `bias` and an optional `dropout`."""
+    saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight)}
+    if bias is not None:
+        saved["bias"] = Bias.NOTHING
+    if dropout is not None:
+        saved["dropout"] = Dropout.Saved(seed=seed, p=dropout.p)
+    return saved
+
+
 def unit_worth(linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, env: Env) -> Savings:
     """What is saved where the gradients of an activation and of what surrounds it are made inside a product."""
     # The operations of a gated unit write dh, make act(gate) again, dh up, dgate and dup, and join the two: 16 passes,
