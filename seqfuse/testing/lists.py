@@ -166,7 +166,7 @@ def _walk(node: Node, module: Any, x: Tensor, channels: dict[str, Tensor], seeds
         return x + channels[module.name]
     if node.kind in ("Dropout", "Attention"):
         return module.reference(x, seed=next(seeds) if module.random else None)
-    return module.reference(x) if isinstance(module, UnfusedOperation) else module(x)
+    return module.reference(x) if isinstance(module, UnfusedOperation) else module.forward(x)  # without its hooks
 
 
 class Routing:

@@ -101,7 +101,7 @@ _RUNS = (
 )
 Options = dict[str, Any]
 _ATTENTION = "attention"
-_HEADS = ((2, 1, 4), (1, 1, 6), (2, 2, 2), (3, 1, 2))  # query heads, key heads, size of a head
+_HEADS = ((2, 1, 16), (1, 1, 8), (2, 2, 8), (3, 1, 10))  # query heads, key heads, size of a head
 _BEFORE_ATTENTION = (
     *("", "RotaryEmbedding", "QKNorm", "QKNorm RotaryEmbedding", "RotaryEmbedding QKNorm"),
     *("Bias RotaryEmbedding", "act QKNorm"),
@@ -109,7 +109,7 @@ _BEFORE_ATTENTION = (
 _ROTATIONS: tuple[Options, ...] = (
     {"style": "half"},
     {"style": "interleaved"},
-    {"style": "half", "rotary_dim": 2, "base": 100.0},
+    {"style": "half", "rotary_dim": 4, "base": 100.0},
 )
 _ATTENTIONS: tuple[Options, ...] = (
     {"causal": True},
