@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import os
 import threading
@@ -175,8 +176,9 @@ class Fuser:
         channels: dict[str, Tensor],
         parameters: Sequence[Tensor],
         plain: tuple[type[Tensor], ...] = _PLAIN,
+        plan: Plan | None = None,
     ) -> Program:
-        """Plan a region for these tensors; what is not among the `plain` classes goes by reference."""
+        """Plan a region for these tensors, or take a plan of it; what is not `plain` goes by reference."""
         env, fusing = Env.like(x), fusing_now()
         exact = all(p.__class__ in plain for p in parameters)
         if x.__class__ in plain:  # else fake tensors measure what plain ones would do
@@ -188,8 +190,9 @@ class Fuser:
         given = {c: channels[c].requires_grad for c in region.channels}
         wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
         shapes = validate(listing, region, x.shape)
-        known = Known(listing.items, wants, env, region.start, None if env.rows is None else shapes)
-        plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher, known)
+        if plan is None:
+            known = Known(listing.items, wants, env, region.start, None if env.rows is None else shapes)
+            plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher, known)
         binder = binder_of(
             listing, region, x, channels, parameters, shapes, wants, env, fusing.on_error, self._note_failure
         )
@@ -269,16 +272,25 @@ class Fuser:
 
         def memory(_: Plan) -> Memory | None:
             assert x is not None
-            return measure(lambda y, given: self._run_regions(listing, y, given), x, channels)
+            return measure(functools.partial(self._run_regions, listing, plans), x, channels)
 
         return dataclasses.replace(plan, measure=memory)
 
-    def _run_regions(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> None:
-        """Run what is planned and nothing else: a barrier is taken to return what it got."""
+    def _run_regions(
+        self, listing: Listing, plans: Sequence[Plan], x: Tensor, channels: dict[str, Tensor], planned: bool
+    ) -> None:
+        """Run these plans, or what would be run now, and nothing else: a barrier is taken to return what it got."""
         seeds = draw(listing.items, listing.random, x) if listing.random else None
+        left = iter(plans)
         for part in listing.parts:
             if isinstance(part, Region):
-                x = self.run_region(listing, part, x, channels, seeds)
+                plan = next(left)
+                if planned:  # what is found now may have been planned by other costs
+                    parameters = [getattr(owner, name) for owner, name in part.slots]
+                    program = self.bind(listing, part, x, channels, parameters, plan=plan)
+                    x = program.run(x, channels, seeds, parameters)
+                else:
+                    x = self.run_region(listing, part, x, channels, seeds)
                 continue
             item = listing.items[part]
             wanted = x.requires_grad or any(p.requires_grad for p in item.operation.parameters())
