@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from .plan import Plan, Wants, merge, plan_region
 from .reference import check_channels, draw
 from .show import Memory, measure
 
-RunRegion = Callable[[Listing, Region, Tensor, dict[str, Tensor], Tensor | None], Tensor]
+RunRegion = Callable[[Listing, Region, Tensor, dict[str, Tensor], Tensor | None, Plan | None], Tensor]
 
 
 def plan_ahead(
@@ -68,17 +69,26 @@ def plan_ahead(
 
     def memory(_: Plan) -> Memory | None:
         assert x is not None
-        return measure(lambda y, given: _run_regions(run_region, listing, y, given), x, channels)
+        return measure(functools.partial(_run_regions, run_region, listing, plans), x, channels)
 
     return dataclasses.replace(plan, measure=memory)
 
 
-def _run_regions(run_region: RunRegion, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> None:
-    """Run what is planned and nothing else: a barrier is taken to return what it got."""
+def _run_regions(
+    run_region: RunRegion,
+    listing: Listing,
+    plans: Sequence[Plan],
+    x: Tensor,
+    channels: dict[str, Tensor],
+    planned: bool,
+) -> None:
+    """Run these plans, or what would be run now, and nothing else: a barrier is taken to return what it got."""
+    left = iter(plans)
     seeds = draw(listing.items, listing.random, x) if listing.random else None
     for part in listing.parts:
         if isinstance(part, Region):
-            x = run_region(listing, part, x, channels, seeds)
+            plan = next(left)
+            x = run_region(listing, part, x, channels, seeds, plan if planned else None)
             continue
         item = listing.items[part]
         wanted = x.requires_grad or any(p.requires_grad for p in item.operation.parameters())

@@ -175,8 +175,9 @@ class Fuser:
         channels: dict[str, Tensor],
         parameters: Sequence[Tensor],
         plain: tuple[type[Tensor], ...] = _PLAIN,
+        plan: Plan | None = None,
     ) -> Program:
-        """Plan a region for these tensors; what is not among the `plain` classes goes by reference."""
+        """Plan a region for these tensors, or take a plan of it; what is not `plain` goes by reference."""
         env, fusing = Env.like(x), fusing_now()
         exact = all(p.__class__ in plain for p in parameters)
         if x.__class__ in plain:  # else fake tensors measure what plain ones would do
@@ -188,8 +189,9 @@ class Fuser:
         given = {c: channels[c].requires_grad for c in region.channels}
         wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
         shapes = validate(listing, region, x.shape)
-        known = Known(listing.items, wants, env, region.start, None if env.rows is None else shapes)
-        plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher, known)
+        if plan is None:
+            known = Known(listing.items, wants, env, region.start, None if env.rows is None else shapes)
+            plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher, known)
         binder = binder_of(
             listing, region, x, channels, parameters, shapes, wants, env, fusing.on_error, self._note_failure
         )
@@ -230,7 +232,22 @@ class Fuser:
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
         with collecting_later():
-            return plan_ahead(self.run_region, self._matcher, self.listing(), x, env, channels)
+            return plan_ahead(self._run_as, self._matcher, self.listing(), x, env, channels)
+
+    def _run_as(
+        self,
+        listing: Listing,
+        region: Region,
+        x: Tensor,
+        channels: dict[str, Tensor],
+        seeds: Tensor | None,
+        plan: Plan | None,
+    ) -> Tensor:
+        """Run a region by a plan made before, by other costs it may be; by that of now where there is none."""
+        if plan is None:
+            return self.run_region(listing, region, x, channels, seeds)
+        parameters = [getattr(owner, name) for owner, name in region.slots]
+        return self.bind(listing, region, x, channels, parameters, plan=plan).run(x, channels, seeds, parameters)
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""
