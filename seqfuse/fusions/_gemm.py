@@ -10,10 +10,10 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import Requirements
 from ..maingrad import Accumulated
-from ..operation import Gated, Pointwise
 from ..ops import Bias, Dropout, Linear
 from ..ops._read import parameter
 from ..ops.linear import weight_grad
+from ..pointwise import Gated, Pointwise
 from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
 from ._linear import one_dtype
 

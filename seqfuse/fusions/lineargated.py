@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
-from ..operation import Gated
 from ..ops import Bias, Dropout, Linear
+from ..pointwise import Gated
 from ._gemm import around_saved, bias_of, epilogue_takes, forward_worth, mask, tf32, weight_of
 from ._kernels import device
 

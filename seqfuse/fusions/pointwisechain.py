@@ -10,8 +10,9 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
-from ..operation import Grads, Pointwise
+from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
+from ..pointwise import Pointwise
 from ._kernels import device, kernel_takes_act, kernels_run, rows_of
 
 if TYPE_CHECKING:

@@ -207,6 +207,7 @@ def _gemm_kernel(
             if INTERPRET:
                 x = x.to(ACC)
                 w = w.to(ACC)
+            # Whether it is there is known when compiling, which tile this is only when running: not one condition.
             if a_sums is not None:  # noqa: SIM102
                 if tile_n == 0:
                     a_total += tl.sum(x.to(ACC), 1)
@@ -226,7 +227,7 @@ def _gemm_kernel(
                 acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
 
         rows = m0 + tl.arange(0, BM)
-        if a_sums is not None:  # noqa: SIM102
+        if a_sums is not None:  # noqa: SIM102  (as above)
             if tile_n == 0:
                 tl.store(a_sums + rows, a_total.to(a_sums.dtype.element_ty), mask=rows < M)
         parts = _parts(acc, SPLIT)
