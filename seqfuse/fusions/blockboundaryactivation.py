@@ -9,9 +9,10 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import JointFusion, Requirements
-from ..operation import Grads, Pointwise
+from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
 from ..ops._read import parameter
+from ..pointwise import Pointwise
 from ._kernels import device, kernel_takes_act
 from ._norm import norm_bwd, pass_bytes, shift
 from .blockboundary import backward_worth, boundary_fwd, boundary_takes, forward_worth
