@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..env import Env, Savings
@@ -24,7 +25,8 @@ class BlockEndBackward(BackwardFusion):
 
     d = dropout(dy) and its sum over all rows, which is dout_bias, in one pass over dy; from d, in one product,
     dz = act'(t) act_dropout(d weight), or that of a gated unit, and its sum, which is dbias;  dweight = d^T x;
-    dother = dy.  Sums are of float32 numbers and in a fixed order; what was dropped is decided again from the seeds.
+    dother = dy.  Where nothing was dropped d is dy, and dout_bias comes from the product as well. Sums are of float32
+    numbers and in a fixed order; what was dropped is decided again from the seeds.
 
     dy: [*, out_features], dz: [*, in_features], of a gated unit [*, 2 in_features].
     """
@@ -64,16 +66,25 @@ class BlockEndBackward(BackwardFusion):
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
         branch = not needs.isdisjoint({"x", "bias.bias", "linear.weight"})
-        d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, "out_bias.bias" in needs)
-        dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs, main_grads)
-        return dx, {**grads, "out_bias.bias": total, "add.other": dy if "add.other" in needs else None}
+        inside = None
+        if not needs.isdisjoint({"x", "bias.bias"}):
+            inside = sums_inside(self.out_bias, None if dropout is None else dropout.seed, needs)
+        sums = "out_bias.bias" in needs and inside is None
+        d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, sums)
+        dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs, main_grads, inside)
+        return dx, {"out_bias.bias": total, **grads, "add.other": dy if "add.other" in needs else None}
+
+
+def sums_inside(bias: Bias | None, seed: Tensor | None, needs: frozenset[str]) -> torch.dtype | None:
+    """The dtype of the last bias's gradient, where the product that reads dy makes it: nothing is between the two."""
+    return bias.read().dtype if bias is not None and seed is None and "out_bias.bias" in needs else None
 
 
 def branch_worth(inner: Savings, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:
     """`inner`, and what is saved where the gradients of a bias and a dropout after it are one pass of the same step."""
-    # Torch makes the mask of a dropout in several launches; the bias's sum reads what that wrote.
+    # Torch makes the mask of a dropout in several launches; the bias's sum reads what that wrote, or dy.
     dropped, summed = drops(dropout), bias is not None
-    around = Savings() if bias is None else passes(bias, env, dropped, dropped)
+    around = Savings() if bias is None else passes(bias, env, dropped, 1)
     launches = inner.launches + around.launches + 0.5 * dropped + _STEP * (1 + summed)
     return Savings(launches, inner.bytes + around.bytes, inner.flops)
 

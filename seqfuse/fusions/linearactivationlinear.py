@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ from ._gemm import (
 )
 from ._kernels import device, rows_of
 from .biasdropoutadd import branch_bwd
-from .blockend import branch_worth, drops
+from .blockend import branch_worth, drops, sums_inside
+
+if TYPE_CHECKING:
+    from ..kernels.gemm import Gradients
 
 
 class LinearActivationLinear(JointFusion):
@@ -136,7 +139,8 @@ class LinearActivationLinear(JointFusion):
     ) -> tuple[Tensor | None, Grads]:
         grads: dict[str, Tensor | Accumulated | None] = {"add.other": dy if "add.other" in needs else None}
         before = not needs.isdisjoint({"x", "linear.weight", "bias.bias"})
-        wanted = before or "out.weight" in needs, "out_bias.bias" in needs
+        inside = sums_inside(self.out_bias, saved.out_seed, needs) if before else None
+        wanted = before or "out.weight" in needs, "out_bias.bias" in needs and inside is None
         dropped = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
         d, grads["out_bias.bias"] = branch_bwd(dy, self.out_bias, self.out_dropout, dropped, *wanted)
         if d is None:
@@ -146,7 +150,9 @@ class LinearActivationLinear(JointFusion):
         if not before:
             grads["out.weight"] = weight_grad(d, self._again(saved), main_grads.pop("out.weight", None))
             return None, grads
-        dz, grads["bias.bias"], h = self._inner(d, saved, needs)
+        dz, grads["bias.bias"], h, total = self._inner(d, saved, needs, inside)
+        if inside is not None:
+            grads["out_bias.bias"] = total
         dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1) if "x" in needs else None
         # Last: what fails before them may fall back.
         if h is not None:
@@ -155,13 +161,13 @@ class LinearActivationLinear(JointFusion):
             grads["linear.weight"] = weight_grad(dz, saved.x, main_grads.pop("linear.weight", None))
         return dx, grads
 
-    def _inner(self, dy: Tensor, saved: Saved, needs: frozenset[str]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """dz, its sum over all rows and h."""
+    def _inner(self, dy: Tensor, saved: Saved, needs: frozenset[str], dy_sums: torch.dtype | None) -> Gradients:
+        """dz, its sum over all rows, h, and the sum of dy if its dtype is given."""
         from ..kernels import gemm
 
         act, drop = self.act, mask(self.dropout, saved.seed, saved.p)
         around: dict[str, Any] = {"t": saved.z, "dropout": drop, "tf32": tf32()}
-        around |= {"sums": "bias.bias" in needs, "emit": "out.weight" in needs}
+        around |= {"sums": "bias.bias" in needs, "emit": "out.weight" in needs, "dy_sums": dy_sums}
         if isinstance(act, Gated):
             return gemm.linear_dgrad_gated(dy, saved.out_weight, act=device(act.activation), **around)
         return gemm.linear_dgrad(dy, saved.out_weight, act=device(act), **around)
