@@ -110,7 +110,8 @@ def unit_bwd(
 ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
     """The gradients of slots `bias`, `act`, an optional dropout and `linear`, in that order, from the product's.
 
-    Where its dtype is given the sum of dy over all rows is the gradient of a bias after the product, `out_bias`.
+    Where its dtype is given, which it is of no gated unit, the sum of dy over all rows is the gradient of a bias after
+    the product, `out_bias`.
     """
     from ..kernels import gemm
 
@@ -122,13 +123,14 @@ def unit_bwd(
     if "x" in needs or "bias.bias" in needs:
         dy = like(dy, linear.weight)
         drop = None if dropped is None else mask(dropout, dropped.seed, dropped.p)
-        around: dict[str, Any] = {"dropout": drop, "sums": "bias.bias" in needs, "dy_sums": dy_sums, "tf32": tf32()}
+        around: dict[str, Any] = {"dropout": drop, "sums": "bias.bias" in needs, "tf32": tf32()}
         if isinstance(act, Gated):
             made = gemm.linear_dgrad_gated(dy, linear.weight, act=device(act.activation), t=record.x, **around)
         else:
             output = act.reads == "output"
             t: Tensor = record.y if output else record.x
-            made = gemm.linear_dgrad(dy, linear.weight, act=device(act), t=t, t_is_output=output, **around)
+            around |= {"t": t, "t_is_output": output, "dy_sums": dy_sums}
+            made = gemm.linear_dgrad(dy, linear.weight, act=device(act), **around)
         dx, grads["bias.bias"] = made.dz, made.sum
         if dy_sums is not None:
             grads["out_bias.bias"] = made.dy_sum

@@ -29,7 +29,7 @@ from ._gemm import (
 )
 from ._kernels import device, rows_of
 from .biasdropoutadd import branch_bwd
-from .blockend import branch_worth, drops, sums_inside
+from .blockend import branch_worth, drops
 
 if TYPE_CHECKING:
     from ..kernels.gemm import Gradients
@@ -139,8 +139,7 @@ class LinearActivationLinear(JointFusion):
     ) -> tuple[Tensor | None, Grads]:
         grads: dict[str, Tensor | Accumulated | None] = {"add.other": dy if "add.other" in needs else None}
         before = not needs.isdisjoint({"x", "linear.weight", "bias.bias"})
-        inside = sums_inside(self.out_bias, saved.out_seed, needs) if before else None
-        wanted = before or "out.weight" in needs, "out_bias.bias" in needs and inside is None
+        wanted = before or "out.weight" in needs, "out_bias.bias" in needs
         dropped = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
         d, grads["out_bias.bias"] = branch_bwd(dy, self.out_bias, self.out_dropout, dropped, *wanted)
         if d is None:
@@ -150,9 +149,7 @@ class LinearActivationLinear(JointFusion):
         if not before:
             grads["out.weight"] = weight_grad(d, self._again(saved), main_grads.pop("out.weight", None))
             return None, grads
-        dz, grads["bias.bias"], h, total = self._inner(d, saved, needs, inside)
-        if inside is not None:
-            grads["out_bias.bias"] = total
+        dz, grads["bias.bias"], h, _ = self._inner(d, saved, needs)
         dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1) if "x" in needs else None
         # Last: what fails before them may fall back.
         if h is not None:
@@ -161,13 +158,13 @@ class LinearActivationLinear(JointFusion):
             grads["linear.weight"] = weight_grad(dz, saved.x, main_grads.pop("linear.weight", None))
         return dx, grads
 
-    def _inner(self, dy: Tensor, saved: Saved, needs: frozenset[str], dy_sums: torch.dtype | None) -> Gradients:
-        """dz, its sum over all rows, h, and the sum of dy if its dtype is given."""
+    def _inner(self, dy: Tensor, saved: Saved, needs: frozenset[str]) -> Gradients:
+        """dz, its sum over all rows and h."""
         from ..kernels import gemm
 
         act, drop = self.act, mask(self.dropout, saved.seed, saved.p)
         around: dict[str, Any] = {"t": saved.z, "dropout": drop, "tf32": tf32()}
-        around |= {"sums": "bias.bias" in needs, "emit": "out.weight" in needs, "dy_sums": dy_sums}
+        around |= {"sums": "bias.bias" in needs, "emit": "out.weight" in needs}
         if isinstance(act, Gated):
             return gemm.linear_dgrad_gated(dy, saved.out_weight, act=device(act.activation), **around)
         return gemm.linear_dgrad(dy, saved.out_weight, act=device(act), **around)

@@ -32,8 +32,7 @@ _DGRAD = (
 )
 _DGRAD_GATED = (
     f"(Tensor dy, Tensor weight, *, str act, Tensor t, Tensor? row_scale=None, {_DROPOUT}, bool sums=False, "
-    "bool emit=False, ScalarType? dtype=None, ScalarType? sums_dtype=None, ScalarType? dy_sums=None, "
-    "bool tf32=False) -> Tensor[]"
+    "bool emit=False, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> Tensor[]"
 )
 _WGRAD_BIAS = (
     "(Tensor dy, Tensor x, *, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> (Tensor, Tensor)"
@@ -209,11 +208,12 @@ def backward(
 ) -> gemm.Gradients:
     """`gemm.linear_dgrad` and `linear_dgrad_gated` by their operators."""
     given = _texts(act, dropout) | {"t": t, "row_scale": row_scale, "sums": sums, "emit": emit, "dtype": dtype}
-    given |= {"sums_dtype": sums_dtype, "dy_sums": dy_sums, "tf32": tf32}
+    given |= {"sums_dtype": sums_dtype, "tf32": tf32}
     if form == "dgated":
         results = torch.ops.seqfuse.linear_dgrad_gated(dy, weight, **given)
     else:
-        results = torch.ops.seqfuse.linear_dgrad(dy, weight, **given, t_is_output=t_is_output, residual=residual)
+        given |= {"t_is_output": t_is_output, "residual": residual, "dy_sums": dy_sums}
+        results = torch.ops.seqfuse.linear_dgrad(dy, weight, **given)
     left = iter(results)
     dz = next(left)
     total, x, dy_sum = (next(left) if asked else None for asked in (sums, emit, dy_sums is not None))

@@ -106,7 +106,7 @@ def _gemm_kernel(
     t,  # [M, N]; [M, 2 N] in the form "dgated"
     seed,  # one int64
     partials,  # float32, or float64 as ACC, [tiles_m, N]; [tiles_m, 2 N] in the form "dgated"
-    a_sums,  # [M]; in the forms "dact" and "dgated" of columns, [tiles_m, K], of the dtype of partials
+    a_sums,  # [M]; in the form "dact" of columns, [tiles_m, K], of the dtype of partials
     M,
     N,
     K,
@@ -143,7 +143,7 @@ def _gemm_kernel(
     ACC: tl.constexpr = tl.float64 if a.dtype.element_ty == tl.float64 else tl.float32
     GATED: tl.constexpr = FORM == "gated"
     DGATED: tl.constexpr = FORM == "dgated"
-    A_COLUMNS: tl.constexpr = FORM == "dact" or DGATED
+    A_COLUMNS: tl.constexpr = FORM == "dact"
     BS: tl.constexpr = BN // SPLIT
 
     if LOADS:
@@ -699,23 +699,22 @@ def linear_dgrad(
         emit: whether dropout(act(t)) is wanted.
         dtype: of dz and x; dy's by default.
         sums_dtype: of the sum; that of dz by default.
-        dy_sums: dtype of the sum of dy; `None` where it is not wanted. Not with row_scale or a residual.
+        dy_sums: dtype of the sum of dy; `None` where it is not wanted. Not with row_scale, a residual or emit.
         tf32: whether float32 operands may be rounded to TF32.
         tile: instead of the one the table has.
 
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied; for an activation without t or t without an
             activation, and for the output of one whose derivative reads its input; for dy_sums without an activation or
-            with what it is not made with.
+            with what does not go with it.
     """
     if (act is None) != (t is None):
         raise ValueError("act and t come together: the gradient of an activation is taken at t")
     if emit and act is None:
         raise ValueError("emit: there is no activation to compute again")
-    if dy_sums is not None and act is None:
-        raise ValueError("dy_sums: the product alone does not make them")
-    if dy_sums is not None and residual is not None:
-        raise ValueError("dy_sums: not made where a residual is added")
+    if dy_sums is not None and (act is None or emit or residual is not None or row_scale is not None):
+        # Not all of it fits in registers.
+        raise ValueError("dy_sums: made with an activation's gradient, without residual, row_scale and emit")
     if act is not None and t_is_output and act.reads != "output":
         raise ValueError(f"{name_of(act)}: the derivative reads the input, so t cannot be the output")
     return _backward(
@@ -736,7 +735,6 @@ def linear_dgrad_gated(
     emit: bool = False,
     dtype: torch.dtype | None = None,
     sums_dtype: torch.dtype | None = None,
-    dy_sums: torch.dtype | None = None,
     tf32: bool = False,
     tile: Tile | None = None,
 ) -> Gradients:
@@ -751,9 +749,8 @@ def linear_dgrad_gated(
         ValueError: as `linear_dgrad`.
     """
     return _backward(
-        "dgated", dy, weight, act, t, False, row_scale, dropout, None, sums, emit, dtype, sums_dtype, dy_sums, tf32,
-        tile,
-    )  # fmt: skip
+        "dgated", dy, weight, act, t, False, row_scale, dropout, None, sums, emit, dtype, sums_dtype, None, tf32, tile
+    )
 
 
 def _backward(
@@ -781,8 +778,6 @@ def _backward(
             form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
             tf32,
         )  # fmt: skip
-    if dy_sums is not None and row_scale is not None:
-        raise ValueError("dy_sums: not made where rows are scaled")
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
     flat = _flat("dy", dy)
@@ -957,7 +952,7 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("dgrad+gelu,sums,emit", "dact", ("emitted", "t", "partials"), "gelu"),
         _Kind("dgrad+gelu,sums,dy_sums", "dact", ("t", "partials", "a_sums"), "gelu"),
         _Kind("dgrad+all", "dact", ("emitted", "row_scale", "residual", "t", "seed", "partials"), "gelu"),
-        _Kind("dgrad+all,dy_sums", "dact", ("emitted", "t", "seed", "partials", "a_sums"), "gelu"),
+        _Kind("dgrad+dropout,sums,dy_sums", "dact", ("t", "seed", "partials", "a_sums"), "gelu"),
     ),
     "gated": (
         _Kind("swiglu", "gated", (), "silu", b_t=True),
@@ -967,12 +962,10 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
     "dgated": (
         _Kind("dgrad+swiglu", "dgated", ("t",), "silu"),
         _Kind("dgrad+swiglu,sums,emit", "dgated", ("emitted", "t", "partials"), "silu"),
-        _Kind("dgrad+swiglu,sums,dy_sums", "dgated", ("t", "partials", "a_sums"), "silu"),
         _Kind("dgrad+geglu,all", "dgated", ("emitted", "row_scale", "t", "seed", "partials"), "gelu"),
-        _Kind("dgrad+geglu,all,dy_sums", "dgated", ("emitted", "t", "seed", "partials", "a_sums"), "gelu"),
     ),
 }
-_HEAVIEST = {weight: kinds[-2 if weight in ("gradient", "dgated") else -1 :] for weight, kinds in _KINDS.items()}
+_HEAVIEST = {weight: kinds[-2 if weight == "gradient" else -1 :] for weight, kinds in _KINDS.items()}
 _OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials", "a_sums")
 _STRIDES = ("lda", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")
 _PREFIXES = {"sm_80": ("sm_8", "sm_12"), "sm_90": ("sm_90",), "sm_100": ("sm_10",), "gfx942": ("gfx",)}
@@ -1005,7 +998,7 @@ def _variant(
     total = "fp64" if number == "float64" else "fp32"
     out = total if kind.accumulate else dtype
     types = {"c": out, "row_scale": "fp32", "seed": "i64", "partials": total}
-    if kind.form in ("dact", "dgated"):
+    if kind.form == "dact":
         types["a_sums"] = total
     present = ("a", "b", "c", *(name for name in _OPTIONAL if name in kind.operands))
     signature: dict[str, Type] = {name: f"*{types.get(name, dtype)}" for name in present}
