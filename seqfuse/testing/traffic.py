@@ -120,7 +120,9 @@ class _Counter:
         import numpy as np
 
         addresses = pointers.data.astype(np.int64)
-        addresses = addresses.ravel() if mask is None else addresses[np.broadcast_to(mask.data, addresses.shape)]
+        addresses = (
+            addresses.ravel() if mask is None else addresses[np.broadcast_to(mask.data.astype(bool), addresses.shape)]
+        )
         for argument in self.arguments.values():
             if not addresses.size:
                 return
