@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..env import fusing
+from ..settings import fusing
 from .fake import faking
 
 if TYPE_CHECKING:
@@ -34,12 +34,15 @@ class Memory:
     flops: int
 
 
-def measure(run: Callable[[Tensor, dict[str, Tensor]], None], x: Tensor, channels: dict[str, Tensor]) -> Memory | None:
-    """Run the planned part of a list on fake tensors, fused and unfused; `None` if it cannot run so."""
+Run = Callable[[Tensor, dict[str, Tensor], bool], None]
+
+
+def measure(run: Run, x: Tensor, channels: dict[str, Tensor]) -> Memory | None:
+    """Run the planned part of a list on fake tensors, as planned and unfused; `None` if it cannot run so."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils.flop_counter import FlopCounterMode
 
-    def once() -> tuple[int, int]:
+    def once(planned: bool) -> tuple[int, int]:
         kept: dict[int, torch.UntypedStorage] = {}  # held, so that no later one takes the place of one that went
 
         def pack(t: Tensor) -> Tensor:
@@ -51,13 +54,13 @@ def measure(run: Callable[[Tensor, dict[str, Tensor]], None], x: Tensor, channel
         with faking() as mode, FlopCounterMode(display=False) as counter:
             given = {name: mode.from_tensor(value) for name, value in channels.items()}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                run(mode.from_tensor(x), given)
+                run(mode.from_tensor(x), given, planned)
         return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
 
     try:
-        saved, _ = once()
+        saved, _ = once(True)
         with fusing(False):
-            unfused, flops = once()  # a kernel's own the counter does not see
+            unfused, flops = once(False)  # a kernel's own the counter does not see
     except Exception:
         return None
     return Memory(saved, unfused, flops)

@@ -25,6 +25,7 @@ from tests.fuser.fusions import (
     PAIR,
     AddForkForward,
     BiasGeLUForward,
+    BiasGeLURecomputing,
     BiasReLU,
     ChainForward,
     LinearBiasGeLUBackward,
@@ -201,6 +202,21 @@ def test_the_table_says_what_is_saved_in_bytes_that_add_up() -> None:
     assert plan.memory.flops == 2 * 7 * 5 * 4
     assert f"saved for backward: {plan.memory.saved} B" in str(plan)
     assert model.plan().memory is None
+
+
+def test_memory_is_that_of_the_plan_whenever_it_is_asked_for() -> None:
+    model = sf.Sequential(ops.Tanh(), ops.Bias(5), ops.GeLU(), fusions=BiasGeLURecomputing)
+    model(tensor(7, 5))
+    plan = model.plan(tensor(7, 5))
+    with sf.fusing(False):
+        model(tensor(7, 5))
+        unfused = model.plan(tensor(7, 5))
+        asked = plan.memory
+    assert asked is not None
+    assert unfused.memory is not None
+    # What Tanh gives is kept once; the sum is made again.
+    assert (asked.saved, asked.saved_unfused) == (4 * 7 * 5, 2 * 4 * 7 * 5)
+    assert unfused.memory.saved == unfused.memory.saved_unfused == asked.saved_unfused
 
 
 def test_measuring_changes_nothing() -> None:
