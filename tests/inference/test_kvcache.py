@@ -204,14 +204,31 @@ def test_what_a_cache_cannot_hold_is_refused():
     cache = KVCache(2, 20)
     with pytest.raises(sf.errors.InputError, match=r"the cache has 2 sequences, got x \(3, 5\)"):
         cache.feed(model, tokens(3, 5))
-    with pytest.raises(sf.errors.InputError, match=r"expects counts \[2\], got \(1,\)"):
+    with pytest.raises(sf.errors.InputError, match=r"expects integer counts \[2\], got torch.int64 \(1,\)"):
         cache.feed(model, x, torch.tensor([3]))
+    for counts in ([5, 6], [-1, 5]):
+        with pytest.raises(sf.errors.InputError, match=r"expects counts of 0 to 5, got \["):
+            cache.feed(model, x, torch.tensor(counts))
+    with pytest.raises(sf.errors.InputError, match=r"expects integer counts \[2\], got torch.float32 \(2,\)"):
+        cache.feed(model, x, torch.tensor([1.0, 2.0]))
+    assert cache.lengths.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="lengths must not be negative, got -1"):
+        cache.truncate(-1)
+    with pytest.raises(sf.errors.InputError, match=r"expects an index \[2\], got \(1,\)"):
+        cache.reorder(torch.tensor([0]))
     with pytest.raises(sf.errors.StateError, match="causal attention without a mask"):
         cache.feed(sf.Sequential(ops.Embedding(41, 24), ops.Attention(2)), x)
     cache = KVCache(2, 20)
     cache.feed(model, x)
     with pytest.raises(sf.errors.StateError, match="attended 1 times, and 2 times before"):
         cache.feed(sf.Sequential(ops.Embedding(41, 96), ops.Attention(4, causal=True)), x)
+    for other, said in (
+        (model_of("GPT", kv_heads=2), "got 2 key heads of 8 in torch.float32"),
+        (model_of("GPT").double(), "got 4 key heads of 8 in torch.float64"),
+    ):
+        with pytest.raises(sf.errors.StateError, match=f"holds 4 key heads of 8 in torch.float32, {said}"):
+            cache.feed(other, x)
+    assert cache.lengths.tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("form", ["GPT", "window"])
@@ -282,6 +299,35 @@ def test_what_a_step_must_not_do_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Tensor, "tolist", refuse)
     with pytest.raises(AssertionError, match="the host reads"):
         lengths.tolist()
+
+
+def test_no_rows_change_nothing():
+    model, x = model_of("Llama"), tokens(2, 5)
+    cache = KVCache(2, 9)
+    assert cache.feed(model, x[:, :0]).shape == (2, 0, 41)
+    cache.feed(model, x)
+    assert cache.feed(model, x[:, :0]).shape == (2, 0, 41)
+    for _ in range(3):
+        cache.feed(model, x, torch.tensor([0, 0]))
+    assert cache.lengths.tolist() == [5, 5]
+    with torch.no_grad():
+        close(cache.feed(model, x[:, :1])[:, -1], model(torch.cat((x, x[:, :1]), 1))[:, -1])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_a_bad_number_of_what_was_forgotten_does_no_harm(int8: bool):
+    model, x = model_of("Llama"), tokens(2, 5)
+    cache = KVCache(2, 9, int8=int8)
+    cache.feed(model, x)
+    for layer in cache._layers:
+        for t in layer.tensors():
+            t[:, :, :5] = 77 if t.dtype is torch.int8 else torch.nan
+    cache.truncate(torch.tensor([0, 0]))
+    y = cache.feed(model, x, torch.tensor([5, 2]))
+    new = cache.feed(model, x[:, :1])
+    clean = KVCache(2, 9, int8=int8)
+    assert torch.equal(clean.feed(model, x, torch.tensor([5, 2]))[1, :2], y[1, :2])
+    assert torch.equal(clean.feed(model, x[:, :1]), new)
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 31])

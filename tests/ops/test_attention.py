@@ -290,6 +290,13 @@ def test_errors_name_the_place_and_what_was_expected():
         sf.errors.InputError, match=r"position 1 \(Attention\): expects a mask that broadcasts to \(2, 3, 3\)"
     ):
         model(torch.zeros(3, 12), m=torch.zeros(4, 3))
+    for x, mask, said in (
+        (torch.ones(3, 12, dtype=torch.int64), torch.ones(3, 3), "torch.int64 and a mask of torch.float32"),
+        (torch.ones(3, 12, dtype=torch.complex64), torch.ones(3, 3), "torch.complex64 and"),
+        (torch.zeros(3, 12), torch.ones(3, 3, dtype=torch.complex64), "torch.float32 and a mask of torch.complex64"),
+    ):
+        with pytest.raises(sf.errors.InputError, match=rf"SF101 position 1 .* expects floating-point x.* got {said}"):
+            model(x, m=mask)
     packed_model = sf.Sequential(ops.Attention(2, 1, cu_seqlens="ends"))
     with pytest.raises(
         sf.errors.InputError, match=r"position 0 \(Attention\): expects cu_seqlens that run from 0 to 3"
