@@ -6,6 +6,7 @@ this draws the plots into `docs/figures/`, where matplotlib is installed, and pr
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -129,9 +130,12 @@ def memory() -> str | None:
     rows = []
     for row in found["memory"]:
         kept = row["kept"]
-        shares = (f"{kept[name] / kept['eager']:.2f}" for name in ("seqfuse", "seqfuse lean"))
-        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f} MiB", *shares))
-    return text(table(("block of", "eager", "seqfuse", "with `fusions.lean`"), rows))
+        found_of = (
+            (f"{kept[name] / kept['eager']:.2f}", f"{row['cost'][name]:.1%}") for name in ("seqfuse", "seqfuse lean")
+        )
+        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f} MiB", *itertools.chain(*found_of)))
+    head = ("block of", "eager", "seqfuse", "for time", "with `fusions.lean`", "for time")
+    return text(table(head, rows))
 
 
 def layers() -> str | None:

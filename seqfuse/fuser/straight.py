@@ -109,9 +109,7 @@ def back(backs: Sequence[Back], failed: Callable[..., Tensor | None]) -> Callabl
     until then, the step has changed nothing.
     """
     s = Source("backward", "d, sides, packed, tensors, sums")
-    s.constants.update(
-        failed=failed, fit=fit, zeros=_zeros, plus=_plus, fell=ForwardFellBack, accumulated=accumulated
-    )
+    s.constants.update(failed=failed, fit=fit, zeros=_zeros, plus=_plus, fell=ForwardFellBack, accumulated=accumulated)
     s.add("at = 0", "try:")
     s.depth += 1
     for i, step in enumerate(backs):
