@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.inference import generate, stream
+from seqfuse.losses import linear_cross_entropy
 from seqfuse.nn import TransformerStack
 
 CONTEXT, BATCH, DIM, LAYERS, HEADS = 128, 16, 128, 3, 4
@@ -40,6 +40,7 @@ def sources(folder: Path) -> Tensor:
 
 def train(model: sf.Sequential, text: Tensor, seconds: float) -> tuple[int, float]:
     """Steps made in that time, and the mean loss of the last of them in nats per byte."""
+    body, head = model[:-1], model[-1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
     losses: list[float] = []
     began = time.perf_counter()
@@ -48,7 +49,7 @@ def train(model: sf.Sequential, text: Tensor, seconds: float) -> tuple[int, floa
             group["lr"] = 2e-3 * min(1.0, len(losses) / 50) * (1 - 0.9 * gone / seconds)
         starts = torch.randint(len(text) - CONTEXT, (BATCH,))
         windows = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
-        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+        loss = linear_cross_entropy(body(windows[:, :-1]), head.weight, windows[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -19,24 +19,30 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.losses import LinearCrossEntropy
 from seqfuse.nn import TransformerStack
 
 CONTEXT, BATCH, HEAD = 64, 16, 32
 
 
-def gpt(dim: int, layers: int) -> sf.Sequential:
-    """Bytes to logits of the next byte."""
-    return sf.Sequential(
-        ops.Embedding(256, dim),
-        ops.PositionEmbedding(CONTEXT, dim),
-        TransformerStack(layers, dim, dim // HEAD, causal=True, dropout=0.05),
-        ops.Linear(dim, 256),
-    )
+class GPT(nn.Module):
+    """Windows of bytes to the cross-entropy of each byte after the first, in nats."""
 
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.body = sf.Sequential(
+            ops.Embedding(256, dim),
+            ops.PositionEmbedding(CONTEXT, dim),
+            TransformerStack(layers, dim, dim // HEAD, causal=True, dropout=0.05),
+        )
+        self.loss = LinearCrossEntropy(dim, 256, bias=True)
 
-def loss_of(model: nn.Module, windows: Tensor) -> Tensor:
-    """Cross entropy in nats per byte on windows of CONTEXT + 1 bytes."""
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    def forward(self, windows: Tensor) -> Tensor:
+        return self.loss(self.body(windows[:, :-1]), windows[:, 1:])
+
+    def logits(self, text: Tensor) -> Tensor:
+        """Of the byte after each, which training never holds all at once."""
+        return F.linear(self.body(text), self.loss.weight, self.loss.bias)
 
 
 def read_bytes(source: Path) -> tuple[Tensor, Tensor]:
@@ -71,7 +77,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, fusing: bool) -> None:
         torch.manual_seed(args.seed)
-        self.model, self.fusing = gpt(args.dim, args.layers), fusing
+        self.model, self.fusing = GPT(args.dim, args.layers), fusing
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.98), fused=True)
         steps = max(args.steps, 2)
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, total_steps=steps, pct_start=0.1)
@@ -82,7 +88,7 @@ class Run:
         torch.manual_seed(seed)  # what dropout draws from: the same masks in both runs
         began = time.perf_counter()
         with sf.fusing(self.fusing):
-            loss = loss_of(self.model, windows)
+            loss = self.model(windows)
             self.optimizer.zero_grad()
             loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -101,7 +107,7 @@ class Run:
         self.model.eval()
         starts = torch.linspace(0, len(text) - CONTEXT - 1, 16 * BATCH, dtype=torch.float64).long()
         with sf.fusing(self.fusing):
-            losses = [loss_of(self.model, windows_at(text, part)).item() for part in starts.split(BATCH)]
+            losses = [self.model(windows_at(text, part)).item() for part in starts.split(BATCH)]
         self.model.train()
         return sum(losses) / len(losses)
 
@@ -151,17 +157,17 @@ def saved_for_backward(run: Run, windows: Tensor) -> int:
         return kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     with sf.fusing(run.fusing), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss_of(run.model, windows)
+        run.model(windows)
     return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
 
 
 @torch.no_grad()
-def continued(model: nn.Module, prompt: Tensor, length: int) -> str:
+def continued(model: GPT, prompt: Tensor, length: int) -> str:
     """`length` bytes after `prompt`, each drawn from what the model expects."""
     model.eval()
     text = prompt.long()
     for _ in range(length):
-        expected = model(text[None, -CONTEXT:])[0, -1].div(0.7).softmax(-1)
+        expected = model.logits(text[None, -CONTEXT:])[0, -1].div(0.7).softmax(-1)
         text = torch.cat((text, expected.multinomial(1)))
     return readable(text[len(prompt) :])
 
@@ -197,7 +203,7 @@ def main() -> None:
     fused, unfused = Run(args, fusing=True), Run(args, fusing=False)
     windows = windows_at(text, torch.arange(BATCH) * CONTEXT)
     x = windows[:, :-1]
-    plan = fused.model.plan(x)
+    plan = fused.model.body.plan(x)
     forward, backward = plan.fused
     kept = saved_for_backward(fused, windows)
     kept_unfused = saved_for_backward(unfused, windows)
@@ -206,7 +212,7 @@ def main() -> None:
         f"model: {count:,} parameters, {len(plan.names)} operations in {len(plan.segments)} segments,\n"
         f"       {forward} fused forward, {backward} fused backward, {len(plan.alone)} alone; its first block:\n"
     )
-    print(f"{fused.model[2][0].plan(fused.model[:2](x))}\n")
+    print(f"{fused.model.body[2][0].plan(fused.model.body[:2](x))}\n")
 
     before = fused.validate(held_out)
     train(fused, unfused, text, args.steps, args.seed)

@@ -14,7 +14,7 @@ except ModuleNotFoundError as _missing:
     ) from None
 
 from . import errors, fusions, ops, plugins
-from .env import Env, Savings, fusing
+from .env import Env, Savings
 from .errors import (
     CacheWarning,
     FallbackWarning,
@@ -28,8 +28,10 @@ from .errors import (
 from .fuser import Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .maingrad import accumulated
-from .operation import FusableOperation, Gated, Grads, Pointwise, UnfusedOperation
+from .operation import FusableOperation, Grads, UnfusedOperation
+from .pointwise import Gated, Pointwise
 from .saved import Recompute, Saved, field
+from .settings import fusing
 from .tune import tune
 
 if typing.TYPE_CHECKING:

@@ -1,25 +1,19 @@
-"""The environment a plan is made for, the cost of work in it, and the settings read from `SEQFUSE_*` variables."""
+"""The environment a plan is made for, and the cost of work in it."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib.util
 import os
 import re
-import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextvars import ContextVar
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .errors import InputError
-
-OnError = Literal["fallback", "raise"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,124 +189,3 @@ def _triton_runs(kind: str) -> bool:
     if kind == "cuda":
         return torch.cuda.is_available()
     return kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings from the process environment: data only, parsed once, none names importable code.
-
-    Args:
-        fusing: `SEQFUSE_FUSING` (`0`, `1`): whether fusions are used.
-        on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): what a fusion that fails at run time does.
-        tune: `SEQFUSE_TUNE` (`0`, `1`): whether measurements are read from and written to the user's cache.
-        debug: `SEQFUSE_DEBUG` (`0`, `1`): whether processes of a group compare their plans before they run them.
-    """
-
-    fusing: bool = True
-    on_error: OnError = "fallback"
-    tune: bool = True
-    debug: bool = False
-
-
-@functools.cache
-def settings() -> Settings:
-    """The settings of this process; warns about `SEQFUSE_*` variables that are unknown or do not parse."""
-    allowed: dict[str, dict[str, Any]] = {
-        "SEQFUSE_FUSING": {"0": False, "1": True},
-        "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"},
-        "SEQFUSE_TUNE": {"0": False, "1": True},
-        "SEQFUSE_DEBUG": {"0": False, "1": True},
-    }
-    found: dict[str, Any] = {}
-    for name, text in os.environ.items():
-        if not name.startswith("SEQFUSE_"):
-            continue
-        if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            warnings.warn(f"unknown environment variable {name}{meant}", UserWarning, stacklevel=2)
-        elif text not in allowed[name]:
-            warnings.warn(f"{name}={text!r} is none of {', '.join(allowed[name])}; ignored", UserWarning, stacklevel=2)
-        else:
-            found[name.removeprefix("SEQFUSE_").lower()] = allowed[name][text]
-    return Settings(**found)
-
-
-Chosen = frozenset[str | type[Any]]  # fusions by name or class
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Fusing:
-    """Which fusions may be used now, and what one that fails does; equal ones are the same object."""
-
-    enabled: bool
-    on_error: OnError
-    only: tuple[Chosen, ...] = ()  # one set for each region that chooses
-    exclude: Chosen = frozenset()
-
-    def allows(self, fusion: type) -> str | None:
-        """`None` if this fusion may be used, else the reason it may not."""
-        if not self.enabled:
-            return "fusing is off"
-        if not all(_among(fusion, chosen) for chosen in self.only):
-            return "not named by sf.fusing(only=...)"
-        return "excluded by sf.fusing(exclude=...)" if _among(fusion, self.exclude) else None
-
-
-def _among(fusion: type, chosen: Chosen) -> bool:
-    return fusion in chosen or fusion.__name__ in chosen
-
-
-_fusing: ContextVar[Fusing | None] = ContextVar("seqfuse_fusing", default=None)
-
-
-def fusing_now() -> Fusing:
-    """The innermost `fusing` region, or what the settings say."""
-    return _fusing.get() or _default_fusing()
-
-
-@functools.cache
-def _default_fusing() -> Fusing:
-    return _fusing_of(settings().fusing, settings().on_error, (), Chosen())
-
-
-@functools.lru_cache(maxsize=256)
-def _fusing_of(enabled: bool, on_error: OnError, only: tuple[Chosen, ...], exclude: Chosen) -> Fusing:
-    return Fusing(enabled, on_error, only, exclude)
-
-
-@contextlib.contextmanager
-def fusing(
-    enabled: bool | None = None,
-    *,
-    only: str | type[Any] | Iterable[str | type[Any]] | None = None,
-    exclude: str | type[Any] | Iterable[str | type[Any]] = (),
-    on_error: OnError | None = None,
-) -> Generator[None]:
-    """Within the block, choose which fusions may be used; what is left out stays as it is outside.
-
-    Args:
-        enabled: `False` runs every operation unfused, bit for bit; `True` turns fusing on again.
-        only: names or classes of the fusions that may be used, of those that may outside.
-        exclude: names or classes of fusions that may not be, beside those that may not outside.
-        on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
-
-    Raises:
-        InputError: (SF106) for a value that is none of these.
-    """
-    if enabled not in (None, True, False) or on_error not in (None, "fallback", "raise"):
-        given = f"enabled={enabled!r}, on_error={on_error!r}"
-        hint = 'enabled is True or False, on_error "fallback" or "raise"'
-        raise InputError(f"fusing({given})", code="SF106", hint=hint)
-    outer = fusing_now()
-    chosen = outer.only if only is None else tuple(dict.fromkeys((*outer.only, _several(only))))
-    allowed = outer.enabled if enabled is None else enabled
-    token = _fusing.set(_fusing_of(allowed, on_error or outer.on_error, chosen, outer.exclude | _several(exclude)))
-    try:
-        yield
-    finally:
-        _fusing.reset(token)
-
-
-def _several(fusions: str | type[Any] | Iterable[str | type[Any]]) -> Chosen:
-    return frozenset((fusions,) if isinstance(fusions, str | type) else fusions)

@@ -110,7 +110,7 @@ class FusedOperation:
         for name in cls.outputs:
             cls._place(name, "outputs", lambda op: op.outputs)
         if cls.replaces_forward:
-            cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
+            cls.forward_signature = Signature.of(cls, "fwd", ("x",), None, fused=True)
             for name in cls.forward_signature.extras:
                 cls._place(name, name, lambda op: (*op.forward_signature.extras, *_seed(op)))
         if cls.replaces_backward:

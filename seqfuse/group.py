@@ -124,16 +124,16 @@ def _dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-class Meeting(NamedTuple):
-    """Where processes exchange what passes along a list.
+Held = Literal["whole", "features", "rows"]
+"""What a process holds: the same tensor as all; its share of the features, or a summand; its share of the rows."""
 
-    What a process holds before and after is the `"whole"`, the same tensor everywhere; its share of the `"rows"`; or
-    its share of the `"features"` or a summand.
-    """
+
+class Meeting(NamedTuple):
+    """Where processes exchange what passes along a list, and what each holds before and after."""
 
     group: Group
-    before: Literal["whole", "features", "rows"]
-    after: Literal["whole", "features", "rows"]
+    before: Held
+    after: Held
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,7 +52,7 @@ class MainGrads:
 
 
 def main_grads(
-    nodes: Iterable[Any], executes: Callable[[Any], bool], where: Callable[[int], tuple[str, str, int]]
+    nodes: Iterable[Any], executes: Callable[[Any], bool], where: Callable[[int], tuple[str, str, int | None]]
 ) -> MainGrads | None:
     """The buffers of the leaves that these nodes accumulate into, `None` if there are none.
 
@@ -61,7 +61,7 @@ def main_grads(
     Args:
         nodes: the node that each parameter's gradient goes to.
         executes: asked of a node whether it will run, raises `RuntimeError` for a leaf whose gradient is returned.
-        where: parameter, operation and position, by index.
+        where: parameter, operation and its position, if it has one, by index.
 
     Raises:
         StateError: (SF507) for a `main_grad` that cannot be added to.
@@ -73,7 +73,8 @@ def main_grads(
         if leaf is None or buffer is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
             continue
         try:
-            executes(node)
+            if not executes(node):
+                continue
         except RuntimeError:
             continue
         wanted = torch.float64 if leaf.dtype == torch.float64 else torch.float32
@@ -84,7 +85,7 @@ def main_grads(
     return MainGrads(found) if found else None
 
 
-def _unfit(where: tuple[str, str, int], like: tuple[Any, ...], buffer: Any) -> StateError:
+def _unfit(where: tuple[str, str, int | None], like: tuple[Any, ...], buffer: Any) -> StateError:
     name, operation, position = where
     got = type(buffer).__name__
     if isinstance(buffer, Tensor):

@@ -17,9 +17,10 @@ from typing import Any, cast
 import torch
 
 from . import store
-from .env import Env, settings
+from .env import Env
 from .errors import CacheWarning
 from .operation import Changes, Moment
+from .settings import settings
 
 FORMAT = 1
 MOST_NANOSECONDS = 1e15

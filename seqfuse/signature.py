@@ -9,6 +9,7 @@ from .errors import PluginError, author_line, definition_error
 
 _RESERVED = frozenset({"needs", "env", "seed"})
 _IN_BWD = frozenset({"main_grads"})
+_IN_FUSED_FWD = frozenset({"seeds"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +20,20 @@ class Signature:
     needs: bool = False
     env: bool = False
     seed: bool = False
+    seeds: bool = False
     main_grads: bool = False
     optional: frozenset[str] = frozenset()  # those of the extras that have a default
 
     @classmethod
-    def of(cls, owner: type, function: str, positional: tuple[str, ...], allowed: frozenset[str] | None) -> Signature:
+    def of(
+        cls,
+        owner: type,
+        function: str,
+        positional: tuple[str, ...],
+        allowed: frozenset[str] | None,
+        *,
+        fused: bool = False,
+    ) -> Signature:
         """Read a signature; `allowed` bounds the extra names, `None` leaves them free."""
         parameters = list(inspect.signature(inspect.unwrap(getattr(owner, function))).parameters.values())[1:]
         first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -31,7 +41,11 @@ class Signature:
             wanted = ", ".join(("self", *positional))
             raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
         named = parameters[len(first) :]
-        reserved = _RESERVED | _IN_BWD if function == "bwd" else _RESERVED
+        reserved = _RESERVED
+        if function == "bwd":
+            reserved |= _IN_BWD
+        elif fused:
+            reserved |= _IN_FUSED_FWD
         for p in named:
             if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | reserved):
                 known = ", ".join(sorted((allowed or frozenset()) | reserved))
@@ -42,6 +56,7 @@ class Signature:
             needs="needs" in names,
             env="env" in names,
             seed="seed" in names,
+            seeds="seeds" in names and fused,
             main_grads="main_grads" in names and function == "bwd",
             optional=frozenset(p.name for p in named if p.default is not p.empty) - reserved,
         )

@@ -17,7 +17,7 @@ import pytest
 
 import seqfuse as sf
 from docs import documented, draw, formulas
-from seqfuse.env import settings
+from seqfuse.settings import settings
 from tests.examples import printed
 
 ROOT = Path(__file__).resolve().parent.parent

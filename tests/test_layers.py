@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
-    "errors", "generated", "group", "saved", "signature", "env", "maingrad", "autograd", "operation",
-    "fusion", "store", "measured", "pictures",
+    "errors", "generated", "group", "saved", "signature", "env", "settings", "maingrad", "autograd", "operation",
+    "pointwise", "fusion", "store", "measured", "pictures",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -25,14 +25,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "env": {"errors"},
+    "settings": {"errors"},
     "maingrad": {"errors"},
     "autograd": {"saved", "maingrad", "errors"},
     "group": {"errors"},
     "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
+    "pointwise": {"saved", "signature", "operation", "errors"},
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
     "pictures": set(),
-    "measured": {"store", "env", "operation", "errors"},
+    "measured": {"store", "env", "settings", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
     "ops": SINGULAR | {"kernels", "fuser.sequential"},

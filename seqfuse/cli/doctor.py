@@ -20,10 +20,11 @@ from typing import Any, cast
 import torch
 
 from .. import fusions, plugins, store
-from ..env import Env, settings
+from ..env import Env
 from ..fuser import Sequential, flatten
 from ..fuser.items import public_channels
 from ..fusion import FusedOperation, InferenceFusion
+from ..settings import settings
 from ..testing.patterns import example_lists
 from ..testing.tensors import seeded_randn
 from .output import tell

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..env import Fusing, fusing
 from ..fuser import Fuser, Sequential, flatten
 from ..fuser.cover import Candidate
 from ..fuser.fake import is_fake
@@ -22,6 +21,7 @@ from ..fuser.plan import Step
 from ..fuser.reference import draw, random_positions, run_alone, walk_reference
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
+from ..settings import Fusing, fusing
 from ..testing.cases import seeded
 from .inputs import Spec, surroundings, vocabulary
 

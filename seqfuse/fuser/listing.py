@@ -15,7 +15,8 @@ from ..autograd import apply
 from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
 from .apart import tell_apart
-from .items import Fingerprint, Item, flatten, public_channels
+from .fingerprint import Fingerprint
+from .items import Item, flatten, public_channels
 from .plan import Plan
 from .reference import random_positions
 from .segment import Segment

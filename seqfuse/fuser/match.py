@@ -9,9 +9,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..env import Env, Fusing
+from ..env import Env
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..measured import Measurement
+from ..settings import Fusing
 from .cover import Candidate
 from .items import Item
 

@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import pictures
-from ..env import Env, Fusing
+from ..env import Env
 from ..pictures import PlanData
+from ..settings import Fusing
 from .cover import Candidate, cheapest
 from .describe import describe
 from .items import Item

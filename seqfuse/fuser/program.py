@@ -19,7 +19,7 @@ from ..signature import Signature
 from .check import Like, check_backward, check_form, check_forward
 from .listing import Listing
 from .plan import Plan, Step, Wants
-from .segment import Back, Call, Pack, Segment
+from .segment import Back, Call, Drawn, Pack, Segment
 
 Index = Mapping[tuple[int, str], int]
 Needs = Mapping[int, frozenset[str]]
@@ -129,7 +129,7 @@ class Binder:
         fused, kind = isinstance(operation, FusedOperation), _kind(operation)
         places = dict(self._places(operation, a))
         inputs: list[tuple[str, str]] = []
-        seeds: list[tuple[str, int | None]] = []
+        seeds: list[tuple[str, Drawn]] = []
         for place, position in places.items():
             prefix = f"{place.replace('.', '_')}_" if fused else ""
             inputs += [(prefix + n, c) for n, c in self.items[position].inputs if prefix + n in signature.extras]
@@ -138,6 +138,8 @@ class Binder:
         if signature.seed:
             active = [self.random[p] for p in range(a, b) if p in self.random]
             seeds.append(("seed", active[0] if active else None))
+        if signature.seeds:
+            seeds.append(("seeds", tuple(self.random.get(p) for p in range(a, b))))
         readers = self.items[a].readers
         outputs = [
             ((f"{place.replace('.', '_')}_{name}" if fused else name), channel)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import operator
 import os
 import threading
@@ -15,21 +13,22 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .. import operation as operations
-from ..env import Env, any_autocast, autocast_of, fusing_now, settings
+from ..env import Env, any_autocast, autocast_of
 from ..fusion import FusedOperation, checked
 from ..group import summed_gradient
-from ..operation import FusableOperation, UnfusedOperation
+from ..operation import FusableOperation
+from ..settings import fusing_now, settings
+from .ahead import plan_ahead
 from .apart import compare, tell_apart
 from .bind import binder_of
 from .enrolled import enroll
-from .inputs import check_channel_devices, check_devices, expect_tensor, validate, validate_all
-from .items import Item, flatten, has_own_graph, public_channels
+from .inputs import check_channel_devices, check_devices, expect_tensor, validate
+from .items import flatten, has_own_graph, public_channels
 from .known import Known
 from .listing import Listing, Program, Region, collecting_later
 from .match import Matcher
-from .plan import Plan, Wants, merge, plan_region
+from .plan import Plan, Wants, plan_region
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
-from .show import Memory, measure
 
 KEPT_LISTS, KEPT_PROGRAMS = 8, 512
 _requires, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
@@ -233,71 +232,22 @@ class Fuser:
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
         with collecting_later():
-            return self._plan(x, env, channels)
+            return plan_ahead(self._run_as, self._matcher, self.listing(), x, env, channels)
 
-    def _plan(self, x: Tensor | None, env: Env | None, channels: dict[str, Tensor]) -> Plan:
-        listing = self.listing()
-        if x is not None:
-            check_channels(listing.items, listing.inputs, channels)
-            validate_all(listing, x.shape)
-        env = here = env or (Env.like(x) if x is not None else Env())
-        follows = x is not None and env == Env.like(x)
-        shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
-        wanted = x is not None and x.requires_grad and env.grad
-        known = {name: value.requires_grad for name, value in channels.items()}
-        plans: list[Plan] = []
-        alone: list[tuple[int, Item]] = []
-        for part in listing.parts:
-            if isinstance(part, Region):
-                wants = Wants.of(listing.items, part.start, part.stop, wanted, known, env.grad)
-                shapes = None if shape is None else validate(listing, part, shape)
-                shape = None if shapes is None else shapes[-1]
-                look_up = Known(listing.items, wants, here, part.start, shapes)
-                stretch = listing.items, part.start, part.stop
-                plans.append(plan_region(*stretch, wants, here, fusing_now(), self._matcher, look_up))
-                wanted = wanted or wants.live_from < part.stop
-                last: Any = listing.items[part.stop - 1].operation
-                if follows and last.y_dtype is not None and shape is not None:
-                    here = here.entered_by(shape, last.y_dtype)
-                made = (c for item in listing.items[part.start : part.stop] for _, c in item.outputs)
-                known.update(dict.fromkeys(made, wanted))
-            else:
-                item, shape = listing.items[part], None
-                alone.append((part, item))
-                wanted = wanted or (env.grad and any(p.requires_grad for p in item.operation.parameters()))
-                known.update((channel, wanted) for _, channel in item.outputs)
-        plan = merge(plans, alone, env, listing.items)
-        if not follows or listing.parametrized:
-            return plan  # a parametrization is the user's code, which printing must not run
-
-        def memory(_: Plan) -> Memory | None:
-            assert x is not None
-            return measure(functools.partial(self._run_regions, listing, plans), x, channels)
-
-        return dataclasses.replace(plan, measure=memory)
-
-    def _run_regions(
-        self, listing: Listing, plans: Sequence[Plan], x: Tensor, channels: dict[str, Tensor], planned: bool
-    ) -> None:
-        """Run these plans, or what would be run now, and nothing else: a barrier is taken to return what it got."""
-        seeds = draw(listing.items, listing.random, x) if listing.random else None
-        left = iter(plans)
-        for part in listing.parts:
-            if isinstance(part, Region):
-                plan = next(left)
-                if planned:  # what is found now may have been planned by other costs
-                    parameters = [getattr(owner, name) for owner, name in part.slots]
-                    program = self.bind(listing, part, x, channels, parameters, plan=plan)
-                    x = program.run(x, channels, seeds, parameters)
-                else:
-                    x = self.run_region(listing, part, x, channels, seeds)
-                continue
-            item = listing.items[part]
-            wanted = x.requires_grad or any(p.requires_grad for p in item.operation.parameters())
-            if isinstance(item.operation, UnfusedOperation):
-                x = x.new_empty(item.operation.infer(tuple(x.shape)))
-            x = x.detach().requires_grad_(wanted and torch.is_grad_enabled())
-            channels.update((channel, x) for _, channel in item.outputs)
+    def _run_as(
+        self,
+        listing: Listing,
+        region: Region,
+        x: Tensor,
+        channels: dict[str, Tensor],
+        seeds: Tensor | None,
+        plan: Plan | None,
+    ) -> Tensor:
+        """Run a region by a plan made before, by other costs it may be; by that of now where there is none."""
+        if plan is None:
+            return self.run_region(listing, region, x, channels, seeds)
+        parameters = [getattr(owner, name) for owner, name in region.slots]
+        return self.bind(listing, region, x, channels, parameters, plan=plan).run(x, channels, seeds, parameters)
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""

@@ -21,6 +21,8 @@ from .straight import BUFFERS, FELL, ORDER, ForwardFellBack, Packed, ahead, back
 
 _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 Kind = Literal["unfused", "forward", "joint", "inference", "backward"]
+# Which of the seeds; of a fusion that takes them all, one for each of its operations.
+Drawn = int | None | tuple[int | None, ...]
 # The place of a record among those a fusion returns, its position, its class, its fields that are kept.
 Pack = tuple[tuple[Any, ...], int, type[Saved], tuple[str, ...]]
 
@@ -36,7 +38,7 @@ class Call:
     stop: int
     layout: Layout
     inputs: tuple[tuple[str, str], ...]  # keyword, channel
-    seeds: tuple[tuple[str, int | None], ...]  # keyword, index into the seed vector
+    seeds: tuple[tuple[str, Drawn], ...]  # keyword, index into the seed vector
     outputs: tuple[tuple[str, str], ...]  # name in the returned dictionary, channel
     declares: bool  # whether that dictionary is returned, empty where optional slots are
     done: tuple[str, ...]  # channels whose last reader this is

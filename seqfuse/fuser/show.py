@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..env import fusing
+from ..settings import fusing
 from .fake import faking
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..maingrad import accumulated
 from ..saved import Layout, Saved, packing, reader, rebuilder
 
 if TYPE_CHECKING:
-    from .segment import Back, Call
+    from .segment import Back, Call, Drawn
 
 # Records are packed under their position, a joint fusion's under `~position`. Below all of these: which of the saved
 # tensors each of the records' is, which fusions fell back, the buffers that gradients are added to, and, under
@@ -51,7 +51,7 @@ def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> C
             value = f"channels[{s.put(channel)}]"
             given.append(f"{identifier(keyword)}={f'fit({value}, {layout})' if fits else value}")
         for keyword, index in call.seeds:
-            given.append(f"{identifier(keyword)}={None if index is None else f'seeds[{index}]'}")
+            given.append(f"{identifier(keyword)}={_seeds(index)}")
         results = ["y", *["made"] * call.declares, *["saved"] * (call.kind != "inference")]
         s.add(f"{', '.join(results)} = {_first(s, call)}({', '.join(['x', *given])})")
         names = [(s.put(channel), s.put(name)) for name, channel in call.outputs]
@@ -68,6 +68,12 @@ def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> C
     s.depth -= 1
     s.add("except Exception as error:", "    return failed(at, error, x, channels, seeds, flat, packed)")
     return s.define()
+
+
+def _seeds(index: Drawn) -> str:
+    if isinstance(index, tuple):
+        return f"({''.join(f'{_seeds(i)}, ' for i in index)})"
+    return "None" if index is None else f"seeds[{index}]"
 
 
 def _pack(s: Source, place: Any, position: int, record: type[Saved], kept: tuple[str, ...]) -> None:

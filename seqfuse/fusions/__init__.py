@@ -16,11 +16,11 @@ ATen has nothing for add and norm in one pass, or for a backward that makes a bi
 inside a product. Those are in `triton`, made of Triton kernels, which have not yet run on a GPU; where no Triton kernel
 can run they are refused. `Sequential(..., fusions=fusions.aten)` does without them.
 
-* `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue; in training the
-  pre-activation is stored where the activation's gradient reads it.
+* `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue, and a dropout after
+  it; in training the pre-activation is stored where the activation's gradient reads it.
 * `WideLinearActivationLinear`: of two products and what is between them only the pre-activation is kept, where they are
   so wide that writing the activation again, inside a product of the backward pass, takes next to no time.
-* `LinearGated`, `LinearGatedInference`: a gated unit there, from two accumulators.
+* `LinearGated`, `LinearGatedInference`: a gated unit there, from two accumulators, and a dropout after it.
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
   before it in the product that makes dx.
@@ -39,8 +39,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
   the same pass.
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
-* `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors and biases in
-  one pass each way.
+* `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors, biases and
+  dropouts in one pass each way.
 
 In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
 `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import Requirements
 from ..maingrad import Accumulated
-from ..operation import Gated, Pointwise
 from ..ops import Bias, Dropout, Linear
 from ..ops._read import parameter
 from ..ops.linear import weight_grad
+from ..pointwise import Gated, Pointwise
 from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
 from ._linear import one_dtype
 
@@ -52,6 +52,37 @@ def mask(dropout: Dropout | None, seed: Tensor | None, p: float | None = None) -
     if dropout is None or seed is None:
         return None
     return gemm.Dropout(seed, dropout.p if p is None else p, dropout.mode == "upscale_in_train")
+
+
+def forward_worth(
+    linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, stored: bool, env: Env
+) -> Savings:
+    """What is saved where an activation and what surrounds it are made inside the product before it.
+
+    `stored` is whether what the activation keeps is written beside the result.
+    """
+    if isinstance(act, Gated):
+        # The operations write [gate; up], and read and write it for a bias; act(gate) is a tensor of its own.
+        launches, passes, columns = 2, 6 - 2 * stored, linear.out_features // 2
+    else:
+        launches, passes, columns = 1, 2 - stored, linear.out_features
+    if bias is not None:
+        launches, passes = launches + 1, passes + (4 if isinstance(act, Gated) else 2)
+    if dropped:
+        launches, passes = launches + 1, passes + 2
+    return worth(linear, env, launches, passes, columns)
+
+
+def around_saved(
+    x: Tensor, weight: Tensor, bias: Bias | None, dropout: Dropout | None, seed: Tensor | None
+) -> dict[str, Any]:
+    """The records of slots `linear`, an optional `bias` and an optional `dropout`."""
+    saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight)}
+    if bias is not None:
+        saved["bias"] = Bias.NOTHING
+    if dropout is not None:
+        saved["dropout"] = Dropout.Saved(seed=seed, p=dropout.p)
+    return saved
 
 
 def unit_worth(linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, env: Env) -> Savings:

@@ -8,7 +8,7 @@ import torch
 
 from ..env import Env
 from ..fusion import Requirements
-from ..operation import Gated, Pointwise
+from ..pointwise import Gated, Pointwise
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Taken where the number of rows is not known.

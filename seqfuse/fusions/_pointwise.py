@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..env import Env, Savings
 from ..fusion import Requirements
-from ..operation import Pointwise
 from ..ops import Bias
+from ..pointwise import Pointwise
 from ._kernels import device, kernels_run, rows_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
-from ..operation import Grads, Pointwise
+from ..operation import Grads
 from ..ops import Bias
+from ..pointwise import Pointwise
 from ._kernels import kernel_takes_act
 from ._pointwise import chain, kernel_takes_chain, passes
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
-from ..operation import Gated, Grads
+from ..operation import Grads
 from ..ops import Bias
+from ..pointwise import Gated
 from ._kernels import kernel_takes_gated
 from ._pointwise import chain, kernel_takes_chain, passes
 

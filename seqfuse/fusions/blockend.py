@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
-from ..operation import Gated, Grads, Pointwise
+from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear
+from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd, unit_worth
 from ._pointwise import passes
 from .biasdropoutadd import branch_bwd

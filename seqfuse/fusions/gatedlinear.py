@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
-from ..operation import Gated, Grads
+from ..operation import Grads
 from ..ops import Bias, Dropout, Linear
+from ..pointwise import Gated
 from ._gemm import epilogue_takes, unit_bwd, unit_worth
 
 

@@ -11,9 +11,10 @@ from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import JointFusion, Requirements
 from ..maingrad import Accumulated
-from ..operation import Gated, Grads, Pointwise
+from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear
 from ..ops.linear import weight_grad
+from ..pointwise import Gated, Pointwise
 from ._gemm import (
     as_rows,
     bias_of,

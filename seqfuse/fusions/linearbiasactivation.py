@@ -1,4 +1,4 @@
-"""Linear, an optional Bias and any activation, in the epilogue of a Triton product."""
+"""Linear, an optional Bias, any activation and an optional Dropout, in the epilogue of a Triton product."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
-from ..operation import Pointwise
-from ..ops import Bias, Linear
-from ._gemm import bias_of, epilogue_takes, tf32, weight_of, worth
+from ..ops import Bias, Dropout, Linear
+from ..pointwise import Pointwise
+from ._gemm import around_saved, bias_of, epilogue_takes, forward_worth, mask, tf32, weight_of
 from ._kernels import device
 
 
 class LinearBiasActivation(ForwardFusion):
-    """y = act(z), z = x weight^T + bias, in one product, for any `Pointwise` with device functions.
+    """y = dropout(act(z)), z = x weight^T + bias, in one product, for any `Pointwise` with device functions.
 
-    Bias and activation are made of the float32 sums; z is rounded when it is stored, which it is only where the
-    activation's gradient reads it.
+    All is made of the float32 sums; z is rounded when it is stored, which it is only where the activation's gradient
+    reads it, and so is act(z) where that is read and something was dropped from it. The mask is the one that the
+    operation makes of the same seed; none is stored.
 
     x: [*, in_features], z, y: [*, out_features]. Saves what the operations save.
     """
@@ -26,30 +27,35 @@ class LinearBiasActivation(ForwardFusion):
     linear: Linear
     bias: Bias | None
     act: Pointwise
+    dropout: Dropout | None
 
     triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        return epilogue_takes(self.linear, self.bias, self.act, env)
+        return epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
 
     def saves(self, env: Env) -> Savings:
-        stored = self.act.reads == "input"
-        launches, passes = (1, 2) if self.bias is None else (2, 4)
-        return worth(self.linear, env, launches, passes - stored, self.linear.out_features)
+        dropped = self.dropout is not None and self.dropout.random
+        stored = self.act.reads == "input" or dropped
+        return forward_worth(self.linear, self.bias, self.act, dropped, stored, env)
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels import gemm
 
-        act, weight = self.act, weight_of(self.linear)
-        y, z = gemm.linear(x, weight, bias_of(self.bias), act=device(act), store_pre=act.reads == "input", tf32=tf32())
-        record = act.record(y if z is None else z, y)
-        saved = {"linear": Linear.Saved(x=x, weight=weight), "act": record}
-        return y, saved if self.bias is None else {**saved, "bias": Bias.NOTHING}
+        act, weight, drop = self.act, weight_of(self.linear), mask(self.dropout, dropout_seed)
+        before = act.reads == "input"
+        y, t = gemm.linear(
+            x, weight, bias_of(self.bias), act=device(act), dropout=drop, tf32=tf32(),
+            store_pre=before, store_act=not before and drop is not None,
+        )  # fmt: skip
+        t = y if t is None else t
+        saved = around_saved(x, weight, self.bias, self.dropout, dropout_seed)
+        return y, {**saved, "act": act.record(t, t)}
 
 
 class LinearBiasActivationInference(InferenceFusion):
-    """y = act(x weight^T + bias) in one product, where nothing needs a gradient: nothing is written beside y.
+    """y = dropout(act(x weight^T + bias)) in one product where nothing needs a gradient: nothing is written beside y.
 
     x: [*, in_features], y: [*, out_features].
     """
@@ -57,18 +63,20 @@ class LinearBiasActivationInference(InferenceFusion):
     linear: Linear
     bias: Bias | None
     act: Pointwise
+    dropout: Dropout | None
 
     triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        return epilogue_takes(self.linear, self.bias, self.act, env)
+        return epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
 
     def saves(self, env: Env) -> Savings:
-        launches, passes = (1, 2) if self.bias is None else (2, 4)
-        return worth(self.linear, env, launches, passes, self.linear.out_features)
+        dropped = self.dropout is not None and self.dropout.random
+        return forward_worth(self.linear, self.bias, self.act, dropped, False, env)
 
-    def fwd(self, x: Tensor) -> Tensor:
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> Tensor:
         from ..kernels import gemm
 
-        return gemm.linear(x, weight_of(self.linear), bias_of(self.bias), act=device(self.act), tf32=tf32())[0]
+        act, drop = device(self.act), mask(self.dropout, dropout_seed)
+        return gemm.linear(x, weight_of(self.linear), bias_of(self.bias), act=act, dropout=drop, tf32=tf32())[0]

@@ -1,4 +1,4 @@
-"""Linear, an optional Bias and a gated unit, in the epilogue of a Triton product."""
+"""Linear, an optional Bias, a gated unit and an optional Dropout, in the epilogue of a Triton product."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
-from ..operation import Gated
-from ..ops import Bias, Linear
-from ._gemm import bias_of, epilogue_takes, tf32, weight_of, worth
+from ..ops import Bias, Dropout, Linear
+from ..pointwise import Gated
+from ._gemm import around_saved, bias_of, epilogue_takes, forward_worth, mask, tf32, weight_of
 from ._kernels import device
 
 
 class LinearGated(ForwardFusion):
-    """y = act(gate) up, [gate; up] = x weight^T + bias, in one product with two accumulators.
+    """y = dropout(act(gate) up), [gate; up] = x weight^T + bias, in one product with two accumulators.
 
     The weight stays as it is, the rows of the gate first. [gate; up] is rounded when it is stored, y is not made of the
-    rounded numbers.
+    rounded numbers. The mask is the one that the operation makes of the same seed; none is stored.
 
     x: [*, in_features], [gate; up]: [*, 2 F], y: [*, F], 2 F = out_features. Saves what the operations save.
     Source: Shazeer 2020, arXiv:2002.05202.
@@ -27,31 +27,32 @@ class LinearGated(ForwardFusion):
     linear: Linear
     bias: Bias | None
     gated: Gated
+    dropout: Dropout | None
 
     triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        return epilogue_takes(self.linear, self.bias, self.gated, env)
+        return epilogue_takes(self.linear, self.bias, self.gated, env, self.dropout)
 
     def saves(self, env: Env) -> Savings:
-        # The operations write [gate; up], and read and write it for a bias; act(gate) is a tensor of its own.
-        launches, passes = (2, 4) if self.bias is None else (3, 8)
-        return worth(self.linear, env, launches, passes, self.linear.out_features // 2)
+        dropped = self.dropout is not None and self.dropout.random
+        return forward_worth(self.linear, self.bias, self.gated, dropped, True, env)
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels import gemm
 
         gated, weight = self.gated, weight_of(self.linear)
-        act = device(gated.activation)
-        y, packed = gemm.linear_gated(x, weight, bias_of(self.bias), act=act, store_pre=True, tf32=tf32())
+        act, drop = device(gated.activation), mask(self.dropout, dropout_seed)
+        bias = bias_of(self.bias)
+        y, packed = gemm.linear_gated(x, weight, bias, act=act, store_pre=True, dropout=drop, tf32=tf32())
         record = gated.Saved(x=packed)  # pyright: ignore[reportCallIssue]
-        saved = {"linear": Linear.Saved(x=x, weight=weight), "gated": record}
-        return y, saved if self.bias is None else {**saved, "bias": Bias.NOTHING}
+        saved = around_saved(x, weight, self.bias, self.dropout, dropout_seed)
+        return y, {**saved, "gated": record}
 
 
 class LinearGatedInference(InferenceFusion):
-    """y = act(gate) up, [gate; up] = x weight^T + bias, where nothing needs a gradient: [gate; up] is never written.
+    """y = dropout(act(gate) up), [gate; up] = x weight^T + bias, for no gradient: [gate; up] is never written.
 
     x: [*, in_features], y: [*, F], 2 F = out_features.
     """
@@ -59,19 +60,20 @@ class LinearGatedInference(InferenceFusion):
     linear: Linear
     bias: Bias | None
     gated: Gated
+    dropout: Dropout | None
 
     triton = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        return epilogue_takes(self.linear, self.bias, self.gated, env)
+        return epilogue_takes(self.linear, self.bias, self.gated, env, self.dropout)
 
     def saves(self, env: Env) -> Savings:
-        launches, passes = (2, 6) if self.bias is None else (3, 10)
-        return worth(self.linear, env, launches, passes, self.linear.out_features // 2)
+        dropped = self.dropout is not None and self.dropout.random
+        return forward_worth(self.linear, self.bias, self.gated, dropped, False, env)
 
-    def fwd(self, x: Tensor) -> Tensor:
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> Tensor:
         from ..kernels import gemm
 
-        act = device(self.gated.activation)
-        return gemm.linear_gated(x, weight_of(self.linear), bias_of(self.bias), act=act, tf32=tf32())[0]
+        act, drop = device(self.gated.activation), mask(self.dropout, dropout_seed)
+        return gemm.linear_gated(x, weight_of(self.linear), bias_of(self.bias), act=act, dropout=drop, tf32=tf32())[0]

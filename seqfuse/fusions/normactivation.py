@@ -10,9 +10,10 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, JointFusion, Requirements
-from ..operation import Grads, Pointwise
+from ..operation import Grads
 from ..ops import LayerNorm, RMSNorm
 from ..ops._read import parameter
+from ..pointwise import Pointwise
 from ._kernels import device, kernel_takes_act
 from ._norm import Record, copies, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
 

@@ -10,28 +10,31 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
-from ..operation import Grads, Pointwise
-from ..ops import Bias, Scale
+from ..operation import Grads
+from ..ops import Bias, Dropout, Scale
+from ..pointwise import Pointwise
 from ._kernels import device, kernel_takes_act, kernels_run, rows_of
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
 
-Part = Pointwise | Scale | Bias
+Part = Pointwise | Scale | Bias | Dropout
+Steps = tuple[tuple[str, tuple[Any, ...]], ...]
 
 _X, _Y = -1, -2
 _chains: dict[Any, Chain] = {}
 
 
 class PointwiseChain(ForwardFusion):
-    """y = f_n(... f_1(x)) in one pass: activations, constant factors and biases in any order.
+    """y = f_n(... f_1(x)) in one pass: activations, constant factors, biases and dropouts in any order.
 
-    What an activation keeps is stored on the way, rounded; all else stays in float32 from x to y. x, y: [*, H]. Saves
-    what the operations save.
+    What an activation keeps is stored on the way, rounded; all else stays in float32 from x to y. The mask of each
+    dropout is the one that the operation makes of its seed; none is stored. x, y: [*, H]. Saves what the operations
+    save.
     """
 
-    first: Pointwise | Scale | Bias
-    rest: tuple[Pointwise | Scale | Bias, ...]
+    first: Pointwise | Scale | Bias | Dropout
+    rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
     triton = True
 
@@ -40,16 +43,34 @@ class PointwiseChain(ForwardFusion):
 
     def saves(self, env: Env) -> Savings:
         parts = (self.first, *self.rest)
-        return _worth(parts, env, 2 * len(self.rest) - len(_ahead(parts, True)[2]))
+        return _worth(parts, env, -_ahead(parts, True)[2])
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        first_seed: Tensor | None = None,
+        rest_0_seed: Tensor | None = None,
+        rest_1_seed: Tensor | None = None,
+        rest_2_seed: Tensor | None = None,
+        rest_3_seed: Tensor | None = None,
+        rest_4_seed: Tensor | None = None,
+        rest_5_seed: Tensor | None = None,
+        rest_6_seed: Tensor | None = None,
+        rest_7_seed: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels.pointwise import pointwise
 
+        seeds = (
+            first_seed, rest_0_seed, rest_1_seed, rest_2_seed, rest_3_seed, rest_4_seed, rest_5_seed, rest_6_seed,
+            rest_7_seed,
+        )  # fmt: skip
         parts = (self.first, *self.rest)
         steps, places, _ = _ahead(parts, True)
-        y, *stored = pointwise(x, _chain(steps), [part.read() for part in parts if isinstance(part, Bias)])
-        records = [_record(part, place, x, y, stored) for part, place in zip(parts, places, strict=True)]
+        y, *stored = pointwise(x, _chain(steps), _operands(parts, seeds))
         assert y is not None
+        kept = [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
+        records = [_record(part, t, seed) for part, t, seed in zip(parts, kept, seeds, strict=False)]
         return y, {"first": records[0], "rest": tuple(records[1:])}
 
 
@@ -59,8 +80,8 @@ class PointwiseChainInference(InferenceFusion):
     x, y: [*, H].
     """
 
-    first: Pointwise | Scale | Bias
-    rest: tuple[Pointwise | Scale | Bias, ...]
+    first: Pointwise | Scale | Bias | Dropout
+    rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
     triton = True
 
@@ -68,25 +89,41 @@ class PointwiseChainInference(InferenceFusion):
         return _requirements((self.first, *self.rest), env)
 
     def saves(self, env: Env) -> Savings:
-        return _worth((self.first, *self.rest), env, 2 * len(self.rest))
+        return _worth((self.first, *self.rest), env)
 
-    def fwd(self, x: Tensor) -> Any:
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        first_seed: Tensor | None = None,
+        rest_0_seed: Tensor | None = None,
+        rest_1_seed: Tensor | None = None,
+        rest_2_seed: Tensor | None = None,
+        rest_3_seed: Tensor | None = None,
+        rest_4_seed: Tensor | None = None,
+        rest_5_seed: Tensor | None = None,
+        rest_6_seed: Tensor | None = None,
+        rest_7_seed: Tensor | None = None,
+    ) -> Any:
         from ..kernels.pointwise import pointwise
 
+        seeds = (
+            first_seed, rest_0_seed, rest_1_seed, rest_2_seed, rest_3_seed, rest_4_seed, rest_5_seed, rest_6_seed,
+            rest_7_seed,
+        )  # fmt: skip
         parts = (self.first, *self.rest)
-        biases = [part.read() for part in parts if isinstance(part, Bias)]
-        return pointwise(x, _chain(_ahead(parts, False)[0]), biases)[0]
+        return pointwise(x, _chain(_ahead(parts, False)[0]), _operands(parts, seeds))[0]
 
 
 class PointwiseChainBackward(BackwardFusion):
     """dx = f_1'(t_1) ... f_n'(t_n) dy in one pass, t what each activation keeps, and biases' gradients on the way.
 
-    Each of these is the sum over all rows of what the chain holds there, of float32 numbers and in a fixed order.
-    dy, dx, t: [*, H].
+    Each of these is the sum over all rows of what the chain holds there, of float32 numbers and in a fixed order; what
+    was dropped is decided again from the seeds. dy, dx, t: [*, H].
     """
 
-    first: Pointwise | Scale | Bias
-    rest: tuple[Pointwise | Scale | Bias, ...]
+    first: Pointwise | Scale | Bias | Dropout
+    rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
     triton = True
 
@@ -96,7 +133,7 @@ class PointwiseChainBackward(BackwardFusion):
     def saves(self, env: Env) -> Savings:
         parts = (self.first, *self.rest)
         # A bias reads its gradient and hands it on; the others read and write one.
-        return _worth(parts, env, 2 * len(self.rest) - sum(isinstance(part, Bias) for part in parts))
+        return _worth(parts, env, -sum(isinstance(part, Bias) for part in parts))
 
     def bwd(
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
@@ -104,17 +141,20 @@ class PointwiseChainBackward(BackwardFusion):
         from ..kernels.pointwise import pointwise
 
         slots = ("first", *(f"rest.{i}" for i in range(len(self.rest))))
-        steps: list[Any] = []
+        steps: list[tuple[str, tuple[Any, ...]]] = []
         operands: list[Tensor] = []
         summed: list[tuple[str, Bias]] = []
         for part, record, slot in reversed([*zip((self.first, *self.rest), (first, *rest), slots, strict=True)]):
             if isinstance(part, Pointwise):
-                steps.append(("dact", device(part)))
+                steps.append(("dact", (device(part),)))
                 operands.append(record.x if part.reads == "input" else record.y)
             elif isinstance(part, Scale):
-                steps.append(("scale", record.factor))
+                steps.append(("scale", (record.factor,)))
+            elif isinstance(part, Dropout):
+                steps += _dropout(part, record.p, record.seed is not None)
+                operands += () if record.seed is None else (record.seed,)
             elif f"{slot}.bias" in needs:
-                steps.append(("column_sum", None))
+                steps.append(("column_sum", ()))
                 summed.append((f"{slot}.bias", part))
         dtypes = [bias.read().dtype for _, bias in summed]
         dx, *sums = pointwise(dy, _chain(tuple(steps)), operands, dtypes=dtypes, result="x" in needs)
@@ -128,17 +168,27 @@ def _requirements(parts: Sequence[Part], env: Env) -> Requirements:
             yield from kernel_takes_act(part)
         elif isinstance(part, Bias):
             yield part.bias.dtype == env.dtype, "input and bias must have one dtype"
+    yield len(_active(parts)) > 1, "only a Dropout that drops nothing here is with it"
 
 
-def _worth(parts: Sequence[Part], env: Env, tensors: int) -> Savings:
-    # Only a bias says how wide the rows are.
+def _active(parts: Sequence[Part]) -> list[Part]:
+    """Without the dropouts that hand on what they get."""
+    return [part for part in parts if not isinstance(part, Dropout) or _dropout(part, part.p, part.random)]
+
+
+def _worth(parts: Sequence[Part], env: Env, tensors: int = 0) -> Savings:
+    """One launch and two passes for each operation but one, and so many more `tensors`."""
+    # Only a bias says how wide the rows are. Torch makes a mask in several launches, but other fusions save those too.
     width = max([0, *(part.size for part in parts if isinstance(part, Bias))])
-    return Savings(launches=len(parts) - 1, bytes=float(tensors * rows_of(env) * width * env.dtype.itemsize))
+    joined = len(_active(parts)) - 1
+    dropped = sum(isinstance(part, Dropout) and part.random for part in parts)
+    size = float((2 * joined + tensors) * rows_of(env) * width * env.dtype.itemsize)
+    return Savings(launches=joined + 0.5 * dropped, bytes=size)
 
 
-def _ahead(parts: Sequence[Part], keep: bool) -> tuple[tuple[Any, ...], list[int | None], range]:
-    """Steps of the forward chain, where what each part keeps is (`_X`, `_Y` or among the stored), and the stored."""
-    steps: list[Any] = []
+def _ahead(parts: Sequence[Part], keep: bool) -> tuple[Steps, list[int | None], int]:
+    """Steps of the forward chain, where what each part keeps is (`_X`, `_Y` or among the stored), and how many are."""
+    steps: list[tuple[str, tuple[Any, ...]]] = []
     places: list[int | None] = []
     here: int | None = _X
     stored = 0
@@ -147,43 +197,60 @@ def _ahead(parts: Sequence[Part], keep: bool) -> tuple[tuple[Any, ...], list[int
         if isinstance(part, Pointwise):
             if keep and part.reads == "input":
                 if here is None:
-                    steps.append(("store", None))
+                    steps.append(("store", ()))
                     here, stored = stored, stored + 1
                 place = here
-            steps.append(("act", device(part)))
+            steps.append(("act", (device(part),)))
             here = None
             if keep and part.reads == "output":
-                if i == len(parts) - 1:
+                if not _active(parts[i + 1 :]):
                     here = _Y
                 else:
-                    steps.append(("store", None))
+                    steps.append(("store", ()))
                     here, stored = stored, stored + 1
                 place = here
         else:
-            steps.append(("scale", part.factor) if isinstance(part, Scale) else ("bias", None))
-            here = None
+            made = _dropout(part, part.p, part.random) if isinstance(part, Dropout) else _linear(part)
+            steps += made
+            here = None if made else here
         places.append(place)
-    return tuple(steps), places, range(stored)
+    return tuple(steps), places, stored
 
 
-def _record(part: Part, place: int | None, x: Tensor, y: Tensor | None, stored: Sequence[Any]) -> context.Saved:
+def _linear(part: Scale | Bias) -> Steps:
+    return (("scale", (part.factor,)),) if isinstance(part, Scale) else (("bias", ()),)
+
+
+def _dropout(part: Dropout, p: float, random: bool) -> Steps:
+    """A dropout, and its own gradient, as it is now or was; nothing where it hands on what it gets."""
+    upscale = part.mode == "upscale_in_train"
+    if random:
+        return (("dropout", (p, upscale)),)
+    return () if upscale or p == 0 else (("scale", (1 - p,)),)
+
+
+def _operands(parts: Sequence[Part], seeds: Sequence[Tensor | None]) -> list[Tensor]:
+    """What the steps of the forward chain take, in order."""
+    taken = (part.read() if isinstance(part, Bias) else seed for part, seed in zip(parts, seeds, strict=False))
+    return [t for t in taken if t is not None]
+
+
+def _record(part: Part, t: Any, seed: Tensor | None) -> context.Saved:
     if isinstance(part, Scale):
         return Scale.Saved(factor=part.factor)
-    if isinstance(part, Bias) or place is None:
-        return Bias.NOTHING
-    t: Any = x if place == _X else y if place == _Y else stored[place]
-    return part.record(t, t)
+    if isinstance(part, Dropout):
+        return Dropout.Saved(seed=seed, p=part.p)
+    return Bias.NOTHING if isinstance(part, Bias) else part.record(t, t)
 
 
-def _chain(steps: tuple[Any, ...]) -> Chain:
+def _chain(steps: Steps) -> Chain:
     """A chain by the names of its steps and what they are made with, each once made."""
-    key = tuple((name, _identity(of)) for name, of in steps)
+    key = tuple((name, *map(_identity, of)) for name, of in steps)
     found = _chains.get(key)
     if found is None:
         from ..kernels import pointwise
 
-        made = [getattr(pointwise, name)() if of is None else getattr(pointwise, name)(of) for name, of in steps]
-        found = _chains[key] = pointwise.Chain(*made)
+        found = _chains[key] = pointwise.Chain(*(getattr(pointwise, name)(*of) for name, of in steps))
     return found
 
 

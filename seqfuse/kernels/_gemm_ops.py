@@ -20,10 +20,11 @@ from .activations import activation_of, text_of
 _library = torch.library.Library("seqfuse", "FRAGMENT")
 
 _DROPOUT = "Tensor? seed=None, float p=0.0, bool upscale=True"
-_FORWARD = (
+_FORWARD_GATED = (
     "(Tensor x, Tensor weight, Tensor? bias=None, *, str? act=None, bool store_pre=False, Tensor? row_scale=None, "
     f"{_DROPOUT}, Tensor? residual=None, ScalarType? dtype=None, bool tf32=False) -> Tensor[]"
 )
+_FORWARD = _FORWARD_GATED.replace("bool store_pre=False", "bool store_pre=False, bool store_act=False")
 _DGRAD = (
     "(Tensor dy, Tensor weight, *, str? act=None, Tensor? t=None, bool t_is_output=False, Tensor? row_scale=None, "
     f"{_DROPOUT}, Tensor? residual=None, bool sums=False, bool emit=False, ScalarType? dtype=None, "
@@ -67,10 +68,17 @@ def _product(function: Any) -> Any:
 
 def _fake_forward(gated: bool) -> Any:
     def fake(
-        x: Tensor, weight: Tensor, bias: Any = None, *, store_pre: bool = False, dtype: Any = None, **_: Any
+        x: Tensor,
+        weight: Tensor,
+        bias: Any = None,
+        *,
+        store_pre: bool = False,
+        store_act: bool = False,
+        dtype: Any = None,
+        **_: Any,
     ) -> list[Tensor]:
         N = weight.shape[0]
-        shapes = [(*x.shape[:-1], N // 2 if gated else N)] + [(*x.shape[:-1], N)] * store_pre
+        shapes = [(*x.shape[:-1], N // 2 if gated else N)] + [(*x.shape[:-1], N)] * (store_pre or store_act)
         return [x.new_empty(shape, dtype=dtype or x.dtype) for shape in shapes]
 
     return fake
@@ -131,7 +139,7 @@ def _wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) 
 def _register() -> None:
     for name, schema, run, fake in (
         ("linear", _FORWARD, _product(gemm.linear), _fake_forward(False)),
-        ("linear_gated", _FORWARD, _product(gemm.linear_gated), _fake_forward(True)),
+        ("linear_gated", _FORWARD_GATED, _product(gemm.linear_gated), _fake_forward(True)),
         ("linear_dgrad", _DGRAD, _product(gemm.linear_dgrad), _fake_dgrad(False)),
         ("linear_dgrad_gated", _DGRAD_GATED, _product(gemm.linear_dgrad_gated), _fake_dgrad(True)),
         ("linear_wgrad", "(Tensor dy, Tensor x, *, ScalarType? dtype=None, bool tf32=False) -> Tensor", _wgrad,
@@ -161,6 +169,7 @@ def forward(
     bias: Tensor | None,
     act: Any,
     store_pre: bool,
+    store_act: bool,
     row_scale: Tensor | None,
     dropout: gemm.Dropout | None,
     residual: Tensor | None,
@@ -168,11 +177,12 @@ def forward(
     tf32: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`gemm.linear` and `linear_gated` by their operators."""
-    operator = torch.ops.seqfuse.linear if form == "plain" else torch.ops.seqfuse.linear_gated
-    y, *pre = operator(
-        x, weight, bias, **_texts(act, dropout), store_pre=store_pre, row_scale=row_scale, residual=residual,
-        dtype=dtype, tf32=tf32,
-    )  # fmt: skip
+    given = _texts(act, dropout) | {"store_pre": store_pre, "row_scale": row_scale, "residual": residual}
+    given |= {"dtype": dtype, "tf32": tf32}
+    if form == "gated":
+        y, *pre = torch.ops.seqfuse.linear_gated(x, weight, bias, **given)
+    else:
+        y, *pre = torch.ops.seqfuse.linear(x, weight, bias, **given, store_act=store_act)
     return y, pre[0] if pre else None
 
 

@@ -120,7 +120,7 @@ def _gemm_kernel(
     VALUE: tl.constexpr,
     DERIVATIVE: tl.constexpr,
     P: tl.constexpr,
-    T_IS_OUTPUT: tl.constexpr,
+    T_IS_OUTPUT: tl.constexpr,  # t, or pre, is the activation's output
     READS_OUTPUT: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     DROP: tl.constexpr,  # of `dropped`
@@ -207,6 +207,7 @@ def _gemm_kernel(
             if INTERPRET:
                 x = x.to(ACC)
                 w = w.to(ACC)
+            # Whether it is there is known when compiling, which tile this is only when running: not one condition.
             if a_sums is not None:  # noqa: SIM102
                 if tile_n == 0:
                     a_total += tl.sum(x.to(ACC), 1)
@@ -226,7 +227,7 @@ def _gemm_kernel(
                 acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
 
         rows = m0 + tl.arange(0, BM)
-        if a_sums is not None:  # noqa: SIM102
+        if a_sums is not None:  # noqa: SIM102  (as above)
             if tile_n == 0:
                 tl.store(a_sums + rows, a_total.to(a_sums.dtype.element_ty), mask=rows < M)
         parts = _parts(acc, SPLIT)
@@ -246,12 +247,14 @@ def _gemm_kernel(
                 z += tl.load(bias + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
                 if GATED:
                     z2 += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
-            if pre is not None:
+            if pre is not None and not T_IS_OUTPUT:
                 _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)
                 if GATED:
                     _store_tile(pre + N, p2_desc, ldp, rows, cols, inside, m0, col, z2)
             if FORM == "plain" and VALUE is not None:
                 z = apply(VALUE, z, P)
+            if pre is not None and T_IS_OUTPUT:
+                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)
             if GATED:
                 z = apply(VALUE, z, P) * z2
             if seed is not None:
@@ -523,6 +526,7 @@ def linear(
     *,
     act: Any = None,
     store_pre: bool = False,
+    store_act: bool = False,
     row_scale: Tensor | None = None,
     dropout: Dropout | None = None,
     residual: Tensor | None = None,
@@ -530,7 +534,7 @@ def linear(
     tf32: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """A product and all that follows it up to a residual, in one launch; returns (y, z or `None`).
+    """A product and all that follows it up to a residual, in one launch; returns (y, z or act(z) or `None`).
 
     y = residual + dropout(act(z)), z = row_scale (x weight^T) + bias; what is not given is left out.
 
@@ -544,6 +548,7 @@ def linear(
         bias: any floating dtype.
         act: an activation, such as one of `activations.ACTIVATIONS`; `None` for none.
         store_pre: whether z is wanted.
+        store_act: whether act(z) is wanted in its place, as it is before dropout.
         row_scale: a factor for each row.
         dropout: after the activation, before the residual.
         residual: any floating dtype, last dimension contiguous.
@@ -554,7 +559,9 @@ def linear(
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied.
     """
-    return _forward("plain", x, weight, bias, act, store_pre, row_scale, dropout, residual, dtype, tf32, tile)
+    return _forward(
+        "plain", x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, tile
+    )
 
 
 def linear_gated(
@@ -582,7 +589,7 @@ def linear_gated(
     Raises:
         ValueError: as `linear`, and for an odd number of rows of the weight.
     """
-    return _forward("gated", x, weight, bias, act, store_pre, row_scale, dropout, residual, dtype, tf32, tile)
+    return _forward("gated", x, weight, bias, act, store_pre, False, row_scale, dropout, residual, dtype, tf32, tile)
 
 
 def _forward(
@@ -592,6 +599,7 @@ def _forward(
     bias: Tensor | None,
     act: Any,
     store_pre: bool,
+    store_act: bool,
     row_scale: Tensor | None,
     dropout: Dropout | None,
     residual: Tensor | None,
@@ -602,7 +610,9 @@ def _forward(
     if traced():
         from . import _gemm_ops
 
-        return _gemm_ops.forward(form, x, weight, bias, act, store_pre, row_scale, dropout, residual, dtype, tf32)
+        return _gemm_ops.forward(
+            form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32
+        )
     _factors("x", x, "weight", weight)
     packed, K = weight.shape
     N = packed
@@ -617,7 +627,7 @@ def _forward(
     M = flat.shape[0]
     dtype = dtype or x.dtype
     y = torch.empty((M, N), dtype=dtype, device=x.device)
-    pre = torch.empty((M, packed), dtype=dtype, device=x.device) if store_pre else None
+    pre = torch.empty((M, packed), dtype=dtype, device=x.device) if store_pre or store_act else None
     bias = None if bias is None else _row_operand("bias", bias, (packed,))
     row_scale = None if row_scale is None else _row_operand("row_scale", row_scale, lead)
     residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
@@ -626,7 +636,7 @@ def _forward(
         _product(
             a, b, y, (M, N, K), a.transposed, not b.transposed,
             form=form, act=act, pre=pre, bias=bias, row_scale=row_scale, residual=residual, dropout=dropout,
-            tf32=tf32, tile=tile,
+            t_is_output=store_act, tf32=tf32, tile=tile,
         )  # fmt: skip
     return y.view(*lead, N), None if pre is None else pre.view(*lead, packed)
 
@@ -904,6 +914,8 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("wgrad+main_grad,bias", "plain", ("a_sums",), a_t=True, accumulate=True),
         _Kind("forward+bias,gelu,pre", "plain", ("bias", "pre"), "gelu", b_t=True),
         _Kind("forward+bias,dropout,residual", "plain", ("bias", "seed", "residual"), b_t=True),
+        _Kind("forward+bias,gelu,pre,dropout", "plain", ("bias", "pre", "seed"), "gelu", b_t=True),
+        _Kind("forward+bias,relu,output,dropout", "plain", ("bias", "pre", "seed"), "relu", b_t=True, t_is_output=True),
         _Kind("forward+all", "plain", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
     ),
     "gradient": (

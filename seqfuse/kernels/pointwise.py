@@ -687,6 +687,8 @@ def variants() -> Iterator[Variant]:
         Chain(emit(gelu), dact(gelu), column_sum()),
         Chain(add(), store(), dropout(0.1), column_sum()),
         Chain(column_sum()),
+        Chain(dropout(0.1), bias(), act(gelu), dropout(0.2), scale(2.0)),
+        Chain(scale(2.0), dropout(0.2), dact(gelu), column_sum(), dropout(0.1)),
     )
     for chain in chains:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

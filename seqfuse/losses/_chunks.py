@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..env import Env, autocast_of, fusing_now
+from ..env import Env, autocast_of
 from ..errors import KernelError
+from ..settings import fusing_now
 from ._ask import How
 
 _CHUNK_BYTES = 64 * 2**20

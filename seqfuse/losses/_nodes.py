@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..autograd import _Once  # pyright: ignore[reportPrivateUsage]
+from ..autograd import _executes, _Once  # pyright: ignore[reportPrivateUsage]
+from ..maingrad import main_grads
 from ._ask import How
 from ._chunks import counted_rows, flat, reduced, walk, wide_dtype
 
@@ -22,7 +24,8 @@ class LinearCrossEntropyNode(torch.autograd.Function):
         made = walk(how, product, flat(x), weight, targets, bias, ctx.needs_input_grad[3:])
         count = counted_rows(how, targets)
         ctx.save_for_backward(made.dx, made.dweight, made.dbias, count)
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.shape, ctx.how = x.shape, how
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return reduced(how, made.rows, count)
 
     @staticmethod
@@ -31,14 +34,10 @@ class LinearCrossEntropyNode(torch.autograd.Function):
         with torch.no_grad():
             # Where no row counts every gradient is zero, as in torch.
             scale = douts[0] if count is None else (douts[0] / count).where(count > 0, 0)
-            made = (dx, dweight, dbias)
-            scaled = [None if t is None else _scaled(t, scale, to) for t, to in zip(made, ctx.dtypes, strict=True)]
-        return _guarded(ctx, scaled, douts)
-
-
-def _scaled(t: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    # Out of place, for the next backward; rounded once, to the dtype of what it is the gradient of.
-    return (t.to(wide_dtype(t.dtype)) * scale).to(dtype)
+            # Out of place, for the next backward.
+            scaled = [None if t is None else t.to(wide_dtype(t.dtype)) * scale for t in (dx, dweight, dbias)]
+            grads = _delivered(ctx, scaled, ctx.dtypes)
+        return _guarded(ctx, grads, douts)
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):
@@ -60,8 +59,19 @@ class LinearCrossEntropyRows(torch.autograd.Function):
             scale = douts[0].contiguous()
             args = (flat(x), weight, targets, bias, ctx.needs_input_grad[3:], scale, softmax)
             made = walk(ctx.how, ctx.product, *args)
-            grads = [None if d is None else d.to(t.dtype) for d, t in zip(made[2:], (x, weight, bias), strict=True)]
+            dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+            grads = _delivered(ctx, made[2:], dtypes)
         return _guarded(ctx, grads, (*douts, *saved))
+
+
+def _delivered(ctx: Any, grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    """Gradients of x, weight and bias, rounded to their dtypes once; those with a `main_grad` are added to it as is."""
+    dx, *sums = grads
+    nodes = [fn for fn, _ in ctx.next_functions[2:]]  # those before are of targets and x
+    buffers = main_grads(nodes, _executes, lambda i: (("weight", "bias")[i], ctx.how.operation, None))
+    if buffers is not None:
+        buffers.settle(sums)
+    return [None if t is None else t.to(dtype) for t, dtype in zip((dx, *sums), dtypes, strict=True)]
 
 
 def _guarded(ctx: Any, grads: list[Any], read: tuple[Any, ...]) -> tuple[Any, ...]:

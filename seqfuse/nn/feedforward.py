@@ -11,7 +11,8 @@ from torch import nn
 
 from .. import ops
 from ..fuser.sequential import Sequential
-from ..operation import Gated, UnfusedOperation
+from ..operation import UnfusedOperation
+from ..pointwise import Gated
 from ._across import across
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from torch import Tensor
 
-from .. import operation as sf
-from ..group import Both, Group, Meeting
+from ._collective import CollectiveAlong
 
 
-class AllGather(sf.UnfusedOperation):
+class AllGather(CollectiveAlong):
     """y = the x of all processes of a group, one after another along a dimension.
 
     Backward: dx = this process's part of the sum of dy over the processes, each of which used y for a part of what
@@ -28,30 +25,13 @@ class AllGather(sf.UnfusedOperation):
         StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
     """
 
-    class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+    holds = ("rows", "features")
 
-    NOTHING: ClassVar[Saved] = Saved()
-
-    def __init__(self, group: Any = None, dim: int = 0) -> None:
-        super().__init__()
-        self.group, self.dim = Group(group), dim
-        self.meeting = Meeting(self.group, "rows", "features")
-
-    def _gather(self, x: Tensor) -> Tensor:
+    def ahead(self, x: Tensor) -> Tensor:
         return self.group.all_gather(x, self.dim, "AllGather")
 
-    def _scatter(self, dy: Tensor) -> Tensor:
+    def back(self, dy: Tensor) -> Tensor:
         return self.group.reduce_scatter(dy, self.dim, "AllGather")
-
-    def reference(self, x: Tensor) -> Tensor:
-        return Both.ways(self._gather, self._scatter, x)
-
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return self._gather(x), self.NOTHING
-
-    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        return self._scatter(dy) if "x" in needs else None, {}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not -len(shape) <= self.dim < len(shape):
@@ -59,6 +39,3 @@ class AllGather(sf.UnfusedOperation):
         whole = list(shape)
         whole[self.dim] *= self.group.size
         return tuple(whole)
-
-    def extra_repr(self) -> str:
-        return f"over {self.group.size}, dim={self.dim}"

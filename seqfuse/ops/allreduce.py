@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from torch import Tensor
 
-from .. import operation as sf
-from ..group import Both, Group, Meeting, same
+from ._collective import Collective
 
 
-class AllReduce(sf.UnfusedOperation):
+class AllReduce(Collective):
     """y = sum of x over the processes of a group, the same in each of them.
 
     Backward: dx = dy, which every process has alike.
@@ -25,27 +22,10 @@ class AllReduce(sf.UnfusedOperation):
         StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
     """
 
-    class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+    holds = ("features", "whole")
 
-    NOTHING: ClassVar[Saved] = Saved()
-
-    def __init__(self, group: Any = None) -> None:
-        super().__init__()
-        self.group = Group(group)
-        self.meeting = Meeting(self.group, "features", "whole")
-
-    def _sum(self, x: Tensor) -> Tensor:
+    def ahead(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(x, "AllReduce")
 
-    def reference(self, x: Tensor) -> Tensor:
-        return Both.ways(self._sum, same, x)
-
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return self._sum(x), self.NOTHING
-
-    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-        return dy, {}
-
-    def extra_repr(self) -> str:
-        return f"over {self.group.size}"
+    def back(self, dy: Tensor) -> Tensor:
+        return dy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from .. import operation as sf
+from .. import pointwise as sf
 from .gelu import GeLU
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import operation as sf
+from .. import pointwise as sf
 from ._aten import gelu_backward
 from ._device import device_functions
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from torch import Tensor
 
-from .. import operation as sf
-from ..group import Group, Meeting, summed_gradient
+from ._collective import Collective
 
 
-class IdentityForwardAllReduceBackward(sf.UnfusedOperation):
+class IdentityForwardAllReduceBackward(Collective):
     """y = x, the same in every process of a group.
 
     Backward: dx = sum of dy over the processes, each of which used y for a part of what follows.
@@ -25,24 +22,10 @@ class IdentityForwardAllReduceBackward(sf.UnfusedOperation):
         StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
     """
 
-    class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+    holds = ("whole", "features")
 
-    NOTHING: ClassVar[Saved] = Saved()
+    def ahead(self, x: Tensor) -> Tensor:
+        return x
 
-    def __init__(self, group: Any = None) -> None:
-        super().__init__()
-        self.group = Group(group)
-        self.meeting = Meeting(self.group, "whole", "features")
-
-    def reference(self, x: Tensor) -> Tensor:
-        return summed_gradient(self.group, x)
-
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return x, self.NOTHING
-
-    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        return self.group.all_reduce(dy, "IdentityForwardAllReduceBackward") if "x" in needs else None, {}
-
-    def extra_repr(self) -> str:
-        return f"over {self.group.size}"
+    def back(self, dy: Tensor) -> Tensor:
+        return self.group.all_reduce(dy, "IdentityForwardAllReduceBackward")

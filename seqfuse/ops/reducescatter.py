@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from torch import Tensor
 
-from .. import operation as sf
-from ..group import Both, Group, Meeting
+from ._collective import CollectiveAlong
 
 
-class ReduceScatter(sf.UnfusedOperation):
+class ReduceScatter(CollectiveAlong):
     """y = this process's part along a dimension of the sum of x over the processes of a group.
 
     Backward: dx = the dy of all processes, one after another along that dimension.
@@ -28,30 +25,13 @@ class ReduceScatter(sf.UnfusedOperation):
         StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
     """
 
-    class Saved(sf.Saved):
-        """Empty: the backward pass reads dy alone."""
+    holds = ("features", "rows")
 
-    NOTHING: ClassVar[Saved] = Saved()
-
-    def __init__(self, group: Any = None, dim: int = 0) -> None:
-        super().__init__()
-        self.group, self.dim = Group(group), dim
-        self.meeting = Meeting(self.group, "features", "rows")
-
-    def _scatter(self, x: Tensor) -> Tensor:
+    def ahead(self, x: Tensor) -> Tensor:
         return self.group.reduce_scatter(x, self.dim, "ReduceScatter")
 
-    def _gather(self, dy: Tensor) -> Tensor:
+    def back(self, dy: Tensor) -> Tensor:
         return self.group.all_gather(dy, self.dim, "ReduceScatter")
-
-    def reference(self, x: Tensor) -> Tensor:
-        return Both.ways(self._scatter, self._gather, x)
-
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return self._scatter(x), self.NOTHING
-
-    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        return self._gather(dy) if "x" in needs else None, {}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not -len(shape) <= self.dim < len(shape) or shape[self.dim] % self.group.size:
@@ -59,6 +39,3 @@ class ReduceScatter(sf.UnfusedOperation):
         part = list(shape)
         part[self.dim] //= self.group.size
         return tuple(part)
-
-    def extra_repr(self) -> str:
-        return f"over {self.group.size}, dim={self.dim}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import operation as sf
+from .. import pointwise as sf
 from ._device import device_functions
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import operation as sf
+from .. import pointwise as sf
 from .silu import SiLU
 
 

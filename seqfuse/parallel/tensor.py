@@ -15,7 +15,8 @@ from ..fuser.items import flatten
 from ..group import Group, Share
 from ..losses import LinearCrossEntropy
 from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
-from ..operation import FusableOperation, Gated, Pointwise, UnfusedOperation
+from ..operation import FusableOperation, UnfusedOperation
+from ..pointwise import Gated, Pointwise
 
 STYLES = ("column", "row", "vocab", "heads", "features")
 

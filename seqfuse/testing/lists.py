@@ -19,6 +19,7 @@ from ..ops.residual import Residual
 from .cases import seeded
 from .tensors import seeded_randn
 
+HEADED = ("QKNorm", "RotaryEmbedding", "Attention")
 CONTAINERS: dict[str, type[Sequential]] = {"Sequential": Sequential, "Residual": Residual}
 
 
@@ -47,6 +48,7 @@ class Node:
         members: of a container.
         hook: one of `HOOKS`, or none; the first two halve what passes.
         frozen: whether its own parameters want no gradient.
+        named: the remaining arguments of its constructor.
     """
 
     kind: str
@@ -54,11 +56,18 @@ class Node:
     members: tuple[Node, ...] = ()
     hook: str = ""
     frozen: bool = False
+    named: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        inside = ", ".join(map(str, self.members)) if self.members else ", ".join(map(repr, self.arguments))
+        given = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named)]
+        inside = ", ".join(map(str, self.members) if self.members else given)
         marks = [f"{self.hook} hook"] * bool(self.hook) + ["frozen"] * self.frozen
         return f"{self.kind}({inside})" + (f" <{', '.join(marks)}>" if marks else "")
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is in it, so that it takes x of at least two dimensions."""
+        return self.kind in HEADED or any(member.attends for member in self.members)
 
     def build(self) -> nn.Module:
         """The module, with fresh parameters."""
@@ -67,7 +76,7 @@ class Node:
         elif self.kind.startswith("nn."):
             module = getattr(nn, self.kind.removeprefix("nn."))(*self.arguments)
         else:
-            module = getattr(ops, self.kind)(*self.arguments)
+            module = getattr(ops, self.kind)(*self.arguments, **dict(self.named))
         for p in module.parameters(recurse=False):
             p.requires_grad_(not self.frozen)
         if self.hook == "forward":
@@ -100,6 +109,11 @@ class ListSpec:
     def __str__(self) -> str:
         mode = "training" if self.training else "evaluation"
         return f"{Node('Sequential', members=self.members)} on width {self.width}, in {mode}"
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is in it, so that it takes x of at least two dimensions."""
+        return any(member.attends for member in self.members)
 
     def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float32, fusions: Fusions | None = None) -> Sequential:
         """The list, with random numbers also where fresh parameters are constant."""
@@ -150,9 +164,9 @@ def _walk(node: Node, module: Any, x: Tensor, channels: dict[str, Tensor], seeds
         return x
     if node.kind == "Add":
         return x + channels[module.name]
-    if node.kind == "Dropout":
+    if node.kind in ("Dropout", "Attention"):
         return module.reference(x, seed=next(seeds) if module.random else None)
-    return module.reference(x) if isinstance(module, UnfusedOperation) else module(x)
+    return module.reference(x) if isinstance(module, UnfusedOperation) else module.forward(x)  # without its hooks
 
 
 class Routing:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..errors import StateError
 from ..fuser.items import Item
 from ..fuser.plan import Wants
-from ..operation import Pointwise, UnfusedOperation
+from ..operation import UnfusedOperation
+from ..pointwise import Pointwise
 from ..saved import Saved, packing
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
 from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying

@@ -10,12 +10,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..env import Savings, fusing
+from ..env import Savings
 from ..errors import FallbackWarning, KernelError
 from ..fuser.items import Item
 from ..fuser.plan import Plan, Step
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
 from ..saved import Saved
+from ..settings import fusing
 from .cases import HUGE, Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
 from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
 from .observe import Observer, Pass

@@ -99,6 +99,24 @@ _RUNS = (
     *("act", "Linear", "LayerNorm", "RMSNorm", "Scale", "Linear act", "Linear LayerNorm", "GeLU Linear"),
     *("LayerNorm Linear", "Bias act act", "Bias LayerNorm"),
 )
+Options = dict[str, Any]
+_ATTENTION = "attention"
+_HEADS = ((2, 1, 16), (1, 1, 8), (2, 2, 8), (3, 1, 10))  # query heads, key heads, size of a head
+_BEFORE_ATTENTION = (
+    *("", "RotaryEmbedding", "QKNorm", "QKNorm RotaryEmbedding", "RotaryEmbedding QKNorm"),
+    *("Bias RotaryEmbedding", "act QKNorm"),
+)
+_ROTATIONS: tuple[Options, ...] = (
+    {"style": "half"},
+    {"style": "interleaved"},
+    {"style": "half", "rotary_dim": 4, "base": 100.0},
+)
+_ATTENTIONS: tuple[Options, ...] = (
+    {"causal": True},
+    {},
+    {"causal": True, "window": 2, "scale": 0.75},
+    {"softcap": 1.5, "window": 3},
+)
 _ROUTED = ("Fork", "Add", "Add Fork LayerNorm", "Add Fork Bias", "Fork GeLU Add")
 
 
@@ -111,6 +129,7 @@ def lists(
     barriers: bool = True,
     channels: bool = True,
     dropout: bool = True,
+    attention: bool = True,
     frozen: bool = True,
     hooks: bool = True,
 ) -> ListSpec:
@@ -122,6 +141,8 @@ def lists(
         barriers: whether plain `torch.nn` modules stand in it.
         channels: whether there are named forks and adds, also across containers and barriers, with public ends.
         dropout: whether there is dropout.
+        attention: whether there is attention, behind a product that makes its heads; `ListSpec.attends` says whether
+            there is in one, which then takes x of at least two dimensions.
         frozen: whether some parameters want no gradient.
         hooks: whether some members have hooks, containers among them.
     """
@@ -129,10 +150,10 @@ def lists(
     containers = itertools.count(1)
     rarely = st.sampled_from((False, False, False, True))
 
-    def node(kind: str, *arguments: Any, inside: tuple[Node, ...] = ()) -> Node:
+    def node(kind: str, *arguments: Any, inside: tuple[Node, ...] = (), named: Options | None = None) -> Node:
         hook = draw(st.sampled_from(("",) * 17 + HOOKS)) if hooks else ""
-        still = frozen and kind in ("Linear", *_SIZED) and draw(rarely)
-        return Node(kind, arguments, inside, hook, still)
+        still = frozen and kind in ("Linear", "QKNorm", *_SIZED) and draw(rarely)
+        return Node(kind, arguments, inside, hook, still, tuple((named or {}).items()))
 
     def one(kind: str, width: int, here: tuple[int, ...]) -> tuple[Node, int]:
         if kind == "Linear":
@@ -158,12 +179,30 @@ def lists(
             return node(kind, draw(st.sampled_from(_NUMBERS[kind]))), width
         return node(kind, *([width] if kind in _SIZED else [])), width
 
+    def attend(width: int, here: tuple[int, ...]) -> tuple[list[Node], int]:
+        heads, kv_heads, size = draw(st.sampled_from(_HEADS))
+        packed = (heads + 2 * kv_heads) * size
+        found = [node("Linear", width, packed, draw(st.booleans()))]
+        for kind in draw(st.sampled_from(_BEFORE_ATTENTION)).split():
+            if kind == "QKNorm":
+                found.append(node(kind, size, heads, kv_heads))
+            elif kind == "RotaryEmbedding":
+                found.append(node(kind, heads, kv_heads, named=draw(st.sampled_from(_ROTATIONS))))
+            else:
+                found.append(one(kind, packed, here)[0])
+        how = draw(st.sampled_from(_ATTENTIONS))
+        how = how | ({"dropout": 0.3} if dropout and draw(rarely) else {})
+        return [*found, node("Attention", heads, kv_heads, named=how)], heads * size
+
     def step(width: int, here: tuple[int, ...]) -> tuple[list[Node], int]:
         runs = [*_RUNS, *(_ROUTED if channels else ())]
         runs += ["gated"] * (width % 2 == 0) + ["barrier"] * barriers + ["Dropout", "Bias Dropout"] * dropout
-        runs += ["Residual", "Sequential"] * (len(here) < depth)
+        runs += ["Residual", "Sequential"] * (len(here) < depth) + [_ATTENTION] * (3 * attention)
         found: list[Node] = []
-        for kind in draw(st.sampled_from(runs)).split():
+        chosen = draw(st.sampled_from(runs))
+        if chosen == _ATTENTION:
+            return attend(width, here)
+        for kind in chosen.split():
             more, width = one(kind, width, here)
             found.append(more)
         return found, width

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import measured
-from ..env import settings
 from ..errors import InputError, KernelError
 from ..fuser.cover import Candidate
-from ..fuser.items import global_hooks
+from ..fuser.fingerprint import global_hooks
 from ..fuser.reference import transformed
 from ..measured import Machine, Measurement
+from ..settings import settings
 from .candidates import Stretch, passes, real, stretches
 from .ranks import Ranks
 from .report import OUT_OF_BUDGET, Row, TuneReport, progress

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..env import Env, fusing_now
+from ..env import Env
 from ..fuser.bind import binder_of
 from ..fuser.cover import Candidate
 from ..fuser.inputs import validate
@@ -23,6 +23,7 @@ from ..fuser.plan import Plan, Step, Wants, plan_region
 from ..fuser.program import Binder
 from ..fuser.segment import Segment
 from ..fusion import BackwardFusion, JointFusion
+from ..settings import fusing_now
 from .shadow import Site
 from .timing import Passes, scratch_like
 

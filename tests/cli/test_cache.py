@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse import env, measured
+from seqfuse import measured
 from seqfuse.cli import bench
+from seqfuse.settings import settings
 
 from .conftest import Cli
 
@@ -20,9 +21,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
     monkeypatch.setattr(measured, "_tables", {})
     monkeypatch.setattr(measured, "_given_up", set())
-    env.settings.cache_clear()
+    settings.cache_clear()
     yield tmp_path / "cache" / "seqfuse" / "tune"  # pyright: ignore[reportReturnType]
-    env.settings.cache_clear()
+    settings.cache_clear()
 
 
 def test_tuned_measurements_are_kept_shown_and_cleared(cli: Cli, folder: Path) -> None:

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from seqfuse.env import Settings
+from seqfuse.settings import Settings
 from tests.examples.counted import source_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -32,7 +32,7 @@ FIGURES = re.compile(
 )
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
-SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/env.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
+SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/settings.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
 
 
 def included(markdown: str) -> str:

@@ -66,6 +66,22 @@ class ScaleDropoutInference(sf.InferenceFusion):
         return self.drop.fwd(x * self.scale.factor, seed=drop_seed)[0]
 
 
+class Several(sf.ForwardFusion):
+    """Any number of random operations: all seeds at once, in order."""
+
+    parts: tuple[ops.Dropout | ops.Scale, ...]
+    last: ops.Dropout | None
+
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> Any:
+        records: list[sf.Saved] = []
+        for operation, seed in zip(self.operations(), seeds, strict=True):
+            given = {"seed": seed} if isinstance(operation, ops.Dropout) else {}
+            x, record = operation.fwd(x, **given)
+            records.append(record)
+        rest = len(records) - len(self.parts)
+        return x, {"parts": tuple(records[: len(self.parts)]), **({"last": records[-1]} if rest else {})}
+
+
 COVERS = {
     "unfused": (),
     "forward": (ScaleDropout,),
@@ -293,3 +309,20 @@ def test_a_dropout_alone_and_one_in_a_list_of_one_are_the_same():
     want = drop(x)
     torch.manual_seed(4)
     assert torch.equal(sf.Sequential(drop)(x), want)
+
+
+def test_a_fusion_takes_the_seeds_of_all_its_operations():
+    parts = ops.Dropout(0.3), ops.Scale(2.0), ops.Dropout(0.0), ops.Dropout(0.6), ops.Dropout(0.5)
+    parts[4].eval()
+    model = sf.Sequential(*parts, fusions=(Several,))
+    x = draw(33, 17)
+    assert model.plan(x).count("Several") == 1
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(8)
+        with sf.fusing(fused, on_error="raise"):
+            results.append(passes(model, x))
+    assert_same(*results)
+    dropped = (results[0]["out"] == 0).double().mean()
+    assert 0.6 < dropped < 0.84, "1 - 0.7 * 0.4 of them"
+    sf.testing.check_fusion(Several, x.float(), ops.Dropout(0.4), ops.Scale(3.0), ops.Dropout(0.2))

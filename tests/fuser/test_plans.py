@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import seqfuse as sf
-from seqfuse import env as environment
 from seqfuse import ops
+from seqfuse.settings import settings as read_settings
 
 from .kit_b import BiasTanhForward, BiasTanhInference, BiasTanhJoint, assert_same, counting_plans, draw, mlp, randomize
 
@@ -528,7 +528,7 @@ def test_environment_variables_are_data(
         monkeypatch.setenv(name, text)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        settings = environment.settings.__wrapped__()
+        settings = read_settings.__wrapped__()
     assert (settings.fusing, settings.on_error) == want
     assert len(caught) == (says is not None)
     if says is not None:

@@ -14,12 +14,17 @@ FORWARD, BACKWARD = {"Fork", "LayerNorm", "RMSNorm", "Linear"}, {"Linear"}
 
 
 def block(
-    act: type[sf.UnfusedOperation], norm: type[sf.UnfusedOperation], bias: bool, dropout: float, width: int = 1024
+    act: type[sf.UnfusedOperation],
+    norm: type[sf.UnfusedOperation],
+    bias: bool,
+    dropout: float,
+    inner_dropout: float = 0.0,
+    width: int = 1024,
 ) -> ops.Residual:
     inner = 4 * width
     up = ops.Linear(width, inner * (2 if issubclass(act, sf.Gated) else 1), bias=bias)
-    drop = [ops.Dropout(dropout)] if dropout else []
-    return ops.Residual(norm(width), up, act(), ops.Linear(inner, width, bias=bias), *drop)
+    before, drop = ([ops.Dropout(p)] if p else [] for p in (inner_dropout, dropout))
+    return ops.Residual(norm(width), up, act(), *before, ops.Linear(inner, width, bias=bias), *drop)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,21 +35,27 @@ def _without_data():
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("norm", "bias", "dropout"),
+    ("norm", "bias", "dropout", "inner_dropout"),
     [
-        (ops.LayerNorm, True, 0.0),
-        (ops.LayerNorm, True, 0.1),
-        (ops.RMSNorm, True, 0.0),
-        (ops.LayerNorm, False, 0.0),
-        (ops.RMSNorm, False, 0.1),
+        (ops.LayerNorm, True, 0.0, 0.0),
+        (ops.LayerNorm, True, 0.1, 0.0),
+        (ops.LayerNorm, True, 0.1, 0.2),
+        (ops.RMSNorm, True, 0.0, 0.0),
+        (ops.LayerNorm, False, 0.0, 0.0),
+        (ops.RMSNorm, False, 0.1, 0.0),
     ],
-    ids=["LayerNorm", "LayerNorm-Dropout", "RMSNorm", "no-bias", "RMSNorm-no-bias-Dropout"],
+    ids=["LayerNorm", "LayerNorm-Dropout", "two-Dropouts", "RMSNorm", "no-bias", "RMSNorm-no-bias-Dropout"],
 )
 @pytest.mark.parametrize("act", [ops.SwiGLU, ops.GeLU], ids=["SwiGLU", "GeLU"])
 def test_of_a_feed_forward_block_no_point_wise_step_is_left(
-    act: type[sf.UnfusedOperation], norm: type[sf.UnfusedOperation], bias: bool, dropout: float, blocks: int
+    act: type[sf.UnfusedOperation],
+    norm: type[sf.UnfusedOperation],
+    bias: bool,
+    dropout: float,
+    inner_dropout: float,
+    blocks: int,
 ):
-    model = sf.Sequential(*(block(act, norm, bias, dropout) for _ in range(blocks))).bfloat16()
+    model = sf.Sequential(*(block(act, norm, bias, dropout, inner_dropout) for _ in range(blocks))).bfloat16()
     x = torch.empty(8192, 1024, dtype=torch.bfloat16, requires_grad=True)
     plan = model.plan(x, env=H100)
     assert {step.name for step in plan.forward if not step.fused} <= FORWARD, plan

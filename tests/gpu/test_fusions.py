@@ -23,12 +23,24 @@ EVERY = (*fusions.triton, *fusions.lean)
 
 def lists() -> dict[type[sf.FusedOperation], list[Any]]:
     """Products as layers have them; their examples are of sizes that no tile divides."""
-    plain = lambda: [ops.Linear(H, F), ops.GeLU()]  # noqa: E731
-    gated = lambda: [ops.Linear(H, 2 * F), ops.SwiGLU()]  # noqa: E731
-    end = lambda: [ops.Linear(H, H), ops.Dropout(0.1), ops.Add("other")]  # noqa: E731
+
+    def plain() -> list[Any]:
+        return [ops.Linear(H, F), ops.GeLU()]
+
+    def gated() -> list[Any]:
+        return [ops.Linear(H, 2 * F), ops.SwiGLU()]
+
+    def end() -> list[Any]:
+        return [ops.Linear(H, H), ops.Dropout(0.1), ops.Add("other")]
+
     heads, kv, size = (8, 4, 64) if HERE else (2, 1, 4)  # as wide as H
-    norm = lambda: [ops.Bias(H), ops.QKNorm(size, heads, kv)]  # noqa: E731
-    turn = lambda: [ops.RotaryEmbedding(heads, kv, style="half")]  # noqa: E731
+
+    def norm() -> list[Any]:
+        return [ops.Bias(H), ops.QKNorm(size, heads, kv)]
+
+    def turn() -> list[Any]:
+        return [ops.RotaryEmbedding(heads, kv, style="half")]
+
     return {
         fusions.BiasQKNorm: norm(),
         fusions.BiasQKNormBackward: norm(),

@@ -23,6 +23,8 @@ from seqfuse.testing.interpreter import corrected
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
+"""Where kernels run in this process."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,12 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:seqfuse.testing.interpreter")
     asked = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
     alone = all(path.is_relative_to(HERE) for path in asked)
-    if alone and not torch.cuda.is_available() and "triton" not in sys.modules:
+    if alone and DEVICE.type == "cpu" and "triton" not in sys.modules:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+    if DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return None
     return Elsewhere.from_parent(parent, path=module_path)
 
@@ -78,13 +80,12 @@ class InterpretedFailure(Exception):
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where kernels run in this process."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return DEVICE
 
 
 @pytest.fixture(autouse=True)
 def _bfloat16_as_on_a_gpu() -> Iterator[None]:
-    if torch.cuda.is_available():
+    if DEVICE.type == "cuda":
         yield
     else:
         with corrected():

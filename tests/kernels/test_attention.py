@@ -19,6 +19,8 @@ from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close,
 from seqfuse.testing.compiled import compile_variants
 from seqfuse.testing.traffic import counted, fewest
 
+from .conftest import DEVICE
+
 SEED = 0x1234_5678_9ABC
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(2, 2, 32), (4, 2, 40), (3, 1, 33), (2, 1, 80)]
@@ -319,10 +321,10 @@ def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> 
         attention.attention_fwd(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
-def test_gradients_that_do_not_fit_are_refused() -> None:
-    q = torch.zeros(1, 2, 6, 8)
+def test_gradients_that_do_not_fit_are_refused(device: torch.device) -> None:
+    q = torch.zeros(1, 2, 6, 8, device=device)
     y, lse = attention.attention_fwd(q, q, q)
-    out = (torch.empty_like(q), torch.empty_like(q), torch.empty(1, 2, 5, 8))
+    out = (torch.empty_like(q), torch.empty_like(q), torch.empty(1, 2, 5, 8, device=device))
     with pytest.raises(ValueError, match=r"dv must have shape \(1, 2, 6, 8\), got \(1, 2, 5, 8\)"):
         attention.attention_bwd(y, q, q, q, y, lse, out)
     with pytest.raises(ValueError, match=r"dy must have shape \(1, 6, 2, 8\)"):
@@ -337,7 +339,7 @@ def test_operations_know_what_the_kernels_take() -> None:
             assert attention.takes(dtype, size) == (0 < size <= _attention._WIDEST.get(dtype, 0))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and dq read each of their tensors once and write once; dk and dv, too. Nothing is of size S x S."""
     monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(64, 16))
@@ -355,7 +357,7 @@ def test_moves_the_fewest_bytes_where_a_block_holds_all_rows(monkeypatch: pytest
     assert dkv.total > traffic.launches[2].total
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 @pytest.mark.parametrize("how", ["causal", "window", "packed"])
 def test_blocks_that_no_row_sees_are_not_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "tile_of", lambda *_: Tile(16, 16))

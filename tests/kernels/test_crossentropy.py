@@ -18,6 +18,8 @@ from seqfuse.losses import LinearCrossEntropy
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, guarded, in_regime, red_zones, seeded_randn
 from seqfuse.testing.compiled import compile_variants
 
+from .conftest import DEVICE
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 REGIMES = ["normal", "small", "offset", "heavy"]
 
@@ -56,7 +58,8 @@ def drawn(case: Case, rows: int, classes: int, dtype: torch.dtype, regime: str =
     targets = torch.randint(classes, (rows,), generator=draw)
     targets[1::3] = case.ignore_index
     tensors = {"logits": in_regime(regime, (rows, classes), 1, dtype=dtype), "targets": targets}
-    return tensors | ({"scale": seeded_randn((rows,), 2)} if case.scaled else {})
+    tensors |= {"scale": seeded_randn((rows,), 2)} if case.scaled else {}
+    return {name: t.to(DEVICE) for name, t in tensors.items()}
 
 
 def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +168,7 @@ def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
 
 def test_a_target_that_is_no_class_reads_nothing() -> None:
     guard = guarded(drawn(CASES["plain"], 2, 20, torch.float32)["logits"])
-    loss, _ = crossentropy.cross_entropy_(guard.tensor, torch.tensor([20, -1]))
+    loss, _ = crossentropy.cross_entropy_(guard.tensor, torch.tensor([20, -1], device=DEVICE))
     guard.check()
     assert loss.isfinite().all()
 
@@ -182,7 +185,7 @@ def test_rows_may_have_any_stride() -> None:
 
 def test_rows_beyond_two_billion_elements_are_where_they_are() -> None:
     # In 32 bits the second row would be before the first.
-    memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
+    memory = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=DEVICE)
     logits = torch.as_strided(memory, (2, 16), (2**31, 1))
     tensors = drawn(CASES["plain"], 2, 16, torch.bfloat16)
     logits.copy_(tensors["logits"])
@@ -208,7 +211,9 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(
 
 
 def test_no_rows_are_no_launch() -> None:
-    loss, softmax = crossentropy.cross_entropy_(torch.empty(0, 5), torch.empty(0, dtype=torch.int64))
+    loss, softmax = crossentropy.cross_entropy_(
+        torch.empty(0, 5, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    )
     assert loss.shape == (0,)
     assert softmax.shape == (2, 0)
 

@@ -15,6 +15,8 @@ from seqfuse.kernels import _decode_ops, decode
 from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, seeded_randn
 from seqfuse.testing.compiled import compile_variants
 
+from .conftest import DEVICE
+
 LENGTHS = [0, 1, 37, 200, 128]
 ROWS = 200
 
@@ -50,7 +52,7 @@ def drawn(heads: int, kv_heads: int, size: int, dtype: torch.dtype, int8: bool =
             tensors[f"{name}_scale"] = cache.abs().amax(-1) / 127
             cache = (cache / tensors[f"{name}_scale"].unsqueeze(-1)).round().to(torch.int8)
         tensors[name] = cache if int8 else cache.to(dtype)
-    return tensors
+    return {name: t.to(DEVICE) for name, t in tensors.items()}
 
 
 def forget(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,7 +107,7 @@ def test_splits_follow_heads_rows_and_processors() -> None:
 
 def test_a_sequence_of_no_rows_gives_zeros() -> None:
     tensors = drawn(4, 2, 16, torch.float32)
-    y = decode.decode_attention(**{**tensors, "lengths": torch.zeros(len(LENGTHS), dtype=torch.int32)})
+    y = decode.decode_attention(**{**tensors, "lengths": torch.zeros(len(LENGTHS), dtype=torch.int32, device=DEVICE)})
     assert_bitwise_equal(y, torch.zeros_like(y))
     empty = {name: t[:, :, :0] if name in "kv" else t for name, t in tensors.items()}
     assert not decode.decode_attention(**empty).any()
@@ -122,7 +124,7 @@ def test_caches_may_have_any_strides() -> None:
 def test_a_new_row_is_written_where_there_is_room() -> None:
     tensors = drawn(4, 2, 24, torch.bfloat16)
     k, v, lengths = (tensors[name].clone() for name in ("k", "v", "lengths"))
-    new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i, dtype=torch.bfloat16) for i in range(2)]
+    new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i, dtype=torch.bfloat16).to(DEVICE) for i in range(2)]
     decode.cache_write(*new, k, v, lengths)
     for b, length in enumerate(LENGTHS):
         for mine, row, before in ((k, new[0], tensors["k"]), (v, new[1], tensors["v"])):
@@ -134,7 +136,7 @@ def test_a_new_row_is_written_where_there_is_room() -> None:
 
 def check_write(module: ModuleType = decode) -> None:
     tensors = drawn(4, 2, 24, torch.float32, int8=True)
-    new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i) for i in range(2)]
+    new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i).to(DEVICE) for i in range(2)]
     new[0][1] = 0
     caches = {name: tensors[name].clone() for name in ("k", "v", "k_scale", "v_scale")}
     module.cache_write(*new, lengths=tensors["lengths"], **caches)
@@ -154,7 +156,7 @@ def test_an_int8_cache_gets_rows_and_their_scales() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     tensors = drawn(4, 2, 16, torch.float32)
-    caches = torch.zeros(len(LENGTHS), 3, 8, 16)
+    caches = torch.zeros(len(LENGTHS), 3, 8, 16, device=DEVICE)
     with pytest.raises(ValueError, match="3 key heads must divide 4 heads"):
         decode.decode_attention(tensors["q"], caches, caches, tensors["lengths"])
     with pytest.raises(ValueError, match=r"lengths must be int32 or int64 \(5,\)"):
@@ -227,5 +229,5 @@ def test_operators_are_what_they_say(int8: bool) -> None:
     caches = {name: t.clone() for name, t in tensors.items() if name != "q"}
     batch, heads, _, size = caches["k"].shape
     caches["lengths"] = caches["lengths"] - 1
-    new = {"k_new": torch.randn(batch, heads, size), "v_new": torch.randn(batch, heads, size)}
+    new = {name: torch.randn(batch, heads, size, device=DEVICE) for name in ("k_new", "v_new")}
     torch.library.opcheck(torch.ops.seqfuse.cache_write.default, (), {**new, **caches})

@@ -103,6 +103,7 @@ def eager_linear(
     residual: Tensor | None = None,
     gated: bool = False,
     store_pre: bool = False,
+    store_act: bool = False,
 ) -> dict[str, Tensor | None]:
     z = F.linear(x, weight)
     if row_scale is not None:
@@ -115,10 +116,11 @@ def eager_linear(
         y = EAGER[act or "identity"](gate) * up
     elif act is not None:
         y = EAGER[act](y)
+    kept = z if store_pre else y if store_act else None
     y = drop(y, dropout)
     if residual is not None:
         y = y + residual
-    return {"y": y.clone(), "z": z.clone() if store_pre else None}
+    return {"y": y.clone(), "z": None if kept is None else kept.clone()}
 
 
 def check_linear(module: Any = gemm, tile: Tile | None = None, **args: Any) -> None:
@@ -255,6 +257,14 @@ def test_everything_at_once(device: torch.device, dtype: torch.dtype, tile: Tile
         act=act or ("identity" if gated else None), store_pre=True, row_scale=o.row_scale, dropout=o.dropout,
         residual=o.residual, gated=gated,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("act", ["relu", "tanh"])
+def test_an_activation_is_given_as_it_is_before_dropout(
+    device: torch.device, dtype: torch.dtype, tile: Tile, act: str
+) -> None:
+    o = operands(device, dtype)
+    check_linear(tile=tile, x=o.x, weight=o.weight, bias=o.bias, act=act, dropout=o.dropout, store_act=True)
 
 
 @pytest.mark.parametrize("act", EAGER)
@@ -621,7 +631,8 @@ def test_every_architecture_has_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "linear_gated", "dgrad", "dgrad_gated", "wgrad", "wgrad_", "wgrad_bias", "wgrad_bias_"]
+    "name",
+    ["linear", "linear of act", "linear_gated", "dgrad", "dgrad_gated", "wgrad", "wgrad_", "wgrad_bias", "wgrad_bias_"],
 )
 def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
     o = operands(device, torch.float32, 5, 6, 7)
@@ -629,6 +640,7 @@ def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
     extras: dict[str, Any] = {"seed": seed, "p": 0.3, "row_scale": o.row_scale}
     calls: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "linear": ("linear", (o.x, o.weight, o.bias), {"act": "gelu", "store_pre": True, "residual": o.residual}),
+        "linear of act": ("linear", (o.x, o.weight, o.bias), {"act": "relu", "store_act": True, **extras}),
         "linear_gated": ("linear_gated", (o.x, o.packed, o.packed_bias), {"act": "silu", "store_pre": True, **extras}),
         "dgrad": ("linear_dgrad", (o.dy, o.weight), {"act": "gelu", "t": o.t, "sums": True, "emit": True, **extras}),
         "dgrad_gated": ("linear_dgrad_gated", (o.dy, o.weight), {"act": "silu", "t": o.packed_t, "emit": True}),
@@ -704,9 +716,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the last step over K is lost": ("k_tiles = tl.cdiv(K, BK)", "k_tiles = K // BK", "forward"),
     "the activation before the bias": ("if FORM == \"plain\" and VALUE", "if False and VALUE", "forward"),
     "z after the activation": (
-        "                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)\n",
-        "                _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, apply(VALUE, z, P))\n",
+        "p_desc, ldp, rows, cols, inside, m0, col, z)\n                if GATED:",
+        "p_desc, ldp, rows, cols, inside, m0, col, apply(VALUE, z, P))\n                if GATED:",
         "forward",
+    ),
+    "act(z) is z": (
+        "z = apply(VALUE, z, P)\n            if pre is not None and T_IS_OUTPUT:\n                _store_tile(pre,",
+        "z = apply(VALUE, z, P)\n            if pre is not None and not T_IS_OUTPUT:\n                _store_tile(pre,",
+        "output",
     ),
     "row_scale is left out": ("z = z * factor", "z = z", "forward"),
     "the residual is scaled": ("z += _load_tile(residual, r", "z += 2 * _load_tile(residual, r", "forward"),
@@ -761,7 +778,7 @@ def test_the_checks_kill(
         CHECKS[check](spoiled, device, dtype)
 
 
-@pytest.mark.parametrize("check", ["forward", "gated", "dgrad", "dgated", "wgrad", "ends", "root", "runs"])
+@pytest.mark.parametrize("check", ["forward", "output", "gated", "dgrad", "dgated", "wgrad", "ends", "root", "runs"])
 def test_the_checks_of_mutants_pass_the_kernel(device: torch.device, check: str, dtype: torch.dtype) -> None:
     CHECKS[check](gemm, device, dtype)
 
@@ -772,6 +789,12 @@ def _check_forward(module: Any, device: torch.device, dtype: torch.dtype) -> Non
         module, TILES["pointers"], x=o.x, weight=o.weight, bias=o.bias, act="gelu", store_pre=True,
         row_scale=o.row_scale, dropout=o.dropout, residual=LAYOUTS["strided rows"](o.residual),
     )  # fmt: skip
+
+
+def _check_output(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
+    check_linear(module, TILES["pointers"], x=o.x, weight=o.weight, act="tanh", dropout=o.dropout, store_act=True)
+    check_linear(module, TILES["pointers"], x=o.x, weight=o.weight, act="tanh", dropout=o.dropout, store_pre=True)
 
 
 def _check_gated(module: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -829,6 +852,7 @@ def _check_root(module: Any, device: torch.device, dtype: torch.dtype) -> None:
 
 CHECKS: dict[str, Callable[[Any, torch.device, torch.dtype], None]] = {
     "forward": _check_forward,
+    "output": _check_output,
     "gated": _check_gated,
     "dgrad": _check_dgrad,
     "dgated": _check_dgated,

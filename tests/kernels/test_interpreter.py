@@ -16,7 +16,9 @@ from triton.runtime import interpreter
 from seqfuse.kernels._launch import launch
 from seqfuse.testing.interpreter import as_on_a_gpu, corrected
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+from .conftest import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import triton
@@ -12,6 +14,8 @@ from seqfuse.kernels import _launch, gemm, pointwise
 from seqfuse.kernels._launch import cdiv, launch
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
+
+from .conftest import DEVICE
 
 
 @triton.jit
@@ -59,15 +63,13 @@ def test_fake_tensors_are_never_launched(gpu: Kernel) -> None:
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_on_fake_tensors_shapes_come_out() -> None:
-    gelu, silu, seed = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], torch.tensor(3)
-    k = pointwise
+def test_on_fake_tensors_shapes_come_out(device: torch.device) -> None:
+    gelu, silu, seed = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], torch.tensor(3, device=device)
+    k, ones = pointwise, functools.partial(torch.ones, device=device)
 
     def everything() -> list[torch.Tensor | None]:
-        x, weight, row = torch.ones(3, 8), torch.ones(6, 8), torch.ones(8)
-        t, packed = torch.ones(3, 8), torch.ones(3, 16)
-        statistics = torch.ones(3)
-        dy = torch.ones(3, 6)
+        x, weight, row, t, packed = ones(3, 8), ones(6, 8), ones(8), ones(3, 8), ones(3, 16)
+        statistics, dy = ones(3), ones(3, 6)
         return [
             *k.pointwise(x, k.Chain(k.emit(gelu), k.dact(gelu), k.column_sum()), (t, t)),
             *gemm.linear(x, weight, act=gelu, store_pre=True, dropout=gemm.Dropout(seed, 0.1)),
@@ -101,7 +103,7 @@ def test_refuses_tensors_on_two_devices(device: torch.device) -> None:
         launch(_add_kernel, 1, (x, x.to("meta"), (None,), 4, 1.0), {"BLOCK": 16, "FNS": (_square,)})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 def test_a_failing_kernel_raises_what_failed() -> None:
     with pytest.raises(AttributeError, match="no_such_method"):
         run(torch.zeros(4), (_broken,))

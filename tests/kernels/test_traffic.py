@@ -18,7 +18,9 @@ from seqfuse.kernels import _norm, layernorm
 from seqfuse.kernels._launch import launch
 from seqfuse.testing.traffic import Moved, counted, fewest
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about the interpreter")
+from .conftest import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 
 RECORDED = Path(benchmark.__file__).parent / "results" / "traffic.json"
 CASES = {f"{case.kernel} {case.what} {case.shape[1]}": case for case in benchmark.cases()}

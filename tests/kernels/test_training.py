@@ -12,7 +12,7 @@ import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.testing import seeded_randn
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on the CPU")
+from .conftest import DEVICE
 
 STEPS, ROWS, H, F = 30, 24, 16, 32
 
@@ -21,15 +21,15 @@ def _model(eps: float = 1e-2) -> sf.Sequential:
     torch.manual_seed(0)
     first = ops.Residual(ops.LayerNorm(H, eps=eps), ops.Linear(H, F), ops.GeLU(), ops.Linear(F, H))
     second = ops.Residual(ops.RMSNorm(H, eps=eps), ops.Linear(H, 2 * F), ops.SwiGLU(), ops.Linear(F, H))
-    return sf.Sequential(first, second, fusions=fusions.default)
+    return sf.Sequential(first, second, fusions=fusions.default).to(DEVICE)
 
 
 def _trained(model: sf.Sequential, dtype: torch.dtype, *, fused: bool, order: Tensor | None = None) -> Tensor:
     """All parameters after the last step, in float64; `order` is that of the rows, which the sums do not depend on."""
     model = copy.deepcopy(model).to(dtype)
-    x, target = (seeded_randn((ROWS, H), seed, dtype=torch.float32).to(dtype) for seed in (1, 2))
+    x, target = (seeded_randn((ROWS, H), seed).to(DEVICE, dtype) for seed in (1, 2))
     if order is not None:
-        x, target = x[order], target[order]
+        x, target = (t[order.to(DEVICE)] for t in (x, target))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -50,15 +50,15 @@ def _distances(dtype: torch.dtype, fused_model: sf.Sequential | None = None) -> 
 
 
 def test_the_model_is_covered_by_kernels() -> None:
-    plan = _model().plan(seeded_randn((ROWS, H), 1))
+    plan = _model().plan(seeded_randn((ROWS, H), 1).to(DEVICE))
     used = {fusion.__name__ for fusion in fusions.triton}
     for cover in (plan.forward, plan.backward):
         assert sum(step.name in used for step in cover) >= 3, plan
 
 
 def test_what_a_plan_saves_is_that_of_its_kernels(capfd: pytest.CaptureFixture[str]) -> None:
-    x = seeded_randn((ROWS, H), 1)
-    model = sf.Sequential(ops.Linear(H, F), ops.GeLU(), ops.Linear(F, H), fusions=fusions.default)
+    x = seeded_randn((ROWS, H), 1).to(DEVICE)
+    model = sf.Sequential(ops.Linear(H, F), ops.GeLU(), ops.Linear(F, H), fusions=fusions.default).to(DEVICE)
     with sf.fusing(on_error="raise"):
         memory = model.plan(x).memory
     assert memory is not None

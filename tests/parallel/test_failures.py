@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.env import settings
+from seqfuse.settings import settings
 
 from .processes import Facts
 

@@ -627,8 +627,9 @@ def test_refuses_a_model_that_is_in_stages_and_other_settings(one: Any):
     staged = pipeline(model_of(), one, stages=2)
     with pytest.raises(sf.errors.PlanError, match="SF202: the model is in stages already"):
         pipeline(staged, one)
+    unknown: Any = "guess"
     with pytest.raises(sf.errors.InputError, match=r"SF106.*guess"):
-        pipeline(model_of(), one, shapes="guess")  # type: ignore[arg-type]
+        pipeline(model_of(), one, shapes=unknown)
     with pytest.raises(sf.errors.InputError, match="SF106: takes a model that"):
         everywhere(torch.zeros(()), model_of())
 

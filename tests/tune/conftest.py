@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse import env, measured
+from seqfuse import measured
+from seqfuse.settings import settings
 from seqfuse.tune import timing
 from tests.tune import kit
 
@@ -21,9 +22,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
     monkeypatch.setattr(measured, "_tables", {})
     monkeypatch.setattr(measured, "_given_up", set())
-    env.settings.cache_clear()
+    settings.cache_clear()
     yield home / "seqfuse" / "tune"
-    env.settings.cache_clear()
+    settings.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -773,11 +773,11 @@ def test_a_fusion_that_writes_to_its_weight_and_input_writes_to_scratch() -> Non
 
 
 def test_off_in_the_environment_keeps_the_cache_out_of_it(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    from seqfuse import env
+    from seqfuse.settings import settings
 
     sf.tune(pair(Slow), X, modes="train")
     monkeypatch.setenv("SEQFUSE_TUNE", "0")
-    env.settings.cache_clear()
+    settings.cache_clear()
     forget(monkeypatch)
     files = {path: path.read_bytes() for path in cache.iterdir()}
     model = pair(Slow)

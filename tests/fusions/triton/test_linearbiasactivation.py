@@ -37,6 +37,47 @@ def test_without_a_bias_and_in_three_dimensions(
     check_fusion(fusion, x, ops.Linear(7, 5, bias=False).to(device), act, dtypes=[torch.bfloat16])
 
 
+@BOTH
+@pytest.mark.parametrize(
+    ("act", "drop", "dtype"),
+    [
+        (ops.GeLU("tanh"), ops.Dropout(0.3), torch.float32),
+        # Not in 16 bits: 1 - y^2 of a y that was rounded near 1 is inexact either way, so that chance decides.
+        (ops.Tanh(), ops.Dropout(0.3), torch.float32),
+        (ops.ReLU(), ops.Dropout(0.5, "downscale_in_infer"), torch.float16),
+        (ops.ReLU(), ops.Dropout(0.5).eval(), torch.bfloat16),
+    ],
+    ids=["keeps its input", "keeps its output", "not scaled", "evaluation"],
+)
+def test_with_dropout_behind_it(
+    fusion: type[sf.FusedOperation], act: sf.Pointwise, drop: ops.Dropout, dtype: torch.dtype, device: torch.device
+):
+    x = seeded_randn((5, 6), 0).to(device)
+    check_fusion(fusion, x, ops.Linear(6, 7).to(device), act, drop, dtypes=[dtype])
+
+
+@pytest.mark.parametrize("act", [ops.GeLU(), ops.ReLU()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_dropout_meets_the_fused_backward_in_the_records(
+    act: sf.Pointwise, dtype: torch.dtype, device: torch.device
+):
+    both = (LinearBiasActivation, ActivationLinearBackward)
+    list_ = ops.Linear(12, 36), act, ops.Dropout(0.2), ops.Linear(36, 9)
+    model = sf.Sequential(*list_, fusions=both).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *both)
+
+
+def test_of_a_dropout_nothing_is_kept_but_its_seed(device: torch.device):
+    model = sf.Sequential(ops.Linear(6, 8), ops.ReLU(), ops.Dropout(0.5), fusions=LinearBiasActivation).to(device)
+    x = seeded_randn((5, 6), 0).to(device)
+    assert model.plan(x).count("LinearBiasActivation") == 1
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model(x)
+    sizes = {t.untyped_storage().data_ptr(): t.numel() for t in kept}
+    assert sorted(sizes.values()) == [1, 30, 40]  # the seed, x and act(z)
+
+
 @pytest.mark.parametrize("act", [ops.GeLU(), ops.Tanh(), ops.SquaredReLU(), ops.QuickGeLU(), ops.Sigmoid()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_meets_the_fused_backward_in_the_records(act: sf.Pointwise, dtype: torch.dtype, device: torch.device):
@@ -56,6 +97,13 @@ def test_saves_one_tensor_beside_the_input(act: sf.Pointwise, device: torch.devi
     storages = {t.untyped_storage().data_ptr() for t in kept} - {p.data_ptr() for p in model.parameters()}
     assert len(storages) == 2
     assert (y.data_ptr() in storages) == (act.reads == "output")
+
+
+def test_a_scale_is_not_taken_for_a_dropout():
+    drop = ops.Dropout(0.5, "downscale_in_infer").eval()
+    plan = sf.Sequential(ops.Linear(8, 8), ops.SiLU(), drop, fusions=LinearBiasActivation).plan(env=sf.Env(triton=True))
+    assert plan.forward[0].covers == range(3)  # product, bias and activation
+    assert "in evaluation this Dropout is a scale" in [refusal.reason for refusal in plan.refused]
 
 
 def test_inference_writes_no_pre_activation():
@@ -100,10 +148,12 @@ def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
 
 FORWARD, INFERENCE = "LinearBiasActivation", "LinearBiasActivationInference"
 MUTANTS = {
-    "the output for the input": (FORWARD, "act.record(y if z is None else z, y)", "act.record(y, y)"),
+    "the output for the input": (FORWARD, "act.record(t, t)", "act.record(y, y)"),
     "no bias": (FORWARD, "x, weight, bias_of(self.bias), act=device(act)", "x, weight, None, act=device(act)"),
+    "nothing dropped": (FORWARD, "act=device(act), dropout=drop", "act=device(act), dropout=None"),
+    "nothing dropped in inference": (INFERENCE, "act=act, dropout=drop", "act=act, dropout=None"),
     "no bias in inference": (INFERENCE, "weight_of(self.linear), bias_of(self.bias)", "weight_of(self.linear), None"),
-    "no activation in inference": (INFERENCE, "act=device(self.act)", "act=None"),
+    "no activation in inference": (INFERENCE, "act=act, dropout=drop", "act=None, dropout=drop"),
 }
 
 
@@ -113,4 +163,11 @@ def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callab
     changed = getattr(mutant(linearbiasactivation, old, new), fusion)
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.SiLU(), dtypes=[torch.float32])
+        check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.SiLU(), ops.Dropout(0.3), dtypes=[torch.float32])
+
+
+def test_the_output_after_dropout_is_not_the_one_before_it(device: torch.device, mutant: Callable[..., ModuleType]):
+    changed = mutant(linearbiasactivation, "not before and drop is not None", "False").LinearBiasActivation
+    x = seeded_randn((5, 6), 0).to(device)
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.Tanh(), ops.Dropout(0.3), dtypes=[torch.float32])

@@ -37,6 +37,21 @@ def test_without_a_bias_and_in_three_dimensions(fusion: type[sf.FusedOperation],
     check_fusion(fusion, x, ops.Linear(7, 6, bias=False).to(device), ops.ReGLU(), dtypes=[torch.bfloat16])
 
 
+@FORWARD
+def test_with_dropout_behind_it(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((5, 6), 0).to(device)
+    list_ = ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3)
+    check_fusion(fusion, x, *list_, dtypes=[torch.float32, torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_with_dropout_meet_in_the_records(dtype: torch.dtype, device: torch.device):
+    fusions = (LinearGated, GatedLinearBackward)
+    list_ = ops.Linear(12, 72), ops.GEGLU(), ops.Dropout(0.2, "downscale_in_infer"), ops.Linear(36, 9)
+    model = sf.Sequential(*list_, fusions=fusions).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *fusions)
+
+
 def test_the_backward_takes_the_place_of_what_it_replaces(device: torch.device):
     x = seeded_randn((5, 8), 0).to(device)
     list_ = (bias(8).to(device), ops.SwiGLU(), ops.Linear(4, 9, bias=False).to(device))
@@ -64,7 +79,7 @@ class Clamped(sf.Gated):
 
 
 def test_a_gated_unit_of_another_kind_is_refused():
-    fusion = LinearGated(linear=ops.Linear(8, 8, bias=False), bias=None, gated=Clamped())
+    fusion = LinearGated(linear=ops.Linear(8, 8, bias=False), bias=None, gated=Clamped(), dropout=None)
     reasons = [sentence for holds, sentence in fusion.requires(sf.Env(triton=True)) if not holds]
     assert reasons == ["Clamped states a gated unit of its own"]
 
@@ -73,6 +88,9 @@ MUTANTS = {
     "halves swapped": ("LinearGated", "gated.Saved(x=packed)", "gated.Saved(x=packed.flip(-1))"),
     "no bias in inference": ("LinearGatedInference", "x, weight_of(self.linear), bias_of(self.bias)",
                              "x, weight_of(self.linear), None"),
+    "nothing dropped": ("LinearGated", "store_pre=True, dropout=drop", "store_pre=True, dropout=None"),
+    "the seed not kept": ("LinearGated", "self.bias, self.dropout, dropout_seed)", "self.bias, self.dropout, None)"),
+    "nothing dropped in inference": ("LinearGatedInference", "act=act, dropout=drop", "act=act, dropout=None"),
 }  # fmt: skip
 
 
@@ -82,7 +100,7 @@ def test_a_wrong_forward_is_found(name: str, device: torch.device, mutant: Calla
     changed = getattr(mutant(lineargated, old, new), fusion)
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32])
+        check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3), dtypes=[torch.float32])
 
 
 @pytest.mark.parametrize("drop", [(), (ops.Dropout(0.3),)], ids=["alone", "dropout before the product"])

@@ -31,14 +31,18 @@ def bias(width: int) -> ops.Bias:
     [
         ((bias(8), ops.SiLU(), ops.Scale(0.5), bias(8), ops.Tanh()), torch.float32),
         ((ops.Tanh(), ops.SiLU(), ops.ReLU(), ops.Scale(-2.0)), torch.bfloat16),
+        ((bias(7), ops.GeLU("tanh"), ops.Dropout(0.3), ops.Scale(0.5)), torch.float32),
+        ((ops.Dropout(0.5), ops.SiLU(), ops.Dropout(0.2, "downscale_in_infer"), bias(7)), torch.float16),
+        ((ops.Tanh(), ops.Dropout(0.4, "downscale_in_infer").eval(), ops.ReLU(), ops.Dropout().eval()), torch.bfloat16),
     ],
-    ids=["biases", "activations"],
+    ids=["biases", "activations", "dropout", "two dropouts", "dropouts in evaluation"],
 )
 def test_takes_the_place_of_what_it_replaces(
     fusion: type[sf.FusedOperation], list_: tuple[sf.UnfusedOperation, ...], dtype: torch.dtype, device: torch.device
 ):
     operations = [operation.to(device) for operation in list_]
-    check_fusion(fusion, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[dtype])
+    width = next((operation.size for operation in list_ if isinstance(operation, ops.Bias)), 8)
+    check_fusion(fusion, seeded_randn((5, width), 0).to(device), *operations, dtypes=[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -47,6 +51,38 @@ def test_meet_in_the_records(dtype: torch.dtype, device: torch.device):
     list_ = [bias(13), ops.Sigmoid(), ops.SiLU(), ops.Scale(3.0), ops.Tanh(), bias(13), ops.ReLU(), ops.SquaredReLU()]
     model = sf.Sequential(*list_, fusions=both).to(device, dtype)
     four_ways(model, seeded_randn((19, 13), 0, dtype=dtype).to(device), *both)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropouts_meet_in_the_records(dtype: torch.dtype, device: torch.device):
+    both = (PointwiseChain, PointwiseChainBackward)
+    list_ = [ops.Dropout(0.2), bias(13), ops.Tanh(), ops.Dropout(0.4, "downscale_in_infer"), ops.SiLU(), ops.Dropout(1)]
+    model = sf.Sequential(*list_[:-1], ops.Scale(2.0), fusions=both).to(device, dtype)
+    four_ways(model, seeded_randn((19, 13), 0, dtype=dtype).to(device), *both)
+    nothing = sf.Sequential(*list_, fusions=both).to(device, dtype)
+    assert nothing(seeded_randn((19, 13), 0, dtype=dtype).to(device).requires_grad_()).eq(0).all()
+
+
+def test_a_chain_drops_what_the_operations_drop(device: torch.device):
+    ahead = (PointwiseChainInference, PointwiseChain)
+    model = sf.Sequential(ops.Dropout(0.3), ops.Scale(2.0), ops.Dropout(0.6), fusions=ahead).to(device)
+    x = torch.ones(33, 7, device=device)
+    kept: list[torch.Tensor] = []
+    for grad, name in ((False, "PointwiseChainInference"), (True, "PointwiseChain")):
+        x.requires_grad_(grad)
+        for fuse in (True, False):
+            with sf.fusing(fuse):
+                assert model.plan(x).count(name) == fuse
+                torch.manual_seed(0)
+                kept.append(model(x).ne(0))
+    assert all(mask.equal(kept[0]) for mask in kept)
+    assert 0.15 < kept[0].float().mean() < 0.41  # 0.28, give or take four standard errors
+
+
+@pytest.mark.parametrize("drop", [ops.Dropout(0.0), ops.Dropout(0.5).eval()], ids=["p = 0", "evaluation"])
+def test_what_a_dropout_hands_on_is_no_reason_for_a_kernel(drop: ops.Dropout):
+    plan = sf.Sequential(ops.SiLU(), drop, fusions=PointwiseChain).plan(env=sf.Env.of("cuda:sm_90", rows=64))
+    assert [refusal.reason for refusal in plan.refused] == ["only a Dropout that drops nothing here is with it"]
 
 
 @pytest.mark.parametrize("length", [2, 9, 12])
@@ -68,10 +104,18 @@ def test_a_tensor_that_two_keep_is_stored_once(device: torch.device):
 
 
 MUTANTS = {
-    "the output for the input": (PointwiseChain, "return part.record(t, t)", "return part.record(x, t)"),
-    "the factor forgotten": (PointwiseChainBackward, '("scale", record.factor)', '("scale", 1.0)'),
+    "the output for the input": (PointwiseChain, "is None else stored[i]", "is None else x"),
+    "the factor forgotten": (PointwiseChainBackward, '("scale", (record.factor,))', '("scale", (1.0,))'),
+    "dropped nothing backward": (PointwiseChainBackward, "record.seed is not None)", "False)"),
+    "another dropout's seed": (
+        PointwiseChain,
+        "_operands(parts, seeds))\n        assert",
+        "_operands(parts, (*seeds[:4], *seeds[3:])))\n        assert",
+    ),
+    "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=part.p)", "Dropout.Saved(seed=None, p=part.p)"),
+    "scaled as the other mode": (PointwiseChainInference, "(p, upscale)", "(p, not upscale)"),
     "biases in another order": (PointwiseChainBackward, "zip(summed, sums", "zip(summed, sums[::-1]"),
-    "a bias forgotten": (PointwiseChainInference, "biases = [part.read()", "biases = [0 * part.read()"),
+    "a bias forgotten": (PointwiseChainInference, "(part.read() if", "(0 * part.read() if"),
 }
 
 
@@ -79,6 +123,7 @@ MUTANTS = {
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     fusion, old, new = MUTANTS[name]
     changed = getattr(mutant(pointwisechain, old, new), fusion.__name__)
-    list_ = [operation.to(device) for operation in (bias(8), ops.Scale(0.5), ops.SiLU(), bias(8), ops.Tanh())]
+    parts = (bias(8), ops.Scale(0.5), ops.Dropout(0.3), ops.SiLU(), ops.Dropout(0.5), bias(8), ops.Tanh())
+    list_ = [operation.to(device) for operation in parts]
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])

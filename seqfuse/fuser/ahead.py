@@ -1,0 +1,98 @@
+"""Plans ahead of a call: for an input that is not run, or for a machine that is not here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..env import Env
+from ..operation import UnfusedOperation
+from ..settings import fusing_now
+from .inputs import validate, validate_all
+from .items import Item
+from .known import Known
+from .listing import Listing, Region
+from .match import Matcher
+from .plan import Plan, Wants, merge, plan_region
+from .reference import check_channels, draw
+from .show import Memory, measure
+
+RunRegion = Callable[[Listing, Region, Tensor, dict[str, Tensor], Tensor | None, Plan | None], Tensor]
+
+
+def plan_ahead(
+    run_region: RunRegion,
+    matcher: Matcher,
+    listing: Listing,
+    x: Tensor | None,
+    env: Env | None,
+    channels: dict[str, Tensor],
+) -> Plan:
+    """The plan of a whole list, for an input or for an environment; `run_region` only measures what it keeps."""
+    if x is not None:
+        check_channels(listing.items, listing.inputs, channels)
+        validate_all(listing, x.shape)
+    env = here = env or (Env.like(x) if x is not None else Env())
+    follows = x is not None and env == Env.like(x)
+    shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
+    wanted = x is not None and x.requires_grad and env.grad
+    known = {name: value.requires_grad for name, value in channels.items()}
+    plans: list[Plan] = []
+    alone: list[tuple[int, Item]] = []
+    for part in listing.parts:
+        if isinstance(part, Region):
+            wants = Wants.of(listing.items, part.start, part.stop, wanted, known, env.grad)
+            shapes = None if shape is None else validate(listing, part, shape)
+            shape = None if shapes is None else shapes[-1]
+            look_up = Known(listing.items, wants, here, part.start, shapes)
+            stretch = listing.items, part.start, part.stop
+            plans.append(plan_region(*stretch, wants, here, fusing_now(), matcher, look_up))
+            wanted = wanted or wants.live_from < part.stop
+            last: Any = listing.items[part.stop - 1].operation
+            if follows and last.y_dtype is not None and shape is not None:
+                here = here.entered_by(shape, last.y_dtype)
+            made = (c for item in listing.items[part.start : part.stop] for _, c in item.outputs)
+            known.update(dict.fromkeys(made, wanted))
+        else:
+            item, shape = listing.items[part], None
+            alone.append((part, item))
+            wanted = wanted or (env.grad and any(p.requires_grad for p in item.operation.parameters()))
+            known.update((channel, wanted) for _, channel in item.outputs)
+    plan = merge(plans, alone, env, listing.items)
+    if not follows or listing.parametrized:
+        return plan  # a parametrization is the user's code, which printing must not run
+
+    def memory(_: Plan) -> Memory | None:
+        assert x is not None
+        return measure(functools.partial(_run_regions, run_region, listing, plans), x, channels)
+
+    return dataclasses.replace(plan, measure=memory)
+
+
+def _run_regions(
+    run_region: RunRegion,
+    listing: Listing,
+    plans: Sequence[Plan],
+    x: Tensor,
+    channels: dict[str, Tensor],
+    planned: bool,
+) -> None:
+    """Run these plans, or what would be run now, and nothing else: a barrier is taken to return what it got."""
+    left = iter(plans)
+    seeds = draw(listing.items, listing.random, x) if listing.random else None
+    for part in listing.parts:
+        if isinstance(part, Region):
+            plan = next(left)
+            x = run_region(listing, part, x, channels, seeds, plan if planned else None)
+            continue
+        item = listing.items[part]
+        wanted = x.requires_grad or any(p.requires_grad for p in item.operation.parameters())
+        if isinstance(item.operation, UnfusedOperation):
+            x = x.new_empty(item.operation.infer(tuple(x.shape)))
+        x = x.detach().requires_grad_(wanted and torch.is_grad_enabled())
+        channels.update((channel, x) for _, channel in item.outputs)

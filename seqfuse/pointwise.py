@@ -1,0 +1,133 @@
+"""Element-wise operations: `Pointwise`, whose device functions every kernel takes, and `Gated`, made of one."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from .errors import definition_error
+from .operation import Grads, UnfusedOperation
+from .saved import Saved
+from .signature import check_device_functions
+
+
+class _SavedInput(Saved):
+    x: Tensor  # [*, H]
+
+
+class _SavedOutput(Saved):
+    y: Tensor  # [*, H]
+
+
+class Pointwise(UnfusedOperation, open=True):
+    """An element-wise operation: one number in, one number out.
+
+    A subclass states `reference`. With `reads = "input"` the backward pass keeps `x`; with `reads = "output"` it keeps
+    `y`, and `derivative_reference(y)` is dy/dx as a function of y. `fwd` and `bwd` follow from these and may be
+    overridden with something faster. With device functions `value` and `derivative` it also fuses into kernels.
+
+    Raises:
+        PluginError: when the class is defined, for one of them alone, or one that is no `triton.jit` function or takes
+            other arguments.
+    """
+
+    reads: ClassVar[Literal["input", "output"]] = "input"
+    value: ClassVar[Any] = None
+    """The same as `reference`, a `triton.jit` function of float32 that kernels are made with: `value(x)`."""
+    derivative: ClassVar[Any] = None
+    """dy/dx, a `triton.jit` function of x or y as `reads` says; not multiplied by dy: `derivative(t)`."""
+
+    @property
+    def P(self) -> tuple[float, ...]:
+        """Configuration numbers to compile with; a class that states this has `value(x, P)` and `derivative(t, P)`."""
+        return ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "Saved" not in vars(cls):
+            cls.Saved = _SavedInput if cls.reads == "input" else _SavedOutput
+        super().__init_subclass__(**kwargs)
+        if cls.reads not in ("input", "output"):
+            raise definition_error(cls, f'reads must be "input" or "output", not {cls.reads!r}', "reads")
+        stated = cls.bwd is not Pointwise.bwd or cls.derivative_reference is not Pointwise.derivative_reference
+        if not cls.is_open and cls.reads == "output" and not stated:
+            raise definition_error(cls, 'reads = "output" needs derivative_reference(y)', "reads")
+        if not cls.is_open:
+            check_device_functions(cls, takes_numbers=cls.P is not Pointwise.P)
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        """dy/dx as a function of the output; stated where `reads = "output"`."""
+        raise NotImplementedError
+
+    def record(self, x: Tensor, y: Tensor) -> Saved:
+        """The record of a forward from `x` to `y`: the one of the two that the backward reads."""
+        return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # pyright: ignore[reportCallIssue]
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        y = self.reference(x)
+        return y, self.record(x, y)
+
+    def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
+        if self.reads == "output":
+            return dy * self.derivative_reference(saved.y), {}
+        with torch.enable_grad():
+            x: Tensor = saved.x.detach().requires_grad_()
+            (dx,) = torch.autograd.grad(self.reference(x), x, dy)
+        return dx, {}
+
+
+class _SavedPacked(Saved):
+    x: Tensor  # [*, 2 F], packed [gate; up]
+
+
+class Gated(UnfusedOperation, open=True):
+    """y = activation(gate) * up, with the input packed [gate; up] along the last dimension.  x: [*, 2 F], y: [*, F].
+
+    dup = dy * activation(gate);  dgate = dy * up * activation'(gate).  `sf.Gated(activation)` makes a gated unit of
+    any unary `Pointwise`; subclasses name theirs in the class attribute `unit`.
+    Source: Shazeer 2020, arXiv:2002.05202.
+
+    Args:
+        activation: a `Pointwise` instance; left out where the class names its own.
+    """
+
+    Saved = _SavedPacked
+    unit: ClassVar[type[Pointwise] | None] = None
+
+    def __init__(self, activation: Pointwise | None = None) -> None:
+        super().__init__()
+        unit = type(self).unit
+        chosen = activation if activation is not None else unit and unit()
+        if not isinstance(chosen, Pointwise):
+            raise TypeError(f"{type(self).__name__} needs a Pointwise activation, got {activation!r}")
+        self.activation = chosen
+
+    def reference(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return self.activation.reference(gate) * up
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        gate, up = x.chunk(2, -1)
+        return self.activation.fwd(gate)[0] * up, self.Saved(x=x)  # pyright: ignore[reportCallIssue]
+
+    def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
+        gate, up = saved.x.chunk(2, -1)
+        activated, record = self.activation.fwd(gate)
+        dgate, _ = self.activation.bwd(dy * up, record)
+        assert dgate is not None
+        return torch.cat((dgate, dy * activated), -1), {}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"expects an even last dimension [gate; up], got shape {tuple(shape)}")
+        return (*shape[:-1], shape[-1] // 2)
+
+    @classmethod
+    def example(cls, x: Tensor) -> UnfusedOperation:
+        if cls is not Gated:
+            return cls()
+        raise NotImplementedError("Gated takes an activation; give the operation explicitly")
+
+
+__all__ = ["Gated", "Grads", "Pointwise", "Saved", "UnfusedOperation"]

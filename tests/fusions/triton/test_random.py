@@ -1,0 +1,81 @@
+"""Random lists with attention: every fusion of either pass alone, and of both, against the operations."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import seqfuse as sf
+from seqfuse.ops import _attention
+from seqfuse.testing import ListSpec
+from seqfuse.testing import strategies as sfst
+from seqfuse.testing.judge import judge
+from tests.testing.listed import Results, results
+
+# Said by torch of a hook on the first module where the input wants no gradient.
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the lists are on the CPU"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+FORWARD = tuple(f for f in sf.fusions.default if issubclass(f, sf.ForwardFusion))
+BACKWARD = tuple(f for f in sf.fusions.default if issubclass(f, sf.BackwardFusion))
+HEADED = (
+    *(sf.fusions.BiasQKNorm, sf.fusions.BiasQKNormRotary, sf.fusions.BiasQKNormRotaryInference),
+    *(sf.fusions.BiasQKNormBackward, sf.fusions.BiasQKNormRotaryBackward, sf.fusions.BiasQKNormRotaryAttention),
+)
+FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)
+FIRST = hypothesis.settings(max_examples=500, phases=[hypothesis.Phase.generate])
+LISTS = sfst.lists(steps=4, depth=1, hooks=False).filter(lambda spec: spec.attends)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_our_kernels():
+    # Alone and in fusions alike, as on a GPU; tests of the operation compare its kernels.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_attention, "interpreting", True)
+        yield
+
+
+@FEWER
+@given(
+    spec=LISTS,
+    rows=st.sampled_from([(3,), (2, 5), (17,)]),
+    grad=st.sampled_from([True, True, False]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_any_two_covers_agree(spec: ListSpec, rows: tuple[int, ...], grad: bool, dtype: torch.dtype, seed: int):
+    hypothesis.note(str(spec))
+    model = spec.build(seed=seed, dtype=dtype)
+    wide = copy.deepcopy(model).double()
+
+    def run(fusions: tuple[type[sf.FusedOperation], ...], seed: int) -> Results:
+        own = copy.deepcopy(model)
+        with sf.fusing(only=fusions, on_error="raise"):
+            return results(own, own, spec, seed, rows=rows, dtype=dtype, grad=grad)
+
+    def measure(fusions: tuple[type[sf.FusedOperation], ...], seed: int) -> tuple[Results, Results, Results]:
+        by_reference = functools.partial(spec.reference, wide)
+        exact = results(by_reference, wide, spec, seed, rows=rows, dtype=dtype, grad=grad, wide=True)
+        return run(fusions, seed), run((), seed), exact
+
+    for fusions in (FORWARD, BACKWARD, sf.fusions.default) if grad else (sf.fusions.default,):
+        judge(functools.partial(measure, fusions), seed)
+
+
+@pytest.mark.parametrize("fusion", HEADED, ids=lambda fusion: fusion.__name__)
+def test_lists_hold_what_each_fusion_of_heads_covers(fusion: type[sf.FusedOperation]):
+    grad = not issubclass(fusion, sf.InferenceFusion)
+
+    def holds(spec: ListSpec) -> bool:
+        with torch.set_grad_enabled(grad), sf.fusing(only=(fusion,)):
+            inputs = {name: torch.randn(4, width) for name, width in (("x", spec.width), *spec.inputs)}
+            return spec.build().plan(**inputs).count(fusion.__name__) > 0
+
+    assert holds(hypothesis.find(LISTS, holds, settings=FIRST))
