@@ -10,10 +10,11 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import JointFusion, Requirements
-from ..operation import Gated, Grads, Pointwise
+from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, Linear, RMSNorm
 from ..ops._norm import stats_dtype
 from ..ops.linear import weight_grad
+from ..pointwise import Gated, Pointwise
 from ._norm import copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look, shift
 from .linearactivationlinear import LinearActivationLinear
 
