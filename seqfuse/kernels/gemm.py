@@ -930,7 +930,7 @@ class _Kind(NamedTuple):
     t_is_output: bool = False
 
 
-# The last of each weight holds most; of gradients the last two, the second of which is launched for aligned tiles alone.
+# The last of each weight holds most; of gradients the last two, of which the second is for aligned tiles alone.
 _KINDS: dict[Weight, tuple[_Kind, ...]] = {
     "light": (
         _Kind("forward", "plain", b_t=True),
