@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse.kernels import _decode_ops, decode
@@ -175,6 +176,8 @@ def test_caches_may_have_any_strides() -> None:
         name: t.transpose(1, 2).contiguous().transpose(1, 2) if name in "kv" else t for name, t in tensors.items()
     }
     assert_bitwise_equal(decode.decode_attention(**turned), decode.decode_attention(**tensors))
+    apart = {name: F.pad(t, (1, 4), value=torch.nan)[..., 1:-4] if name in "qkv" else t for name, t in tensors.items()}
+    assert_bitwise_equal(decode.decode_attention(**apart), decode.decode_attention(**tensors))
 
 
 def test_a_new_row_is_written_where_there_is_room() -> None:
