@@ -151,9 +151,14 @@ def bias_of(bias: Bias | None) -> Tensor | None:
 
 def worth(linear: Linear, env: Env, launches: float, passes: float, columns: int) -> Savings:
     """Launches and passes over a tensor of `columns` not made, against the slower product."""
-    rows, itemsize = rows_of(env), env.dtype.itemsize
-    flops = 2.0 * rows * linear.in_features * linear.out_features * (_FLOAT32 if itemsize == 4 else 1)
-    return Savings(launches=launches, bytes=float(passes * rows * columns * itemsize), flops=-_SLOWER * flops)
+    moved = float(passes * rows_of(env) * columns * env.dtype.itemsize)
+    return Savings(launches=launches, bytes=moved, flops=-_SLOWER * product_flops(linear, env))
+
+
+def product_flops(linear: Linear, env: Env) -> float:
+    """FLOPs of a product, those in float32 as many more as they take longer."""
+    slower = _FLOAT32 if env.dtype.itemsize == 4 else 1
+    return 2.0 * rows_of(env) * linear.in_features * linear.out_features * slower
 
 
 def as_rows(t: Tensor) -> Tensor:

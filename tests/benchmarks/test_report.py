@@ -97,6 +97,21 @@ def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
     )
 
 
+def test_what_the_front_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None:
+    page = "Before.\n<!-- figures: speed -->\nold\n<!-- end of figures -->\nAfter.\n"
+    assert "no GPU has run the kernels yet" in report.redrawn(page)
+    (results / "gpu.json").write_text(json.dumps(found()))
+    shown = report.redrawn(page)
+    assert shown.startswith("Before.\n<!-- figures: speed -->\n")
+    assert shown.endswith("<!-- end of figures -->\nAfter.\n")
+    assert "old" not in shown
+    assert "](docs/figures/peers.svg)" in shown
+    assert "](docs/figures/roofline.svg)" in shown
+    counted = [v.status for v in report.verdicts() if v.values]
+    assert f"{counted.count('met')} of {len(counted)} targets that were measured are met." in shown
+    assert 0 < counted.count("met") < len(counted)
+
+
 def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     given = {"gpu": found(), "host": None, "memory": None, "planning": None}
