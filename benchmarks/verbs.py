@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # What comes first installs what those after it find.
-VERBS = ("help", "demo", "format-check", "lint", "types", "docs", "test", "check", "test-full", "kernels", "bench")
+VERBS = ("help", "demo", "lint", "types", "docs", "test", "check", "test-full", "kernels", "bench")
 
 
 def timed(verb: str, clone: Path) -> dict[str, Any]:
