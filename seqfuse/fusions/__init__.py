@@ -33,6 +33,7 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `BlockBoundary`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each way; the residual
   stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
+* `BlockBoundaryActivation`: a block's boundary and the activation of its norm, likewise.
 * `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
   stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
 * `BiasQKNormRotaryAttention`: the same with attention behind it; a step of decoding writes its row into the cache in
@@ -64,6 +65,7 @@ from .biasqknormrotary import (
 )
 from .biasqknormrotaryattention import BiasQKNormRotaryAttention
 from .blockboundary import BlockBoundary, BlockBoundaryBackward
+from .blockboundaryactivation import BlockBoundaryActivation
 from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
 from .linearactivationlinear import LinearActivationLinear, WideLinearActivationLinear
@@ -112,6 +114,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasGatedBackward,
     BiasDropoutAddBackward,
     BlockBoundary,
+    BlockBoundaryActivation,
     NormActivationJoint,
     NormActivation,
     BlockBoundaryBackward,
@@ -152,6 +155,7 @@ __all__ = [
     "BiasQKNormRotaryBackward",
     "BiasQKNormRotaryInference",
     "BlockBoundary",
+    "BlockBoundaryActivation",
     "BlockBoundaryBackward",
     "BlockEndBackward",
     "GatedLinearBackward",

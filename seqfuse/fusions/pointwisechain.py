@@ -45,32 +45,15 @@ class PointwiseChain(ForwardFusion):
         parts = (self.first, *self.rest)
         return _worth(parts, env, -_ahead(parts, True)[2])
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        first_seed: Tensor | None = None,
-        rest_0_seed: Tensor | None = None,
-        rest_1_seed: Tensor | None = None,
-        rest_2_seed: Tensor | None = None,
-        rest_3_seed: Tensor | None = None,
-        rest_4_seed: Tensor | None = None,
-        rest_5_seed: Tensor | None = None,
-        rest_6_seed: Tensor | None = None,
-        rest_7_seed: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels.pointwise import pointwise
 
-        seeds = (
-            first_seed, rest_0_seed, rest_1_seed, rest_2_seed, rest_3_seed, rest_4_seed, rest_5_seed, rest_6_seed,
-            rest_7_seed,
-        )  # fmt: skip
         parts = (self.first, *self.rest)
         steps, places, _ = _ahead(parts, True)
         y, *stored = pointwise(x, _chain(steps), _operands(parts, seeds))
         assert y is not None
         kept = [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
-        records = [_record(part, t, seed) for part, t, seed in zip(parts, kept, seeds, strict=False)]
+        records = [_record(part, t, seed) for part, t, seed in zip(parts, kept, seeds, strict=True)]
         return y, {"first": records[0], "rest": tuple(records[1:])}
 
 
@@ -91,26 +74,9 @@ class PointwiseChainInference(InferenceFusion):
     def saves(self, env: Env) -> Savings:
         return _worth((self.first, *self.rest), env)
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        first_seed: Tensor | None = None,
-        rest_0_seed: Tensor | None = None,
-        rest_1_seed: Tensor | None = None,
-        rest_2_seed: Tensor | None = None,
-        rest_3_seed: Tensor | None = None,
-        rest_4_seed: Tensor | None = None,
-        rest_5_seed: Tensor | None = None,
-        rest_6_seed: Tensor | None = None,
-        rest_7_seed: Tensor | None = None,
-    ) -> Any:
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> Any:
         from ..kernels.pointwise import pointwise
 
-        seeds = (
-            first_seed, rest_0_seed, rest_1_seed, rest_2_seed, rest_3_seed, rest_4_seed, rest_5_seed, rest_6_seed,
-            rest_7_seed,
-        )  # fmt: skip
         parts = (self.first, *self.rest)
         return pointwise(x, _chain(_ahead(parts, False)[0]), _operands(parts, seeds))[0]
 
@@ -146,7 +112,7 @@ class PointwiseChainBackward(BackwardFusion):
         summed: list[tuple[str, Bias]] = []
         for part, record, slot in reversed([*zip((self.first, *self.rest), (first, *rest), slots, strict=True)]):
             if isinstance(part, Pointwise):
-                steps.append(("dact", (device(part),)))
+                steps.append(("dact", (part,)))
                 operands.append(record.x if part.reads == "input" else record.y)
             elif isinstance(part, Scale):
                 steps.append(("scale", (record.factor,)))
@@ -200,7 +166,7 @@ def _ahead(parts: Sequence[Part], keep: bool) -> tuple[Steps, list[int | None], 
                     steps.append(("store", ()))
                     here, stored = stored, stored + 1
                 place = here
-            steps.append(("act", (device(part),)))
+            steps.append(("act", (part,)))
             here = None
             if keep and part.reads == "output":
                 if not _active(parts[i + 1 :]):
@@ -231,7 +197,7 @@ def _dropout(part: Dropout, p: float, random: bool) -> Steps:
 
 def _operands(parts: Sequence[Part], seeds: Sequence[Tensor | None]) -> list[Tensor]:
     """What the steps of the forward chain take, in order."""
-    taken = (part.read() if isinstance(part, Bias) else seed for part, seed in zip(parts, seeds, strict=False))
+    taken = (part.read() if isinstance(part, Bias) else seed for part, seed in zip(parts, seeds, strict=True))
     return [t for t in taken if t is not None]
 
 
@@ -245,12 +211,13 @@ def _record(part: Part, t: Any, seed: Tensor | None) -> context.Saved:
 
 def _chain(steps: Steps) -> Chain:
     """A chain by the names of its steps and what they are made with, each once made."""
-    key = tuple((name, *map(_identity, of)) for name, of in steps)
+    made = [(name, [device(o) if isinstance(o, Pointwise) else o for o in of]) for name, of in steps]
+    key = tuple((name, *map(_identity, of)) for name, of in made)
     found = _chains.get(key)
     if found is None:
         from ..kernels import pointwise
 
-        found = _chains[key] = pointwise.Chain(*(getattr(pointwise, name)(*of) for name, of in steps))
+        found = _chains[key] = pointwise.Chain(*(getattr(pointwise, name)(*of) for name, of in made))
     return found
 
 

@@ -272,6 +272,14 @@ def architecture(device: torch.device) -> str:
     return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
 
 
+def register_limit(registers: int | None, arch: str) -> dict[str, int]:
+    """The option of a launch whose threads may have so many registers; there is none on AMD.
+
+    Without one the compiler may spill to make room for more programs on a processor than there are.
+    """
+    return {"maxnreg": registers} if registers is not None and arch.startswith("sm_") else {}
+
+
 # Few enough for tests to be quick, and more than one.
 INTERPRETER_PROCESSORS = 2
 

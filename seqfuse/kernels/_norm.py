@@ -18,7 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ._columns import several_column_sums
-from ._launch import as_rows, cdiv, inner_contiguous, launch, next_power_of_2, processors, traced, workspace
+from ._launch import (
+    architecture,
+    as_rows,
+    cdiv,
+    inner_contiguous,
+    launch,
+    next_power_of_2,
+    processors,
+    register_limit,
+    traced,
+    workspace,
+)
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, apply
@@ -347,13 +358,18 @@ class Backward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A launch: rows and columns at a time, chunks of a row, warps, stages of the pipeline."""
+    """A launch: rows and columns at a time, chunks of a row, warps, stages of the pipeline.
+
+    A persistent grid has `per_processor` programs for each processor; `registers` as in `register_limit`.
+    """
 
     m: int
     n: int
     chunks: int
     num_warps: int
     stages: int = 1
+    per_processor: int = 1
+    registers: int | None = None
 
 
 def forward_tile(columns: int, itemsize: int) -> Tile:
@@ -372,14 +388,20 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
     """As forward, with two tensors and two or three running sums in registers up to 8,192 columns.
 
     Up to half of it where an activation or dropout, `heavy`, needs registers as well, and again where rows are not
-    aligned.
+    aligned, of which both need twice as many threads. What is light and small has as many programs as a processor's
+    registers hold at a time, 24 warps of 80.
     """
     widest = (2048 if itemsize == 8 else 8192) // (2 if heavy else 1) // (2 if columns % 16 else 1)
     n = next_power_of_2(columns)
     chunk = n if n <= widest else widest // 2
     m = max(1, 1024 // chunk)
     stages = 1 if heavy or itemsize == 8 or columns % 16 or chunk * itemsize > 8192 else 2
-    return Tile(m, chunk, cdiv(columns, chunk), max(4, min(16, m * chunk // 256)), stages)
+    crowded = heavy and columns % 16 > 0
+    warps = max(4, min(16, m * chunk // (128 if crowded else 256)))
+    if stages == 2 and m * chunk <= 2048:
+        return Tile(m, chunk, cdiv(columns, chunk), warps, stages, 24 // warps, 80)
+    programs = max(1, min(8, 8192 // columns))
+    return Tile(m, chunk, cdiv(columns, chunk), warps, stages, programs, 128 if crowded else None)
 
 
 def sums_tile(itemsize: int) -> Tile:
@@ -529,7 +551,7 @@ def backward(
     shared = (d, source, *statistics, weight, bias)
     function = _activation_constexprs(centered, zero_centered, act)
     flags = {name: kind is not None for name, kind in zip(("DWEIGHT", "DBETA", "DBIAS"), wanted, strict=True)}
-    programs = min(cdiv(M, tile.m), processors(x.device) * max(1, min(8, 8192 // N)))
+    programs = min(cdiv(M, tile.m), processors(x.device) * tile.per_processor)
     steps = cdiv(cdiv(M, tile.m), programs)
     programs = cdiv(cdiv(M, tile.m), steps)
     partials: Tensor | None = None
@@ -546,6 +568,7 @@ def backward(
             ),
             backward_constexprs(tile, function, None if seed is None else p, in_rows, N % 4 == 0, triton_compute),
             tile.num_warps,
+            **register_limit(tile.registers, architecture(x.device)),
         )  # fmt: skip
     if wide and sums:
         s = sums_tile(x.element_size())
@@ -616,6 +639,8 @@ def norm_variants(centered: bool) -> Iterator[Variant]:
     for columns in (64, 1024, 2048, 4096, 8192, 16384, 65536, 1001, 4095, 5000, 16383, 65535):
         for around in ((), _AROUND):
             yield from _of_width(centered, torch.bfloat16, columns, around)
+    for columns in (256, 512, 2048, 4096):
+        yield from _of_width(centered, torch.bfloat16, columns, ("residual",))
     for dtype in (torch.float16, torch.float32, torch.float64):
         for columns in (1024, 4096, 8192, 16384, 65536):
             yield from _of_width(centered, dtype, columns, _AROUND)
@@ -638,6 +663,7 @@ def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[st
             constexprs=constexprs | {n: None for n in pointers if n not in present},
             divisible=(*pointers, *((n for n in numbers if n not in ("M", "steps")) if aligned else ())),
             num_warps=tile.num_warps,
+            options=register_limit(tile.registers, "sm_"),
         )
 
     extra = {"pre_bias": "bias", "seed": "seed", "residual": "residual"}
@@ -649,14 +675,15 @@ def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[st
     constexprs = forward_constexprs(tile, 1e-5, centered, False, p, act, grouped, compute)
     yield variant(_norm_fwd_kernel, "fwd", tile, present, constexprs)
 
-    tile = backward_tile(columns, dtype.itemsize, bool(around))
+    tile = backward_tile(columns, dtype.itemsize, act is not None or p is not None)
     function = _activation_constexprs(centered, False, act)
     wide = tile.chunks > 1
-    flags = {"DWEIGHT": True, "DBETA": centered, "DBIAS": bool(around)}
+    flags = {"DWEIGHT": True, "DBETA": centered, "DBIAS": "pre_bias" in around}
     present = dict.fromkeys(("dy", "x", "weight", "dx"), item) | {"rstd": stats}
     present |= {"beta": item, "mean": stats} if centered else {}
     shared = dict(present)
-    present |= {"seed": "i64", "dstream": item, "dbranch": item} if around else {}
+    present |= {"dstream": item} if "residual" in around else {}
+    present |= {"seed": "i64", "dbranch": item} if "seed" in around else {}
     present |= {} if wide else {"partials": stats}
     inside = dict.fromkeys(flags, False) if wide else flags
     constexprs = backward_constexprs(tile, function, p, inside, grouped, compute)

@@ -17,7 +17,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import cdiv, inner_contiguous, interpreted, launch, next_power_of_2, processors, traced, workspace
+from ._launch import (
+    architecture,
+    cdiv,
+    inner_contiguous,
+    interpreted,
+    launch,
+    next_power_of_2,
+    processors,
+    register_limit,
+    traced,
+    workspace,
+)
 from ._variants import TRITON_DTYPES, Variant
 
 MAX_HEAD = 256
@@ -236,6 +247,7 @@ def decode_attention(
         _constexprs(group, size, softcap is not None, window is not None, block_n, q.dtype),
         _warps(q.dtype),
         _stages(q.dtype, k_scale is not None),
+        **register_limit(_registers(q.dtype, k_scale is not None), architecture(q.device)),
     )  # fmt: skip
     if partials is not None:
         launch(
@@ -312,6 +324,11 @@ def _stages(dtype: torch.dtype, int8: bool) -> int:
 
 def _warps(dtype: torch.dtype) -> int:
     return 8 if dtype is torch.float32 else 4
+
+
+# As many as two programs of a processor have; numbers that were int8 take more.
+def _registers(dtype: torch.dtype, int8: bool) -> int | None:
+    return 128 if dtype is torch.float32 and not int8 else None
 
 
 def _checked(
@@ -398,7 +415,8 @@ def _decode_variant(dtype: torch.dtype, size: int, group: int, int8: bool, limit
     present |= {"partials": "fp32", "sums": "fp32"} if split else {}
     fixed = _constexprs(group, size, limited, limited, _block_n(size, dtype, int8), dtype, interpret=False)
     label = f"decode {item} {size} group {group}" + " int8" * int8 + " limited" * limited + " split" * split
-    return _variant(label, _decode_kernel, present, fixed, _warps(dtype), _stages(dtype, int8))
+    registers = _registers(dtype, int8)
+    return _variant(label, _decode_kernel, present, fixed, _warps(dtype), _stages(dtype, int8), registers)
 
 
 def _write_variant(dtype: torch.dtype, size: int, int8: bool) -> Variant:
@@ -410,7 +428,13 @@ def _write_variant(dtype: torch.dtype, size: int, int8: bool) -> Variant:
 
 
 def _variant(
-    name: str, kernel: Any, present: dict[str, str], fixed: dict[str, Any], num_warps: int, num_stages: int = 3
+    name: str,
+    kernel: Any,
+    present: dict[str, str],
+    fixed: dict[str, Any],
+    num_warps: int,
+    num_stages: int = 3,
+    registers: int | None = None,
 ) -> Variant:
     floats = {"scale": "fp32", "softcap": "fp32"}
     counts = {"heads": "i32", "kv_heads": "i32", "rows": "i32", "splits": "i32", "window": "i32"}
@@ -436,4 +460,5 @@ def _variant(
         divisible=(*present, *strides),
         num_warps=num_warps,
         num_stages=num_stages,
+        options=register_limit(registers, "sm_"),
     )

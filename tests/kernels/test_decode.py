@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -169,19 +168,13 @@ def test_what_does_not_fit_is_refused() -> None:
         decode.decode_attention(**tensors, window=0)
 
 
-SPILLED_BY_3_9 = ("decode fp32 256 group 1 split", "sm_80")
-
-
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_compile_without_spills(target: str) -> None:
     compiled = list(compile_variants(["seqfuse.kernels.decode"], [target], only=r"bf16 128|fp32 \d+ group", jobs=1))
     assert len(compiled) >= 10
     for one in compiled:
         assert one.error is None, one
-        # Register counts drift by version: of Triton 3.9 two registers of one configuration go to memory.
-        drifted = importlib.metadata.version("triton").startswith("3.9.") and (one.variant, target) == SPILLED_BY_3_9
-        assert one.spills == (8 if drifted else 0), one
-        assert one.int32_multiplications == 0, one
+        assert one.spills == one.int32_multiplications == 0, one
         assert not one.over_shared, one
 
 
