@@ -212,10 +212,10 @@ class LinearActivationLinear(JointFusion):
 
 
 class WideLinearActivationLinear(LinearActivationLinear):
-    """`LinearActivationLinear` where it takes as long as what it replaces, to within one part in eighty.
+    """`LinearActivationLinear` where h is written once more in at most one part in eighty of the products' time.
 
-    h is written once more than it would be, which takes time in proportion to its size; the products take time in
-    proportion to that and to the width of x and y, so that of a wide block it is a small part.
+    That takes time in proportion to the size of h, and the products in proportion to that and to the width of x and y,
+    so that of a wide block it is a small part: what times differ by from run to run.
     """
 
     def requires(self, env: Env) -> Requirements:
