@@ -66,6 +66,7 @@ clean:  ## remove what was built; the environment stays
 
 # Without build isolation the backend comes from the constraints too.
 $(VENV)/.has-pip: $(CONSTRAINTS)
+	@echo "installing into $(VENV): minutes without a word where pip has nothing in its cache"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) hatchling editables
 	@touch $@

@@ -190,6 +190,19 @@ def parallel() -> str | None:
     return text([*lines, *table(head, rows, left=2)])
 
 
+def verbs() -> str:
+    """What each verb of the Makefile takes."""
+    found = read("verbs")
+    if found is None:
+        return "Not measured yet.\n"
+    rows = [
+        (f"`make {row['verb']}`", f"{row['seconds']:,.0f} s", "" if row["status"] == 0 else "failed")
+        for row in found["verbs"]
+    ]
+    lines = [f"{found['about']['cores']} cores, commit {found['about']['commit'][:7]}.", ""]
+    return text([*lines, *table(("verb", "wall time", ""), rows)])
+
+
 def verdicts() -> list[targets.Verdict]:
     """Every target by what there is."""
     found: dict[str, Any] = {"gpu": (read("gpu") or {}).get("rows", {}).values()}
@@ -278,6 +291,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "layers": layers,
     "parallel": parallel,
     "targets": goals,
+    "verbs": verbs,
     "gpu": gpu,
     "speed": speed,
 }

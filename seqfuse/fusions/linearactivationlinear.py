@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from ._gemm import (
 from ._kernels import device, rows_of
 from .biasdropoutadd import branch_bwd
 from .blockend import branch_worth, drops
+
+if TYPE_CHECKING:
+    from ..kernels.gemm import Gradients
 
 # What memory may cost by default, of the time of the products: less than times differ from run to run.
 _PART = 1 / 80
@@ -168,13 +171,11 @@ class LinearActivationLinear(JointFusion):
         d = d if d.dtype is saved.z.dtype else d.to(saved.z.dtype)
         if not before:
             return None, grads, d, self._again(saved), None
-        dz, grads["bias.bias"], h = self._inner(d, saved, needs)
+        dz, grads["bias.bias"], h, _ = self._inner(d, saved, needs)
         dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1) if "x" in needs else None
         return dx, grads, d, h, dz
 
-    def _inner(
-        self, dy: Tensor, saved: context.Saved, needs: frozenset[str]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _inner(self, dy: Tensor, saved: context.Saved, needs: frozenset[str]) -> Gradients:
         """dz, its sum over all rows and h."""
         from ..kernels import gemm
 
@@ -182,8 +183,8 @@ class LinearActivationLinear(JointFusion):
         around: dict[str, Any] = {"t": saved.z, "dropout": drop, "tf32": tf32()}
         around |= {"sums": "bias.bias" in needs, "emit": "out.weight" in needs}
         if isinstance(act, Gated):
-            return gemm.linear_dgrad_gated(dy, saved.out_weight, act=device(act.activation), **around)[:3]
-        return gemm.linear_dgrad(dy, saved.out_weight, act=device(act), **around)[:3]
+            return gemm.linear_dgrad_gated(dy, saved.out_weight, act=device(act.activation), **around)
+        return gemm.linear_dgrad(dy, saved.out_weight, act=device(act), **around)
 
     def _again(self, saved: context.Saved) -> Tensor:
         h: Tensor = self.act.fwd(saved.z)[0]
@@ -211,10 +212,10 @@ class LinearActivationLinear(JointFusion):
 
 
 class WideLinearActivationLinear(LinearActivationLinear):
-    """`LinearActivationLinear` where it takes as long as what it replaces, to within one part in eighty.
+    """`LinearActivationLinear` where h is written once more in at most one part in eighty of the products' time.
 
-    h is written once more than it would be, which takes time in proportion to its size; the products take time in
-    proportion to that and to the width of x and y, so that of a wide block it is a small part.
+    That takes time in proportion to the size of h, and the products in proportion to that and to the width of x and y,
+    so that of a wide block it is a small part: what times differ by from run to run.
     """
 
     def requires(self, env: Env) -> Requirements:

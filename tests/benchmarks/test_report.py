@@ -124,6 +124,19 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
         assert "<script" not in one
 
 
+def test_every_verb_that_needs_no_gpu_and_changes_nothing_is_timed(results: Path) -> None:
+    import verbs
+
+    makefile = (Path(verbs.ROOT) / "Makefile").read_text()
+    declared = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
+    assert set(verbs.VERBS) == declared - {"format", "clean", "report", "bench-gpu", "test-gpu"}
+    assert report.verbs() == "Not measured yet.\n"
+    rows = [{"verb": "demo", "seconds": 61.7, "status": 0}, {"verb": "docs", "seconds": 5.0, "status": 2}]
+    (results / "verbs.json").write_text(json.dumps({"about": {"cores": 2, "commit": "abcdefgh"}, "verbs": rows}))
+    assert "| `make demo` | 62 s |  |" in report.verbs()
+    assert "| `make docs` | 5 s | failed |" in report.verbs()
+
+
 def test_committed_results_can_be_drawn() -> None:
     for name, draw in report.DRAWN.items():
         shown = draw()

@@ -326,6 +326,27 @@ def test_in_every_regime(device: torch.device, dtype: torch.dtype, regime: str) 
     check_wgrad(dy=dy, x=x, accumulate=True)
 
 
+@pytest.mark.parametrize("regime", ["zeros", "extremes"])
+def test_at_the_edges_of_a_format(device: torch.device, dtype: torch.dtype, regime: str) -> None:
+    """Zeros stay zeros, and what overflows does so in torch as well; fused may be finite where unfused is not."""
+    o = operands(device, dtype)
+    x, dy = (in_regime(regime, shape, i, dtype=dtype).to(device) for i, shape in enumerate(((M, K), (M, N))))
+    if dtype is not torch.float16:
+        # Whether a sum overflows in float32, which is summed in, would depend on its order.
+        x, dy = x / 512, dy / 512
+    (y, z), (dx, total, _) = (
+        gemm.linear(x, o.weight, act=ACTIVATIONS["relu"], store_pre=True, residual=dy),
+        gemm.linear_dgrad(dy, o.weight, act=ACTIVATIONS["relu"], t=o.t, sums=True),
+    )
+    ahead = eager_linear(x, o.weight, act="relu", store_pre=True, residual=dy)
+    back = eager_dgrad(dy, o.weight, act="relu", t=o.t)
+    dw = gemm.linear_wgrad(dy, x)
+    for one, other in ((y, ahead["y"]), (z, ahead["z"]), (dx, back["dz"]), (dw, dy.t() @ x)):
+        assert regime == "extremes" or not one.any()
+        assert (one.isfinite() | ~other.isfinite()).all()
+    assert regime == "extremes" or not total.any()
+
+
 class _LinearThenGated(torch.autograd.Function):
     """dropout(gelu(x w^T)), then a gated product with a bias: every gradient by a kernel."""
 

@@ -120,6 +120,13 @@ def test_is_used_where_it_was_asked_for_and_not_by_default():
         assert unasked.count("LinearActivationLinear") == unasked.count("WideLinearActivationLinear") == 0
 
 
+def test_the_one_of_the_default_rules_takes_the_place_too(device: torch.device):
+    list_ = [ops.Linear(6, 5), ops.SiLU(), ops.Linear(5, 48)]
+    list_ = [operation.to(device) for operation in list_]
+    x = seeded_randn((5, 6), 0).to(device)
+    check_fusion(fusions.WideLinearActivationLinear, x, *list_, dtypes=[torch.float32])
+
+
 @pytest.mark.parametrize(("act", "wide", "narrow"), [(ops.GeLU, 2560, 2304), (ops.SwiGLU, 2048, 1536)])
 def test_by_default_wide_blocks_do_not_keep_the_activation(
     act: type[sf.UnfusedOperation], wide: int, narrow: int
