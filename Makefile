@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-gpu check format format-check lint types docs bench bench-gpu kernels clean
+.PHONY: help demo test test-full test-gpu check format format-check lint types docs bench bench-gpu report kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench: $(VENV)/.has-bench  ## measure everything that needs no GPU; ARGS='host m
 bench-gpu:  ## measure on a GPU beside the peers, in 8 minutes; needs torch and Triton in GPU_PYTHON
 	PYTHON=$(GPU_PYTHON) LIMIT=480 BENCH='$(ARGS)' benchmarks/on_gpu.sh bench
 
+report: $(VENV)/.has-bench  ## draw the plots and tables of README and docs from what was measured
+	$(BIN)/python benchmarks/report.py
+
 test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest and hypothesis in GPU_PYTHON
 	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh test
 
@@ -63,6 +66,7 @@ clean:  ## remove what was built; the environment stays
 
 # Without build isolation the backend comes from the constraints too.
 $(VENV)/.has-pip: $(CONSTRAINTS)
+	@echo "installing into $(VENV): minutes without a word where pip has nothing in its cache"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) hatchling editables
 	@touch $@

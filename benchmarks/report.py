@@ -1,12 +1,14 @@
 """Tables and plots of what was measured, for README.md and docs/: losses as plainly as wins, and what was never run.
 
-Tables are Markdown, drawn from `results/*.json` between marks of the pages by `tests/examples/printed.py`. As a script
-this draws the plots into `docs/figures/`, where matplotlib is installed, and prints the targets.
+Tables are Markdown, drawn from `results/*.json` between marks of the pages. As a script this draws them, and the plots
+in `docs/figures/` where matplotlib is installed, and prints the targets.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +21,10 @@ import targets
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIGURES = re.compile(
+    r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
+)
 
 
 def read(name: str) -> dict[str, Any] | None:
@@ -129,9 +135,12 @@ def memory() -> str | None:
     rows = []
     for row in found["memory"]:
         kept = row["kept"]
-        shares = (f"{kept[name] / kept['eager']:.2f}" for name in ("seqfuse", "seqfuse lean"))
-        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f} MiB", *shares))
-    return text(table(("block of", "eager", "seqfuse", "with `fusions.lean`"), rows))
+        found_of = (
+            (f"{kept[name] / kept['eager']:.2f}", f"{row['cost'][name]:.1%}") for name in ("seqfuse", "seqfuse lean")
+        )
+        rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f} MiB", *itertools.chain(*found_of)))
+    head = ("block of", "eager", "seqfuse", "for time", "with `fusions.lean`", "for time")
+    return text(table(head, rows))
 
 
 def layers() -> str | None:
@@ -181,6 +190,19 @@ def parallel() -> str | None:
     return text([*lines, *table(head, rows, left=2)])
 
 
+def verbs() -> str:
+    """What each verb of the Makefile takes."""
+    found = read("verbs")
+    if found is None:
+        return "Not measured yet.\n"
+    rows = [
+        (f"`make {row['verb']}`", f"{row['seconds']:,.0f} s", "" if row["status"] == 0 else "failed")
+        for row in found["verbs"]
+    ]
+    lines = [f"{found['about']['cores']} cores, commit {found['about']['commit'][:7]}.", ""]
+    return text([*lines, *table(("verb", "wall time", ""), rows)])
+
+
 def verdicts() -> list[targets.Verdict]:
     """Every target by what there is."""
     found: dict[str, Any] = {"gpu": (read("gpu") or {}).get("rows", {}).values()}
@@ -224,6 +246,17 @@ def gpu() -> str:
     return text(lines[:-1])
 
 
+def speed() -> str:
+    """What README.md shows of a GPU: the plots, and how many targets are met."""
+    found = read("gpu")
+    if found is None:
+        return "No plot of speeds stands here: no GPU has run the kernels yet.\n"
+    verdict = [v.status for v in verdicts() if v.values]
+    lines = [where(found["about"]), "", "![Speed against others](docs/figures/peers.svg)", ""]
+    lines += ["![Fraction of what the device can do](docs/figures/roofline.svg)", ""]
+    return text([*lines, f"{verdict.count('met')} of {len(verdict)} targets that were measured are met."])
+
+
 def _group(rows: list[dict[str, Any]]) -> list[str]:
     called = "as_called" in rows[0]
     peers = list(dict.fromkeys(name for row in rows for name in row["times"] if name != "seqfuse"))
@@ -258,12 +291,29 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "layers": layers,
     "parallel": parallel,
     "targets": goals,
+    "verbs": verbs,
     "gpu": gpu,
+    "speed": speed,
 }
+
+
+def redrawn(page: str) -> str:
+    """A page with the tables as they are to be drawn now."""
+
+    def drawn(figures: re.Match[str]) -> str:
+        table = DRAWN[figures[2]]()
+        return figures[0] if table is None else figures[1] + table
+
+    return FIGURES.sub(drawn, page)
 
 
 def main() -> None:
     print(goals())
+    for page in PAGES:
+        old = page.read_text()
+        if (new := redrawn(old)) != old:
+            page.write_text(new)
+            print(f"rewrote {page.relative_to(ROOT)}")
     figures = ROOT / "docs" / "figures"
     drawn = plots.draw({name: read(name) for name in ("host", "planning", "memory", "gpu")}, figures)
     print(f"drew {', '.join(drawn)}" if drawn else "no plots: matplotlib is not installed")

@@ -8,9 +8,11 @@ what its epilogue adds is counted. Writes `results/traffic.json`, which docs/ker
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,17 +21,25 @@ from seqfuse.testing.traffic import Traffic, counted, fewest
 
 ROWS, COLUMNS, WIDE = 24, 1040, 20_480
 PRODUCT = ("a", "b", "c")
+SCRATCH = ("partials", "sums", "biases", "gains", "deltas")  # written by one kernel for the next
 
 
 @dataclasses.dataclass
 class Case:
-    """What a kernel is asked for; `run` gives its results."""
+    """What a kernel is asked for; `run` gives its results.
+
+    Args:
+        least: the fewest bytes, where they are not those of inputs and results.
+        tiles: bytes that have to be moved where something is read once per tile, by a formula.
+    """
 
     kernel: str
     what: str
     shape: tuple[int, int]
     inputs: list[Tensor]
     run: Callable[[], Any]
+    least: int | None = None
+    tiles: int | None = None
 
     @property
     def product(self) -> bool:
@@ -41,7 +51,7 @@ class Case:
         with counted() as traffic:
             results = self.run()
         outputs = [t for t in results if t is not None]
-        least = fewest(*self.inputs, *(outputs[1:] if self.product else outputs))
+        least = self.least or fewest(*self.inputs, *(outputs[1:] if self.product else outputs))
         moved, cached, partials = _split(traffic, self.product)
         return {
             "kernel": self.kernel,
@@ -61,7 +71,7 @@ def _split(traffic: Traffic, product: bool) -> tuple[int, int, int]:
     moved = cached = partials = 0
     for launch in traffic.launches:
         for name, argument in launch.arguments.items():
-            if name == "partials":
+            if name in SCRATCH:
                 partials += argument.total
             elif product and name in PRODUCT:
                 moved += argument.loaded if name == "c" else 0
@@ -77,6 +87,9 @@ def cases() -> Iterator[Case]:
     yield from pointwise_cases()
     yield from norm_cases()
     yield from gemm_cases()
+    yield from heads_cases()
+    yield from attention_cases()
+    yield from decode_cases()
 
 
 def drawn(*shape: int) -> Tensor:
@@ -209,6 +222,116 @@ def gemm_cases() -> Iterator[Case]:
         "gemm", "wgrad added to main_grad", (N, K), [main],
         lambda: (gemm.linear_wgrad(other, x, main_grad=main, tile=tile),),
     )  # fmt: skip
+
+
+def heads_cases() -> Iterator[Case]:
+    """What stands between a product and attention, on packed heads."""
+    from seqfuse.kernels import rope as k
+
+    heads, kv_heads, size = 4, 2, 64
+    width, known = (heads + 2 * kv_heads) * size, heads + kv_heads
+    x, bias, positions = drawn(ROWS, width), drawn(width), torch.arange(ROWS)
+    gains = [drawn(size), drawn(size)]
+    rstd, bf16 = torch.ones(ROWS, known), torch.bfloat16
+    turn = k.Rotation("half", size)
+    angles = k._frequencies(turn, x.device)  # pyright: ignore[reportPrivateUsage]
+    weights: dict[str, Any] = dict(zip(("q_weight", "k_weight"), gains, strict=True))
+    norm: dict[str, Any] = {"norm_eps": 1e-6, **weights}
+    before: dict[str, Any] = {"x": x, "rstd": rstd, **weights}
+    sums: dict[str, Any] = {"dbias": bf16, "dq_weight": bf16, "dk_weight": bf16}
+    forward: tuple[tuple[str, list[Tensor], dict[str, Any]], ...] = (
+        ("rotation", [x, angles], {}),
+        ("rotation, positions", [x, angles, positions], {"positions": positions}),
+        ("bias, norm, rotation", [x, angles, bias, *gains], {"bias": bias, **norm}),
+        ("bias, norm, rotation, x + bias", [x, angles, bias, *gains], {"bias": bias, "store": True, **norm}),
+    )
+    for what, inputs, named in forward:
+        run = functools.partial(k.rope_fwd, x, heads, kv_heads, turn, **named)
+        yield Case("rope", what, (ROWS, width), inputs, run)
+    dy = drawn(ROWS, width)
+    backward: tuple[tuple[str, list[Tensor], dict[str, Any]], ...] = (
+        ("d rotation", [dy, angles], {}),
+        ("d rotation, d bias", [dy, angles], {"dbias": bf16}),
+        ("d rotation, d norm, d bias, d gains", [dy, angles, x[:, : known * size], rstd, *gains], {**before, **sums}),
+    )
+    for what, inputs, named in backward:
+        run = functools.partial(k.rope_bwd, dy, heads, kv_heads, turn, **named)
+        yield Case("rope", what, (ROWS, width), inputs, run)
+
+
+def attention_cases() -> Iterator[Case]:
+    """Attention of 2 heads over a key head, both ways, in blocks of sm_90: each of rows reads the keys it sees."""
+    from seqfuse.kernels import attention as k
+
+    def run(function: Callable[..., Any], *args: Any, **limits: Any) -> Any:
+        with mock.patch.object(k, "architecture", return_value="sm_90"):
+            return function(*args, **limits) or out
+
+    S, H, D, element = 320, 2, 64, 2
+    q, y, dy = drawn(1, H, S, D), drawn(1, S, H, D), drawn(1, S, H, D)
+    key, value, lse = drawn(1, 1, S, D), drawn(1, 1, S, D), torch.zeros(1, H, S)
+    out = (drawn(1, H, S, D), drawn(1, 1, S, D), drawn(1, 1, S, D))
+    fwd, dq, dkv = (k.tile_of(name, D, q.dtype, "sm_90") for name in ("fwd", "dq", "dkv"))
+    for limits in ({}, {"causal": True}, {"causal": True, "window": 64}):
+        named = ", ".join(("", *(name if how is True else f"{name} {how}" for name, how in limits.items())))
+        of_rows = functools.partial(_read, S, causal=limits.get("causal", False), window=limits.get("window", S))
+        of_keys = functools.partial(of_rows, turned=True)
+        rows, shape = H * S * D * element, (S, H * D)
+        tiles = 2 * rows + lse.nbytes + 2 * H * of_rows(fwd.m, fwd.n) * D * element
+        yield Case(
+            "attention", f"forward{named}", shape, [q, key, value],
+            functools.partial(run, k.attention_fwd, q, key, value, **limits), tiles=tiles,
+        )  # fmt: skip
+        tiles = 4 * rows + lse.nbytes + 2 * H * of_rows(dq.m, dq.n) * D * element
+        tiles += 4 * key.nbytes + H * of_keys(dkv.n, dkv.m) * (2 * D * element + lse.element_size())
+        yield Case(
+            "attention", f"backward{named}", shape, [dy, q, key, value, y, lse],
+            functools.partial(run, k.attention_bwd, dy, q, key, value, y, lse, out, **limits), tiles=tiles,
+        )  # fmt: skip
+
+
+def _read(length: int, block: int, other: int, *, causal: bool, window: int, turned: bool = False) -> int:
+    """Keys (rows, if `turned`) that all blocks of rows (keys) read together, in whole blocks of them."""
+    total = 0
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        first = start if causal and turned else max(0, start - window + 1)
+        last = end if causal and not turned else min(length, end + window - 1)
+        total += min(length, -(-last // other) * other) - first // other * other
+    return total
+
+
+def decode_cases() -> Iterator[Case]:
+    """A step of decoding: the new row, and attention over caches of two lengths, of 4 heads that share a key head."""
+    from seqfuse.kernels import decode as k
+    from seqfuse.kernels import rope
+
+    B, H, D, most = 2, 4, 64, 512
+    lengths, q, new = torch.tensor([300, 77]), drawn(B, H, D), drawn(B, 1, D)
+    x, turn = drawn(B, (H + 2) * D), rope.Rotation("half", D)
+    angles = rope._frequencies(turn, x.device)  # pyright: ignore[reportPrivateUsage]
+    for kind in (torch.bfloat16, torch.int8):
+        keys, values = (torch.ones(B, 1, most, D, dtype=kind) for _ in range(2))
+        scales = [torch.ones(B, 1, most) for _ in range(2 * (kind is torch.int8))]
+        caches: dict[str, Any] = {"k": keys, "v": values, "lengths": lengths}
+        caches |= dict(zip(("k_scale", "v_scale"), scales, strict=False))
+        row = 2 * (D * keys.element_size() + 4 * len(scales) // 2)  # of both caches
+        name = "" if kind is torch.bfloat16 else ", int8"
+        yield Case(
+            "decode", f"attention{name}", (most, H * D), [],
+            lambda caches=caches: (k.decode_attention(q, **caches),),
+            least=2 * q.nbytes + lengths.nbytes + int(lengths.sum()) * row,
+        )  # fmt: skip
+        yield Case(
+            "decode", f"write{name}", (most, H * D), [],
+            lambda caches=caches: (k.cache_write(new, new, **caches),),
+            least=2 * new.nbytes + lengths.nbytes + B * row,
+        )  # fmt: skip
+        yield Case(
+            "decode", f"rotation, write{name}", (most, H * D), [],
+            lambda caches=caches: (rope.rope_write(x, H, 1, turn, **caches),),
+            least=x.nbytes + q.nbytes + angles.nbytes + lengths.nbytes + B * row,
+        )  # fmt: skip
 
 
 def main() -> None:

@@ -212,7 +212,7 @@ def main() -> None:
         f"model: {count:,} parameters, {len(plan.names)} operations in {len(plan.segments)} segments,\n"
         f"       {forward} fused forward, {backward} fused backward, {len(plan.alone)} alone; its first block:\n"
     )
-    print(f"{fused.model.body[2][0].plan(fused.model.body[:2](x))}\n")
+    print(f"{fused.model.body[2][0].plan(fused.model.body[:2](x))}\n", flush=True)
 
     before = fused.validate(held_out)
     train(fused, unfused, text, args.steps, args.seed)

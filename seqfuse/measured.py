@@ -29,11 +29,15 @@ _SOURCES = ("kernels", "ops", "fusions")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Measurement:
-    """Nanoseconds of one pass by a fusion and by the operations it replaces, or why it could not be measured."""
+    """Nanoseconds of one pass by a fusion and by the operations it replaces, or why it could not be measured.
+
+    `noise` is what the difference may be off by: one that is no larger says nothing.
+    """
 
     fused: float = 0.0
     unfused: float = 0.0
     failed: str = ""
+    noise: float = 0.0
 
     @property
     def saving(self) -> int:
@@ -42,12 +46,13 @@ class Measurement:
 
     @property
     def refusal(self) -> str | None:
-        """Why a plan does not use the fusion; `None` where it is faster."""
+        """Why a plan does not use the fusion; `None` where it is faster by more than the noise."""
         if self.failed:
             return f"it failed when it was measured: {self.failed}"
-        if self.saving > 0:
+        if self.saving > self.noise:
             return None
-        return f"measured {self.fused / 1000:.1f} us against {self.unfused / 1000:.1f} us unfused"
+        times = f"measured {self.fused / 1000:.1f} us against {self.unfused / 1000:.1f} us unfused"
+        return f"{times}, within {self.noise / 1000:.1f} us of noise" if self.saving > 0 else times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +226,7 @@ class Elsewhere(store.Corrupt):
 def stated(found: Mapping[str, Measurement]) -> dict[str, dict[str, Any]]:
     """Measurements as plain data; `entries` reads them."""
     return {
-        key: {"failed": m.failed} if m.failed else {"fused_ns": m.fused, "unfused_ns": m.unfused}
+        key: {"failed": m.failed} if m.failed else {"fused_ns": m.fused, "unfused_ns": m.unfused, "noise_ns": m.noise}
         for key, m in found.items()
     }
 
@@ -267,14 +272,14 @@ def _entry(key: str, entry: Any) -> Measurement | None:
     if not isinstance(entry, dict):
         raise store.Corrupt(f"the entry of {key[:60]!r} is no object")
     fields = cast(dict[str, Any], entry)
-    if not fields.keys() <= {"fused_ns", "unfused_ns", "failed"}:
+    if not fields.keys() <= {"fused_ns", "unfused_ns", "noise_ns", "failed"}:
         return None  # of a program that knows more than this one, or of nobody who means well
     if fields.keys() == {"failed"} and isinstance(fields["failed"], str) and fields["failed"]:
         return Measurement(failed=fields["failed"][:300])
-    times = fields.get("fused_ns"), fields.get("unfused_ns")
-    if len(fields) != 2 or not all(_is_time(t) for t in times):
+    times, noise = (fields.get("fused_ns"), fields.get("unfused_ns")), fields.get("noise_ns", 0)
+    if "failed" in fields or not all(_is_time(t) for t in times) or not (noise == 0 or _is_time(noise)):
         raise store.Corrupt(f"the entry of {key[:60]!r} holds no two times")
-    return Measurement(float(cast(Any, times[0])), float(cast(Any, times[1])))
+    return Measurement(float(cast(Any, times[0])), float(cast(Any, times[1])), noise=float(noise))
 
 
 def _is_time(value: Any) -> bool:

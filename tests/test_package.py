@@ -244,7 +244,8 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
 
     def run(code: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        # Isolated: a PYTHONPATH would bring torch, or this repository, along.
+        return subprocess.run([python, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
 
     without = run("import seqfuse")
     assert without.stderr.strip().splitlines()[-1].startswith("ModuleNotFoundError: seqfuse needs PyTorch 2.11")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import PluginError
 from ..generated import Source, identifier
-from ..maingrad import MainGrads, accumulated
+from ..maingrad import accumulated
 from ..saved import Layout, Saved, packing, reader, rebuilder
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def back(backs: Sequence[Back], failed: Callable[..., Tensor | None]) -> Callabl
     until then, the step has changed nothing.
     """
     s = Source("backward", "d, sides, packed, tensors, sums")
-    s.constants.update(failed=failed, fit=fit, zeros=_zeros, plus=_plus, fell=ForwardFellBack)
+    s.constants.update(failed=failed, fit=fit, zeros=_zeros, plus=_plus, fell=ForwardFellBack, accumulated=accumulated)
     s.add("at = 0", "try:")
     s.depth += 1
     for i, step in enumerate(backs):
@@ -135,7 +135,8 @@ def _one(s: Source, step: Back) -> None:
     s.add(f"if {' or '.join(f'{name} is not None' for name, _ in [('d', ''), *came])}:")
     s.depth += 1
     if step.adds:
-        s.add(f"buffers = {s.put(_offer)}(packed, {s.put(step.grads)})")
+        s.add(f"buffers = packed.get({BUFFERS})")
+        s.add(f"buffers = {{}} if buffers is None else buffers.offer({s.put(step.grads)})")
     if step.kind == "joint":
         s.add(f"if {step.records[0][1]} not in packed: raise fell")
     if came and step.kind == "backward":
@@ -166,7 +167,9 @@ def _one(s: Source, step: Back) -> None:
             known = f"sums[{target}]"
         one = f"grads[{s.put(key)}]"
         if step.adds and not isinstance(target, str):
-            one = f"{s.put(_left)}({one}, {s.put(key)}, packed, {s.put(step.name)}, {step.start})"
+            s.add(f"own = {one}", "if own is accumulated:")
+            s.add(f"    own = {s.put(_left)}({s.put(key)}, packed, {s.put(step.name)}, {step.start})")
+            one = "own"
         s.add(f"g{j} = {one if known is None else f'plus({known}, {one})'}")
         latest[target] = f"g{j}"
     if step.dtype is not None:
@@ -232,17 +235,10 @@ def _fit_record(record: Saved, layout: Layout) -> None:
             fields[name] = tuple(fit(v, layout) if isinstance(v, Tensor) else v for v in several)
 
 
-def _offer(packed: Packed, grads: tuple[tuple[str, int], ...]) -> dict[str, Tensor]:
-    buffers: MainGrads | None = packed.get(BUFFERS)
-    return {} if buffers is None else buffers.offer(grads)
-
-
-def _left(g: Any, key: str, packed: Packed, name: str, at: int) -> Tensor | None:
-    """What is left of a gradient to hand on: nothing of one that was added to its buffer."""
-    if g is not accumulated:
-        return g
+def _left(key: str, packed: Packed, name: str, at: int) -> None:
+    """What is left to hand on of a gradient that was added to its buffer: nothing, if it was."""
     if BUFFERS in packed and key in packed[BUFFERS].taken():
-        return None
+        return
     message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
     raise PluginError(message, code="SF303", operation=name, position=at)
 

@@ -18,6 +18,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 
 * `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue, and a dropout after
   it; in training the pre-activation is stored where the activation's gradient reads it.
+* `WideLinearActivationLinear`: of two products and what is between them only the pre-activation is kept, where they are
+  so wide that writing the activation again, inside a product of the backward pass, takes next to no time.
 * `LinearGated`, `LinearGatedInference`: a gated unit there, from two accumulators, and a dropout after it.
 * `LinearBiasDropoutAdd`: dropout and the residual sum there.
 * `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
@@ -31,6 +33,7 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `BlockBoundary`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each way; the residual
   stream is written once and no mask is stored.
 * `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
+* `BlockBoundaryActivation`: a block's boundary and the activation of its norm, likewise.
 * `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
   stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
 * `BiasQKNormRotaryAttention`: the same with attention behind it; a step of decoding writes its row into the cache in
@@ -43,7 +46,8 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
 `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
 
-* `LinearActivationLinear`: of two products and what is between them only the pre-activation.
+* `LinearActivationLinear`: of two products and what is between them only the pre-activation, however narrow they are.
+* `NormLinearActivationLinear`: of a whole feed-forward block its input and the pre-activation.
 """
 
 from ..fusion import FusedOperation
@@ -61,9 +65,10 @@ from .biasqknormrotary import (
 )
 from .biasqknormrotaryattention import BiasQKNormRotaryAttention
 from .blockboundary import BlockBoundary, BlockBoundaryBackward
+from .blockboundaryactivation import BlockBoundaryActivation
 from .blockend import BlockEndBackward
 from .gatedlinear import GatedLinearBackward
-from .linearactivationlinear import LinearActivationLinear
+from .linearactivationlinear import LinearActivationLinear, WideLinearActivationLinear
 from .linearbias import LinearBias, LinearBiasBackward
 from .linearbias_triton import LinearBiasBackwardTriton
 from .linearbiasact import LinearBiasAct
@@ -75,6 +80,7 @@ from .lineargated import LinearGated, LinearGatedInference
 from .normactivation import NormActivation, NormActivationJoint
 from .normbackward import NormBackward
 from .normforward import NormForward
+from .normlinearactivationlinear import NormLinearActivationLinear
 from .pointwisechain import PointwiseChain, PointwiseChainBackward, PointwiseChainInference
 from .scaleadd import ScaleAdd
 
@@ -93,6 +99,7 @@ triton: tuple[type[FusedOperation], ...] = (
     LinearBiasActivationInference,
     LinearGatedInference,
     BiasActivationInference,
+    WideLinearActivationLinear,
     LinearBiasActivation,
     LinearGated,
     LinearBiasDropoutAdd,
@@ -107,6 +114,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasGatedBackward,
     BiasDropoutAddBackward,
     BlockBoundary,
+    BlockBoundaryActivation,
     NormActivationJoint,
     NormActivation,
     BlockBoundaryBackward,
@@ -124,7 +132,7 @@ triton: tuple[type[FusedOperation], ...] = (
 )
 """Fusions made of Triton kernels, refused where none can run; not yet run on a GPU."""
 
-lean: tuple[type[FusedOperation], ...] = (LinearActivationLinear,)
+lean: tuple[type[FusedOperation], ...] = (NormLinearActivationLinear, LinearActivationLinear)
 """Fusions that keep less for the backward pass and take longer, for whoever asks for them."""
 
 default: tuple[type[FusedOperation], ...] = (*triton, *aten)
@@ -147,6 +155,7 @@ __all__ = [
     "BiasQKNormRotaryBackward",
     "BiasQKNormRotaryInference",
     "BlockBoundary",
+    "BlockBoundaryActivation",
     "BlockBoundaryBackward",
     "BlockEndBackward",
     "GatedLinearBackward",
@@ -166,10 +175,12 @@ __all__ = [
     "NormActivationJoint",
     "NormBackward",
     "NormForward",
+    "NormLinearActivationLinear",
     "PointwiseChain",
     "PointwiseChainBackward",
     "PointwiseChainInference",
     "ScaleAdd",
+    "WideLinearActivationLinear",
     "aten",
     "default",
     "lean",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,10 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
-from ._norm import copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+
+if TYPE_CHECKING:
+    from ..kernels._norm import Forward
 
 
 class BlockBoundary(ForwardFusion):
@@ -32,32 +35,21 @@ class BlockBoundary(ForwardFusion):
     outputs = ("fork_out",)
 
     def requires(self, env: Env) -> Requirements:
-        yield from _requirements(self.norm, self.dropout, env)
+        yield from boundary_takes(self.norm, self.dropout, env)
 
     def saves(self, env: Env) -> Savings:
-        # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
-        before = (self.bias is not None) + _drops(self.dropout)
-        tensors = 1 + 2 * before + copies(self.norm, env)
-        return Savings(launches=1 + before, bytes=tensors * pass_bytes(self.norm, env))
+        return forward_worth(self.bias, self.dropout, self.norm, env)
 
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        saved: dict[str, Any] = {"add": Add.NOTHING}
-        dtype = torch.promote_types(x.dtype, add_other.dtype)
-        around: dict[str, Any] = {"residual": add_other}
+        out, record, seed = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed)
+        assert out.stream is not None
+        saved: dict[str, Any] = {"add": Add.NOTHING, "norm": record}
         if self.bias is not None:
-            row = self.bias.read()
-            dtype = torch.promote_types(dtype, row.dtype)
-            around["pre_bias"] = row.contiguous()
             saved["bias"] = Bias.NOTHING
         if self.dropout is not None:
-            seed, p = dropout_seed if self.dropout.random else None, self.dropout.p
-            around |= {"seed": seed, "p": p}
-            saved["dropout"] = Dropout.Saved(seed=seed, p=p)
-        # The kernel writes the stream in the dtype of x.
-        out, saved["norm"] = norm_fwd(self.norm, x if x.dtype is dtype else x.to(dtype), **around)
-        assert out.stream is not None
+            saved["dropout"] = Dropout.Saved(seed=seed, p=self.dropout.p)
         if self.fork is None:
             return out.y, {}, saved
         return out.y, {"fork_out": out.stream}, {**saved, "fork": Fork.NOTHING}
@@ -79,13 +71,10 @@ class BlockBoundaryBackward(BackwardFusion):
     triton = True
 
     def requires(self, env: Env) -> Requirements:
-        yield from _requirements(self.norm, self.dropout, env)
+        yield from boundary_takes(self.norm, self.dropout, env)
 
     def saves(self, env: Env) -> Savings:
-        # The sum with d_fork_out, which is read in any case; dropout's pass, which is written; the bias's sum.
-        launches = (self.fork is not None) + _drops(self.dropout) + (self.bias is not None)
-        tensors = second_look(self.norm, env) + launches + (self.fork is not None)
-        return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
+        return backward_worth(self.bias, self.dropout, self.fork, self.norm, env)
 
     def bwd(
         self,
@@ -121,7 +110,50 @@ def _drops(dropout: Dropout | None) -> bool:
     return dropout is not None and dropout.random
 
 
-def _requirements(norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:
+def forward_worth(bias: Bias | None, dropout: Dropout | None, norm: LayerNorm | RMSNorm, env: Env) -> Savings:
+    """What is saved by the forward pass of slots `bias` to `norm` in one."""
+    # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
+    before = (bias is not None) + _drops(dropout)
+    tensors = 1 + 2 * before + copies(norm, env)
+    return Savings(launches=1 + before, bytes=tensors * pass_bytes(norm, env))
+
+
+def backward_worth(
+    bias: Bias | None, dropout: Dropout | None, fork: Fork | None, norm: LayerNorm | RMSNorm, env: Env
+) -> Savings:
+    """What is saved by the backward pass of slots `bias` to `norm` in one."""
+    # The sum with d_fork_out, which is read in any case; dropout's pass, which is written; the bias's sum.
+    launches = (fork is not None) + _drops(dropout) + (bias is not None)
+    tensors = second_look(norm, env) + launches + (fork is not None)
+    return Savings(launches=launches, bytes=tensors * pass_bytes(norm, env))
+
+
+def boundary_fwd(
+    bias: Bias | None,
+    dropout: Dropout | None,
+    norm: LayerNorm | RMSNorm,
+    x: Tensor,
+    other: Tensor,
+    seed: Tensor | None,
+    **around: Any,
+) -> tuple[Forward, Record, Tensor | None]:
+    """Slots `bias` to `norm`, the norm's record, and the seed if it was read; `around` is for the kernel."""
+    dtype = torch.promote_types(x.dtype, other.dtype)
+    around["residual"] = other
+    if bias is not None:
+        row = bias.read()
+        dtype = torch.promote_types(dtype, row.dtype)
+        around["pre_bias"] = row.contiguous()
+    if dropout is None or not dropout.random:
+        seed = None
+    else:
+        around |= {"seed": seed, "p": dropout.p}
+    # The kernel writes the stream in the dtype of x.
+    return *norm_fwd(norm, x if x.dtype is dtype else x.to(dtype), **around), seed
+
+
+def boundary_takes(norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:
+    """What the kernels ask of a boundary."""
     yield from kernels_take(norm, env)
     upscale = dropout is None or dropout.mode == "upscale_in_train"
     yield upscale, "its kernel scales what dropout keeps: mode must be upscale_in_train"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ._gemm import (
     kernel_takes,
     kernel_takes_dropout,
     mask,
+    product_flops,
     tf32,
     unit_worth,
     weight_of,
@@ -30,6 +31,12 @@ from ._gemm import (
 from ._kernels import device, rows_of
 from .biasdropoutadd import branch_bwd
 from .blockend import branch_worth, drops
+
+if TYPE_CHECKING:
+    from ..kernels.gemm import Gradients
+
+# What memory may cost by default, of the time of the products: less than times differ from run to run.
+_PART = 1 / 80
 
 
 class LinearActivationLinear(JointFusion):
@@ -40,8 +47,8 @@ class LinearActivationLinear(JointFusion):
     dweight = dz^T x, dx = dz weight, dother = dy.  h of the backward pass is made of the rounded z, as it is where
     nothing is fused; what was dropped is decided again from the seeds.
 
-    This trades a pass over h for the memory that h would take from the forward to the backward pass, and so is not
-    among the default rules: `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
+    This trades a pass over h for the memory that h would take from the forward to the backward pass. The default rules
+    hold it as `WideLinearActivationLinear`, where that pass is next to nothing; `fusions.lean` takes it everywhere.
 
     x: [*, in_features], z: [*, F], of a gated unit [*, 2 F], h: [*, F], other, y: [*, out_features].
     Source: Chen et al. 2016, arXiv:1604.06174, of keeping less and making it again.
@@ -78,7 +85,7 @@ class LinearActivationLinear(JointFusion):
         yield reads_input, f"{type(self.act).__name__} keeps its output, which the product after it keeps as well"
 
     def saves(self, env: Env) -> Savings:
-        """What the two passes save, and h twice: a byte that is not kept counts as one that is read and written."""
+        """What the two passes save, less what h costs, and `memory`."""
         gated, dropped = isinstance(self.act, Gated), drops(self.dropout)
         launches, tensors = (2, 4) if gated else (1, 1)
         if self.bias is not None:
@@ -92,9 +99,16 @@ class LinearActivationLinear(JointFusion):
         inner = unit_worth(self.out, self.bias, self.act, dropped, env)
         back = branch_worth(inner, self.out_bias, self.out_dropout, env)
         # The product that makes dz writes h as well.
-        kept = float(rows_of(env) * self.out.in_features * env.dtype.itemsize)
-        parts = (*ahead, back, Savings(bytes=kept))
+        parts = (*ahead, back, Savings(bytes=self.memory(env) - self._written_again(env)))
         return Savings(sum(s.launches for s in parts), sum(s.bytes for s in parts), sum(s.flops for s in parts))
+
+    def memory(self, env: Env) -> float:
+        """Bytes that take no time and yet are among `saves`: what is not kept counts as if it were read and written."""
+        return 2 * self._written_again(env)
+
+    def _written_again(self, env: Env) -> float:
+        """Bytes of h."""
+        return float(rows_of(env) * self.out.in_features * env.dtype.itemsize)
 
     def fwd(
         self,
@@ -134,28 +148,34 @@ class LinearActivationLinear(JointFusion):
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
     ) -> tuple[Tensor | None, Grads]:
+        dx, grads, d, h, dz = self.gradients(dy, saved, needs)
+        # Last: what fails before them may fall back.
+        if d is not None and h is not None:
+            grads["out.weight"] = weight_grad(d, h, main_grads.pop("out.weight", None))
+        if dz is not None and "linear.weight" in needs:
+            grads["linear.weight"] = weight_grad(dz, saved.x, main_grads.pop("linear.weight", None))
+        return dx, grads
+
+    def gradients(
+        self, dy: Tensor, saved: context.Saved, needs: frozenset[str]
+    ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None], Tensor | None, Tensor | None, Tensor | None]:
+        """dx, all gradients but those of weights, and what makes them as far as they are wanted: d, h and dz."""
         grads: dict[str, Tensor | Accumulated | None] = {"add.other": dy if "add.other" in needs else None}
         before = not needs.isdisjoint({"x", "linear.weight", "bias.bias"})
         wanted = before or "out.weight" in needs, "out_bias.bias" in needs
         dropped = Dropout.Saved(seed=saved.out_seed, p=saved.out_p)
         d, grads["out_bias.bias"] = branch_bwd(dy, self.out_bias, self.out_dropout, dropped, *wanted)
         if d is None:
-            return None, grads
+            return None, grads, None, None, None
         # The operations hand on a gradient in their own dtype where the residual has another.
         d = d if d.dtype is saved.z.dtype else d.to(saved.z.dtype)
         if not before:
-            grads["out.weight"] = weight_grad(d, self._again(saved), main_grads.pop("out.weight", None))
-            return None, grads
-        dz, grads["bias.bias"], h = self._inner(d, saved, needs)
+            return None, grads, d, self._again(saved), None
+        dz, grads["bias.bias"], h, _ = self._inner(d, saved, needs)
         dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1) if "x" in needs else None
-        # Last: what fails before them may fall back.
-        if h is not None:
-            grads["out.weight"] = weight_grad(d, h, main_grads.pop("out.weight", None))
-        if "linear.weight" in needs:
-            grads["linear.weight"] = weight_grad(dz, saved.x, main_grads.pop("linear.weight", None))
-        return dx, grads
+        return dx, grads, d, h, dz
 
-    def _inner(self, dy: Tensor, saved: Saved, needs: frozenset[str]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _inner(self, dy: Tensor, saved: context.Saved, needs: frozenset[str]) -> Gradients:
         """dz, its sum over all rows and h."""
         from ..kernels import gemm
 
@@ -166,11 +186,11 @@ class LinearActivationLinear(JointFusion):
             return gemm.linear_dgrad_gated(dy, saved.out_weight, act=device(act.activation), **around)
         return gemm.linear_dgrad(dy, saved.out_weight, act=device(act), **around)
 
-    def _again(self, saved: Saved) -> Tensor:
+    def _again(self, saved: context.Saved) -> Tensor:
         h: Tensor = self.act.fwd(saved.z)[0]
         return h if self.dropout is None else self.dropout.fwd(h, seed=saved.seed)[0]
 
-    def unfused(self, saved: Saved) -> dict[str, context.Saved]:
+    def unfused(self, saved: context.Saved) -> dict[str, context.Saved]:
         """The operations' own records."""
         kept: Any = vars(saved).get  # what no gradient reads was dropped
         records: dict[str, Any] = {
@@ -189,6 +209,25 @@ class LinearActivationLinear(JointFusion):
         if self.add is not None:
             records["add"] = Add.NOTHING
         return records
+
+
+class WideLinearActivationLinear(LinearActivationLinear):
+    """`LinearActivationLinear` where h is written once more in at most one part in eighty of the products' time.
+
+    That takes time in proportion to the size of h, and the products in proportion to that and to the width of x and y,
+    so that of a wide block it is a small part: what times differ by from run to run.
+    """
+
+    def requires(self, env: Env) -> Requirements:
+        yield from super().requires(env)
+        part = self.part(env)
+        yield part <= _PART, f"writing the activation again takes {part:.1%} of the products' time, above {_PART:.2%}"
+
+    def part(self, env: Env) -> float:
+        """The time in which h is written once more, as a part of that of all products, forward and backward."""
+        products = 3 * (product_flops(self.linear, env) + product_flops(self.out, env))
+        again = Savings(bytes=self._written_again(env))
+        return env.microseconds(again) / env.microseconds(Savings(flops=products))
 
 
 def _active(dropout: Dropout | None, seed: Tensor | None) -> Tensor | None:

@@ -93,13 +93,25 @@ class NormActivationJoint(JointFusion):
 
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
         """The operations' own records."""
-        x, mean, rstd, weight = saved.x, saved.mean, saved.rstd, saved.weight
-        if mean is None:
-            record: Record = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
-        else:
-            record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
-        z = _normalized(x, mean, rstd, weight, saved.bias, self.norm.zero_centered)
-        return {"norm": record, "act": self.act.record(z, self.act.reference(z))}
+        return own_records(self.norm, self.act, saved.x, saved.mean, saved.rstd, saved.weight, saved.bias)
+
+
+def own_records(
+    norm: LayerNorm | RMSNorm,
+    act: Pointwise,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> dict[str, context.Saved]:
+    """The records of slots `norm` and `act`, where the former's result was not kept."""
+    if mean is None:
+        record: Record = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
+    else:
+        record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
+    z = _normalized(x, mean, rstd, weight, bias, norm.zero_centered)
+    return {"norm": record, "act": act.record(z, act.reference(z))}
 
 
 def _result_later(norm: LayerNorm | RMSNorm, record: Record) -> context.Recompute:

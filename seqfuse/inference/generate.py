@@ -49,6 +49,8 @@ def stream(
     Raises:
         ValueError: for arguments that do not fit together.
     """
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     _check(tokens, temperature, top_k, top_p, lengths)
     if cuda_graph and not (use_cache and tokens.device.type == "cuda"):
         where = f"{tokens.device}{'' if use_cache else ', without a cache'}"
@@ -144,7 +146,7 @@ def _check(tokens: Tensor, temperature: float, top_k: int | None, top_p: float |
         raise ValueError(
             f"expects prompts of at least one token, int64 [B, S], got {tokens.dtype} {tuple(tokens.shape)}"
         )
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must not be negative, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")

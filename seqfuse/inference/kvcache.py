@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Generator
 from typing import Any
@@ -13,22 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import InputError, StateError
 from ..ops import Attention, _cache
-from ..ops._attention import QKV, Scores, attend, kernels_run
+from ..ops._attention import QKV, Scores, attend, kernels_run, numbers
 from ..ops._attention_blocks import attend_blocks
-
-
-@dataclasses.dataclass(slots=True)
-class _Layer:
-    """Keys and values of one attention, [B, Hkv, max, D]; int8 ones with a scale each, [B, Hkv, max, 1]."""
-
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None = None
-    value_scales: Tensor | None = None
-
-    def tensors(self) -> list[Tensor]:
-        """Everything in it."""
-        return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+from ._layer import Layer
 
 
 class KVCache:
@@ -38,7 +24,8 @@ class KVCache:
     result is that of the model on all rows so far, for the rows fed. Position ids follow from what was fed, for
     rotary and learned positions alike. Buffers are made at the first call and written in place.
 
-    With int8, each key and value is kept as round(127 t / max |t|) over its D numbers, beside that scale.
+    With int8, each key and value is kept as round(127 t / max |t|) over its D numbers, beside that scale. Weights of
+    attention are not dropped, whatever the mode of the model.
 
     Args:
         batch: B, the number of sequences.
@@ -61,7 +48,7 @@ class KVCache:
             raise ValueError(f"batch and max_length must be at least 1, got {batch} and {max_length}")
         self.batch, self.max_length, self.int8 = batch, max_length, int8
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._layers: list[_Layer] = []
+        self._layers: list[Layer] = []
         self._most = 0  # no sequence is longer: what the host knows without asking the device
         self._alike = True  # whether all are of that length
         self._turn = 0
@@ -80,14 +67,16 @@ class KVCache:
             channels: public extra inputs of the model.
 
         Raises:
-            InputError: (SF101) for a batch of another size, or counts that are not [B].
-            StateError: (SF505) where a sequence would outgrow `max_length`; nothing has changed then.
+            InputError: (SF101) for a batch of another size, or counts that are not [B] integers of 0 to S (on a GPU an
+                error of the device).
+            StateError: (SF505) where a sequence would outgrow `max_length`, and nothing has changed then; for keys of
+                another model.
         """
         if x.ndim < 2 or x.shape[0] != self.batch:
             raise InputError(f"the cache has {self.batch} sequences, got x {tuple(x.shape)}", code="SF101")
-        if counts is not None and counts.shape != (self.batch,):
-            raise InputError(f"expects counts [{self.batch}], got {tuple(counts.shape)}", code="SF101")
         rows = x.shape[1]
+        if counts is not None:
+            _check_counts(counts, self.batch, rows)
         self.reserve(rows, counts)
         self._turn, self._counts, self._ends = 0, counts, None
         before = _cache.active.set(self)
@@ -146,7 +135,7 @@ class KVCache:
         q, k, v = attention.heads_of(x)
         layer = self._next(k)
         positions = self.positions(x)
-        self._write(layer, k, v, positions)
+        layer.write(k, v, positions, self._taken(positions))
         rows, first = x.shape[1], not self._most
         if first and self._counts is None and not self._fixed and not self.int8:
             how = Scores(attention.scale_of(x), True, attention.window, attention.softcap)
@@ -155,8 +144,8 @@ class KVCache:
             total = self.max_length if self._fixed else min(self._most + rows, self.max_length)
             mask = self._seen(positions, total, attention.window)
             how = Scores(attention.scale_of(x), False, None, attention.softcap, mask=mask)
-            qkv = self._read(q, layer, total)
-        return _attended(qkv, how).reshape(*x.shape[:2], -1)
+            qkv = layer.read(q, total)
+        return _attended(qkv, how).flatten(2)
 
     def decode(self, attention: Attention, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
         """The same of one row of each sequence by kernels; `None` where they do not do it, and nothing has changed.
@@ -176,52 +165,29 @@ class KVCache:
             return None
         from ..kernels.decode import decode_attention
 
-        layer = self._next(k)
+        turn, layer = self._turn, self._next(k)
         total = self.max_length if self._fixed else min(self._most + 1, self.max_length)
         kept = {"k": layer.keys, "v": layer.values, "k_scale": layer.key_scales, "v_scale": layer.value_scales}
         named = {name: None if t is None else t[:, :, :total] for name, t in kept.items()}
         caches: dict[str, Any] = {n: t.squeeze(-1) if t is not None and "scale" in n else t for n, t in named.items()}
-        q = write(x.squeeze(1), lengths=self.lengths, **caches)
         if self._ends is None:
             self._ends = self.lengths + 1  # of a full one the kernel reads what there is
         limits: dict[str, Any] = {"window": attention.window, "softcap": attention.softcap}
-        y = decode_attention(q, lengths=self._ends, scale=attention.scale_of(x), **caches, **limits)
+        try:
+            q = write(x.squeeze(1), lengths=self.lengths, **caches)
+            y = decode_attention(q, lengths=self._ends, scale=attention.scale_of(x), **caches, **limits)
+        except Exception:
+            self._turn = turn  # what takes the place of a fusion that failed writes the same rows again
+            raise
         return y.flatten(1).unsqueeze(1)
 
-    def _next(self, k: Tensor) -> _Layer:
+    def _next(self, k: Tensor) -> Layer:
         """The cache of the attention whose turn it is, for keys like k."""
         if self._turn == len(self._layers):
-            self._layers.append(self._empty(k))
+            self._layers.append(Layer.empty(k, self.max_length, int8=self.int8))
+        self._layers[self._turn].check(k)
         self._turn += 1
         return self._layers[self._turn - 1]
-
-    def _empty(self, k: Tensor) -> _Layer:
-        shape = (self.batch, k.shape[1], self.max_length, k.shape[3])
-        if not self.int8:
-            return _Layer(k.new_zeros(shape), k.new_zeros(shape))
-        whole, scales = k.new_zeros(shape, dtype=torch.int8), k.new_zeros((*shape[:3], 1), dtype=torch.float32)
-        return _Layer(whole, whole.clone(), scales, scales.clone())
-
-    def _write(self, layer: _Layer, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        sequence = torch.arange(self.batch, device=k.device).unsqueeze(1)
-        taken = None
-        if self._counts is not None:
-            taken = torch.arange(k.shape[2], device=k.device) < self._counts.unsqueeze(1)
-        pairs = [(layer.keys, layer.key_scales, k), (layer.values, layer.value_scales, v)]
-        for whole, scales, new in pairs:
-            rows = new.transpose(1, 2)  # [B, S, Hkv, D]
-            if scales is not None:
-                scale = rows.abs().amax(-1, keepdim=True).float() / 127
-                rows = (rows.float() / scale.clamp(min=1e-30)).round_().to(torch.int8)
-                _put(scales, sequence, positions, scale, taken)
-            _put(whole, sequence, positions, rows, taken)
-
-    def _read(self, q: Tensor, layer: _Layer, total: int) -> QKV:
-        keys, values = layer.keys[:, :, :total], layer.values[:, :, :total]
-        if layer.key_scales is None or layer.value_scales is None:
-            return q, keys, values
-        scales = layer.key_scales[:, :, :total], layer.value_scales[:, :, :total]
-        return q, (keys * scales[0]).to(q.dtype), (values * scales[1]).to(q.dtype)
 
     def _seen(self, positions: Tensor, total: int, window: int | None) -> Tensor | None:
         """Which of the keys each row sees, [B, 1, S, total]; `None` for all."""
@@ -231,13 +197,23 @@ class KVCache:
         seen = key <= row
         if window is not None:
             seen &= row - key < window
-        if self._counts is not None:
-            taken = torch.arange(positions.shape[1], device=positions.device) < self._counts.unsqueeze(1)
-            seen &= taken.unsqueeze(-1)
-        return seen.unsqueeze(1)
+        taken = self._taken(positions)
+        return (seen if taken is None else seen & taken.unsqueeze(-1)).unsqueeze(1)
+
+    def _taken(self, positions: Tensor) -> Tensor | None:
+        """Which rows each sequence takes, [B, S]; `None` for all."""
+        if self._counts is None:
+            return None
+        return torch.arange(positions.shape[1], device=positions.device) < self._counts.unsqueeze(1)
 
     def reorder(self, index: Tensor) -> None:
-        """Continue sequence b from what sequence `index[b]` has, as a beam search does; in place."""
+        """Continue sequence b from what sequence `index[b]` has, as a beam search does; in place.
+
+        Raises:
+            InputError: (SF101) for an index that is not [B].
+        """
+        if index.shape != (self.batch,):
+            raise InputError(f"expects an index [{self.batch}], got {tuple(index.shape)}", code="SF101")
         for layer in self._layers:
             for t in layer.tensors():
                 used = t[:, :, : self._most]
@@ -245,11 +221,22 @@ class KVCache:
         self.lengths.copy_(self.lengths.index_select(0, index))
 
     def truncate(self, lengths: int | Tensor) -> None:
-        """Forget what came after this many rows of each sequence, to go on from a prefix."""
+        """Forget what came after this many rows of each sequence, to go on from a prefix.
+
+        Raises:
+            ValueError: for a negative number.
+        """
         if isinstance(lengths, int):
+            if lengths < 0:
+                raise ValueError(f"lengths must not be negative, got {lengths}")
             self._most = min(self._most, lengths)
-        self.lengths.clamp_(max=lengths)
+        self.lengths.copy_(torch.minimum(self.lengths, torch.as_tensor(lengths, device=self.lengths.device)).clamp_(0))
         self._alike = self._alike and isinstance(lengths, int)
+        # What is hidden has a weight of zero, and zero times a NaN that an earlier sequence left is none.
+        gone = torch.arange(self.max_length, device=self.lengths.device) >= self.lengths.unsqueeze(1)
+        for layer in self._layers:
+            for t in layer.tensors():
+                t.masked_fill_(gone.view(self.batch, 1, -1, 1), 0)
 
     def expand(self, batch: int) -> KVCache:
         """A cache of `batch` copies of the one sequence in this, to go on from a common prefix.
@@ -261,9 +248,7 @@ class KVCache:
             raise InputError(f"only a cache of one sequence can be expanded, not of {self.batch}", code="SF101")
         new = KVCache(batch, self.max_length, device=self.lengths.device, int8=self.int8)
         new.lengths.copy_(self.lengths.expand(batch))
-        new._layers = [
-            _Layer(*(t.expand(batch, -1, -1, -1).clone() for t in layer.tensors())) for layer in self._layers
-        ]
+        new._layers = [Layer(*(t.expand(batch, -1, -1, -1).clone() for t in layer.tensors())) for layer in self._layers]
         new._most, new._alike = self._most, self._alike
         return new
 
@@ -274,17 +259,20 @@ class KVCache:
         )
 
 
-def _put(whole: Tensor, sequence: Tensor, positions: Tensor, rows: Tensor, taken: Tensor | None) -> None:
-    """Write rows [B, S, Hkv, *] at their positions of [B, Hkv, max, *]; those that are not taken keep what is there."""
-    places = whole.transpose(1, 2)
-    if taken is not None:
-        rows = torch.where(taken.view(*taken.shape, 1, 1), rows, places[sequence, positions])
-    places[sequence, positions] = rows.to(whole.dtype)
-
-
 def _attended(qkv: QKV, how: Scores) -> Tensor:
     kernel = how.kernel(qkv[0], qkv[1].shape[2])
     return (attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel))[0]
+
+
+def _check_counts(counts: Tensor, batch: int, rows: int) -> None:
+    if counts.shape != (batch,) or counts.is_floating_point() or counts.is_complex():
+        got = f"{counts.dtype} {tuple(counts.shape)}"
+        raise InputError(f"expects integer counts [{batch}], got {got}", code="SF101")
+    wrong = ((counts < 0) | (counts > rows)).any()
+    if counts.is_cuda:  # without waiting for it
+        torch._assert_async(~wrong)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif wrong:
+        raise InputError(f"expects counts of 0 to {rows}, got {numbers(counts)}", code="SF101")
 
 
 def _check(attention: Attention) -> None:

@@ -51,7 +51,8 @@ class Attention(sf.UnfusedOperation):
 
     Raises:
         ValueError: for numbers that do not fit together.
-        InputError: (SF101) for a mask that does not broadcast, (SF107) for ends that do not run from 0 to S.
+        InputError: (SF101) for a mask that does not broadcast, or what is not of real numbers, (SF107) for ends that do
+            not run from 0 to S.
     """
 
     class Saved(sf.Saved):
@@ -232,6 +233,10 @@ class Attention(sf.UnfusedOperation):
         return mask.masked_fill(~seen, -torch.inf) if mask.is_floating_point() else (mask != 0) & seen
 
     def _check(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        if not x.is_floating_point() or (mask is not None and mask.is_complex()):
+            got = x.dtype if mask is None else f"{x.dtype} and a mask of {mask.dtype}"
+            message = f"expects floating-point x, and a mask of real numbers, if any, got {got}"
+            raise InputError(message, code="SF101", operation="Attention")
         if mask is not None:
             whole = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
             if not broadcasts(mask.shape, whole):

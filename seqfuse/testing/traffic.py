@@ -120,7 +120,10 @@ class _Counter:
         import numpy as np
 
         addresses = pointers.data.astype(np.int64)
-        addresses = addresses.ravel() if mask is None else addresses[np.broadcast_to(mask.data, addresses.shape)]
+        if mask is None:
+            addresses = addresses.ravel()
+        else:  # of booleans, or of numbers where a kernel combined some with `&`
+            addresses = addresses[np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)]
         for argument in self.arguments.values():
             if not addresses.size:
                 return

@@ -19,6 +19,9 @@ LIMIT = 30.0
 """Seconds that one candidate may take, compilation of its kernels among them."""
 
 ROUNDS, SECONDS = (3, 100), 0.2
+SIGMAS = 3
+"""Standard errors of the median difference that a candidate has to be faster by."""
+
 FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
 
 
@@ -58,8 +61,8 @@ def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
 Passes = tuple[Callable[[], Any], Callable[[], Any]]
 
 
-def compare(make: Callable[[], Passes], device: torch.device) -> tuple[float, float]:
-    """Medians of the two passes, in nanoseconds, by turns, so that what else the machine does meets both."""
+def compare(make: Callable[[], Passes], device: torch.device) -> Measurement:
+    """Medians of the two passes, by turns, so that what else the machine does meets both; and the noise of that."""
     try:
         timed = clock(device)
         fused, unfused = make()
@@ -76,7 +79,13 @@ def compare(make: Callable[[], Passes], device: torch.device) -> tuple[float, fl
         times[1].append(timed(unfused))
     import statistics  # brings fractions and decimals along, which importing seqfuse does without
 
-    return statistics.median(times[0]), statistics.median(times[1])
+    differences = [unfused - fused for fused, unfused in zip(*times, strict=True)]
+    middle = statistics.median(differences)
+    # Of many, those that something else held up must not count; of a few, the median deviation may be 0 by chance.
+    many = len(differences) >= 16
+    spread = 1.4826 * statistics.median(abs(d - middle) for d in differences) if many else statistics.stdev(differences)
+    noise = SIGMAS * 1.2533 * spread / len(differences) ** 0.5
+    return Measurement(statistics.median(times[0]), statistics.median(times[1]), noise=noise)
 
 
 def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
@@ -93,7 +102,7 @@ def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
     def work() -> None:
         try:
             with torch.no_grad(), _on(device):
-                done.append(Measurement(*compare(make, device)))
+                done.append(compare(make, device))
         except BaseException as error:
             done.append(error)
 

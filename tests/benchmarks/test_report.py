@@ -97,6 +97,21 @@ def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
     )
 
 
+def test_what_the_front_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None:
+    page = "Before.\n<!-- figures: speed -->\nold\n<!-- end of figures -->\nAfter.\n"
+    assert "no GPU has run the kernels yet" in report.redrawn(page)
+    (results / "gpu.json").write_text(json.dumps(found()))
+    shown = report.redrawn(page)
+    assert shown.startswith("Before.\n<!-- figures: speed -->\n")
+    assert shown.endswith("<!-- end of figures -->\nAfter.\n")
+    assert "old" not in shown
+    assert "](docs/figures/peers.svg)" in shown
+    assert "](docs/figures/roofline.svg)" in shown
+    counted = [v.status for v in report.verdicts() if v.values]
+    assert f"{counted.count('met')} of {len(counted)} targets that were measured are met." in shown
+    assert 0 < counted.count("met") < len(counted)
+
+
 def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     given = {"gpu": found(), "host": None, "memory": None, "planning": None}
@@ -107,6 +122,19 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
         assert one == other
         assert "RMSNorm 32768 x 8192" in one
         assert "<script" not in one
+
+
+def test_every_verb_that_needs_no_gpu_and_changes_nothing_is_timed(results: Path) -> None:
+    import verbs
+
+    makefile = (Path(verbs.ROOT) / "Makefile").read_text()
+    declared = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
+    assert set(verbs.VERBS) == declared - {"format", "clean", "report", "bench-gpu", "test-gpu"}
+    assert report.verbs() == "Not measured yet.\n"
+    rows = [{"verb": "demo", "seconds": 61.7, "status": 0}, {"verb": "docs", "seconds": 5.0, "status": 2}]
+    (results / "verbs.json").write_text(json.dumps({"about": {"cores": 2, "commit": "abcdefgh"}, "verbs": rows}))
+    assert "| `make demo` | 62 s |  |" in report.verbs()
+    assert "| `make docs` | 5 s | failed |" in report.verbs()
 
 
 def test_committed_results_can_be_drawn() -> None:

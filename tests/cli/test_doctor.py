@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from seqfuse import env, fusions
+from seqfuse import fusions
 from seqfuse.cli import doctor
+from seqfuse.settings import Settings
 
 from .conftest import Cli
 
@@ -36,7 +37,7 @@ def test_versions_devices_and_settings(cli: Cli) -> None:
     assert data["versions"]["torch"] == torch.__version__
     assert data["devices"][0]["name"] == "cpu"
     assert len(data["devices"]) == 1 + torch.cuda.device_count()
-    assert data["settings"].keys() == {field.name for field in dataclasses.fields(env.Settings)}
+    assert data["settings"].keys() == {field.name for field in dataclasses.fields(Settings)}
     assert (data["settings"]["fusing"], data["settings"]["tune"]) == (True, False)
     assert data["warnings"] == []
 

@@ -189,10 +189,11 @@ def on_a_terminal(*arguments: str) -> str:
     return out.decode()
 
 
-def test_colors_are_for_terminals_only() -> None:
+def test_colors_are_for_terminals_only(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     assert "\x1b[1m" in on_a_terminal("-m", "seqfuse", "doctor")
-    assert "\x1b" not in python("-m", "seqfuse", "doctor", FORCE_COLOR="").stdout
-    assert "\x1b" not in python("-m", "seqfuse", "--help").stdout
+    assert "\x1b" not in cli("doctor").out
+    assert "\x1b" not in cli("--help").out
 
 
 def test_importing_the_library_imports_no_command() -> None:

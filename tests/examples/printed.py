@@ -27,9 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MARK = "\x00"
-FIGURES = re.compile(
-    r"(<!-- figures: (?:benchmarks/results/)?(\w+)(?:\.json)? -->\n).*?(?=<!-- end of figures -->)", re.DOTALL
-)
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
 SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/settings.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
@@ -102,7 +99,7 @@ def regenerated(page: Path) -> str:
 
         markdown = FAULTS.sub(lambda _: faults.table(), markdown)
     markdown = SETTINGS.sub(lambda _: variables(), markdown)
-    return FIGURES.sub(_drawn, markdown)
+    return report().redrawn(markdown)
 
 
 def report() -> ModuleType:
@@ -111,11 +108,6 @@ def report() -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     return importlib.import_module("report")
-
-
-def _drawn(figures: re.Match[str]) -> str:
-    table = report().DRAWN[figures[2]]()
-    return figures[0] if table is None else figures[1] + table
 
 
 if __name__ == "__main__":

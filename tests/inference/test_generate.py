@@ -133,6 +133,8 @@ def test_greedy_generations_are_those_of_hugging_face(kind: str):
     ("arguments", "message"),
     [
         ({"temperature": -1.0}, "temperature must not be negative"),
+        ({"temperature": float("nan")}, "temperature must not be negative, got nan"),
+        ({"max_new_tokens": -1}, "max_new_tokens must not be negative, got -1"),
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"lengths": torch.tensor([0, 5])}, r"expects lengths \[2\] of 1 to 5"),
@@ -142,6 +144,6 @@ def test_greedy_generations_are_those_of_hugging_face(kind: str):
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str):
-    given = {"tokens": tokens(2, 5), **arguments}
+    given = {"tokens": tokens(2, 5), "max_new_tokens": 3, **arguments}
     with pytest.raises(ValueError, match=message):
-        generate(model_of("GPT"), given.pop("tokens"), 3, **given)
+        generate(model_of("GPT"), **given)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
@@ -203,14 +204,31 @@ def test_what_a_cache_cannot_hold_is_refused():
     cache = KVCache(2, 20)
     with pytest.raises(sf.errors.InputError, match=r"the cache has 2 sequences, got x \(3, 5\)"):
         cache.feed(model, tokens(3, 5))
-    with pytest.raises(sf.errors.InputError, match=r"expects counts \[2\], got \(1,\)"):
+    with pytest.raises(sf.errors.InputError, match=r"expects integer counts \[2\], got torch.int64 \(1,\)"):
         cache.feed(model, x, torch.tensor([3]))
+    for counts in ([5, 6], [-1, 5]):
+        with pytest.raises(sf.errors.InputError, match=r"expects counts of 0 to 5, got \["):
+            cache.feed(model, x, torch.tensor(counts))
+    with pytest.raises(sf.errors.InputError, match=r"expects integer counts \[2\], got torch.float32 \(2,\)"):
+        cache.feed(model, x, torch.tensor([1.0, 2.0]))
+    assert cache.lengths.tolist() == [0, 0]
+    with pytest.raises(ValueError, match="lengths must not be negative, got -1"):
+        cache.truncate(-1)
+    with pytest.raises(sf.errors.InputError, match=r"expects an index \[2\], got \(1,\)"):
+        cache.reorder(torch.tensor([0]))
     with pytest.raises(sf.errors.StateError, match="causal attention without a mask"):
         cache.feed(sf.Sequential(ops.Embedding(41, 24), ops.Attention(2)), x)
     cache = KVCache(2, 20)
     cache.feed(model, x)
     with pytest.raises(sf.errors.StateError, match="attended 1 times, and 2 times before"):
         cache.feed(sf.Sequential(ops.Embedding(41, 96), ops.Attention(4, causal=True)), x)
+    for other, said in (
+        (model_of("GPT", kv_heads=2), "got 2 key heads of 8 in torch.float32"),
+        (model_of("GPT").double(), "got 4 key heads of 8 in torch.float64"),
+    ):
+        with pytest.raises(sf.errors.StateError, match=f"holds 4 key heads of 8 in torch.float32, {said}"):
+            cache.feed(other, x)
+    assert cache.lengths.tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("form", ["GPT", "window"])
@@ -227,6 +245,100 @@ def test_a_rehearsal_changes_nothing_and_reads_the_same(form: str):
     cache.reserve(2)
     with pytest.raises(sf.errors.StateError, match="a sequence of 7 rows cannot take 3 more"):
         cache.reserve(3)
+
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
+
+class HostReads(TorchDispatchMode):
+    """Fails where an operation needs a number on the host, or makes a tensor whose size only the device knows."""
+
+    FORBIDDEN = (
+        torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.is_nonzero, torch.ops.aten.nonzero,
+        torch.ops.aten.masked_select, torch.ops.aten.unique_dim, torch.ops.aten._unique2,
+        torch.ops.aten.repeat_interleave,
+    )  # fmt: skip
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in self.FORBIDDEN, func
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
+            assert all(index is None or index.dtype is not torch.bool for index in args[1]), func
+        return func(*args, **(kwargs or {}))
+
+
+def refuse(*given: Any) -> None:
+    raise AssertionError("the host reads a tensor")
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["", "ragged"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_reads_nothing_from_the_device(form: str, ragged: bool, int8: bool, monkeypatch: pytest.MonkeyPatch):
+    model, new = model_of(form), tokens(3, 1)
+    cache = KVCache(3, 20, int8=int8)
+    cache.feed(model, tokens(3, 6), torch.tensor([6, 0, 3]) if ragged else None)
+    cache.feed(model, new)
+    with HostReads():
+        cache.feed(model, new)
+        with cache.rehearsal():
+            cache.feed(model, new)
+    for name in READS:
+        monkeypatch.setattr(Tensor, name, refuse)
+    y = cache.feed(model, new)
+    cache.reserve(4)
+    monkeypatch.undo()
+    assert cache.lengths.tolist() == ([9, 3, 6] if ragged else [9, 9, 9])
+    assert y.isfinite().all()
+
+
+def test_what_a_step_must_not_do_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    lengths = torch.tensor([3, 4])
+    for read in (lambda: lengths.max().item(), lambda: bool(lengths.all()), lambda: lengths[lengths > 3]):
+        with pytest.raises(AssertionError), HostReads():
+            read()
+    monkeypatch.setattr(Tensor, "tolist", refuse)
+    with pytest.raises(AssertionError, match="the host reads"):
+        lengths.tolist()
+
+
+def test_no_rows_change_nothing():
+    model, x = model_of("Llama"), tokens(2, 5)
+    cache = KVCache(2, 9)
+    assert cache.feed(model, x[:, :0]).shape == (2, 0, 41)
+    cache.feed(model, x)
+    assert cache.feed(model, x[:, :0]).shape == (2, 0, 41)
+    for _ in range(3):
+        cache.feed(model, x, torch.tensor([0, 0]))
+    assert cache.lengths.tolist() == [5, 5]
+    with torch.no_grad():
+        close(cache.feed(model, x[:, :1])[:, -1], model(torch.cat((x, x[:, :1]), 1))[:, -1])
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_a_bad_number_of_what_was_forgotten_does_no_harm(int8: bool):
+    model, x = model_of("Llama"), tokens(2, 5)
+    cache = KVCache(2, 9, int8=int8)
+    cache.feed(model, x)
+    for layer in cache._layers:
+        for t in layer.tensors():
+            t[:, :, :5] = 77 if t.dtype is torch.int8 else torch.nan
+    cache.truncate(torch.tensor([0, 0]))
+    y = cache.feed(model, x, torch.tensor([5, 2]))
+    new = cache.feed(model, x[:, :1])
+    clean = KVCache(2, 9, int8=int8)
+    assert torch.equal(clean.feed(model, x, torch.tensor([5, 2]))[1, :2], y[1, :2])
+    assert torch.equal(clean.feed(model, x[:, :1]), new)
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 31])
+def test_a_cache_of_any_length_can_be_filled_to_its_end(most: int):
+    model, x = model_of("Llama"), tokens(2, most)
+    cache = KVCache(2, most)
+    found = torch.cat([cache.feed(model, x[:, i : i + 1]) for i in range(most)], 1)
+    with torch.no_grad():
+        close(found, model(x))
+    with pytest.raises(sf.errors.StateError, match=f"a sequence of {most} rows cannot take 1 more"):
+        cache.feed(model, x[:, :1])
 
 
 def test_a_graph_is_refused_where_there_is_no_gpu():

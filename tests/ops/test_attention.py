@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -289,6 +290,13 @@ def test_errors_name_the_place_and_what_was_expected():
         sf.errors.InputError, match=r"position 1 \(Attention\): expects a mask that broadcasts to \(2, 3, 3\)"
     ):
         model(torch.zeros(3, 12), m=torch.zeros(4, 3))
+    for x, mask, said in (
+        (torch.ones(3, 12, dtype=torch.int64), torch.ones(3, 3), "torch.int64 and a mask of torch.float32"),
+        (torch.ones(3, 12, dtype=torch.complex64), torch.ones(3, 3), "torch.complex64 and"),
+        (torch.zeros(3, 12), torch.ones(3, 3, dtype=torch.complex64), "torch.float32 and a mask of torch.complex64"),
+    ):
+        with pytest.raises(sf.errors.InputError, match=rf"SF101 position 1 .* expects floating-point x.* got {said}"):
+            model(x, m=mask)
     packed_model = sf.Sequential(ops.Attention(2, 1, cu_seqlens="ends"))
     with pytest.raises(
         sf.errors.InputError, match=r"position 0 \(Attention\): expects cu_seqlens that run from 0 to 3"
@@ -296,3 +304,25 @@ def test_errors_name_the_place_and_what_was_expected():
         packed_model(torch.zeros(3, 12), ends=torch.tensor([0, 2]))
     with pytest.raises(sf.errors.InputError, match=r"expects x \[S, C\]"):
         packed_model(torch.zeros(1, 3, 12), ends=torch.tensor([0, 3]))
+
+
+@pytest.mark.parametrize("length", [5, 18])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize("size", [16, 17, 24, 40, 80, 96, 127, 192, 255, 256])
+def test_heads_may_be_of_any_size(size: int, heads: int, kv_heads: int, length: int):
+    agree(ops.Attention(heads, kv_heads, causal=True), packed((2, length), heads, kv_heads, size))
+
+
+def test_the_repr_says_what_differs_from_the_defaults():
+    assert repr(ops.Attention(4)) == "Attention(4)"
+    op = ops.Attention(4, 2, causal=True, window=3, dropout=0.1, scale=0.5, softcap=2.0, mask="m", cu_seqlens="e")
+    named = "causal=True, window=3, dropout=0.1, scale=0.5, softcap=2.0, mask='m', cu_seqlens='e'"
+    assert repr(op) == repr(copy.deepcopy(op)) == f"Attention(4, 2, {named})"
+
+
+def test_heads_are_views_of_the_packed_numbers():
+    x = packed((2, 5), 4, 2, 8)
+    for rows, part in zip((4, 2, 2), ops.Attention(4, 2).heads_of(x), strict=True):
+        assert part.shape == (2, rows, 5, 8)
+        assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(torch.cat(ops.Attention(4, 2).heads_of(x), 1).transpose(1, 2).flatten(2), x)

@@ -94,6 +94,8 @@ CORRUPT: dict[str, Callable[[Path], object]] = {
     "true": lambda p: with_entry(p, lambda e: {**e, "fused_ns": True}),
     "text": lambda p: with_entry(p, lambda e: {**e, "fused_ns": "1"}),
     "one time": lambda p: with_entry(p, lambda e: {"fused_ns": 1}),
+    "noise that is none": lambda p: with_entry(p, lambda e: {**e, "noise_ns": -1}),
+    "both": lambda p: with_entry(p, lambda e: {**e, "failed": "so"}),
     "huge integer": lambda p: with_entry(p, lambda e: {**e, "fused_ns": 10**400}),
     "failed for nothing": lambda p: with_entry(p, lambda e: {"failed": ""}),
     "too big": lambda p: os.truncate(p, store.MOST_BYTES + 1),

@@ -507,8 +507,31 @@ def test_rounds_go_by_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatc
         return lambda: (order.append(name), name)[1]
 
     monkeypatch.setattr(timing, "clock", clock)
-    assert timing.compare(lambda: (run("fused"), run("unfused")), torch.device("cpu")) == (5.0, 7.0)
+    found = timing.compare(lambda: (run("fused"), run("unfused")), torch.device("cpu"))
+    assert (found.fused, found.unfused) == (5.0, 7.0)
+    assert found.refusal == "measured 0.0 us against 0.0 us unfused, within 1.8 us of noise"
     assert order == ["unfused", "fused"] + ["fused", "unfused"] * 3
+
+
+@pytest.mark.parametrize("rounds", [3, 8, 16, 100])
+def test_a_win_within_the_noise_is_none(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def clock(device: torch.device) -> Any:
+        return lambda run: run() + 10 * float(torch.randn((), generator=random))
+
+    def chosen(faster: float) -> int:
+        """How many of a hundred measurements choose it."""
+        make: Any = lambda: (lambda: 1000.0 - faster, lambda: 1000.0)  # noqa: E731
+        return sum(timing.compare(make, torch.device("cpu")).refusal is None for _ in range(100))
+
+    monkeypatch.setattr(timing, "clock", clock)
+    monkeypatch.setattr(timing, "ROUNDS", (rounds, rounds))
+    assert chosen(0) <= 8
+    # The standard error of the median difference.
+    error = 1.2533 * 2**0.5 * 10 / rounds**0.5
+    assert chosen(0.5 * error) <= 15
+    assert chosen(12 * error) >= 90
 
 
 def test_on_a_gpu_events_stand_around_the_call_after_the_cache_was_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_the_other_mode_of_dropout_is_refused():
     ("fusion", "old", "new"),
     [
         ("BlockBoundary", '{"fork_out": out.stream}', '{"fork_out": add_other.clone()}'),
-        ("BlockBoundary", '{"seed": seed, "p": p}', '{"seed": seed, "p": p / 2}'),
+        ("BlockBoundary", '{"seed": seed, "p": dropout.p}', '{"seed": seed, "p": dropout.p / 2}'),
         ("BlockBoundaryBackward", "dstream=d_fork_out", "dstream=None"),
         ("BlockBoundaryBackward", 'out.dbranch if "seed" in around else out.dx', "out.dx"),
     ],

@@ -85,6 +85,31 @@ def test_generates_what_plain_torch_generates(monkeypatch: pytest.MonkeyPatch):
         assert torch.equal(found, generate(model, x, 6))
 
 
+@pytest.mark.parametrize("kernel", ["rope_write", "decode_attention"])
+def test_a_kernel_that_fails_leaves_the_cache_to_what_takes_its_place(kernel: str, monkeypatch: pytest.MonkeyPatch):
+    model, x, new = model_of("Llama"), tokens(2, 5), tokens(2, 1, seed=3)
+    cache, module = KVCache(2, 12), rope if kernel == "rope_write" else decode
+    cache.feed(model, x)
+    plain, failed = getattr(module, kernel), 0
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        nonlocal failed
+        if failed:
+            return plain(*args, **kwargs)
+        failed += 1
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(module, kernel, fails_once)
+    with pytest.warns(sf.errors.FallbackWarning):
+        found = cache.feed(model, new)
+    assert failed == 1
+    assert len(kept(cache)) == 4
+    with torch.no_grad(), sf.fusing(False):
+        close(found[:, -1], model(torch.cat((x, new), 1))[:, -1])
+        more = tokens(2, 1, seed=4)
+        close(cache.feed(model, more)[:, -1], model(torch.cat((x, new, more), 1))[:, -1])
+
+
 def test_without_a_cache_attention_follows_in_two_steps():
     operations = [ops.Bias(64), ops.QKNorm(8, 4, 2), ops.RotaryEmbedding(4, 2, style="half")]
     model = sf.Sequential(*operations, ops.Attention(4, 2, causal=True)).eval()

@@ -98,7 +98,8 @@ def test_a_block_keeps_little_more_than_half_of_what_eager_keeps(gated: bool, de
     up = ops.Linear(32, 256 if gated else 128)
     list_ = (ops.LayerNorm(32), up, act, ops.Linear(128, 32))
     # The costs of a CPU favor torch's own products.
-    model = sf.Sequential(ops.Residual(*list_), fusions=(*fusions.lean, *fusions.triton)).to(device, torch.bfloat16)
+    rules = (LinearActivationLinear, *fusions.triton)
+    model = sf.Sequential(ops.Residual(*list_), fusions=rules).to(device, torch.bfloat16)
     x = seeded_randn((64, 32), 0, dtype=torch.bfloat16).to(device).requires_grad_()
     plan = model.plan(x)
     assert plan.count("LinearActivationLinear") == 1, plan
@@ -113,9 +114,43 @@ def test_is_used_where_it_was_asked_for_and_not_by_default():
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
     for act, factor in ((ops.GeLU, 1), (ops.SwiGLU, 2)):
         list_ = [ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096 * factor), act(), ops.Linear(4096, 1024))]
-        asked = sf.Sequential(*list_, *list_, fusions=(*fusions.lean, *fusions.default)).bfloat16()
+        asked = sf.Sequential(*list_, *list_, fusions=(LinearActivationLinear, *fusions.default)).bfloat16()
         assert asked.plan(env=env).count("LinearActivationLinear") == 2
-        assert sf.Sequential(*list_).bfloat16().plan(env=env).count("LinearActivationLinear") == 0
+        unasked = sf.Sequential(*list_).bfloat16().plan(env=env)
+        assert unasked.count("LinearActivationLinear") == unasked.count("WideLinearActivationLinear") == 0
+
+
+def test_the_one_of_the_default_rules_takes_the_place_too(device: torch.device):
+    list_ = [ops.Linear(6, 5), ops.SiLU(), ops.Linear(5, 48)]
+    list_ = [operation.to(device) for operation in list_]
+    x = seeded_randn((5, 6), 0).to(device)
+    check_fusion(fusions.WideLinearActivationLinear, x, *list_, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize(("act", "wide", "narrow"), [(ops.GeLU, 2560, 2304), (ops.SwiGLU, 2048, 1536)])
+def test_by_default_wide_blocks_do_not_keep_the_activation(
+    act: type[sf.UnfusedOperation], wide: int, narrow: int
+) -> None:
+    for dtype, rows in ((torch.bfloat16, 8192), (torch.bfloat16, 512), (torch.float16, 8192)):
+        env = sf.Env.of("cuda:sm_90", dtype=dtype, rows=rows)
+        for width in (wide, narrow):
+            with torch.device("meta"):
+                up = ops.Linear(width, 4 * width * (1 + issubclass(act, sf.Gated)), bias=False)
+                model = sf.Sequential(up, act(), ops.Linear(4 * width, width, bias=False)).to(dtype)
+            plan = model.plan(env=env)
+            assert plan.count("WideLinearActivationLinear") == (width == wide), plan
+            reasons = [r.reason for r in plan.refused if r.fusion == "WideLinearActivationLinear"]
+            if width == narrow:
+                assert len(reasons) == 1
+                part = fusions.WideLinearActivationLinear(linear=up, act=model[1], out=model[2]).part(env)
+                assert f"takes {part:.1%} of the products' time, above 1.25%" in reasons[0]
+                # h is written once in the time in which so many FLOPs are done.
+                again = 2 * rows * 4 * width / 4.3e6
+                assert part == pytest.approx(again / (3 * plan_flops(model, rows) / 7.8e8))
+
+
+def plan_flops(model: sf.Sequential, rows: int) -> float:
+    return sum(2.0 * rows * m.in_features * m.out_features for m in model if isinstance(m, ops.Linear))
 
 
 def test_what_keeps_its_output_is_refused():

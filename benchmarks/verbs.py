@@ -1,0 +1,58 @@
+"""Wall time of every verb of the Makefile, in an empty clone with an environment of its own.
+
+Writes `results/verbs.json`, of which `make report` draws a table.
+
+    python3 benchmarks/verbs.py                 # every verb that needs no GPU
+    python3 benchmarks/verbs.py demo check      # these
+
+Needs nothing but Python, make and git; what is installed comes from pip's cache where it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# What comes first installs what those after it find.
+VERBS = ("help", "demo", "lint", "types", "docs", "test", "check", "test-full", "kernels", "bench")
+
+
+def timed(verb: str, clone: Path) -> dict[str, Any]:
+    """One verb: seconds, and whether it succeeded; its output is shown as it comes."""
+    # As a stranger's shell: no environment of this one, nothing on the path of imports.
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    began = time.perf_counter()
+    status = subprocess.run(["make", verb], cwd=clone, env=kept).returncode
+    return {"verb": verb, "seconds": time.perf_counter() - began, "status": status}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verbs", nargs="*", default=VERBS, help="in this order")
+    options = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        clone = Path(folder) / "clone"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        for verb in options.verbs:
+            rows.append(timed(verb, clone))
+            print(f"make {verb}: {rows[-1]['seconds']:.1f} s, status {rows[-1]['status']}", flush=True)
+    about = {"commit": commit, "date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
+    path = ROOT / "benchmarks" / "results" / "verbs.json"
+    path.write_text(json.dumps({"about": about, "verbs": rows}, indent=1) + "\n")
+    print(f"wrote {path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The end of a residual block, the norm after it and the norm's activation, each way in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import saved as context
+from ..env import Env, Savings
+from ..fusion import JointFusion, Requirements
+from ..operation import Grads
+from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
+from ..ops._read import parameter
+from ..pointwise import Pointwise
+from ._kernels import device, kernel_takes_act
+from ._norm import norm_bwd, pass_bytes, shift
+from .blockboundary import backward_worth, boundary_fwd, boundary_takes, forward_worth
+from .normactivation import own_records
+
+
+class BlockBoundaryActivation(JointFusion):
+    """z = dropout(x + bias) + other, y = act(norm(z)), fork_out = z, and all gradients, each way in one pass.
+
+    As `BlockBoundary` and `BlockBoundaryBackward`, with any `Pointwise` that has device functions behind the norm. The
+    norm's result is neither written nor kept: the backward makes it again from z, in registers.
+
+    x, other, y, z: [*, H], bias, weight, shift: [H], mean, rstd: [*].
+    """
+
+    bias: Bias | None
+    dropout: Dropout | None
+    add: Add
+    fork: Fork | None
+    norm: LayerNorm | RMSNorm
+    act: Pointwise
+
+    triton = True
+    outputs = ("fork_out",)
+
+    class Saved(context.Saved):
+        z: Tensor  # [*, H]
+        mean: Tensor | None  # [*] float32, of LayerNorm
+        rstd: Tensor  # [*] float32
+        weight: Tensor | None  # [H], the parameter itself
+        shift: Tensor | None  # [H], the norm's bias, the parameter itself
+        seed: Tensor | None  # [] int64
+        p: float
+
+    def requires(self, env: Env) -> Requirements:
+        yield from boundary_takes(self.norm, self.dropout, env)
+        yield from kernel_takes_act(self.act)
+
+    def saves(self, env: Env) -> Savings:
+        # The activation reads and writes nothing of its own; of its gradient's three passes none is left.
+        one = pass_bytes(self.norm, env)
+        parts = [forward_worth(self.bias, self.dropout, self.norm, env), Savings(launches=1, bytes=2 * one)]
+        if env.grad:
+            back = backward_worth(self.bias, self.dropout, self.fork, self.norm, env)
+            parts += [back, Savings(launches=1, bytes=3 * one)]
+        return Savings(sum(s.launches for s in parts), sum(s.bytes for s in parts))
+
+    def fwd(
+        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], Saved]:
+        around = self.bias, self.dropout, self.norm
+        out, _, seed = boundary_fwd(*around, x, add_other, dropout_seed, act=device(self.act))
+        assert out.stream is not None
+        saved = self.Saved(
+            z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"), shift=shift(self.norm),
+            seed=seed, p=0.0 if self.dropout is None else self.dropout.p,
+        )  # fmt: skip
+        return out.y, {} if self.fork is None else {"fork_out": out.stream}, saved
+
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, d_fork_out: Tensor | None = None, needs: frozenset[str]
+    ) -> tuple[Tensor | None, Grads]:
+        branch, summed = "x" in needs, "bias.bias" in needs
+        around: dict[str, Any] = {"act": device(self.act), "dstream": d_fork_out}
+        around["dx"] = branch or summed or "add.other" in needs
+        if saved.seed is not None:
+            around |= {"seed": saved.seed, "p": saved.p, "dbranch": branch}
+        if summed:
+            assert self.bias is not None
+            around["dpre_bias"] = self.bias.read().dtype
+        statistics = saved.mean, saved.rstd, saved.weight, saved.shift
+        out, grads = norm_bwd(self.norm, dy, saved.z, *statistics, needs, **around)
+        if summed:
+            grads["bias.bias"] = out.dpre_bias
+        if "add.other" in needs:
+            grads["add.other"] = out.dx
+        return (out.dx if saved.seed is None else out.dbranch) if branch else None, grads
+
+    def unfused(self, saved: Saved) -> dict[str, context.Saved]:
+        """The operations' own records."""
+        own = own_records(self.norm, self.act, saved.z, saved.mean, saved.rstd, saved.weight, saved.shift)
+        around = {
+            "bias": Bias.NOTHING if self.bias is not None else None,
+            "dropout": Dropout.Saved(seed=saved.seed, p=saved.p) if self.dropout is not None else None,
+            "add": Add.NOTHING,
+            "fork": Fork.NOTHING if self.fork is not None else None,
+        }
+        return own | {slot: record for slot, record in around.items() if record is not None}

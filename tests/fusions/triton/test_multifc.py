@@ -1,0 +1,125 @@
+"""The net of three layers, one of which has two readers, that Paddle's pass for GEMM epilogues is tested with."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.testing import assert_fused_close, seeded_randn
+
+WIDTH = 1024
+
+
+class BatchedProduct(sf.UnfusedOperation):
+    """y = x other, a matrix for each entry of the batch.  x: [B, S, H], other: [B, H, H], y: [B, S, H]."""
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="other")  # [B, S, H]
+        other: Tensor = sf.field(for_="x")  # [B, H, H]
+
+    def reference(self, x: Tensor, *, other: Tensor) -> Tensor:
+        return x @ other
+
+    def fwd(self, x: Tensor, *, other: Tensor) -> tuple[Tensor, Saved]:
+        return x @ other, self.Saved(x=x, other=other)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        dx = dy @ saved.other.mT if "x" in needs else None
+        return dx, {"other": saved.x.mT @ dy if "other" in needs else None}
+
+
+def net(act: type[sf.Pointwise], width: int = WIDTH) -> sf.Sequential:
+    return sf.Sequential(
+        *(ops.Linear(width, width), act()),
+        *(ops.Linear(width, width), act(), ops.Fork("second")),
+        *(ops.Linear(width, width), act()),
+        BatchedProduct(),
+        ops.Add("second"),
+    )
+
+
+@pytest.mark.parametrize("act", [ops.ReLU, ops.GeLU, ops.Sigmoid], ids=lambda act: act.__name__)
+def test_everything_that_can_be_fused_is(act: type[sf.Pointwise]):
+    """Three fused operations forward and three backward, and none of the other covers that exist leaves less.
+
+    The product of three dimensions is an operation of its own with the right factor as an extra input, since that is no
+    parameter and no matrix: no rule takes it, nor an Add that follows it, nor a Fork without a norm. They cut the list
+    in two: `Linear, Bias, act, Linear, Bias, act` and `Linear, Bias, act`.
+
+    Forward, each fused operation begins with a Linear, or with the Bias and activation after it, and reaches to the
+    activation at most, so that there is one for each of the three: as many as there can be, and they take everything.
+
+    Backward, an activation's gradient is fused with the bias before it, with the product after it, or with both, so
+    that three fused operations have one each, and as many as possible have the bias as well: all three. The first
+    activation is the only one with a product right behind it, and is in it; the other two are followed by the cut.
+    What is left are products, the sum at the Fork and the Add, which is no work. There is one cover with a fourth fused
+    operation, `Linear, Bias` at the beginning, and it takes that bias out of the product behind it.
+    """
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    x = torch.empty(8, WIDTH, WIDTH, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        plan = net(act).bfloat16().plan(x, other=torch.empty_like(x), env=env)
+    ahead, back = ([step for step in steps if step.fused] for steps in (plan.forward, plan.backward))
+    assert [(step.name, step.covers) for step in ahead] == [
+        ("LinearBiasActivation", range(3)),
+        ("LinearBiasActivation", range(3, 6)),
+        ("LinearBiasActivation", range(7, 10)),
+    ]
+    assert [(step.name, step.covers) for step in back] == [
+        ("ActivationLinearBackward", range(1, 4)),
+        ("BiasActivationBackward", range(4, 6)),
+        ("BiasActivationBackward", range(8, 10)),
+    ]
+    assert "3 fused" in str(plan)
+    assert [step.name for step in plan.forward if not step.fused] == ["Fork", "BatchedProduct", "Add"]
+    left = [step.name for step in plan.backward if not step.fused]
+    assert left == ["Linear", "Fork", "Linear", "BatchedProduct", "Add"]
+
+
+def test_no_rule_takes_what_cuts_the_list_in_two():
+    """Beside the cuts no rule matches: with each rule allowed alone nothing fused reaches to or across them."""
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    with torch.device("meta"):
+        model = net(ops.GeLU).bfloat16()
+        x = torch.empty(8, WIDTH, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    cuts = {6, 10, 11}
+    used: set[str] = set()
+    for fusion in sf.fusions.default:
+        with sf.fusing(only=fusion):
+            plan = model.plan(x, other=torch.empty_like(x), env=env)
+        for step in (*plan.forward, *plan.backward):
+            if step.fused:
+                used.add(step.name)
+                assert cuts.isdisjoint(step.covers), step
+    assert used >= {
+        "LinearBiasActivation",
+        "ActivationLinearBackward",
+        "BiasActivationBackward",
+        "LinearBiasBackwardTriton",
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_numbers_are_the_same(dtype: torch.dtype, device: torch.device):
+    names = ("LinearBiasActivation", "ActivationLinearBackward", "BiasActivationBackward")
+    model = net(ops.GeLU, 12).to(device, dtype)
+    x, dy = (seeded_randn((3, 7, 12), i, dtype=dtype).to(device) for i in range(2))
+    other = seeded_randn((3, 12, 12), 2, dtype=dtype).to(device)
+
+    def run(model: sf.Sequential, only: tuple[str, ...]) -> list[Tensor]:
+        kind = model[0].weight.dtype
+        leaves = [t.to(kind, copy=True).requires_grad_() for t in (x, other)]
+        with sf.fusing(only=only, on_error="raise"):
+            plan = model.plan(leaves[0], other=leaves[1])
+            y = model(leaves[0], other=leaves[1])
+        assert {step.name for step in (*plan.forward, *plan.backward) if step.fused} == set(only)
+        return [y.detach(), *torch.autograd.grad(y, [*leaves, *model.parameters()], dy.to(kind))]
+
+    own, exact = run(model, ()), run(copy.deepcopy(model).double(), ())
+    for only in (names[:1], names[1:], names):
+        assert_fused_close(run(model, only), own, exact)
