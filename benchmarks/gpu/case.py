@@ -124,7 +124,8 @@ def distance(one: Outputs, other: Outputs) -> float:
             return math.inf
         a, b = (t.detach().reshape(-1, t.shape[-1] if t.ndim else 1) for t in (a, b))
         whole = b.float().norm() / max(1, b.numel()) ** 0.5
-        # A row alone may be of a few numbers that nearly cancel.
+        # A row alone may be of a few numbers that nearly cancel. Pieces are fewer only for results of less than 512
+        # rows, all or most of which `by_the_rule` judges as well.
         pieces = max(1, min(PIECES, len(b) // 8))
         for left, right in zip(a.tensor_split(pieces), b.tensor_split(pieces), strict=True):
             if not left.numel():
