@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -259,14 +260,18 @@ def heads_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
-    """Attention of 2 heads over one key head, both ways: keys are read by each block of rows that sees them."""
+    """Attention of 2 heads over a key head, both ways, in blocks of sm_90: each of rows reads the keys it sees."""
     from seqfuse.kernels import attention as k
+
+    def run(function: Callable[..., Any], *args: Any, **limits: Any) -> Any:
+        with mock.patch.object(k, "architecture", return_value="sm_90"):
+            return function(*args, **limits) or out
 
     S, H, D, element = 320, 2, 64, 2
     q, y, dy = drawn(1, H, S, D), drawn(1, S, H, D), drawn(1, S, H, D)
     key, value, lse = drawn(1, 1, S, D), drawn(1, 1, S, D), torch.zeros(1, H, S)
     out = (drawn(1, H, S, D), drawn(1, 1, S, D), drawn(1, 1, S, D))
-    fwd, dq, dkv = (k.tile_of(name, D, q.dtype, "interpreter") for name in ("fwd", "dq", "dkv"))
+    fwd, dq, dkv = (k.tile_of(name, D, q.dtype, "sm_90") for name in ("fwd", "dq", "dkv"))
     for limits in ({}, {"causal": True}, {"causal": True, "window": 64}):
         named = ", ".join(("", *(name if how is True else f"{name} {how}" for name, how in limits.items())))
         of_rows = functools.partial(_read, S, causal=limits.get("causal", False), window=limits.get("window", S))
@@ -275,13 +280,13 @@ def attention_cases() -> Iterator[Case]:
         tiles = 2 * rows + lse.nbytes + 2 * H * of_rows(fwd.m, fwd.n) * D * element
         yield Case(
             "attention", f"forward{named}", shape, [q, key, value],
-            functools.partial(k.attention_fwd, q, key, value, **limits), tiles=tiles,
+            functools.partial(run, k.attention_fwd, q, key, value, **limits), tiles=tiles,
         )  # fmt: skip
         tiles = 4 * rows + lse.nbytes + 2 * H * of_rows(dq.m, dq.n) * D * element
         tiles += 4 * key.nbytes + H * of_keys(dkv.n, dkv.m) * (2 * D * element + lse.element_size())
         yield Case(
             "attention", f"backward{named}", shape, [dy, q, key, value, y, lse],
-            lambda limits=limits: k.attention_bwd(dy, q, key, value, y, lse, out, **limits) or out, tiles=tiles,
+            functools.partial(run, k.attention_bwd, dy, q, key, value, y, lse, out, **limits), tiles=tiles,
         )  # fmt: skip
 
 

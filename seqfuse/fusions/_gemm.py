@@ -106,8 +106,13 @@ def unit_bwd(
     dropped: Dropout.Saved | None,
     needs: frozenset[str],
     main_grads: dict[str, Tensor],
+    dy_sums: torch.dtype | None = None,
 ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
-    """The gradients of slots `bias`, `act`, an optional dropout and `linear`, in that order, from the product's."""
+    """The gradients of slots `bias`, `act`, an optional dropout and `linear`, in that order, from the product's.
+
+    Where its dtype is given, which it is of no gated unit, the sum of dy over all rows is the gradient of a bias after
+    the product, `out_bias`.
+    """
     from ..kernels import gemm
 
     dx: Tensor | None = None
@@ -120,12 +125,15 @@ def unit_bwd(
         drop = None if dropped is None else mask(dropout, dropped.seed, dropped.p)
         around: dict[str, Any] = {"dropout": drop, "sums": "bias.bias" in needs, "tf32": tf32()}
         if isinstance(act, Gated):
-            dx, total, _ = gemm.linear_dgrad_gated(dy, linear.weight, act=device(act.activation), t=record.x, **around)
+            made = gemm.linear_dgrad_gated(dy, linear.weight, act=device(act.activation), t=record.x, **around)
         else:
             output = act.reads == "output"
             t: Tensor = record.y if output else record.x
-            dx, total, _ = gemm.linear_dgrad(dy, linear.weight, act=device(act), t=t, t_is_output=output, **around)
-        grads["bias.bias"] = total
+            around |= {"t": t, "t_is_output": output, "dy_sums": dy_sums}
+            made = gemm.linear_dgrad(dy, linear.weight, act=device(act), **around)
+        dx, grads["bias.bias"] = made.dz, made.sum
+        if dy_sums is not None:
+            grads["out_bias.bias"] = made.dy_sum
     if "linear.weight" in needs:  # last: what fails before it may fall back
         main_grad = main_grads.pop("linear.weight", None)
         grads["linear.weight"] = weight_grad(like(given, linear.x), linear.x, main_grad)

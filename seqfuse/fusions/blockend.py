@@ -24,7 +24,8 @@ class BlockEndBackward(BackwardFusion):
 
     d = dropout(dy) and its sum over all rows, which is dout_bias, in one pass over dy; from d, in one product,
     dz = act'(t) act_dropout(d weight), or that of a gated unit, and its sum, which is dbias;  dweight = d^T x;
-    dother = dy.  Sums are of float32 numbers and in a fixed order; what was dropped is decided again from the seeds.
+    dother = dy.  Where nothing was dropped d is dy, and dout_bias comes from the product as well, but for a gated
+    unit's. Sums are of float32 numbers and in a fixed order; what was dropped is decided again from the seeds.
 
     dy: [*, out_features], dz: [*, in_features], of a gated unit [*, 2 in_features].
     """
@@ -47,7 +48,11 @@ class BlockEndBackward(BackwardFusion):
 
     def saves(self, env: Env) -> Savings:
         inner = unit_worth(self.linear, self.bias, self.act, drops(self.act_dropout), env)
-        return branch_worth(inner, self.out_bias, self.dropout, env)
+        worth = branch_worth(inner, self.out_bias, self.dropout, env)
+        if self.out_bias is None or isinstance(self.act, Gated) or drops(self.dropout):
+            return worth
+        # The last bias's sum does not read dy again.
+        return Savings(worth.launches, worth.bytes + passes(self.out_bias, env, 0, 1).bytes, worth.flops)
 
     def bwd(
         self,
@@ -64,9 +69,14 @@ class BlockEndBackward(BackwardFusion):
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
         branch = not needs.isdisjoint({"x", "bias.bias", "linear.weight"})
-        d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, "out_bias.bias" in needs)
-        dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs, main_grads)
-        return dx, {**grads, "out_bias.bias": total, "add.other": dy if "add.other" in needs else None}
+        sums, inside = "out_bias.bias" in needs, None
+        multiplied = not needs.isdisjoint({"x", "bias.bias"}) and not isinstance(self.act, Gated)
+        if sums and multiplied and (dropout is None or dropout.seed is None):
+            assert self.out_bias is not None
+            sums, inside = False, self.out_bias.read().dtype
+        d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, sums)
+        dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs, main_grads, inside)
+        return dx, {"out_bias.bias": total, **grads, "add.other": dy if "add.other" in needs else None}
 
 
 def branch_worth(inner: Savings, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:

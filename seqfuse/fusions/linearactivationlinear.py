@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from ._gemm import (
 from ._kernels import device, rows_of
 from .biasdropoutadd import branch_bwd
 from .blockend import branch_worth, drops
+
+if TYPE_CHECKING:
+    from ..kernels.gemm import Gradients
 
 # What memory may cost by default, of the time of the products: less than times differ from run to run.
 _PART = 1 / 80
@@ -168,13 +171,11 @@ class LinearActivationLinear(JointFusion):
         d = d if d.dtype is saved.z.dtype else d.to(saved.z.dtype)
         if not before:
             return None, grads, d, self._again(saved), None
-        dz, grads["bias.bias"], h = self._inner(d, saved, needs)
+        dz, grads["bias.bias"], h, _ = self._inner(d, saved, needs)
         dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1) if "x" in needs else None
         return dx, grads, d, h, dz
 
-    def _inner(
-        self, dy: Tensor, saved: context.Saved, needs: frozenset[str]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _inner(self, dy: Tensor, saved: context.Saved, needs: frozenset[str]) -> Gradients:
         """dz, its sum over all rows and h."""
         from ..kernels import gemm
 

@@ -28,7 +28,7 @@ _FORWARD = _FORWARD_GATED.replace("bool store_pre=False", "bool store_pre=False,
 _DGRAD = (
     "(Tensor dy, Tensor weight, *, str? act=None, Tensor? t=None, bool t_is_output=False, Tensor? row_scale=None, "
     f"{_DROPOUT}, Tensor? residual=None, bool sums=False, bool emit=False, ScalarType? dtype=None, "
-    "ScalarType? sums_dtype=None, bool tf32=False) -> Tensor[]"
+    "ScalarType? sums_dtype=None, ScalarType? dy_sums=None, bool tf32=False) -> Tensor[]"
 )
 _DGRAD_GATED = (
     f"(Tensor dy, Tensor weight, *, str act, Tensor t, Tensor? row_scale=None, {_DROPOUT}, bool sums=False, "
@@ -93,6 +93,7 @@ def _fake_dgrad(gated: bool) -> Any:
         emit: bool = False,
         dtype: Any = None,
         sums_dtype: Any = None,
+        dy_sums: Any = None,
         **_: Any,
     ) -> list[Tensor]:
         K = weight.shape[1]
@@ -103,6 +104,8 @@ def _fake_dgrad(gated: bool) -> Any:
             results.append(dy.new_empty((width,), dtype=sums_dtype or dtype))
         if emit:
             results.append(dy.new_empty((*dy.shape[:-1], K), dtype=dtype))
+        if dy_sums is not None:
+            results.append(dy.new_empty(dy.shape[-1:], dtype=dy_sums))
         return results
 
     return fake
@@ -200,17 +203,21 @@ def backward(
     emit: bool,
     dtype: torch.dtype | None,
     sums_dtype: torch.dtype | None,
+    dy_sums: torch.dtype | None,
     tf32: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> gemm.Gradients:
     """`gemm.linear_dgrad` and `linear_dgrad_gated` by their operators."""
     given = _texts(act, dropout) | {"t": t, "row_scale": row_scale, "sums": sums, "emit": emit, "dtype": dtype}
     given |= {"sums_dtype": sums_dtype, "tf32": tf32}
     if form == "dgated":
         results = torch.ops.seqfuse.linear_dgrad_gated(dy, weight, **given)
     else:
-        results = torch.ops.seqfuse.linear_dgrad(dy, weight, **given, t_is_output=t_is_output, residual=residual)
-    dz, *rest = results
-    return dz, rest[0] if sums else None, rest[-1] if emit else None
+        given |= {"t_is_output": t_is_output, "residual": residual, "dy_sums": dy_sums}
+        results = torch.ops.seqfuse.linear_dgrad(dy, weight, **given)
+    left = iter(results)
+    dz = next(left)
+    total, x, dy_sum = (next(left) if asked else None for asked in (sums, emit, dy_sums is not None))
+    return gemm.Gradients(dz, total, x, dy_sum)
 
 
 def wgrad(dy: Tensor, x: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None, tf32: bool) -> Tensor:

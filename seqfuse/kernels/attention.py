@@ -222,6 +222,8 @@ def _attention_fwd_kernel(
         sums = (most + tl.log2(total)) * _LN_2
     else:
         sums = most + tl.log(total)
+    # Of an infinite score, so that backward it spoils no more than the key that it is of.
+    sums = tl.where(most == float("inf"), most, sums)
     tl.store(lse + head * rows + place, tl.where(blind, 0.0, sums), mask=place < rows)
 
 

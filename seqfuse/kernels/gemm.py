@@ -26,6 +26,7 @@ everything else, where addresses and strides are multiples of 16 bytes. Not yet 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ def _gemm_kernel(
     t,  # [M, N]; [M, 2 N] in the form "dgated"
     seed,  # one int64
     partials,  # float32, or float64 as ACC, [tiles_m, N]; [tiles_m, 2 N] in the form "dgated"
-    a_sums,  # [M]
+    a_sums,  # [M]; in the form "dact" of columns, [tiles_m, K], of the dtype of partials
     M,
     N,
     K,
@@ -142,6 +143,7 @@ def _gemm_kernel(
     ACC: tl.constexpr = tl.float64 if a.dtype.element_ty == tl.float64 else tl.float32
     GATED: tl.constexpr = FORM == "gated"
     DGATED: tl.constexpr = FORM == "dgated"
+    A_COLUMNS: tl.constexpr = FORM == "dact"
     BS: tl.constexpr = BN // SPLIT
 
     if LOADS:
@@ -176,7 +178,7 @@ def _gemm_kernel(
         n0 = tile_n * BN
         acc = tl.zeros((BM, BN), ACC)
         acc2 = tl.zeros((BM, BN), ACC) if GATED else None
-        a_total = tl.zeros((BM,), ACC) if a_sums is not None else None
+        a_total = tl.zeros((BM,), ACC) if a_sums is not None and not A_COLUMNS else None
         if not LOADS:
             am = m0 + tl.arange(0, BM)
             bn = n0 + tl.arange(0, BN)
@@ -210,7 +212,11 @@ def _gemm_kernel(
             # Whether it is there is known when compiling, which tile this is only when running: not one condition.
             if a_sums is not None:  # noqa: SIM102
                 if tile_n == 0:
-                    a_total += tl.sum(x.to(ACC), 1)
+                    if A_COLUMNS:
+                        at = tl.cast(k, tl.int64) * BK + tl.arange(0, BK)
+                        tl.store(a_sums + tile_m * K + at, tl.sum(x.to(ACC), 0), mask=at < K)
+                    else:
+                        a_total += tl.sum(x.to(ACC), 1)
             acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
             if GATED:
                 if LOADS:
@@ -227,7 +233,7 @@ def _gemm_kernel(
                 acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
 
         rows = m0 + tl.arange(0, BM)
-        if a_sums is not None:  # noqa: SIM102  (as above)
+        if a_sums is not None and not A_COLUMNS:  # noqa: SIM102  (as above)
             if tile_n == 0:
                 tl.store(a_sums + rows, a_total.to(a_sums.dtype.element_ty), mask=rows < M)
         parts = _parts(acc, SPLIT)
@@ -382,6 +388,15 @@ def _allow_scratch() -> None:
         triton.set_allocator(_scratch)
 
 
+class Gradients(NamedTuple):
+    """What `linear_dgrad` and `linear_dgrad_gated` give; `None` for what was not asked for."""
+
+    dz: Tensor  # [*, K], of a gated unit [*, 2 K]
+    sum: Tensor | None  # [K], [2 K]
+    x: Tensor | None  # [*, K]
+    dy_sum: Tensor | None  # [N]
+
+
 class Dropout(NamedTuple):
     """Dropout in an epilogue: element i of the contiguous result is kept by `_philox`'s rule.
 
@@ -416,11 +431,12 @@ def _product(
     dropout: Dropout | None = None,
     sums: bool = False,
     a_sums: Tensor | None = None,
+    a_columns: bool = False,
     accumulate: bool = False,
     tf32: bool = False,
     tile: Tile | None = None,
-) -> Tensor | None:
-    """Launch the kernel; returns the partial sums over rows where they are asked for."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Launch the kernel; returns the partial sums over rows, of the result and of A, where they are asked for."""
     M, N, K = shape
     if max(M, 2 * N, K) >= 2**31:
         raise ValueError(f"a product of {M} x {K} by {K} x {N} has a dimension beyond 2^31 - 1")
@@ -447,10 +463,12 @@ def _product(
     count = tiles_m * cdiv(N, tile.n)
     if count >= 2**31:
         raise ValueError(f"a product of {M} x {N} has {count} tiles, at most 2^31 - 1 can be counted")
+    dtype = torch.float64 if a.tensor.dtype == torch.float64 else torch.float32
     if sums:
         width = 2 * N if form == "dgated" else N
-        dtype = torch.float64 if a.tensor.dtype == torch.float64 else torch.float32
         partials = workspace("gemm", tiles_m * width, dtype, device)[: tiles_m * width].view(tiles_m, width)
+    if a_columns:
+        a_sums = workspace("gemm A", tiles_m * K, dtype, device)[: tiles_m * K].view(tiles_m, K)
     if (loads or moved) and device.type == "cuda":
         _allow_scratch()
     strides = [0 if x is None else _ld(x) for x in tiles]
@@ -469,7 +487,7 @@ def _product(
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
-    return partials
+    return partials, a_sums if a_columns else None
 
 
 def _number(dtype: torch.dtype, tf32: bool) -> Number:
@@ -655,17 +673,18 @@ def linear_dgrad(
     emit: bool = False,
     dtype: torch.dtype | None = None,
     sums_dtype: torch.dtype | None = None,
+    dy_sums: torch.dtype | None = None,
     tf32: bool = False,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of a product's input and of the activation and the bias before it; returns (dz, sum, x).
+) -> Gradients:
+    """The gradient of a product's input, of the activation and the bias before it and of a bias after it.
 
     dz = residual + act'(t) dropout(row_scale (dy weight)), its sum over rows, and x = dropout(act(t)): what a `Linear`
     hands to x = dropout(act(z)), z = ... + bias before it, the gradient of that bias and, where x was not kept, x
-    again. `None` stands for what is not asked for.
+    again; and the sum of dy over rows, the gradient of a bias behind the product.
 
     dy: [*, N] and weight: [N, K] of one dtype, each contiguous in its rows or its columns; row_scale: [*]; t, residual,
-    dz, x: [*, K]; sum: [K].  Sums over rows are of the unrounded float32 dz, in a fixed order.
+    dz, x: [*, K]; sum: [K]; dy_sum: [N].  Sums over rows are of the unrounded float32 dz, in a fixed order.
 
     Args:
         dy: the gradient of the product.
@@ -680,22 +699,27 @@ def linear_dgrad(
         emit: whether dropout(act(t)) is wanted.
         dtype: of dz and x; dy's by default.
         sums_dtype: of the sum; that of dz by default.
+        dy_sums: dtype of the sum of dy; `None` where it is not wanted. Not with row_scale, a residual or emit.
         tf32: whether float32 operands may be rounded to TF32.
         tile: instead of the one the table has.
 
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied; for an activation without t or t without an
-            activation, and for the output of one whose derivative reads its input.
+            activation, and for the output of one whose derivative reads its input; for dy_sums without an activation or
+            with what does not go with it.
     """
     if (act is None) != (t is None):
         raise ValueError("act and t come together: the gradient of an activation is taken at t")
     if emit and act is None:
         raise ValueError("emit: there is no activation to compute again")
+    if dy_sums is not None and (act is None or emit or residual is not None or row_scale is not None):
+        # Not all of it fits in registers.
+        raise ValueError("dy_sums: made with an activation's gradient, without residual, row_scale and emit")
     if act is not None and t_is_output and act.reads != "output":
         raise ValueError(f"{name_of(act)}: the derivative reads the input, so t cannot be the output")
     return _backward(
         "plain" if act is None else "dact", dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit,
-        dtype, sums_dtype, tf32, tile,
+        dtype, sums_dtype, dy_sums, tf32, tile,
     )  # fmt: skip
 
 
@@ -713,11 +737,10 @@ def linear_dgrad_gated(
     sums_dtype: torch.dtype | None = None,
     tf32: bool = False,
     tile: Tile | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradient of a product's input and of the gated unit before it; returns ([dgate; dup], sum, h).
+) -> Gradients:
+    """The gradient of a product's input and of the gated unit before it: dz = [dgate; dup], and x is h.
 
     dh = dropout(row_scale (dy weight)), dgate = dh up act'(gate), dup = dh act(gate), h = dropout(act(gate) up).
-    `None` stands for what is not asked for.
 
     dy: [*, N], weight: [N, F], t = [gate; up] and its gradient: [*, 2 F], sum: [2 F], h: [*, F].  The rest is as in
     `linear_dgrad`.
@@ -726,7 +749,7 @@ def linear_dgrad_gated(
         ValueError: as `linear_dgrad`.
     """
     return _backward(
-        "dgated", dy, weight, act, t, False, row_scale, dropout, None, sums, emit, dtype, sums_dtype, tf32, tile
+        "dgated", dy, weight, act, t, False, row_scale, dropout, None, sums, emit, dtype, sums_dtype, None, tf32, tile
     )
 
 
@@ -744,15 +767,17 @@ def _backward(
     emit: bool,
     dtype: torch.dtype | None,
     sums_dtype: torch.dtype | None,
+    dy_sums: torch.dtype | None,
     tf32: bool,
     tile: Tile | None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> Gradients:
     if traced():
         from . import _gemm_ops
 
         return _gemm_ops.backward(
-            form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, tf32
-        )
+            form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
+            tf32,
+        )  # fmt: skip
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
     flat = _flat("dy", dy)
@@ -767,13 +792,13 @@ def _backward(
     t = None if t is None else _tile_operand("t", t, (*lead, width))
     row_scale = None if row_scale is None else _row_operand("row_scale", row_scale, lead)
     residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
-    partials = None
+    partials = a_partials = None
     if M and N:
         a, b = _matrix("dy", flat), _matrix("weight", weight)
-        partials = _product(
+        partials, a_partials = _product(
             a, b, dz, (M, N, K), a.transposed, b.transposed,
             form=form, act=act, emitted=emitted, row_scale=row_scale, residual=residual, t=t, t_is_output=t_is_output,
-            dropout=dropout, sums=sums, tf32=tf32, tile=tile,
+            dropout=dropout, sums=sums, a_columns=dy_sums is not None and K > 0 and M > 1, tf32=tf32, tile=tile,
         )  # fmt: skip
     total = None
     if sums:
@@ -782,7 +807,10 @@ def _backward(
             if partials is None
             else column_sums(partials, width, sums_dtype or dtype)
         )
-    return dz.view(*lead, width), total, None if emitted is None else emitted.view(*lead, N)
+    dy_sum = None
+    if dy_sums is not None:
+        dy_sum = flat.sum(0, dtype=dy_sums) if a_partials is None else column_sums(a_partials, K, dy_sums)
+    return Gradients(dz.view(*lead, width), total, None if emitted is None else emitted.view(*lead, N), dy_sum)
 
 
 def linear_wgrad(
@@ -900,7 +928,7 @@ class _Kind(NamedTuple):
     t_is_output: bool = False
 
 
-# The last of each weight holds most.
+# The last of each weight, or the last two where it says so, hold most.
 _KINDS: dict[Weight, tuple[_Kind, ...]] = {
     "light": (
         _Kind("forward", "plain", b_t=True),
@@ -922,7 +950,9 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("dgrad+gelu", "dact", ("t",), "gelu"),
         _Kind("dgrad+relu of output,sums", "dact", ("t", "partials"), "relu", t_is_output=True),
         _Kind("dgrad+gelu,sums,emit", "dact", ("emitted", "t", "partials"), "gelu"),
+        _Kind("dgrad+gelu,sums,dy_sums", "dact", ("t", "partials", "a_sums"), "gelu"),
         _Kind("dgrad+all", "dact", ("emitted", "row_scale", "residual", "t", "seed", "partials"), "gelu"),
+        _Kind("dgrad+dropout,sums,dy_sums", "dact", ("t", "seed", "partials", "a_sums"), "gelu"),
     ),
     "gated": (
         _Kind("swiglu", "gated", (), "silu", b_t=True),
@@ -935,6 +965,7 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("dgrad+geglu,all", "dgated", ("emitted", "row_scale", "t", "seed", "partials"), "gelu"),
     ),
 }
+_HEAVIEST = {weight: kinds[-2 if weight == "gradient" else -1 :] for weight, kinds in _KINDS.items()}
 _OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials", "a_sums")
 _STRIDES = ("lda", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")
 _PREFIXES = {"sm_80": ("sm_8", "sm_12"), "sm_90": ("sm_90",), "sm_100": ("sm_10",), "gfx942": ("gfx",)}
@@ -947,17 +978,17 @@ def variants() -> Iterator[Variant]:
         if family_of == "interpreter":
             continue
         for position, tile in enumerate(candidates):
-            for kind in _KINDS[weight] if position == 0 and number == "half" and not odd else _KINDS[weight][-1:]:
+            for kind in _KINDS[weight] if position == 0 and number == "half" and not odd else _HEAVIEST[weight]:
                 yield _variant(family_of, number, tile, kind, loads=not odd, moved=True)
-        for tile in stored_singly(weight, candidates):
-            yield _variant(family_of, number, tile, _KINDS[weight][-1], loads=not odd, moved=False)
+        for tile, kind in itertools.product(stored_singly(weight, candidates), _HEAVIEST[weight]):
+            yield _variant(family_of, number, tile, kind, loads=not odd, moved=False)
         if number == "half":
             # A number that is 1 is a constant to the compiler.
             ones = (("M",), ("K",), ("N", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")) if odd else (("M",),)
-            for one in ones:
-                yield _variant(
-                    family_of, number, candidates[0], _KINDS[weight][-1], loads=not odd, moved=not odd, one=one
-                )
+            for one, kind in itertools.product(ones, _HEAVIEST[weight]):
+                # One row is its own sum, and not summed.
+                if "M" not in one or kind.form == "plain" or "a_sums" not in kind.operands:
+                    yield _variant(family_of, number, candidates[0], kind, loads=not odd, moved=not odd, one=one)
 
 
 def _variant(
@@ -967,6 +998,8 @@ def _variant(
     total = "fp64" if number == "float64" else "fp32"
     out = total if kind.accumulate else dtype
     types = {"c": out, "row_scale": "fp32", "seed": "i64", "partials": total}
+    if kind.form == "dact":
+        types["a_sums"] = total
     present = ("a", "b", "c", *(name for name in _OPTIONAL if name in kind.operands))
     signature: dict[str, Type] = {name: f"*{types.get(name, dtype)}" for name in present}
     signature |= {name: "i32" for name in ("M", "N", "K", *_STRIDES) if name not in one}

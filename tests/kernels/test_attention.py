@@ -15,7 +15,7 @@ from seqfuse.kernels import _attention_ops, attention
 from seqfuse.kernels.attention import Tile
 from seqfuse.ops import _attention, _attention_blocks
 from seqfuse.ops._philox import drop_mask
-from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, seeded_randn
+from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, in_regime, seeded_randn
 from seqfuse.testing.compiled import compile_variants
 from seqfuse.testing.traffic import counted, fewest
 
@@ -262,6 +262,39 @@ def test_sums_that_are_exact_are_bit_for_bit(dtype: torch.dtype, device: torch.d
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(32)))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("of", ["q", "k", "v", "dy"])
+def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float, device: torch.device) -> None:
+    (q, k, v), dy = drawn(1, 2, 1, 20, 8, torch.float32, device)
+    tensors = {"q": q.clone(), "k": k.clone(), "v": v.clone(), "dy": dy}
+    tensors[of][(0, 7, 0, 3) if of == "dy" else (0, 0, 7, 3)] = value
+    qkv, dy = (tensors["q"], tensors["k"], tensors["v"]), tensors["dy"]
+    y, lse = attention.attention_fwd(*qkv, causal=True)
+    out = tuple(torch.empty_like(t) for t in qkv)
+    attention.attention_bwd(dy, *qkv, y, lse, out, causal=True)
+    expected, _ = truth(qkv, dy, {"causal": True}, torch.float32)
+    for name, one, r in zip(("y", "dq", "dk", "dv"), (y, *out), expected, strict=True):
+        # Blocks that no row sees are left out here, where torch multiplies by zeros: more may stay finite.
+        assert (one.isfinite() | ~r.isfinite()).all(), name
+    if of in ("q", "k") and math.isinf(value):
+        assert out[2].isfinite().any()
+    assert not all(t.isfinite().all() for t in (y, *out))
+
+
+@pytest.mark.parametrize("regime", ["zeros", "constant_rows"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_rows_are_averaged(regime: str, dtype: torch.dtype, device: torch.device) -> None:
+    x = in_regime(regime, (1, 33, 4 * 16), 0, dtype=dtype).to(device)
+    dy = seeded_randn((1, 33, 2, 16), 5, dtype=dtype).to(device)
+    if regime == "zeros" or dtype.itemsize == 2:
+        check(unpacked(x, 2, 1), dy, {"causal": True})
+        return
+    # The elements of a row are copies of one, which the rule would count as many.
+    found, _ = ours(unpacked(x, 2, 1), dy, {"causal": True})
+    for one, r in zip(found, truth(unpacked(x, 2, 1), dy, {"causal": True}, torch.float64)[0], strict=True):
+        torch.testing.assert_close(one, r.float(), atol=2e-6, rtol=1e-5)
+
+
 def test_gives_the_same_bits_each_time(device: torch.device) -> None:
     qkv, dy = drawn(2, 4, 2, 53, 16, torch.bfloat16, device)
     for how in ("dropout", "packed"):
@@ -399,6 +432,7 @@ MUTANTS = {
     "the sequence before": ("ends + low - 1, mask=low > 0", "ends + low - 2, mask=low > 1", "packed"),
     "the sequence after": ("mask=low < sequences, other=others", "mask=low < 0, other=others", "packed both ways"),
     "blocks that all see": ("tl.min(last, 0) // BLOCK", "tl.cdiv(tl.min(last, 0), BLOCK)", "causal"),
+    "an infinite score": ("    sums = tl.where(most == float(\"inf\"), most, sums)\n", "", "infinite"),
     "sum is not shrunk": ("total = total * shrink + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", "plain"),
     "result is not shrunk": ("        acc *= shrink[:, None]\n", "", "plain"),
     "exponents": ("    return tl.exp(x)\n", "    return tl.exp(1.001 * x)\n", "plain"),
@@ -432,6 +466,11 @@ def test_a_wrong_kernel_is_found(
     old, new, how = MUTANTS[name]
     changed = mutant(attention, old, new)
     monkeypatch.setattr(changed, "tile_of", small)
+    if how == "infinite":
+        monkeypatch.setattr(attention, "attention_fwd", changed.attention_fwd)
+        with pytest.raises(AssertionError):
+            test_one_bad_number_spoils_what_it_spoils_in_torch("k", math.inf, device)
+        return
     if how == "red":
         monkeypatch.setattr(attention, "attention_fwd", changed.attention_fwd)
         monkeypatch.setattr(attention, "attention_bwd", changed.attention_bwd)

@@ -8,10 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse.kernels import _decode_ops, decode
-from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, seeded_randn
+from seqfuse.testing import (
+    REGIMES,
+    Untouched,
+    assert_bitwise_equal,
+    assert_fused_close,
+    exact,
+    guarded,
+    in_regime,
+    red_zones,
+    seeded_randn,
+)
 from seqfuse.testing.compiled import compile_variants
 
 from .conftest import DEVICE
@@ -104,6 +115,53 @@ def test_splits_follow_heads_rows_and_processors() -> None:
     assert decode.splits_of(8, 100, 64, 132) == 2
 
 
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_regime_of_numbers(regime: str, dtype: torch.dtype) -> None:
+    tensors = drawn(6, 2, 24, dtype)
+    for i, name in enumerate(("q", "k", "v")):
+        tensors[name] = in_regime(regime, tuple(tensors[name].shape), i, dtype=dtype).to(DEVICE)
+    check(forget(tensors), {"softcap": 4.0} if regime == "heavy" else {})
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("of", ["q", "k", "v"])
+def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float) -> None:
+    tensors = drawn(4, 2, 16, torch.float32)
+    tensors["q"][3, 2:, 5] = torch.tensor([1.0, -1.0])  # of an infinite score one becomes NaN, one nothing
+    tensors[of][(3, 1, 5) if of == "q" else (3, 1, 40, 5)] = value
+    expected = truth(**tensors, wide=False)
+    assert torch.equal(decode.decode_attention(**tensors).isfinite(), expected.isfinite())
+    assert 0 < (~expected.isfinite()).sum() < expected.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_scores_average_exactly(dtype: torch.dtype) -> None:
+    """Of 2^n equal scores each has a share of 2^-n, and sums of small integers are exact."""
+    shape = (3, 2, 64, 16)
+    q, k = torch.zeros(3, 4, 16, dtype=dtype, device=DEVICE), exact("integers", shape, 0, dtype=dtype).to(DEVICE)
+    v, lengths = exact("integers", shape, 1, dtype=dtype).to(DEVICE), torch.tensor([64, 16, 1], device=DEVICE)
+    y = decode.decode_attention(q, k, v, lengths)
+    means = [v[b, :, :n].double().mean(1).repeat_interleave(2, 0) for b, n in enumerate(lengths.tolist())]
+    assert_bitwise_equal(y, torch.stack(means).to(dtype))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+def test_the_same_bits_every_time_within_its_tensors(int8: bool) -> None:
+    tensors = drawn(6, 2, 20, torch.float32, int8)
+    first = decode.decode_attention(**tensors)
+    guards = {name: guarded(t) for name, t in tensors.items()}
+    with red_zones():
+        inside = decode.decode_attention(**{name: guard.tensor for name, guard in guards.items()})
+    assert_bitwise_equal(inside.clone(), first)
+    assert_bitwise_equal(decode.decode_attention(**tensors), first)
+    new = [seeded_randn((len(LENGTHS), 2, 20), 9 + i).to(DEVICE) for i in range(2)]
+    kept = {name: guard.tensor for name, guard in guards.items() if name != "q"}
+    decode.cache_write(*(guarded(t).tensor for t in new), **kept)
+    for name, guard in guards.items():
+        guard.check(name)
+
+
 def test_a_sequence_of_no_rows_gives_zeros() -> None:
     tensors = drawn(4, 2, 16, torch.float32)
     y = decode.decode_attention(**{**tensors, "lengths": torch.zeros(len(LENGTHS), dtype=torch.int32, device=DEVICE)})
@@ -118,6 +176,8 @@ def test_caches_may_have_any_strides() -> None:
         name: t.transpose(1, 2).contiguous().transpose(1, 2) if name in "kv" else t for name, t in tensors.items()
     }
     assert_bitwise_equal(decode.decode_attention(**turned), decode.decode_attention(**tensors))
+    apart = {name: F.pad(t, (1, 4), value=torch.nan)[..., 1:-4] if name in "qkv" else t for name, t in tensors.items()}
+    assert_bitwise_equal(decode.decode_attention(**apart), decode.decode_attention(**tensors))
 
 
 def test_a_new_row_is_written_where_there_is_room() -> None:

@@ -171,15 +171,21 @@ def check_dgrad(module: Any = gemm, tile: Tile | None = None, of_output: bool = 
         given["act"] = ACTIVATIONS[given["act"]]
     dgrad = module.linear_dgrad_gated if gated else module.linear_dgrad
     with Untouched({k: v for k, v in given.items() if isinstance(v, Tensor)}):
-        dz, total, x = dgrad(**given, sums=True, emit=emit, tile=tile)
+        dz, total, x, _ = dgrad(**given, sums=True, emit=emit, tile=tile)
+        whole = emit and not gated and "row_scale" not in given and "residual" not in given
+        if whole:
+            again, _, _, dy_sum = dgrad(**given, sums=True, dy_sums=given["dy"].dtype, tile=tile)
+            assert_bitwise_equal(again, dz)
 
     def eager(**kwargs: Any) -> dict[str, Tensor]:
         result = eager_dgrad(**kwargs)
         if not emit:
             del result["x"]
+        if whole:
+            result["dy_sum"] = kwargs["dy"].flatten(0, -2).sum(0)
         return result
 
-    judge({"dz": dz, "sum": total, **({"x": x} if emit else {})}, eager, args)
+    judge({"dz": dz, "sum": total, **({"x": x} if emit else {}), **({"dy_sum": dy_sum} if whole else {})}, eager, args)
 
 
 def check_wgrad(module: Any = gemm, tile: Tile | None = None, accumulate: bool = False, **args: Any) -> None:
@@ -320,6 +326,27 @@ def test_in_every_regime(device: torch.device, dtype: torch.dtype, regime: str) 
     check_wgrad(dy=dy, x=x, accumulate=True)
 
 
+@pytest.mark.parametrize("regime", ["zeros", "extremes"])
+def test_at_the_edges_of_a_format(device: torch.device, dtype: torch.dtype, regime: str) -> None:
+    """Zeros stay zeros, and what overflows does so in torch as well; fused may be finite where unfused is not."""
+    o = operands(device, dtype)
+    x, dy = (in_regime(regime, shape, i, dtype=dtype).to(device) for i, shape in enumerate(((M, K), (M, N))))
+    if dtype is not torch.float16:
+        # Whether a sum overflows in float32, which is summed in, would depend on its order.
+        x, dy = x / 512, dy / 512
+    (y, z), (dx, total, _) = (
+        gemm.linear(x, o.weight, act=ACTIVATIONS["relu"], store_pre=True, residual=dy),
+        gemm.linear_dgrad(dy, o.weight, act=ACTIVATIONS["relu"], t=o.t, sums=True),
+    )
+    ahead = eager_linear(x, o.weight, act="relu", store_pre=True, residual=dy)
+    back = eager_dgrad(dy, o.weight, act="relu", t=o.t)
+    dw = gemm.linear_wgrad(dy, x)
+    for one, other in ((y, ahead["y"]), (z, ahead["z"]), (dx, back["dz"]), (dw, dy.t() @ x)):
+        assert regime == "extremes" or not one.any()
+        assert (one.isfinite() | ~other.isfinite()).all()
+    assert regime == "extremes" or not total.any()
+
+
 class _LinearThenGated(torch.autograd.Function):
     """dropout(gelu(x w^T)), then a gated product with a bias: every gradient by a kernel."""
 
@@ -334,8 +361,8 @@ class _LinearThenGated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w, packed, out, z, t = ctx.saved_tensors
-        dt, dbias, g = gemm.linear_dgrad_gated(grads[0], out, act=ACTIVATIONS["sigmoid"], t=t, sums=True, emit=True)
-        dz, _, h = gemm.linear_dgrad(dt, packed, act=ACTIVATIONS["gelu"], t=z, dropout=ctx.dropout, emit=True)
+        dt, dbias, g, _ = gemm.linear_dgrad_gated(grads[0], out, act=ACTIVATIONS["sigmoid"], t=t, sums=True, emit=True)
+        dz, _, h, _ = gemm.linear_dgrad(dt, packed, act=ACTIVATIONS["gelu"], t=z, dropout=ctx.dropout, emit=True)
         assert g is not None
         assert h is not None
         dx = gemm.linear_dgrad(dz, w)[0]
@@ -426,7 +453,9 @@ def test_empty_matrices(device: torch.device, tile: Tile, m: int, n: int, k: int
     y, _ = gemm.linear_gated(x, packed, o.packed_bias, act=ACTIVATIONS["silu"], tile=tile)
     torch.testing.assert_close(y, (F.silu(o.packed_bias[:n]) * o.packed_bias[n:]).expand(m, n).clone())
     t = data(device, torch.float32, m, k)
-    dz, total, h = gemm.linear_dgrad(o.dy, weight, act=ACTIVATIONS["gelu"], t=t, sums=True, emit=True, tile=tile)
+    dz, total, h, _ = gemm.linear_dgrad(o.dy, weight, act=ACTIVATIONS["gelu"], t=t, sums=True, emit=True, tile=tile)
+    dy_sum = gemm.linear_dgrad(o.dy, weight, act=ACTIVATIONS["gelu"], t=t, dy_sums=torch.float32, tile=tile).dy_sum
+    torch.testing.assert_close(dy_sum, o.dy.sum(0))
     judge(
         {"dz": dz, "sum": total, "x": h}, eager_dgrad, {"dy": o.dy, "weight": weight, "act": "gelu", "t": t}
     )  # fmt: skip
@@ -462,7 +491,7 @@ def test_sums_leave_out_rows_beyond_the_last(device: torch.device, tile: Tile) -
 
     o = operands(device, torch.float32, 33, N, K)
     t = o.t.abs() + 0.5
-    _, total, _ = gemm.linear_dgrad(o.dy, o.weight, act=Root, t=t, sums=True, tile=tile)
+    total = gemm.linear_dgrad(o.dy, o.weight, act=Root, t=t, sums=True, tile=tile).sum
     torch.testing.assert_close(total, (o.dy @ o.weight / (2 * t.sqrt())).sum(0))
 
 
@@ -490,15 +519,16 @@ def test_neither_reads_nor_writes_past_an_end(
             *gemm.linear(o.x, o.weight, o.bias, act=act, store_pre=True, row_scale=o.row_scale, residual=o.residual,
                          dropout=o.dropout, tile=tile),
             *gemm.linear_gated(o.x, o.packed, o.packed_bias, act=act, store_pre=True, tile=tile),
-            *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile),
-            *gemm.linear_dgrad_gated(o.dy, o.weight, act=act, t=o.packed_t, sums=True, emit=True, tile=tile),
+            *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile)[:3],
+            *gemm.linear_dgrad_gated(o.dy, o.weight, act=act, t=o.packed_t, sums=True, emit=True, tile=tile)[:3],
+            gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, dy_sums=dtype, tile=tile).dy_sum,
             gemm.linear_wgrad(o.dy, o.x, tile=tile),
             *gemm.linear_wgrad_bias(o.dy, o.x, tile=tile),
         ]  # fmt: skip
     main = guarded(torch.zeros(n, k, device=device))
     results.append(gemm.linear_wgrad(o.dy, o.x, main_grad=main.tensor, tile=tile))
     main.check("main_grad")
-    assert len(results) == 14
+    assert len(results) == 15
     for i, result in enumerate(results):
         assert result is not None
         assert result.isfinite().all(), f"result {i}"
@@ -524,7 +554,7 @@ def test_exact_inputs_give_exact_results(device: torch.device, dtype: torch.dtyp
     assert_bitwise_equal(dw, (dy.double().t() @ x.double()).float())
     _, total = gemm.linear_wgrad_bias(dy, x, sums_dtype=torch.float32, tile=tile)
     assert_bitwise_equal(total, dy.double().sum(0).float())
-    _, total, _ = gemm.linear_dgrad(dy, weight, sums=True, sums_dtype=torch.float32, tile=tile)
+    total = gemm.linear_dgrad(dy, weight, sums=True, sums_dtype=torch.float32, tile=tile).sum
     assert_bitwise_equal(total, (dy.double() @ weight.double()).sum(0).float())
 
 
@@ -536,6 +566,7 @@ def test_twice_the_same_bits_whatever_the_order_of_tiles(device: torch.device, t
         return [
             *gemm.linear(o.x, o.weight, o.bias, act=act, dropout=o.dropout, tile=tile)[:1],
             *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile),
+            *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, dy_sums=o.dy.dtype, tile=tile),
             *gemm.linear_wgrad_bias(o.dy, o.x, tile=tile),
         ]
 
@@ -579,7 +610,7 @@ def test_the_dtype_of_results_can_be_chosen(device: torch.device) -> None:
     assert y.dtype == torch.float32
     assert z is not None
     torch.testing.assert_close(y, o.x.float() @ o.weight.float().t(), rtol=1e-4, atol=1e-4)
-    dz, total, _ = gemm.linear_dgrad(o.dy, o.weight, sums=True, sums_dtype=torch.float32)
+    dz, total, *_ = gemm.linear_dgrad(o.dy, o.weight, sums=True, sums_dtype=torch.float32)
     assert (dz.dtype, total.dtype) == (torch.bfloat16, torch.float32)
 
 
@@ -595,6 +626,13 @@ REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {
     ),
     "length of the bias": ("bias: expected shape", lambda o: gemm.linear(o.x, o.weight, o.bias[1:])),
     "odd packed weight": ("even number", lambda o: gemm.linear_gated(o.x, o.packed[1:], act=ACTIVATIONS["silu"])),
+    "dy_sums alone": ("with an activation", lambda o: gemm.linear_dgrad(o.dy, o.weight, dy_sums=torch.float32)),
+    "dy_sums with a residual": (
+        "without residual",
+        lambda o: gemm.linear_dgrad(
+            o.dy, o.weight, act=ACTIVATIONS["silu"], t=o.t, residual=o.d_residual, dy_sums=torch.float32
+        ),
+    ),
     "t alone": ("come together", lambda o: gemm.linear_dgrad(o.dy, o.weight, t=o.t)),
     "emit without an activation": ("no activation", lambda o: gemm.linear_dgrad(o.dy, o.weight, emit=True)),
     "derivative of the input": (
@@ -632,7 +670,18 @@ def test_every_architecture_has_tiles() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["linear", "linear of act", "linear_gated", "dgrad", "dgrad_gated", "wgrad", "wgrad_", "wgrad_bias", "wgrad_bias_"],
+    [
+        "linear",
+        "linear of act",
+        "linear_gated",
+        "dgrad",
+        "dgrad of dy",
+        "dgrad_gated",
+        "wgrad",
+        "wgrad_",
+        "wgrad_bias",
+        "wgrad_bias_",
+    ],
 )
 def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
     o = operands(device, torch.float32, 5, 6, 7)
@@ -643,7 +692,12 @@ def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
         "linear of act": ("linear", (o.x, o.weight, o.bias), {"act": "relu", "store_act": True, **extras}),
         "linear_gated": ("linear_gated", (o.x, o.packed, o.packed_bias), {"act": "silu", "store_pre": True, **extras}),
         "dgrad": ("linear_dgrad", (o.dy, o.weight), {"act": "gelu", "t": o.t, "sums": True, "emit": True, **extras}),
-        "dgrad_gated": ("linear_dgrad_gated", (o.dy, o.weight), {"act": "silu", "t": o.packed_t, "emit": True}),
+        "dgrad_gated": (
+            "linear_dgrad_gated",
+            (o.dy, o.weight),
+            {"act": "silu", "t": o.packed_t, "emit": True},
+        ),
+        "dgrad of dy": ("linear_dgrad", (o.dy, o.weight), {"act": "gelu", "t": o.t, "dy_sums": torch.float16}),
         "wgrad": ("linear_wgrad", (o.dy, o.x), {"dtype": torch.float16}),
         "wgrad_": ("linear_wgrad_", (main, o.dy, o.x), {}),
         "wgrad_bias": ("linear_wgrad_bias", (o.dy, o.x), {"sums_dtype": torch.float16}),
@@ -734,6 +788,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "dup from the gate": ("z2 = z * v", "z2 = z * gate", "dgated"),
     "x without dropout": ("h = dropped(v, seed, rows", "h = v if True else (v, seed, rows", "dgrad"),
     "dropout by local columns": ("z = dropped(z, seed, rows, col,", "z = dropped(z, seed, rows, col - n0,", "forward"),
+    "sums of dy of one tile only": ("a_sums + tile_m * K + at", "a_sums + 0 * tile_m * K + at", "dgrad"),
+    "sums of dy one column on": ("* BK + tl.arange(0, BK)\n", "* BK + 1 + tl.arange(0, BK)\n", "dgrad"),
     "sums of one tile only": ("partials + tile_m *", "partials + 0 * tile_m *", "dgrad"),
     "sums of rows beyond the last": ("tl.where(inside, z, 0.0), 0)", "z, 0)", "root"),
     "last rows are summed alone": ("a_total += tl.sum", "a_total = tl.sum", "wgrad"),
@@ -844,7 +900,7 @@ def _check_root(module: Any, device: torch.device, dtype: torch.dtype) -> None:
         value, derivative, reads, P = _root, _root_derivative, "input", (2.0,)
 
     o = operands(device, dtype, 33, N, K)
-    _, total, _ = module.linear_dgrad(
+    _, total, *_ = module.linear_dgrad(
         o.dy, o.weight, act=Root, t=o.t.abs() + 0.5, sums=True, tile=TILES["pointers"]
     )  # fmt: skip
     assert total.isfinite().all()

@@ -75,6 +75,7 @@ def test_on_fake_tensors_shapes_come_out(device: torch.device) -> None:
             *gemm.linear(x, weight, act=gelu, store_pre=True, dropout=gemm.Dropout(seed, 0.1)),
             *gemm.linear_gated(x, weight, act=silu, store_pre=True),
             *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, emit=True),
+            *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, dy_sums=dy.dtype),
             *gemm.linear_dgrad_gated(dy, weight, act=silu, t=packed, sums=True, emit=True),
             gemm.linear_wgrad(dy, x),
             *layernorm_fwd(x, row, row, 1e-5, residual=x),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse import ops
@@ -18,6 +19,7 @@ from seqfuse.testing import (
     Untouched,
     assert_bitwise_equal,
     assert_fused_close,
+    exact,
     guarded,
     in_regime,
     red_zones,
@@ -122,10 +124,10 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> dict[st
 def check(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> None:
     with Untouched(tensors):
         ours = run(case, tensors, k)
-    theirs, exact = in_torch(case, tensors), in_torch(case, {name: t.double() for name, t in tensors.items()})
+    theirs, wide = in_torch(case, tensors), in_torch(case, {name: t.double() for name, t in tensors.items()})
     # Angles are float32 in both, which float64 would hold against either: positions are small where it counts.
     assert ours.keys() == theirs.keys()
-    assert_fused_close(dict(sorted(ours.items())), dict(sorted(theirs.items())), dict(sorted(exact.items())))
+    assert_fused_close(dict(sorted(ours.items())), dict(sorted(theirs.items())), dict(sorted(wide.items())))
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -180,6 +182,49 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) 
     ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
     for key, t in theirs.items():
         assert torch.equal(ours[key].isfinite(), t.isfinite()), key
+
+
+@pytest.mark.parametrize("name", ["all", "part_interleaved", "bias"])
+def test_the_same_bits_every_time(name: str) -> None:
+    tensors = drawn(CASES[name], (2, 17), torch.bfloat16)
+    assert_bitwise_equal(run(CASES[name], tensors), run(CASES[name], tensors))
+
+
+@pytest.mark.parametrize("name", ["all", "interleaved"])
+def test_rows_may_have_any_stride(name: str) -> None:
+    """Padded rows that begin where no vector load is aligned, and rows that are one row."""
+    case = CASES[name]
+    tensors = drawn(case, (9,), torch.float32)
+    padded = {key: F.pad(t, (1, 4), value=torch.nan)[:, 1:-4] if t.ndim == 2 else t for key, t in tensors.items()}
+    assert_bitwise_equal(run(case, padded), run(case, tensors))
+    one = {key: t[:1].expand(t.shape) if t.ndim == 2 else t for key, t in tensors.items()}
+    assert_bitwise_equal(run(case, one), run(case, {key: t.contiguous() for key, t in one.items()}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_nothing_is_turned_at_position_zero(style: str, dtype: torch.dtype) -> None:
+    """Both ways x comes out bit for bit, and the bias gradient is a sum of small integers."""
+    x, dy = (exact("integers", (32, PARTS * 8), i, dtype=dtype).to(DEVICE) for i in (0, 1))
+    ids = torch.zeros(32, dtype=torch.int64, device=DEVICE)
+    assert_bitwise_equal(rope.rope_fwd(x, HEADS, KV, Rotation(style, 8), positions=ids).y, x)
+    b = rope.rope_bwd(dy, HEADS, KV, Rotation(style, 8), positions=ids, dbias=torch.float32)
+    assert_bitwise_equal([b.dx, b.dbias], [dy, dy.float().sum(0)])
+
+
+@pytest.mark.parametrize("regime", ["zeros", "constant_rows"])
+def test_heads_without_a_norm_stay_finite(regime: str) -> None:
+    for name in ("norm", "all_interleaved"):
+        check(CASES[name], drawn(CASES[name], (5,), torch.float32, regime))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_numbers_overflow_no_more_than_in_torch(dtype: torch.dtype) -> None:
+    for name in ("half", "norm"):
+        tensors = drawn(CASES[name], (5,), dtype, "extremes")
+        ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
+        for key, t in theirs.items():
+            assert (ours[key].isfinite() | ~t.isfinite()).all(), (name, key)
 
 
 def test_values_pass_bit_for_bit() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import fusions, ops
+from seqfuse.kernels import attention, crossentropy, rope
+from seqfuse.losses import LinearCrossEntropy
+from seqfuse.ops import _attention
 from seqfuse.testing import seeded_randn
 
 from .conftest import DEVICE
@@ -24,7 +28,32 @@ def _model(eps: float = 1e-2) -> sf.Sequential:
     return sf.Sequential(first, second, fusions=fusions.default).to(DEVICE)
 
 
-def _trained(model: sf.Sequential, dtype: torch.dtype, *, fused: bool, order: Tensor | None = None) -> Tensor:
+class _Likelihood(nn.Module):
+    """Of classes under a block of attention: the kernels of heads and of the loss."""
+
+    def __init__(self, base: float = 1e4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        heads = (
+            ops.QKNorm(8, 2, 1),
+            ops.RotaryEmbedding(2, 1, style="half", base=base),
+            ops.Attention(2, 1, causal=True),
+        )
+        block = ops.Residual(ops.RMSNorm(H), ops.Linear(H, 32), *heads, ops.Linear(16, H))
+        self.body = sf.Sequential(block, fusions=fusions.default)
+        self.head = LinearCrossEntropy(H, 24, chunk=8)
+        self.to(DEVICE)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        classes = (8 * target[..., 0].float()).long() % 24
+        return self.head(self.body(x.unflatten(0, (-1, 4))).flatten(0, 1), classes)
+
+
+def _squares(model: sf.Sequential, x: Tensor, target: Tensor) -> Tensor:
+    return (model(x) - target).double().square().mean()
+
+
+def _trained(model: nn.Module, dtype: torch.dtype, *, fused: bool, order: Tensor | None = None) -> Tensor:
     """All parameters after the last step, in float64; `order` is that of the rows, which the sums do not depend on."""
     model = copy.deepcopy(model).to(dtype)
     x, target = (seeded_randn((ROWS, H), seed).to(DEVICE, dtype) for seed in (1, 2))
@@ -34,17 +63,21 @@ def _trained(model: sf.Sequential, dtype: torch.dtype, *, fused: bool, order: Te
     for _ in range(STEPS):
         optimizer.zero_grad()
         with sf.fusing(fused, on_error="raise"):
-            loss = (model(x) - target).double().square().mean()
+            loss = _squares(model, x, target) if isinstance(model, sf.Sequential) else model(x, target)
         loss.backward()
         optimizer.step()
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-def _distances(dtype: torch.dtype, fused_model: sf.Sequential | None = None) -> tuple[float, float]:
+def _distances(
+    dtype: torch.dtype, fused_model: nn.Module | None = None, model: nn.Module | None = None
+) -> tuple[float, float]:
     """From the unfused run in float64: of the fused run, and of the farthest of unfused ones, each in another order."""
-    model = _model()
+    model = model or _model()
     exact = _trained(model, torch.float64, fused=False)
-    orders = [None, *(torch.randperm(ROWS, generator=torch.Generator().manual_seed(i)) for i in range(4))]
+    # Sequences of four rows change places, their rows do not.
+    drawn = [torch.randperm(ROWS // 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    orders = [None, *((4 * order.unsqueeze(1) + torch.arange(4)).flatten() for order in drawn)]
     unfused = max((_trained(model, dtype, fused=False, order=o) - exact).norm().item() for o in orders)
     return (_trained(fused_model or model, dtype, fused=True) - exact).norm().item(), unfused
 
@@ -74,4 +107,44 @@ def test_training_ends_where_the_unfused_operations_do(dtype: torch.dtype) -> No
 
 def test_a_wrong_eps_is_found() -> None:
     fused, unfused = _distances(torch.float32, _model(eps=1.001e-2))
+    assert fused > 1.5 * unfused
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels of heads and of the loss that are launched."""
+    found: set[str] = set()
+    for module in (attention, rope, crossentropy):
+        plain = module.launch
+
+        def launch(kernel: Any, *args: Any, plain: Any = plain, **more: Any) -> None:
+            found.add(kernel.__name__)
+            plain(kernel, *args, **more)
+
+        monkeypatch.setattr(module, "launch", launch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ours"),
+    [
+        pytest.param(torch.float32, False, id="fp32"),
+        pytest.param(torch.bfloat16, False, id="bf16"),
+        pytest.param(torch.float32, True, id="fp32, attention of ours", marks=pytest.mark.full),
+        pytest.param(torch.bfloat16, True, id="bf16, attention of ours", marks=pytest.mark.full),
+    ],
+)
+def test_training_with_heads_and_a_loss_ends_where_the_unfused_operations_do(
+    dtype: torch.dtype, ours: bool, launched: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_attention, "interpreting", ours)
+    fused, unfused = _distances(dtype, model=_Likelihood())
+    assert 0 < fused <= 1.5 * unfused
+    wanted = {"_rope_fwd_kernel", "_rope_bwd_kernel", "_cross_entropy_kernel"}
+    wanted |= {"_attention_fwd_kernel", "_attention_dq_kernel", "_attention_dkv_kernel"} if ours else set()
+    assert launched >= wanted, launched
+
+
+def test_another_rotation_is_found() -> None:
+    fused, unfused = _distances(torch.float32, _Likelihood(base=1.001e4), _Likelihood())
     assert fused > 1.5 * unfused

@@ -318,3 +318,11 @@ def test_the_repr_says_what_differs_from_the_defaults():
     op = ops.Attention(4, 2, causal=True, window=3, dropout=0.1, scale=0.5, softcap=2.0, mask="m", cu_seqlens="e")
     named = "causal=True, window=3, dropout=0.1, scale=0.5, softcap=2.0, mask='m', cu_seqlens='e'"
     assert repr(op) == repr(copy.deepcopy(op)) == f"Attention(4, 2, {named})"
+
+
+def test_heads_are_views_of_the_packed_numbers():
+    x = packed((2, 5), 4, 2, 8)
+    for rows, part in zip((4, 2, 2), ops.Attention(4, 2).heads_of(x), strict=True):
+        assert part.shape == (2, rows, 5, 8)
+        assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(torch.cat(ops.Attention(4, 2).heads_of(x), 1).transpose(1, 2).flatten(2), x)

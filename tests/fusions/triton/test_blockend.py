@@ -11,7 +11,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import blockend
+from seqfuse.fusions import _gemm, blockend
+from seqfuse.fusions.biasdropoutadd import branch_bwd
 from seqfuse.fusions.blockend import BlockEndBackward
 from seqfuse.fusions.linearbiasdropoutadd import LinearBiasDropoutAdd
 from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
@@ -49,6 +50,21 @@ def test_in_its_other_forms(
     width = 4 if isinstance(act, sf.Gated) else 8
     list_ = (act, *between, ops.Linear(width, 5, bias=out_bias).to(device), *after, ops.Add("other"))
     check_fusion(BlockEndBackward, seeded_randn((2, 3, 8), 0).to(device), *list_, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.4], ids=["nothing dropped", "dropout"])
+def test_the_last_bias_takes_no_pass_of_its_own(p: float, device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    inner = (ops.Linear(8, 12), ops.SiLU(), ops.Linear(12, 8), ops.Dropout(p))
+    model = sf.Sequential(ops.Residual(*inner), fusions=BlockEndBackward).to(device)
+    x = seeded_randn((5, 8), 0).to(device).requires_grad_()
+    assert model.plan(x).count("BlockEndBackward") == 1
+    y = model(x)
+    alone: list[object] = []
+    asked = branch_bwd
+    monkeypatch.setattr(blockend, "branch_bwd", lambda *given: alone.append(given[-1]) or asked(*given))
+    y.backward(seeded_randn((5, 8), 1).to(device))
+    assert alone == [p > 0]  # where something is dropped that pass is there, and makes the sum as well
+    assert model[0][2].bias.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -100,6 +116,16 @@ MUTANTS = {
     "no mask before the product": ("act, self.act_dropout, act_dropout, needs", "act, None, None, needs"),
     "dropout in the residual's gradient": ('"add.other": dy if', '"add.other": d if'),
 }
+
+
+def test_the_sum_of_another_tensor_is_found(
+    device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    changed = mutant(_gemm, 'grads["out_bias.bias"] = made.dy_sum', 'grads["out_bias.bias"] = -made.dy_sum')
+    monkeypatch.setattr(blockend, "unit_bwd", changed.unit_bwd)
+    list_ = (ops.Tanh(), ops.Linear(6, 9).to(device), ops.Add("other"))
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(BlockEndBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -1,0 +1,90 @@
+"""What docs/kernels.md says is tested of each kernel is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqfuse import kernels
+from seqfuse.testing.compiled import kernel_modules
+
+from . import (
+    test_attention,
+    test_crossentropy,
+    test_decode,
+    test_gemm,
+    test_norm,
+    test_pointwise,
+    test_rope,
+    test_training,
+)
+
+FILES = {
+    "attention": test_attention,
+    "crossentropy": test_crossentropy,
+    "decode": test_decode,
+    "gemm": test_gemm,
+    "norm": test_norm,
+    "pointwise": test_pointwise,
+    "rope": test_rope,
+    "training": test_training,
+}
+# Modules whose kernels are tested with those of another.
+WITH = {"_columns": "pointwise", "layernorm": "norm", "rmsnorm": "norm"}
+ITEMS = (
+    "dtypes", "regimes", "edges", "rows and columns", "leading dimensions", "layouts", "exact", "gradcheck",
+    "operators", "red zones", "twice", "training",
+)  # fmt: skip
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "kernels.md").read_text()
+TABLE = PAGE[PAGE.index("<!-- proof:") : PAGE.index("<!-- end of proof -->")]
+ROWS = re.findall(r"^\| (\w+) \| ([\w ]+) \| (.+) \|$", TABLE, re.MULTILINE)
+CELLS = {(kernel, item): cell for kernel, item, cell in ROWS[1:]}
+
+
+def _named(kernel: str, item: str) -> list[Callable[..., Any]]:
+    found: list[Callable[..., Any]] = []
+    for name in re.findall(r"`([\w.]+)`", CELLS[kernel, item]):
+        file, _, test = name.rpartition(".")
+        found.append(getattr(FILES[file or kernel], f"test_{test}"))
+    return found
+
+
+def test_every_kernel_has_every_item() -> None:
+    modules = {name.rpartition(".")[2] for name in kernel_modules()}
+    expected = {WITH.get(name, name) for name in modules}
+    assert list(CELLS) == [(kernel, item) for kernel in sorted(expected) for item in ITEMS]
+
+
+@pytest.mark.parametrize(("kernel", "item"), CELLS)
+def test_every_named_test_runs(kernel: str, item: str) -> None:
+    """By default, and not in the whole matrix alone; what has none says why in words."""
+    tests = _named(kernel, item)
+    assert tests or re.fullmatch(r"[^`]{10,}", CELLS[kernel, item])
+    for test in tests:
+        marks = {mark.name for mark in getattr(test, "pytestmark", ())}
+        assert not marks & {"full", "skip", "gpu", "xfail"}, test
+
+
+def test_every_operator_is_checked() -> None:
+    for one in pkgutil.iter_modules(kernels.__path__):
+        if one.name.endswith("_ops"):
+            importlib.import_module(f"{kernels.__name__}.{one.name}")
+    sources = [
+        inspect.getsource(test) for kernel, item in CELLS if item == "operators" for test in _named(kernel, item)
+    ]
+    assert all("opcheck(" in source for source in sources)
+    text = "\n".join(sources)
+    for name in (
+        n.removeprefix("seqfuse::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("seqfuse::")
+    ):
+        # The norms' test makes the names of two operators of one.
+        made = (name.removesuffix("_backward"), "{kind}_backward") if "norm_backward" in name else (name,)
+        assert all(re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text) for part in made), name

@@ -1,0 +1,104 @@
+"""What the rules for a GPU make of N transformer layers: N times the same, and one fusion across each boundary."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.integrations.huggingface import from_huggingface
+from seqfuse.nn import TransformerStack
+
+ROWS, WIDTH = 8192, 1024
+ROTARY = functools.partial(ops.RotaryEmbedding, style="half")
+GPT: dict[str, Any] = {}
+LLAMA: dict[str, Any] = {
+    "kv_heads": 4, "activation": ops.SwiGLU, "bias": False, "qk_norm": True, "rotary": ROTARY,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_data():
+    with torch.device("meta"):
+        yield
+
+
+def plan_of(model: sf.Sequential, x: torch.Tensor, grad: bool) -> sf.Plan:
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, grad=grad, rows=ROWS)
+    return model.bfloat16().train(grad).plan(x, env=env)
+
+
+def unfused(cover: Any) -> set[str]:
+    return {step.name for step in cover if not step.fused}
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("norm", [ops.LayerNorm, ops.RMSNorm])
+@pytest.mark.parametrize("pre", [True, False], ids=["pre-norm", "post-norm"])
+@pytest.mark.parametrize("form", [GPT, LLAMA], ids=["GPT", "Llama"])
+def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: bool, norm: Any, grad: bool, layers: int):
+    stack = TransformerStack(
+        layers, WIDTH, 16, pre_norm=pre, norm=norm, causal=True, dropout=0.1, final_norm=False, **form
+    )
+    x = torch.empty(8, ROWS // 8, WIDTH, dtype=torch.bfloat16, requires_grad=grad)
+    plan = plan_of(stack, x, grad)
+    # The end of a layer's feed-forward block with the norm behind it, which a pre-norm layer has in the next one.
+    assert plan.count("BlockBoundary") == layers - pre
+    gated = form is LLAMA
+    up = "LinearGated" if gated else "LinearBiasActivation"
+    assert plan.count(up if grad else f"{up}Inference") == layers
+    heads = "BiasQKNormRotary" if grad else "BiasQKNormRotaryAttention"
+    assert plan.count(heads if gated else "LinearBias") == layers
+    assert plan.count("LinearBiasDropoutAdd") >= layers
+    # A dropout that is off is no work, and neither is a fork.
+    assert unfused(plan.forward) <= {
+        "Fork",
+        norm.__name__,
+        "Linear",
+        "Attention",
+        *([] if grad else ["Dropout", "Add"]),
+    }
+    if grad:
+        assert plan.count("BlockBoundaryBackward") == 2 * layers - pre
+        assert_backward_is_fused(plan, layers, norms=2 * layers, gated=gated)
+        assert plan.count("BiasQKNormRotaryBackward") == layers * gated
+
+
+def assert_backward_is_fused(plan: sf.Plan, layers: int, *, norms: int, gated: bool) -> None:
+    """Each norm is with the sum before it where one is, each activation in the gradient of the product behind it."""
+    assert unfused(plan.backward) <= {"Linear", "Attention", "Fork", "Embedding", "PositionEmbedding"}
+    assert plan.count("BlockBoundaryBackward") + plan.count("NormBackward") == norms
+    inner = plan.count("GatedLinearBackward" if gated else "ActivationLinearBackward")
+    assert inner + plan.count("BlockEndBackward") == layers
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_converted_model_has_the_same_fusions(kind: str):
+    """Llama has separate products for queries, keys and values; GPT-2 one, of another layout."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "gpt2":
+        its: nn.Module = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=WIDTH, n_head=16, n_layer=3, n_positions=ROWS, **sizes)
+        )
+    else:
+        its = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=WIDTH, intermediate_size=2816, num_attention_heads=16, num_key_value_heads=4,
+                num_hidden_layers=3, **sizes,
+            )
+        )  # fmt: skip
+    tokens = torch.empty(8, ROWS // 8, dtype=torch.int64)
+    plan = plan_of(from_huggingface(its), tokens, True)
+    gated = kind == "llama"
+    # The sum at the end of each block is in a product's epilogue, or with the norm behind it.
+    assert plan.count("LinearBiasDropoutAdd") + plan.count("BlockBoundary") == 6
+    assert plan.count("BlockBoundary") == (0 if gated else 3)
+    assert plan.count("LinearGated" if gated else "LinearBiasActivation") == 3
+    assert_backward_is_fused(plan, 3, norms=7, gated=gated)
