@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..env import Env
+from ..env import Env, Savings
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..measured import Measurement
 from ..settings import Fusing
@@ -95,14 +95,9 @@ class Matcher:
                     bound = _bind(cls, lengths, items, a)
                     reason = self._refuses(bound, items, a, b, live_from, env)
                     measured = known(bound, a, b) if known is not None and reason is None else None
-                    if measured is not None:
-                        reason = measured.refusal
-                        if reason is None:
-                            found.append(Candidate(bound, a, b, -measured.saving, rank))
-                            continue
-                    elif reason is None:
+                    if reason is None:
                         # Where nothing wants a gradient a joint fusion is worth its forward only.
-                        cost = self._cost(bound, env if b > live_from or not env.grad else still)
+                        cost = self._cost(bound, env if b > live_from or not env.grad else still, measured)
                         if isinstance(cost, int):
                             found.append(Candidate(bound, a, b, cost, rank))
                             continue
@@ -152,11 +147,16 @@ class Matcher:
             return self._raised(type(fusion).__name__, "requires", error)
         return None
 
-    def _cost(self, fusion: FusedOperation, env: Env) -> int | str:
+    def _cost(self, fusion: FusedOperation, env: Env, measured: Measurement | None) -> int | str:
+        """Nanoseconds, by the clock where there is a measurement; or why it is not used."""
         try:
-            return -round(env.microseconds(fusion.saves(env)) * 1000)
+            savings = fusion.saves(env)
+            if measured is None:
+                return -round(env.microseconds(savings) * 1000)
+            memory = round(env.microseconds(Savings(memory=savings.memory)) * 1000)
         except Exception as error:
             return self._raised(type(fusion).__name__, "saves", error)
+        return measured.refusal or -measured.saving - memory
 
     def _raised(self, name: str, method: str, error: Exception) -> str:
         reason = f"{method} raised {type(error).__name__}: {error}"

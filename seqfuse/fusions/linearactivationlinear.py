@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +86,7 @@ class LinearActivationLinear(JointFusion):
         yield reads_input, f"{type(self.act).__name__} keeps its output, which the product after it keeps as well"
 
     def saves(self, env: Env) -> Savings:
-        """What the two passes save, less what h costs, and `memory`."""
+        """What the two passes save, less what h costs; h is not kept, which counts as if it were read and written."""
         gated, dropped = isinstance(self.act, Gated), drops(self.dropout)
         launches, tensors = (2, 4) if gated else (1, 1)
         if self.bias is not None:
@@ -99,12 +100,9 @@ class LinearActivationLinear(JointFusion):
         inner = unit_worth(self.out, self.bias, self.act, dropped, env)
         back = branch_worth(inner, self.out_bias, self.out_dropout, env)
         # The product that makes dz writes h as well.
-        parts = (*ahead, back, Savings(bytes=self.memory(env) - self._written_again(env)))
-        return Savings(sum(s.launches for s in parts), sum(s.bytes for s in parts), sum(s.flops for s in parts))
-
-    def memory(self, env: Env) -> float:
-        """Bytes that take no time and yet are among `saves`: what is not kept counts as if it were read and written."""
-        return 2 * self._written_again(env)
+        h = self._written_again(env)
+        parts = (*ahead, back, Savings(bytes=-h, memory=2 * h))
+        return Savings(*(sum(amounts) for amounts in zip(*map(dataclasses.astuple, parts), strict=True)))
 
     def _written_again(self, env: Env) -> float:
         """Bytes of h."""

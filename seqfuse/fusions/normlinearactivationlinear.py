@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -71,16 +72,12 @@ class NormLinearActivationLinear(JointFusion):
         yield from self._rest().requires(env)
 
     def saves(self, env: Env) -> Savings:
-        """What `LinearActivationLinear` and `NormBackward` save, less what n costs, and `memory`."""
+        """What `LinearActivationLinear` and `NormBackward` save, less what n costs; n is not kept."""
         rest = self._rest()
         own, size = rest.saves(env), pass_bytes(self.norm, env)
         # The sum with the gradient of the stream is a launch and two passes less; to have n again costs as much.
         passes = copies(self.norm, env) + second_look(self.norm, env)
-        return Savings(own.launches, own.bytes + passes * size + self.memory(env) - rest.memory(env), own.flops)
-
-    def memory(self, env: Env) -> float:
-        """Bytes that take no time and yet are among `saves`, for h and for n."""
-        return self._rest().memory(env) + _KEPT * pass_bytes(self.norm, env)
+        return dataclasses.replace(own, bytes=own.bytes + passes * size, memory=own.memory + _KEPT * size)
 
     def fwd(
         self, x: Tensor, *, dropout_seed: Tensor | None = None, out_dropout_seed: Tensor | None = None
