@@ -142,7 +142,7 @@ def _refusals(refused: Sequence[Refusal]) -> list[str]:
         if many and several[0].outbid:
             continue
         if len(fusions) <= FEW:
-            lines.append(f"refused: {fusion} at {_places([refusal.at for refusal in several])}: {reason}")
+            lines.append(f"refused: {fusion} at {_places(sorted({refusal.at for refusal in several}))}: {reason}")
         elif fusion == fusions[0]:
             named = f"{', '.join(fusions[:FEW])} and {len(fusions) - FEW} more"
             lines.append(f"refused: {named}: {reason}")

@@ -214,8 +214,9 @@ class LinearActivationLinear(JointFusion):
 class WideLinearActivationLinear(LinearActivationLinear):
     """`LinearActivationLinear` where h is written once more in at most one part in eighty of the products' time.
 
-    That takes time in proportion to the size of h, and the products in proportion to that and to the width of x and y,
-    so that of a wide block it is a small part: what times differ by from run to run.
+    y = other + out_dropout(h out^T + out_bias), h = dropout(act(z)), z = x weight^T + bias.  To write h takes time in
+    proportion to its size, and the products in proportion to that and to the width of x and y, so that of a wide block
+    it is a small part: what times differ by from run to run.
     """
 
     def requires(self, env: Env) -> Requirements:

@@ -26,7 +26,6 @@ everything else, where addresses and strides are multiples of 16 bytes. Not yet 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -467,6 +466,8 @@ def _product(
     if sums:
         width = 2 * N if form == "dgated" else N
         partials = workspace("gemm", tiles_m * width, dtype, device)[: tiles_m * width].view(tiles_m, width)
+    # Tiles that are not aligned take the registers that these sums need.
+    a_columns = a_columns and fit
     if a_columns:
         a_sums = workspace("gemm A", tiles_m * K, dtype, device)[: tiles_m * K].view(tiles_m, K)
     if (loads or moved) and device.type == "cuda":
@@ -795,10 +796,11 @@ def _backward(
     partials = a_partials = None
     if M and N:
         a, b = _matrix("dy", flat), _matrix("weight", weight)
+        # What a number that is 1 is compiled for has no such sums: they are torch's.
         partials, a_partials = _product(
             a, b, dz, (M, N, K), a.transposed, b.transposed,
             form=form, act=act, emitted=emitted, row_scale=row_scale, residual=residual, t=t, t_is_output=t_is_output,
-            dropout=dropout, sums=sums, a_columns=dy_sums is not None and K > 0 and M > 1, tf32=tf32, tile=tile,
+            dropout=dropout, sums=sums, a_columns=dy_sums is not None and K > 1 and M > 1, tf32=tf32, tile=tile,
         )  # fmt: skip
     total = None
     if sums:
@@ -928,7 +930,7 @@ class _Kind(NamedTuple):
     t_is_output: bool = False
 
 
-# The last of each weight, or the last two where it says so, hold most.
+# The last of each weight holds most; of gradients the last two, of which the second is for aligned tiles alone.
 _KINDS: dict[Weight, tuple[_Kind, ...]] = {
     "light": (
         _Kind("forward", "plain", b_t=True),
@@ -980,15 +982,14 @@ def variants() -> Iterator[Variant]:
         for position, tile in enumerate(candidates):
             for kind in _KINDS[weight] if position == 0 and number == "half" and not odd else _HEAVIEST[weight]:
                 yield _variant(family_of, number, tile, kind, loads=not odd, moved=True)
-        for tile, kind in itertools.product(stored_singly(weight, candidates), _HEAVIEST[weight]):
-            yield _variant(family_of, number, tile, kind, loads=not odd, moved=False)
+        for tile in stored_singly(weight, candidates):
+            yield _variant(family_of, number, tile, _HEAVIEST[weight][0], loads=not odd, moved=False)
         if number == "half":
             # A number that is 1 is a constant to the compiler.
             ones = (("M",), ("K",), ("N", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")) if odd else (("M",),)
-            for one, kind in itertools.product(ones, _HEAVIEST[weight]):
-                # One row is its own sum, and not summed.
-                if "M" not in one or kind.form == "plain" or "a_sums" not in kind.operands:
-                    yield _variant(family_of, number, candidates[0], kind, loads=not odd, moved=not odd, one=one)
+            for one in ones:
+                kind = _HEAVIEST[weight][0]
+                yield _variant(family_of, number, candidates[0], kind, loads=not odd, moved=not odd, one=one)
 
 
 def _variant(

@@ -82,7 +82,9 @@ def columns_of(plan: PlanData) -> list[Column]:
     alone = {a["at"]: a["reason"] for a in plan["alone"]}
     refused: dict[int, list[RefusalData]] = {}
     for refusal in plan["refused"]:
-        refused.setdefault(refusal["at"], []).append(refusal)
+        here = refused.setdefault(refusal["at"], [])
+        if refusal not in here:  # a pattern with optional slots is refused once for each way it matches
+            here.append(refusal)
     opens, closes = {start for start, _ in plan["segments"]}, {stop - 1 for _, stop in plan["segments"]}
     return [
         Column(

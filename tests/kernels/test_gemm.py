@@ -734,11 +734,12 @@ def test_an_operator_refuses_an_unknown_activation(device: torch.device) -> None
     ("target", "only", "count"),
     [
         ("sm_90", r"half (forward\+bias,gelu,pre|dgrad\+gelu,sums,emit|swiglu\+bias,pre|wgrad\+main_grad) \S+$", 4),
+        ("sm_90", r"half (dgrad\+gelu,sums,dy_sums|forward\+bias,relu,output,dropout) \S+$", 2),
         ("sm_90", r"half forward\+all \S+ factors unaligned tiles unaligned (M|N|K)=1$", 3),
         ("sm_80", r"half (forward\+bias,gelu|dgrad\+gelu) 128\S+$", 2),
         ("gfx942", r"half (forward|wgrad) 128\S+$", 2),
     ],
-    ids=["sm_90", "sm_90 ones", "sm_80", "gfx942"],
+    ids=["sm_90", "sm_90 dy_sums", "sm_90 ones", "sm_80", "gfx942"],
 )
 def test_compiles_for_gpus_that_are_not_here(target: str, only: str, count: int) -> None:
     compiled = list(compile_variants(["seqfuse.kernels.gemm"], [target], only=only))
@@ -788,8 +789,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "dup from the gate": ("z2 = z * v", "z2 = z * gate", "dgated"),
     "x without dropout": ("h = dropped(v, seed, rows", "h = v if True else (v, seed, rows", "dgrad"),
     "dropout by local columns": ("z = dropped(z, seed, rows, col,", "z = dropped(z, seed, rows, col - n0,", "forward"),
-    "sums of dy of one tile only": ("a_sums + tile_m * K + at", "a_sums + 0 * tile_m * K + at", "dgrad"),
-    "sums of dy one column on": ("* BK + tl.arange(0, BK)\n", "* BK + 1 + tl.arange(0, BK)\n", "dgrad"),
+    "sums of dy of one tile only": ("a_sums + tile_m * K + at", "a_sums + 0 * tile_m * K + at", "dy_sums"),
+    "sums of dy one column on": ("* BK + tl.arange(0, BK)\n", "* BK + 1 + tl.arange(0, BK)\n", "dy_sums"),
     "sums of one tile only": ("partials + tile_m *", "partials + 0 * tile_m *", "dgrad"),
     "sums of rows beyond the last": ("tl.where(inside, z, 0.0), 0)", "z, 0)", "root"),
     "last rows are summed alone": ("a_total += tl.sum", "a_total = tl.sum", "wgrad"),
@@ -834,7 +835,9 @@ def test_the_checks_kill(
         CHECKS[check](spoiled, device, dtype)
 
 
-@pytest.mark.parametrize("check", ["forward", "output", "gated", "dgrad", "dgated", "wgrad", "ends", "root", "runs"])
+@pytest.mark.parametrize(
+    "check", ["forward", "output", "gated", "dgrad", "dy_sums", "dgated", "wgrad", "ends", "root", "runs"]
+)
 def test_the_checks_of_mutants_pass_the_kernel(device: torch.device, check: str, dtype: torch.dtype) -> None:
     CHECKS[check](gemm, device, dtype)
 
@@ -869,6 +872,11 @@ def _check_dgrad(module: Any, device: torch.device, dtype: torch.dtype) -> None:
         t=LAYOUTS["strided rows"](o.t),
         dropout=o.dropout,
     )
+
+
+def _check_dy_sums(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
+    check_dgrad(module, TILES["descriptors"], dy=o.dy, weight=o.weight, act="gelu", t=o.t)
 
 
 def _check_dgated(module: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -911,6 +919,7 @@ CHECKS: dict[str, Callable[[Any, torch.device, torch.dtype], None]] = {
     "output": _check_output,
     "gated": _check_gated,
     "dgrad": _check_dgrad,
+    "dy_sums": _check_dy_sums,
     "dgated": _check_dgated,
     "wgrad": _check_wgrad,
     "ends": _check_ends,
