@@ -73,7 +73,7 @@ def test_a_fusion_that_is_faster_is_chosen_although_it_declares_a_loss() -> None
     assert (model.plan(X).count("Quick"), model.plan(X).count("Slow")) == (1, 0)
 
 
-WORTH = [0.0]
+WORTH = {"us": 0.0}
 
 
 class Lean(kit._Pair, sf.ForwardFusion):
@@ -85,7 +85,7 @@ class Lean(kit._Pair, sf.ForwardFusion):
     takes = 30.0
 
     def saves(self, env: sf.Env) -> sf.Savings:
-        return sf.Savings(memory=WORTH[0] * 1.0e4)  # bytes that a CPU moves in a microsecond
+        return sf.Savings(memory=WORTH["us"] * 1.0e4)  # bytes that a CPU moves in a microsecond
 
     def fwd(self, x: Tensor) -> Any:
         return self.both(x)
@@ -95,7 +95,7 @@ def test_memory_that_is_not_kept_counts_beside_the_time_that_was_measured(monkey
     report = sf.tune(pair(Quick, Lean), X, modes=("train",))
     assert times(report) == {("Lean", "train"): (30, 50, False), ("Quick", "train"): (10, 50, True)}
     for worth, chosen in ((19.0, "Quick"), (21.0, "Lean")):
-        monkeypatch.setitem(WORTH, 0, worth)
+        monkeypatch.setitem(WORTH, "us", worth)
         assert pair(Quick, Lean).plan(X).count(chosen) == 1
 
 
