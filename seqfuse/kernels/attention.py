@@ -370,7 +370,7 @@ _HOPPER: dict[str, dict[int, _Row]] = {
 _BLACKWELL: dict[str, dict[int, _Row]] = {
     "fwd": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
-        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 1)),
+        128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 16, 8, 1)),
         256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
     },
     "dq": {
@@ -380,7 +380,7 @@ _BLACKWELL: dict[str, dict[int, _Row]] = {
     },
     "dkv": {
         64: ((16, 128, 8, 2), (32, 64, 4, 1), (32, 64, 8, 1), (32, 64, 4, 1)),
-        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1), (16, 64, 8, 1)),
+        128: ((32, 64, 4, 1), (32, 64, 4, 1), (32, 64, 4, 1), (16, 32, 8, 1)),
         256: ((16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     },
 }
@@ -428,7 +428,7 @@ def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0
         # Its products are made of multiplications in registers.
         if width == 64 and load < 2:
             return Tile(32, 32, 8, 1)
-        return Tile(16, 32 if kernel == "fwd" else 16, 4 if kernel == "dkv" and width == 64 else 8, 1)
+        return Tile(16, 32 if kernel == "fwd" else 16, 4 if (kernel, width, load) == ("dkv", 64, 2) else 8, 1)
     tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
     return Tile(*tiles[kernel][width][load])
 
