@@ -18,17 +18,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from train_lm import BATCH, CONTEXT, HEAD, gpt, loss_of, read_bytes, windows_at
+from torch.nn import functional as F
+from train_lm import BATCH, CONTEXT, HEAD, read_bytes, windows_at
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.nn import TransformerStack
 from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline
 
 
 def whole_model(args: argparse.Namespace) -> sf.Sequential:
-    """The same on every process: each keeps its part of it."""
+    """Bytes to logits of the next byte, the same on every process: each keeps its part of it."""
     torch.manual_seed(args.seed)
-    model = gpt(args.dim, args.layers)
+    model = sf.Sequential(
+        ops.Embedding(256, args.dim),
+        ops.PositionEmbedding(CONTEXT, args.dim),
+        TransformerStack(args.layers, args.dim, args.dim // HEAD, causal=True, dropout=0.05),
+        ops.Linear(args.dim, 256),
+    )
     for module in model.modules():
         if isinstance(module, ops.Dropout) and args.fsdp > 1:
             module.p = 0.0  # who divides a batch drops elements by masks of its own: losses would not compare
@@ -59,7 +66,7 @@ def train(model: sf.Sequential, text: Tensor, args: argparse.Namespace, mesh: De
         if mesh is not None and args.fsdp > 1:
             windows = windows.chunk(args.fsdp)[mesh["fsdp"].get_local_rank()]
         torch.manual_seed(args.seed + step)
-        loss = loss_of(model, windows)
+        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
         clip_grad_norm_(model, 1.0)

@@ -334,7 +334,7 @@ def test_at_the_edges_of_a_format(device: torch.device, dtype: torch.dtype, regi
     if dtype is not torch.float16:
         # Whether a sum overflows in float32, which is summed in, would depend on its order.
         x, dy = x / 512, dy / 512
-    (y, z), (dx, total, _) = (
+    (y, z), (dx, total, *_) = (
         gemm.linear(x, o.weight, act=ACTIVATIONS["relu"], store_pre=True, residual=dy),
         gemm.linear_dgrad(dy, o.weight, act=ACTIVATIONS["relu"], t=o.t, sums=True),
     )
