@@ -17,10 +17,10 @@ from seqfuse.losses import LinearCrossEntropy, _chunks
 from seqfuse.nn import TransformerStack
 from seqfuse.ops import _attention
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the model is on the CPU")
+from .conftest import DEVICE
 
 STEPS, BATCH, LENGTH, DIM, VOCABULARY = 30, 6, 7, 16, 29
-TOKENS = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
 class GPT(nn.Module):
@@ -34,6 +34,7 @@ class GPT(nn.Module):
         table = ops.Embedding(VOCABULARY, DIM)
         self.model = sf.Sequential(table, TransformerStack(1, DIM, 2, hidden_dim=24, **shared))
         self.loss = LinearCrossEntropy(DIM, VOCABULARY, bias=True, weight=table.weight, label_smoothing=0.1, chunk=16)
+        self.to(DEVICE)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.loss(self.model(tokens[:, :-1]), tokens[:, 1:])
@@ -46,7 +47,10 @@ def trained(model: GPT, dtype: torch.dtype, *, fused: bool, order: Tensor | None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        with sf.fusing(fused, on_error="raise"), mock.patch.object(_attention, "interpreting", fused):
+        with (
+            sf.fusing(fused, on_error="raise"),
+            mock.patch.object(_attention, "interpreting", fused and DEVICE.type == "cpu"),
+        ):
             model(tokens).backward()
         optimizer.step()
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])

@@ -548,7 +548,10 @@ def test_a_win_within_the_noise_is_none(rounds: int, monkeypatch: pytest.MonkeyP
 
     def chosen(faster: float) -> int:
         """How many of a hundred measurements choose it."""
-        make: Any = lambda: (lambda: 1000.0 - faster, lambda: 1000.0)  # noqa: E731
+
+        def make() -> Any:
+            return lambda: 1000.0 - faster, lambda: 1000.0
+
         return sum(timing.compare(make, torch.device("cpu")).refusal is None for _ in range(100))
 
     monkeypatch.setattr(timing, "clock", clock)
