@@ -20,6 +20,7 @@ from ._gemm import (
     as_rows,
     bias_of,
     epilogue_takes,
+    forward_worth,
     kernel_takes,
     kernel_takes_dropout,
     mask,
@@ -87,13 +88,8 @@ class LinearActivationLinear(JointFusion):
 
     def saves(self, env: Env) -> Savings:
         """What the two passes save, less what h costs; h is not kept, which counts as if it were read and written."""
-        gated, dropped = isinstance(self.act, Gated), drops(self.dropout)
-        launches, tensors = (2, 4) if gated else (1, 1)
-        if self.bias is not None:
-            launches, tensors = launches + 1, tensors + (4 if gated else 2)
-        if dropped:
-            launches, tensors = launches + 1, tensors + 2
-        ahead = [worth(self.linear, env, launches, tensors, self.out.in_features)]
+        dropped = drops(self.dropout)
+        ahead = [forward_worth(self.linear, self.bias, self.act, dropped, True, env)]
         after = (self.out_bias is not None) + drops(self.out_dropout) + (self.add is not None)
         if after:
             ahead.append(worth(self.out, env, after, 2 * after, self.out.out_features))
