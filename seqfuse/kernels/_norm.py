@@ -32,7 +32,7 @@ from ._launch import (
 )
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
-from .activations import ACTIVATIONS, apply
+from .activations import ACTIVATIONS, LONGEST, apply, is_composed
 
 MAX_COLUMNS = 65536
 """The widest row."""
@@ -404,9 +404,10 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
     return Tile(m, chunk, cdiv(columns, chunk), warps, stages, programs, 128 if crowded else None)
 
 
-def sums_tile(itemsize: int) -> Tile:
-    """16 bytes per thread and tensor."""
-    return Tile(max(1, 16 // itemsize), 128, 1, 4, 1 if itemsize == 8 else 2)
+def sums_tile(itemsize: int, act: Any = None) -> Tile:
+    """16 bytes per thread and tensor, half as many behind several activations, which need registers."""
+    rows = 16 // itemsize // (2 if act is not None and is_composed(act) else 1)
+    return Tile(max(1, rows), 128, 1, 4, 1 if itemsize == 8 else 2)
 
 
 def _compute(x: Tensor) -> tuple[torch.dtype, Any]:
@@ -571,7 +572,7 @@ def backward(
             **register_limit(tile.registers, architecture(x.device)),
         )  # fmt: skip
     if wide and sums:
-        s = sums_tile(x.element_size())
+        s = sums_tile(x.element_size(), act)
         across = cdiv(N, s.n)
         programs = max(1, min(cdiv(M, s.m), 8 * processors(x.device) // across))
         steps = cdiv(cdiv(M, s.m), programs)
@@ -581,7 +582,7 @@ def backward(
             _norm_sums_kernel,
             programs * across,
             (*shared, branch, partials, d.stride(0), source.stride(0), M, N, steps),
-            sums_constexprs(function, flags, x.element_size(), triton_compute),
+            sums_constexprs(s, function, flags, triton_compute),
             s.num_warps,
         )
     made: list[Tensor] = []
@@ -624,13 +625,14 @@ def backward_constexprs(
     }
 
 
-def sums_constexprs(function: dict[str, Any], flags: dict[str, bool], itemsize: int, compute: Any) -> dict[str, Any]:
+def sums_constexprs(tile: Tile, function: dict[str, Any], flags: dict[str, bool], compute: Any) -> dict[str, Any]:
     """In the order of the kernel."""
-    s = sums_tile(itemsize)
-    return {**function, **flags, "BLOCK_M": s.m, "BLOCK_N": s.n, "COMPUTE": compute, "STAGES": s.stages}
+    return {**function, **flags, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "COMPUTE": compute, "STAGES": tile.stages}
 
 
-_AROUND = ("pre_bias", "seed", "residual", "act")
+_BRANCH = ("pre_bias", "seed", "residual")
+_ACTS = {"act": ACTIVATIONS["gelu"], "acts": LONGEST}
+_AROUND = (*_BRANCH, "act")
 _DTYPES = {torch.bfloat16: tl.float32, torch.float16: tl.float32, torch.float32: tl.float32, torch.float64: tl.float64}
 
 
@@ -641,6 +643,8 @@ def norm_variants(centered: bool) -> Iterator[Variant]:
             yield from _of_width(centered, torch.bfloat16, columns, around)
     for columns in (256, 512, 2048, 4096):
         yield from _of_width(centered, torch.bfloat16, columns, ("residual",))
+    for columns in (64, 1024, 4096, 16384, 65536, 4095):
+        yield from _of_width(centered, torch.bfloat16, columns, (*_BRANCH, "acts"))
     for dtype in (torch.float16, torch.float32, torch.float64):
         for columns in (1024, 4096, 8192, 16384, 65536):
             yield from _of_width(centered, dtype, columns, _AROUND)
@@ -649,7 +653,7 @@ def norm_variants(centered: bool) -> Iterator[Variant]:
 def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[str, ...]) -> Iterator[Variant]:
     item, stats = TRITON_DTYPES[str(dtype).removeprefix("torch.")], "fp64" if dtype is torch.float64 else "fp32"
     aligned, grouped, compute = columns % 16 == 0, columns % 4 == 0, _DTYPES[dtype]
-    act = ACTIVATIONS["gelu"] if "act" in around else None
+    act = next((_ACTS[name] for name in around if name in _ACTS), None)
     p = 0.1 if "seed" in around else None
     label = f"{'layernorm' if centered else 'rmsnorm'}{'+' + ','.join(around) if around else ''} {item} {columns}"
 
@@ -690,5 +694,6 @@ def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[st
     yield variant(_norm_bwd_kernel, "bwd", tile, present, constexprs)
     if wide:
         shared |= {"partials": stats} | ({"dbranch": item} if around else {})
-        constexprs = sums_constexprs(function, flags, dtype.itemsize, compute)
-        yield variant(_norm_sums_kernel, "sums", sums_tile(dtype.itemsize), shared, constexprs)
+        tile = sums_tile(dtype.itemsize, act)
+        constexprs = sums_constexprs(tile, function, flags, compute)
+        yield variant(_norm_sums_kernel, "sums", tile, shared, constexprs)

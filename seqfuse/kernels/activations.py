@@ -242,9 +242,14 @@ def composed(*activations: Any) -> Any:
     return Activation(_composed, _composed_derivative, P=parts)
 
 
+def is_composed(activation: Any) -> bool:
+    """Whether it is several."""
+    return activation.value is _composed
+
+
 def _composed_of(activation: Any) -> list[Activation]:
     """What an activation is composed of, if it is."""
-    if activation.value is not _composed:
+    if not is_composed(activation):
         return []
     return [Activation(f, df, "output" if of_output else "input", P) for f, df, of_output, P in activation.P]
 
@@ -261,6 +266,11 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(gelu_tanh, gelu_tanh_derivative),
 }
 """Our activations by name."""
+
+LONGEST = composed(
+    *(ACTIVATIONS[n] for n in ("gelu", "tanh", "silu", "gelu_tanh", "quickgelu", "sigmoid", "gelu", "silu"))
+)
+"""As many as a fusion composes, which need the most registers."""
 
 _TEXTS: dict[str, Any] = dict(ACTIVATIONS)
 

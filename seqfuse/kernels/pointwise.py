@@ -38,7 +38,7 @@ from ._launch import (
 )  # fmt: skip
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
-from .activations import ACTIVATIONS, activation_of, apply, entry, name_of, text_of
+from .activations import ACTIVATIONS, LONGEST, activation_of, apply, entry, name_of, text_of
 
 _ACT = tl.constexpr(0)
 _DACT = tl.constexpr(1)
@@ -689,6 +689,8 @@ def variants() -> Iterator[Variant]:
         Chain(column_sum()),
         Chain(dropout(0.1), bias(), act(gelu), dropout(0.2), scale(2.0)),
         Chain(scale(2.0), dropout(0.2), dact(gelu), column_sum(), dropout(0.1)),
+        Chain(bias(), store(), act(LONGEST)),
+        Chain(dact(LONGEST), column_sum()),
     )
     for chain in chains:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -27,7 +27,18 @@ TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "quickgelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "scaled": lambda x: -0.7 * x,
+    "composed": lambda x: F.gelu(torch.tanh(1.5 * F.silu(x))),
 }
+
+
+def made(name: str, module: ModuleType = activations) -> activations.Activation:
+    ready = module.ACTIVATIONS
+    if name == "scaled":
+        return module.scale(-0.7)
+    if name == "composed":
+        return module.composed(ready["silu"], module.scale(1.5), ready["tanh"], ready["gelu"])
+    return ready[name]
 
 
 def of_torch(name: str, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -39,7 +50,7 @@ def of_torch(name: str, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 
 def of_kernel(name: str, x: Tensor, dy: Tensor, module: ModuleType = activations) -> dict[str, Tensor]:
-    activation = module.ACTIVATIONS[name]
+    activation = made(name, module)
     (y,) = pointwise(x, Chain(act(activation)))
     saved = x if activation.reads == "input" else TORCH[name](x)
     (dx,) = pointwise(dy, Chain(dact(activation)), (saved,))
@@ -59,7 +70,21 @@ def drawn(regime: str, dtype: torch.dtype, device: torch.device, rows: int = 17)
 
 
 def test_every_activation_has_a_reference_here() -> None:
-    assert TORCH.keys() == activations.ACTIVATIONS.keys()
+    assert TORCH.keys() == {*activations.ACTIVATIONS, "scaled", "composed"}
+
+
+def test_one_function_is_composed_of_itself() -> None:
+    gelu = activations.ACTIVATIONS["gelu"]
+    assert activations.composed(gelu) is gelu
+
+
+def test_a_composition_has_a_name_and_is_known_by_its_text() -> None:
+    first, again = made("composed"), made("composed")
+    assert activations.name_of(first) == "silu+scaled[1.5]+tanh+gelu"
+    assert activations.text_of(first) == activations.text_of(again)
+    other = activations.composed(activations.ACTIVATIONS["gelu"], activations.scale(2.5))
+    assert activations.text_of(other) != activations.text_of(first)
+    assert activations.activation_of(activations.text_of(other)).P == other.P
 
 
 @pytest.mark.parametrize("regime", ["normal", "small", "offset", "heavy"])
@@ -126,6 +151,19 @@ MUTANTS = {
     "quickgelu's inner factor": ("quickgelu", "return s + x * slope * 1.702", "return s + x * slope"),
     "gelu_tanh's cube": ("gelu_tanh", "(1.0 + 0.134145 * x * x)", "(1.0 + 0.044715 * x * x)"),
     "identity's derivative": ("identity", "return tl.zeros_like(x) + 1.0", "return x"),
+    "a factor for a term": ("scaled", "return P[0] * x", "return P[0] + x"),
+    "a factor's derivative": ("scaled", "return tl.zeros_like(x) + P[0]", "return tl.zeros_like(x) + 1.0"),
+    "the last not composed": (
+        "composed",
+        "tl.static_range(_length(P)):\n        x = apply",
+        "tl.static_range(_length(P) - 1):\n        x = apply",
+    ),
+    "all derivatives at x": ("composed", "        x = y\n    return slope", "    return slope"),
+    "the last derivative alone": (
+        "composed",
+        "slope *= apply(entry(P, i, 1), x",
+        "slope = apply(entry(P, i, 1), x",
+    ),
 }
 
 
@@ -143,7 +181,7 @@ def test_a_wrong_function_is_found(
 
 
 def test_every_function_has_a_mutant() -> None:
-    assert {name for name, *_ in MUTANTS.values()} == activations.ACTIVATIONS.keys()
+    assert {name for name, *_ in MUTANTS.values()} == TORCH.keys()
 
 
 def faults(name: str, module: ModuleType, device: torch.device, dtype: torch.dtype) -> list[FusedMismatch]:
