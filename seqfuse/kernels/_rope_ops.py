@@ -111,8 +111,6 @@ def backward(dy: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | No
     return rope.Backward(*(next(made) if rest[name] not in (None, False) else None for name in rope.Backward._fields))
 
 
-def write(
-    x: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, *caches: Tensor, **rest: Any
-) -> Tensor:
+def write(x: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, *caches: Tensor, **rest: Any) -> Tensor:
     """`rope.rope_write` by its operator."""
     return torch.ops.seqfuse.rope_write(x, heads, kv_heads, *caches, **_fields(rotation), **rest)
