@@ -1,7 +1,6 @@
 # pyright: basic
 # Schemas are text, and what is registered under them has no types of its own.
-"""Bias, norm of heads and rotation as operators, `torch.ops.seqfuse.rope`, `rope_backward` and `rope_write`: what
-traces see.
+"""Bias, norm of heads and rotation as operators, `torch.ops.seqfuse.rope`, `rope_backward`, `rope_write`: for traces.
 
 Arguments are those of the functions, but a rotation is its fields, with no style where there is none. Results come as
 a list: y, then what was asked for of z and rstd; backward, of dx, dbias, dq_weight and dk_weight. The third gives the
