@@ -32,8 +32,9 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `BiasGated`, `BiasGatedBackward`: the same of a gated unit.
 * `BlockBoundary`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each way; the residual
   stream is written once and no mask is stored.
-* `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either.
-* `BlockBoundaryActivation`: a block's boundary and the activation of its norm, likewise.
+* `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either, and
+  takes up to eight activations and factors.
+* `BlockBoundaryActivation`: a block's boundary and the activations and factors after its norm, likewise.
 * `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
   stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
 * `BiasQKNormRotaryAttention`: the same with attention behind it; a step of decoding writes its row into the cache in
@@ -41,7 +42,7 @@ can run they are refused. `Sequential(..., fusions=fusions.aten)` does without t
 * `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
 * `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
 * `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors, biases and
-  dropouts in one pass each way.
+  dropouts in one pass each way; `PointwiseChainJoint`: of activations side by side only what the first takes is kept.
 
 In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
 `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
@@ -81,7 +82,7 @@ from .normactivation import NormActivation, NormActivationJoint
 from .normbackward import NormBackward
 from .normforward import NormForward
 from .normlinearactivationlinear import NormLinearActivationLinear
-from .pointwisechain import PointwiseChain, PointwiseChainBackward, PointwiseChainInference
+from .pointwisechain import PointwiseChain, PointwiseChainBackward, PointwiseChainInference, PointwiseChainJoint
 from .scaleadd import ScaleAdd
 
 aten: tuple[type[FusedOperation], ...] = (
@@ -121,6 +122,7 @@ triton: tuple[type[FusedOperation], ...] = (
     NormForward,
     NormBackward,
     PointwiseChainInference,
+    PointwiseChainJoint,
     PointwiseChain,
     PointwiseChainBackward,
     BiasQKNormRotaryAttention,
@@ -179,6 +181,7 @@ __all__ = [
     "PointwiseChain",
     "PointwiseChainBackward",
     "PointwiseChainInference",
+    "PointwiseChainJoint",
     "ScaleAdd",
     "WideLinearActivationLinear",
     "aten",

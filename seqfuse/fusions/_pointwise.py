@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..env import Env, Savings
@@ -16,19 +17,35 @@ if TYPE_CHECKING:
 _OF_ACTIVATION = frozenset({"act", "dact", "gated", "dgated"})
 _chains: dict[Any, Chain] = {}
 
+Steps = Sequence[tuple[str, tuple[Any, ...]]]
 
-def chain(act: Pointwise, *steps: str) -> Chain:
-    """A chain by the names of its steps, each once made; a chain keeps the functions that it is looked up by."""
-    value, derivative, reads, numbers = of = device(act)
-    key = (id(value), id(derivative), reads, numbers, steps)
+
+def chain_of(steps: Steps) -> Chain:
+    """A chain by the names of its steps and what they are made with, each once made; it keeps the functions in it."""
+    key = tuple((name, *map(_identity, of)) for name, of in steps)
     found = _chains.get(key)
     if found is None:
         from ..kernels import pointwise
 
-        make = [getattr(pointwise, step) for step in steps]
-        made = [step(of) if name in _OF_ACTIVATION else step() for name, step in zip(steps, make, strict=True)]
-        found = _chains[key] = pointwise.Chain(*made)
+        found = _chains[key] = pointwise.Chain(*(getattr(pointwise, name)(*of) for name, of in steps))
     return found
+
+
+def chain(act: Pointwise, *steps: str) -> Chain:
+    """A chain by the names of its steps, which share one activation."""
+    value, derivative, reads, numbers = of = device(act)
+    key = (id(value), id(derivative), reads, numbers, steps)
+    found = _chains.get(key)
+    if found is None:
+        found = _chains[key] = chain_of([(step, (of,) if step in _OF_ACTIVATION else ()) for step in steps])
+    return found
+
+
+def _identity(of: Any) -> Any:
+    """What a step is made with; of functions their identity, whose hash is that of their source."""
+    if isinstance(of, tuple):
+        return tuple(map(_identity, of))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    return id(of) if callable(of) else of
 
 
 def kernel_takes_chain(bias: Bias | None, env: Env) -> Requirements:

@@ -1,4 +1,4 @@
-"""The end of a residual block, the norm after it and the norm's activation, each way in one pass."""
+"""The end of a residual block, the norm after it and the norm's activations, each way in one pass."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import JointFusion, Requirements
 from ..operation import Grads
-from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
+from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
 from ..ops._read import parameter
 from ..pointwise import Pointwise
-from ._kernels import device, kernel_takes_act
+from ._functions import composed, factors_of, kernel_takes_functions, passes_of
 from ._norm import norm_bwd, pass_bytes, shift
 from .blockboundary import backward_worth, boundary_fwd, boundary_takes, forward_worth
-from .normactivation import own_records
+from .normactivation import norm_records
 
 
 class BlockBoundaryActivation(JointFusion):
     """z = dropout(x + bias) + other, y = act(norm(z)), fork_out = z, and all gradients, each way in one pass.
 
-    As `BlockBoundary` and `BlockBoundaryBackward`, with any `Pointwise` that has device functions behind the norm. The
-    norm's result is neither written nor kept: the backward makes it again from z, in registers.
+    As `BlockBoundary` and `BlockBoundaryBackward`, with act up to eight activations and constant factors behind the
+    norm. Nothing between z and y is written or kept: the backward makes it again from z, in registers.
 
     x, other, y, z: [*, H], bias, weight, shift: [H], mean, rstd: [*].
     """
@@ -33,7 +33,7 @@ class BlockBoundaryActivation(JointFusion):
     add: Add
     fork: Fork | None
     norm: LayerNorm | RMSNorm
-    act: Pointwise
+    acts: tuple[Pointwise | Scale, ...]
 
     triton = True
     outputs = ("fork_out",)
@@ -46,29 +46,29 @@ class BlockBoundaryActivation(JointFusion):
         shift: Tensor | None  # [H], the norm's bias, the parameter itself
         seed: Tensor | None  # [] int64
         p: float
+        factors: tuple[float, ...]  # of the constant factors
 
     def requires(self, env: Env) -> Requirements:
         yield from boundary_takes(self.norm, self.dropout, env)
-        yield from kernel_takes_act(self.act)
+        yield from kernel_takes_functions(self.acts)
 
     def saves(self, env: Env) -> Savings:
-        # The activation reads and writes nothing of its own; of its gradient's three passes none is left.
         one = pass_bytes(self.norm, env)
-        parts = [forward_worth(self.bias, self.dropout, self.norm, env), Savings(launches=1, bytes=2 * one)]
+        parts = [forward_worth(self.bias, self.dropout, self.norm, env)]
         if env.grad:
-            back = backward_worth(self.bias, self.dropout, self.fork, self.norm, env)
-            parts += [back, Savings(launches=1, bytes=3 * one)]
-        return Savings(sum(s.launches for s in parts), sum(s.bytes for s in parts))
+            parts.append(backward_worth(self.bias, self.dropout, self.fork, self.norm, env))
+        launches, tensors = passes_of(self.acts, env.grad)
+        return Savings(launches + sum(s.launches for s in parts), tensors * one + sum(s.bytes for s in parts))
 
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Saved]:
-        around = self.bias, self.dropout, self.norm
-        out, _, seed = boundary_fwd(*around, x, add_other, dropout_seed, act=device(self.act))
+        around, factors = (self.bias, self.dropout, self.norm), factors_of(self.acts)
+        out, _, seed = boundary_fwd(*around, x, add_other, dropout_seed, act=composed(self.acts, factors))
         assert out.stream is not None
         saved = self.Saved(
             z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"), shift=shift(self.norm),
-            seed=seed, p=0.0 if self.dropout is None else self.dropout.p,
+            seed=seed, p=0.0 if self.dropout is None else self.dropout.p, factors=factors,
         )  # fmt: skip
         return out.y, {} if self.fork is None else {"fork_out": out.stream}, saved
 
@@ -76,7 +76,7 @@ class BlockBoundaryActivation(JointFusion):
         self, dy: Tensor, saved: Saved, *, d_fork_out: Tensor | None = None, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         branch, summed = "x" in needs, "bias.bias" in needs
-        around: dict[str, Any] = {"act": device(self.act), "dstream": d_fork_out}
+        around: dict[str, Any] = {"act": composed(self.acts, saved.factors), "dstream": d_fork_out}
         around["dx"] = branch or summed or "add.other" in needs
         if saved.seed is not None:
             around |= {"seed": saved.seed, "p": saved.p, "dbranch": branch}
@@ -91,9 +91,10 @@ class BlockBoundaryActivation(JointFusion):
             grads["add.other"] = out.dx
         return (out.dx if saved.seed is None else out.dbranch) if branch else None, grads
 
-    def unfused(self, saved: Saved) -> dict[str, context.Saved]:
+    def unfused(self, saved: Saved) -> dict[str, Any]:
         """The operations' own records."""
-        own = own_records(self.norm, self.act, saved.z, saved.mean, saved.rstd, saved.weight, saved.shift)
+        statistics = saved.mean, saved.rstd, saved.weight, saved.shift
+        own = norm_records(self.norm, self.acts, saved.z, *statistics, saved.factors)
         around = {
             "bias": Bias.NOTHING if self.bias is not None else None,
             "dropout": Dropout.Saved(seed=saved.seed, p=saved.p) if self.dropout is not None else None,

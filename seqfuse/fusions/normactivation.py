@@ -1,7 +1,8 @@
-"""A norm and the activation after it."""
+"""A norm and the activations after it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, JointFusion, Requirements
 from ..operation import Grads
-from ..ops import LayerNorm, RMSNorm
+from ..ops import LayerNorm, RMSNorm, Scale
 from ..ops._read import parameter
 from ..pointwise import Pointwise
+from ._functions import Function, composed, factors_of, kernel_takes_functions, own_records, passes_of
 from ._kernels import device, kernel_takes_act
 from ._norm import Record, copies, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
 
@@ -49,16 +51,17 @@ class NormActivation(ForwardFusion):
 
 
 class NormActivationJoint(JointFusion):
-    """y = act(norm(x)) and its gradients; the norm's result is made again in the backward, in registers.
+    """y = act(norm(x)) and its gradients, act up to eight activations and constant factors, one after the other.
 
     z = xhat gain + bias, y = act(z);  with d = dy act'(z) and g = d gain, dx is the norm's from g, dweight the sum of
-    d xhat and dbias that of d over all rows. Each pass reads and writes every tensor once.
+    d xhat and dbias that of d over all rows. Each pass reads and writes every tensor once: all between x and y is made
+    again in the backward, in registers.
 
     x, y: [*, H], weight, bias: [H], mean, rstd: [*].
     """
 
     norm: LayerNorm | RMSNorm
-    act: Pointwise
+    acts: tuple[Pointwise | Scale, ...]
 
     triton = True
 
@@ -68,50 +71,54 @@ class NormActivationJoint(JointFusion):
         rstd: Tensor  # [*] float32
         weight: Tensor | None  # [H], the parameter itself
         bias: Tensor | None  # [H], the parameter itself
+        factors: tuple[float, ...]  # of the constant factors
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield from kernel_takes_act(self.act)
+        yield from kernel_takes_functions(self.acts)
 
     def saves(self, env: Env) -> Savings:
-        launches, tensors = 1, 2 + copies(self.norm, env)
-        if env.grad:  # the activation's three passes, too
-            launches, tensors = 2, tensors + 3 + second_look(self.norm, env)
+        launches, tensors = passes_of(self.acts, env.grad)
+        tensors += copies(self.norm, env) + (second_look(self.norm, env) if env.grad else 0)
         return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        norm = self.norm
-        out, _ = norm_fwd(norm, x, act=device(self.act))
-        saved = self.Saved(x=x, mean=out.mean, rstd=out.rstd, weight=parameter(norm, "weight"), bias=shift(norm))
+        norm, factors = self.norm, factors_of(self.acts)
+        out, _ = norm_fwd(norm, x, act=composed(self.acts, factors))
+        saved = self.Saved(
+            x=x, mean=out.mean, rstd=out.rstd, weight=parameter(norm, "weight"), bias=shift(norm), factors=factors
+        )
         return out.y, saved
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
         weight, bias, dx = saved.weight, saved.bias, "x" in needs
-        act = device(self.act)
+        act = composed(self.acts, saved.factors)
         out, grads = norm_bwd(self.norm, dy, saved.x, saved.mean, saved.rstd, weight, bias, needs, act=act, dx=dx)
         return out.dx, grads
 
-    def unfused(self, saved: Saved) -> dict[str, context.Saved]:
+    def unfused(self, saved: Saved) -> dict[str, Any]:
         """The operations' own records."""
-        return own_records(self.norm, self.act, saved.x, saved.mean, saved.rstd, saved.weight, saved.bias)
+        statistics = saved.mean, saved.rstd, saved.weight, saved.bias
+        return norm_records(self.norm, self.acts, saved.x, *statistics, saved.factors)
 
 
-def own_records(
+def norm_records(
     norm: LayerNorm | RMSNorm,
-    act: Pointwise,
+    acts: Sequence[Function],
     x: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-) -> dict[str, context.Saved]:
-    """The records of slots `norm` and `act`, where the former's result was not kept."""
+    factors: Sequence[float],
+) -> dict[str, Any]:
+    """The records of slots `norm` and `acts`, where the former's result was not kept."""
     if mean is None:
         record: Record = RMSNorm.Saved(x=x, rstd=rstd, weight=weight)
     else:
         record = LayerNorm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
     z = _normalized(x, mean, rstd, weight, bias, norm.zero_centered)
-    return {"norm": record, "act": act.record(z, act.reference(z))}
+    return {"norm": record, "acts": own_records(acts, z, factors)}
 
 
 def _result_later(norm: LayerNorm | RMSNorm, record: Record) -> context.Recompute:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from .. import saved as context
 from ..env import Env, Savings
-from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
+from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
-from ._kernels import device, kernel_takes_act, kernels_run, rows_of
-
-if TYPE_CHECKING:
-    from ..kernels.pointwise import Chain
-
-Part = Pointwise | Scale | Bias | Dropout
-Steps = tuple[tuple[str, tuple[Any, ...]], ...]
-
-_X, _Y = -1, -2
-_chains: dict[Any, Chain] = {}
+from ._chain import (
+    Place,
+    chain_bwd,
+    chain_fwd,
+    chain_takes,
+    chain_worth,
+    forward_steps,
+    joined,
+    numbers_of,
+    operands_of,
+    record_of,
+    recorded,
+    slots_of,
+)
+from ._functions import Run, own_records
+from ._pointwise import chain_of
 
 
 class PointwiseChain(ForwardFusion):
@@ -39,21 +44,17 @@ class PointwiseChain(ForwardFusion):
     triton = True
 
     def requires(self, env: Env) -> Requirements:
-        return _requirements((self.first, *self.rest), env)
+        return chain_takes((self.first, *self.rest), env)
 
     def saves(self, env: Env) -> Savings:
         parts = (self.first, *self.rest)
-        return _worth(parts, env, -_ahead(parts, True)[2])
+        return chain_worth(parts, env, -forward_steps(parts, True)[2])
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, dict[str, Any]]:
-        from ..kernels.pointwise import pointwise
-
         parts = (self.first, *self.rest)
-        steps, places, _ = _ahead(parts, True)
-        y, *stored = pointwise(x, _chain(steps), _operands(parts, seeds))
-        assert y is not None
-        kept = [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
-        records = [_record(part, t, seed) for part, t, seed in zip(parts, kept, seeds, strict=True)]
+        y, kept = chain_fwd(x, parts, parts, seeds)
+        rows = zip(parts, kept, seeds, numbers_of(parts), strict=True)
+        records = [record_of(*row) for row in rows]
         return y, {"first": records[0], "rest": tuple(records[1:])}
 
 
@@ -69,16 +70,16 @@ class PointwiseChainInference(InferenceFusion):
     triton = True
 
     def requires(self, env: Env) -> Requirements:
-        return _requirements((self.first, *self.rest), env)
+        return chain_takes((self.first, *self.rest), env)
 
     def saves(self, env: Env) -> Savings:
-        return _worth((self.first, *self.rest), env)
+        return chain_worth((self.first, *self.rest), env)
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> Any:
         from ..kernels.pointwise import pointwise
 
         parts = (self.first, *self.rest)
-        return pointwise(x, _chain(_ahead(parts, False)[0]), _operands(parts, seeds))[0]
+        return pointwise(x, chain_of(forward_steps(parts, False)[0]), operands_of(parts, seeds))[0]
 
 
 class PointwiseChainBackward(BackwardFusion):
@@ -94,133 +95,86 @@ class PointwiseChainBackward(BackwardFusion):
     triton = True
 
     def requires(self, env: Env) -> Requirements:
-        return _requirements((self.first, *self.rest), env)
+        return chain_takes((self.first, *self.rest), env)
 
     def saves(self, env: Env) -> Savings:
         parts = (self.first, *self.rest)
         # A bias reads its gradient and hands it on; the others read and write one.
-        return _worth(parts, env, -sum(isinstance(part, Bias) for part in parts))
+        return chain_worth(parts, env, -sum(isinstance(part, Bias) for part in parts))
 
     def bwd(
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
-        from ..kernels.pointwise import pointwise
-
-        slots = ("first", *(f"rest.{i}" for i in range(len(self.rest))))
-        steps: list[tuple[str, tuple[Any, ...]]] = []
-        operands: list[Tensor] = []
-        summed: list[tuple[str, Bias]] = []
-        for part, record, slot in reversed([*zip((self.first, *self.rest), (first, *rest), slots, strict=True)]):
-            if isinstance(part, Pointwise):
-                steps.append(("dact", (part,)))
-                operands.append(record.x if part.reads == "input" else record.y)
-            elif isinstance(part, Scale):
-                steps.append(("scale", (record.factor,)))
-            elif isinstance(part, Dropout):
-                steps += _dropout(part, record.p, record.seed is not None)
-                operands += () if record.seed is None else (record.seed,)
-            elif f"{slot}.bias" in needs:
-                steps.append(("column_sum", ()))
-                summed.append((f"{slot}.bias", part))
-        dtypes = [bias.read().dtype for _, bias in summed]
-        dx, *sums = pointwise(dy, _chain(tuple(steps)), operands, dtypes=dtypes, result="x" in needs)
-        return dx, {name: total for (name, _), total in zip(summed, sums, strict=True)}
+        places = [
+            Place(slot, part, *recorded(part, record))
+            for slot, part, record in zip(slots_of(self.rest), (self.first, *self.rest), (first, *rest), strict=True)
+        ]
+        return chain_bwd(dy, places, needs)
 
 
-def _requirements(parts: Sequence[Part], env: Env) -> Requirements:
-    yield from kernels_run(env)
-    for part in parts:
-        if isinstance(part, Pointwise):
-            yield from kernel_takes_act(part)
-        elif isinstance(part, Bias):
-            yield part.bias.dtype == env.dtype, "input and bias must have one dtype"
-    yield len(_active(parts)) > 1, "only a Dropout that drops nothing here is with it"
+class PointwiseChainJoint(JointFusion):
+    """y = f_n(... f_1(x)) and all gradients, each way in one pass, of which less is kept.
 
+    Where several activations and constant factors stand together only what the first of them takes is kept; the
+    backward pass makes the rest again from it, in registers: with y = f_2(f_1(t)), dt = f_1'(t) f_2'(f_1(t)) dy. All
+    else is as in `PointwiseChain` and `PointwiseChainBackward`.
 
-def _active(parts: Sequence[Part]) -> list[Part]:
-    """Without the dropouts that hand on what they get."""
-    return [part for part in parts if not isinstance(part, Dropout) or _dropout(part, part.p, part.random)]
+    x, y, t: [*, H].
+    """
 
+    first: Pointwise | Scale | Bias | Dropout
+    rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
-def _worth(parts: Sequence[Part], env: Env, tensors: int = 0) -> Savings:
-    """One launch and two passes for each operation but one, and so many more `tensors`."""
-    # Only a bias says how wide the rows are. Torch makes a mask in several launches, but other fusions save those too.
-    width = max([0, *(part.size for part in parts if isinstance(part, Bias))])
-    joined = len(_active(parts)) - 1
-    dropped = sum(isinstance(part, Dropout) and part.random for part in parts)
-    size = float((2 * joined + tensors) * rows_of(env) * width * env.dtype.itemsize)
-    return Savings(launches=joined + 0.5 * dropped, bytes=size)
+    triton = True
 
+    class Saved(context.Saved):
+        held: tuple[Tensor | None, ...]  # [*, H] for each activation that stands alone, and each run of several
+        seeds: tuple[Tensor | None, ...]  # [] int64 for each dropout that drops
+        numbers: tuple[float, ...]  # factors, and p of dropouts; 0 in other places
 
-def _ahead(parts: Sequence[Part], keep: bool) -> tuple[Steps, list[int | None], int]:
-    """Steps of the forward chain, where what each part keeps is (`_X`, `_Y` or among the stored), and how many are."""
-    steps: list[tuple[str, tuple[Any, ...]]] = []
-    places: list[int | None] = []
-    here: int | None = _X
-    stored = 0
-    for i, part in enumerate(parts):
-        place: int | None = None
-        if isinstance(part, Pointwise):
-            if keep and part.reads == "input":
-                if here is None:
-                    steps.append(("store", ()))
-                    here, stored = stored, stored + 1
-                place = here
-            steps.append(("act", (part,)))
-            here = None
-            if keep and part.reads == "output":
-                if not _active(parts[i + 1 :]):
-                    here = _Y
-                else:
-                    steps.append(("store", ()))
-                    here, stored = stored, stored + 1
-                place = here
-        else:
-            made = _dropout(part, part.p, part.random) if isinstance(part, Dropout) else _linear(part)
-            steps += made
-            here = None if made else here
-        places.append(place)
-    return tuple(steps), places, stored
+    def requires(self, env: Env) -> Requirements:
+        yield env.grad, "where nothing needs a gradient nothing is kept"
+        parts = (self.first, *self.rest)
+        yield from chain_takes(parts, env)
+        yield len(joined(parts, numbers_of(parts))) < len(parts), "no two activations stand side by side"
 
+    def saves(self, env: Env) -> Savings:
+        parts = (self.first, *self.rest)
+        kept = forward_steps(joined(parts, numbers_of(parts)), True)[2]
+        # As the two passes apart, and one pass less in the backward for each tensor that is not kept. Where the width
+        # is not known such a tensor counts as a tenth of a launch.
+        less = forward_steps(parts, True)[2] - kept
+        ahead = chain_worth(parts, env, -kept)
+        back = chain_worth(parts, env, less - sum(isinstance(part, Bias) for part in parts))
+        return Savings(launches=ahead.launches + back.launches + 0.1 * less, bytes=ahead.bytes + back.bytes)
 
-def _linear(part: Scale | Bias) -> Steps:
-    return (("scale", (part.factor,)),) if isinstance(part, Scale) else (("bias", ()),)
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, Saved]:
+        parts = (self.first, *self.rest)
+        numbers = numbers_of(parts)
+        y, held = chain_fwd(x, joined(parts, numbers), parts, seeds)
+        return y, self.Saved(held=tuple(held), seeds=seeds, numbers=numbers)
 
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+        return chain_bwd(dy, self._places(saved), needs)
 
-def _dropout(part: Dropout, p: float, random: bool) -> Steps:
-    """A dropout, and its own gradient, as it is now or was; nothing where it hands on what it gets."""
-    upscale = part.mode == "upscale_in_train"
-    if random:
-        return (("dropout", (p, upscale)),)
-    return () if upscale or p == 0 else (("scale", (1 - p,)),)
+    def unfused(self, saved: Saved) -> dict[str, Any]:
+        """The operations' own records."""
+        records: list[context.Saved] = []
+        for place in self._places(saved):
+            if isinstance(place.part, Run):
+                assert place.kept is not None
+                records += own_records(place.part.parts, place.kept, place.part.factors)
+            else:
+                records.append(record_of(place.part, place.kept, place.seed, place.number))
+        return {"first": records[0], "rest": tuple(records[1:])}
 
-
-def _operands(parts: Sequence[Part], seeds: Sequence[Tensor | None]) -> list[Tensor]:
-    """What the steps of the forward chain take, in order."""
-    taken = (part.read() if isinstance(part, Bias) else seed for part, seed in zip(parts, seeds, strict=True))
-    return [t for t in taken if t is not None]
-
-
-def _record(part: Part, t: Any, seed: Tensor | None) -> context.Saved:
-    if isinstance(part, Scale):
-        return Scale.Saved(factor=part.factor)
-    if isinstance(part, Dropout):
-        return Dropout.Saved(seed=seed, p=part.p)
-    return Bias.NOTHING if isinstance(part, Bias) else part.record(t, t)
-
-
-def _chain(steps: Steps) -> Chain:
-    """A chain by the names of its steps and what they are made with, each once made."""
-    made = [(name, [device(o) if isinstance(o, Pointwise) else o for o in of]) for name, of in steps]
-    key = tuple((name, *map(_identity, of)) for name, of in made)
-    found = _chains.get(key)
-    if found is None:
-        from ..kernels import pointwise
-
-        found = _chains[key] = pointwise.Chain(*(getattr(pointwise, name)(*of) for name, of in made))
-    return found
-
-
-def _identity(of: Any) -> Any:
-    """What a step is made with; of functions their identity, whose hash is that of their source."""
-    return (id(of.value), id(of.derivative), of.reads, of.P) if hasattr(of, "value") else of
+    def _places(self, saved: Saved) -> list[Place]:
+        parts = (self.first, *self.rest)
+        rows = zip(slots_of(self.rest), saved.seeds, saved.numbers, strict=True)
+        found: list[Place] = []
+        for part, kept in zip(joined(parts, saved.numbers), saved.held, strict=True):
+            slot, seed, number = next(rows)
+            for _ in range(len(part.parts) - 1 if isinstance(part, Run) else 0):
+                next(rows)
+            found.append(Place(slot, part, kept, seed, number))
+        return found

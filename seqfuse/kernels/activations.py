@@ -21,11 +21,13 @@ class Activation(NamedTuple):
     value: Any
     derivative: Any
     reads: Literal["input", "output"] = "input"
-    P: tuple[float, ...] = ()
+    P: tuple[Any, ...] = ()
 
 
 def name_of(activation: Any) -> str:
     """What tables and errors call it: the function's name, the class's where it is stated there, and the numbers."""
+    if parts := _composed_of(activation):
+        return "+".join(map(name_of, parts))
     function = getattr(activation.value, "fn", activation.value)
     name = getattr(function, "__qualname__", "function").removesuffix(".value").rpartition(".")[2]
     return name + (str(list(activation.P)) if activation.P else "")
@@ -36,9 +38,22 @@ def _arguments(function):
     return len(function.arg_names)
 
 
+@triton.constexpr_function
+def _length(numbers):
+    return len(numbers)
+
+
+@triton.constexpr_function
+def entry(constants, *at):
+    """`constants[i][j]` of tuples in tuples, which Triton's own subscript makes no constants of."""
+    for i in at:
+        constants = constants[i]
+    return constants
+
+
 @triton.jit
 def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr):
-    """A device function of x, with `P` where it takes that; out of a tuple of tuples, `tl.constexpr(PS[i])`."""
+    """A device function of x, with `P` where it takes that; out of a tuple of tuples, `entry(PS, i)`."""
     if _arguments(FUNCTION) == 1:
         return FUNCTION(x)
     else:
@@ -181,6 +196,59 @@ def gelu_tanh_derivative(x):
     return s + x * slope * (1.5957691216057308 * (1.0 + 0.134145 * x * x))
 
 
+@triton.jit
+def scaled(x, P):
+    """Constant factor: y = P[0] x."""
+    return P[0] * x
+
+
+@triton.jit
+def scaled_derivative(x, P):
+    """dy/dx = P[0]."""
+    return tl.zeros_like(x) + P[0]
+
+
+def scale(factor: float) -> Activation:
+    """A constant factor, y = factor x."""
+    return Activation(scaled, scaled_derivative, P=(float(factor),))
+
+
+@triton.jit
+def _composed(x, P: tl.constexpr):
+    for i in tl.static_range(_length(P)):
+        x = apply(entry(P, i, 0), x, entry(P, i, 3))
+    return x
+
+
+@triton.jit
+def _composed_derivative(x, P: tl.constexpr):
+    """The product of all derivatives, each where its own function was reached."""
+    slope = tl.zeros_like(x) + 1.0
+    for i in tl.static_range(_length(P)):
+        y = apply(entry(P, i, 0), x, entry(P, i, 3))
+        if entry(P, i, 2):
+            slope *= apply(entry(P, i, 1), y, entry(P, i, 3))
+        else:
+            slope *= apply(entry(P, i, 1), x, entry(P, i, 3))
+        x = y
+    return slope
+
+
+def composed(*activations: Any) -> Any:
+    """Several as one that reads its input, y = f_n(... f_1(x)): wherever one fits, several do."""
+    if len(activations) == 1:
+        return activations[0]
+    parts = tuple((a.value, a.derivative, a.reads == "output", tuple(a.P)) for a in activations)
+    return Activation(_composed, _composed_derivative, P=parts)
+
+
+def _composed_of(activation: Any) -> list[Activation]:
+    """What an activation is composed of, if it is."""
+    if activation.value is not _composed:
+        return []
+    return [Activation(f, df, "output" if of_output else "input", P) for f, df, of_output, P in activation.P]
+
+
 ACTIVATIONS = {
     "identity": Activation(identity, identity_derivative),
     "relu": Activation(relu, relu_derivative, "output"),
@@ -206,8 +274,9 @@ def text_of(activation: Any) -> str:
     for name, known in ACTIVATIONS.items():
         if _parts(known) == parts:
             return name
-    numbers = ",".join(map(repr, activation.P))
-    first = text = f"{function.__module__}.{function.__qualname__}({numbers})"
+    inner = _composed_of(activation)
+    arguments = ",".join(map(text_of, inner) if inner else map(repr, activation.P))
+    first = text = f"{function.__module__}.{function.__qualname__}({arguments})"
     count = 1
     # Of two functions of one name, as a notebook defines them, each keeps a text of its own.
     while _parts(_TEXTS.setdefault(text, Activation(*_fields(activation)))) != parts:
@@ -227,7 +296,7 @@ def activation_of(text: str) -> Any:
     return _TEXTS[text]
 
 
-def _fields(activation: Any) -> tuple[Any, Any, Any, tuple[float, ...]]:
+def _fields(activation: Any) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     return activation.value, activation.derivative, activation.reads, tuple(activation.P)
 
 

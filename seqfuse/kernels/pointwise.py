@@ -38,7 +38,7 @@ from ._launch import (
 )  # fmt: skip
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
-from .activations import ACTIVATIONS, activation_of, apply, name_of, text_of
+from .activations import ACTIVATIONS, activation_of, apply, entry, name_of, text_of
 
 _ACT = tl.constexpr(0)
 _DACT = tl.constexpr(1)
@@ -179,16 +179,16 @@ def _walk(
     summed = ()
     for s in tl.static_range(len(KINDS)):
         if KINDS[s] == _ACT:
-            tiles = _act(tiles, FNS[s][0], tl.constexpr(PS[s]))
+            tiles = _act(tiles, FNS[s][0], entry(PS, s))
         elif KINDS[s] == _DACT:
             if operands[s] is not None:  # else what the step before has read
                 saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
-            tiles = _dact(tiles, saved, FNS[s][0], tl.constexpr(PS[s]))
+            tiles = _dact(tiles, saved, FNS[s][0], entry(PS, s))
         elif KINDS[s] == _GATED:
-            tiles = _gated(tiles, FNS[s][0], tl.constexpr(PS[s]))
+            tiles = _gated(tiles, FNS[s][0], entry(PS, s))
         elif KINDS[s] == _DGATED:
             saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
-            tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], tl.constexpr(PS[s]))
+            tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], entry(PS, s))
         elif KINDS[s] == _BIAS:
             tiles = _bias(tiles, operands[s], cols, width, columns, COMPUTE)
         elif KINDS[s] == _ADD:
@@ -196,12 +196,12 @@ def _walk(
         elif KINDS[s] == _SCALE:
             tiles = _times(tiles, PS[s][0])
         elif KINDS[s] == _DROPOUT:
-            tiles = _dropout(tiles, operands[s], rows, col, width, tl.constexpr(PS[s]), BLOCK_N, GROUPED)
+            tiles = _dropout(tiles, operands[s], rows, col, width, entry(PS, s), BLOCK_N, GROUPED)
         elif KINDS[s] == _STORE:
             _stored(outputs[s], tiles, rows, cols, width, mask)
         elif KINDS[s] == _EMIT:
             saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
-            _stored(outputs[s], _act(saved, FNS[s][0], tl.constexpr(PS[s])), rows, cols, width, mask)
+            _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s)), rows, cols, width, mask)
         elif KINDS[s] == _SUM:
             # Rows beyond the last hold what a step made of zeros.
             summed = summed + _masked(tiles, mask)

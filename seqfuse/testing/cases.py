@@ -188,7 +188,7 @@ class Specimen:
 
     def inputs_for(self, case: Case, seed: int) -> dict[str, Tensor]:
         """Tensor x and the channels by name, in memory of their own."""
-        inputs = {"x": self._draw(case, case.shape, self.x, seed)}
+        inputs = {"x": self._draw(case, case.shape, self.x, seed, 0)}
         shapes = None
         for i, name in enumerate(self.inputs):
             like = self.channels.get(name)
@@ -199,15 +199,24 @@ class Specimen:
             else:
                 follows = like.shape[:-1] == self.x.shape[:-1]
                 shape = (*case.shape[:-1], *like.shape[-1:]) if follows else tuple(like.shape)
-            inputs[name] = self._draw(case, shape, like, seed + 7 + i)
+            inputs[name] = self._draw(case, shape, like, seed, 7 + i)
         return inputs
 
-    def _draw(self, case: Case, shape: Shape, like: Tensor | None, seed: int) -> Tensor:
+    def _varied(self, values: Tensor, seed: int) -> Tensor:
+        """Values that no seed decides, for another seed than the first changed by a few percent.
+
+        Without it a second draw would round as the first did, where the case is made of such values alone.
+        """
+        if seed == self.seed:
+            return values
+        return values * (1 + 0.02 * seeded_randn(tuple(values.shape), seed, dtype=values.dtype).to(values.device))
+
+    def _draw(self, case: Case, shape: Shape, like: Tensor | None, seed: int, at: int) -> Tensor:
         if like is not None and case.regime == "given" and tuple(like.shape) == shape:
-            values = like.detach().to(case.dtype)
+            values = self._varied(like.detach().to(case.dtype), seed)
         else:
             regime = {"given": "normal", HUGE: "extremes"}.get(case.regime, case.regime)
-            values = in_regime(regime, shape, seed, dtype=case.dtype).to(self.x.device)
+            values = in_regime(regime, shape, seed + at, dtype=case.dtype).to(self.x.device)
         if case.regime == HUGE:
             # Room for a short sum: at the very end of the range the order of summation decides what overflows.
             values = values * (2.0**-6 if torch.finfo(case.dtype).max < 1e5 else 2.0**-12)
@@ -219,7 +228,8 @@ class Specimen:
         Args:
             bench: around a copy of the list, made by `at`.
             case: what to run it on.
-            seed: of inputs and gradients; the same one gives the same numbers in every run.
+            seed: of inputs and gradients; the same one gives the same numbers in every run, and another than the
+                specimen's own other parameters as well.
             reference: run the references under plain autograd, not the engine.
             wide: widen the inputs, rounded to the case's dtype, to float64.
         """
@@ -229,6 +239,8 @@ class Specimen:
         parameters = self.named(flatten(bench.root))
         for name, t in (*inputs.items(), *parameters.items()):
             t.requires_grad_(name not in case.frozen)
+        for p in parameters.values():
+            p.data.copy_(self._varied(p.data.to(case.dtype), seed))
         watch = Untouched({**inputs, **parameters})
         with seeded(self.seed + seed, self.x.device), torch.set_grad_enabled(case.grad), watch:
             out: Any = (bench.references if reference else bench)(**inputs)

@@ -19,7 +19,7 @@ from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
 
 def bias(width: int) -> ops.Bias:
     made = ops.Bias(width)
-    torch.nn.init.normal_(made.bias)
+    made.bias.data.copy_(seeded_randn((width,), 7))
     return made
 
 
@@ -30,8 +30,9 @@ def bias(width: int) -> ops.Bias:
         ((bias(8), ops.Add("other"), ops.RMSNorm(8, eps=1e-5, zero_centered=True), ops.GeLU("tanh")), torch.float16),
         ((ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8, elementwise_affine=False), ops.ReLU()), torch.bfloat16),
         ((ops.Dropout(0.3), ops.Add("other"), ops.LayerNorm(8, bias=False), ops.Sigmoid()), torch.float32),
+        ((bias(8), ops.Add("other"), ops.LayerNorm(8), ops.GeLU(), ops.Scale(-2.0), ops.Tanh()), torch.float32),
     ],
-    ids=["all", "no dropout", "no parameters", "no fork"],
+    ids=["all", "no dropout", "no parameters", "no fork", "several activations"],
 )
 def test_takes_the_place_of_what_it_replaces(
     list_: tuple[sf.UnfusedOperation, ...], dtype: torch.dtype, device: torch.device
@@ -107,16 +108,17 @@ MUTANTS = {
     ),
     "the stream's gradient forgotten": ('"dstream": d_fork_out', '"dstream": None'),
     "the branch's for the residual's": ('grads["add.other"] = out.dx', 'grads["add.other"] = out.dbranch'),
-    "no activation": ("dropout_seed, act=device(self.act))", "dropout_seed)"),
+    "no activation": ("dropout_seed, act=composed(self.acts, factors))", "dropout_seed)"),
     "the seed not kept": ("seed=seed, p=", "seed=None, p="),
     "another p kept": ("else self.dropout.p,", "else self.dropout.p / 2,"),
+    "another factor kept": ("factors=factors", "factors=(1.0,)"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     changed = mutant(blockboundaryactivation, *MUTANTS[name]).BlockBoundaryActivation
-    list_ = bias(8), ops.Dropout(0.3), ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8), ops.SiLU()
+    list_ = bias(8), ops.Dropout(0.3), ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8), ops.SiLU(), ops.Scale(0.5)
     operations = [operation.to(device) for operation in list_]
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[torch.float32])

@@ -49,6 +49,39 @@ def test_takes_every_form_of_norm(fusion: type[sf.FusedOperation], kind: str, de
     check_fusion(fusion, x, norms(kind, 8).to(device), ops.SiLU(), dtypes=dtypes)
 
 
+@pytest.mark.parametrize(
+    ("kind", "acts", "dtype"),
+    [
+        ("layernorm", (ops.GeLU(), ops.Scale(-0.5), ops.Tanh()), torch.float32),
+        ("rmsnorm", (ops.Scale(2.0), ops.ReLU(), ops.SquaredReLU(), ops.Sigmoid()), torch.float32),
+        ("no_bias", (ops.Scale(0.5),), torch.float32),
+        ("layernorm", (ops.SiLU(), ops.Sigmoid()), torch.bfloat16),
+    ],
+    ids=["chain", "more", "a factor", "bfloat16"],
+)
+def test_takes_several_activations_and_factors(
+    kind: str, acts: tuple[sf.UnfusedOperation, ...], dtype: torch.dtype, device: torch.device
+):
+    x = seeded_randn((5, 8), 0).to(device)
+    check_fusion(NormActivationJoint, x, norms(kind, 8).to(device), *acts, dtypes=[dtype])
+
+
+def test_of_nine_operations_x_alone_is_kept(device: torch.device):
+    acts = [ops.SiLU(), ops.Scale(2.0), ops.Tanh(), ops.GeLU(), ops.Scale(0.5), ops.ReLU(), ops.Sigmoid(), ops.SiLU()]
+    model = sf.Sequential(ops.LayerNorm(8, bias=False), *acts, fusions=NormActivationJoint).to(device)
+    x = seeded_randn((5, 8), 0).to(device).requires_grad_()
+    assert len(model.plan(x).forward) == 1
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x)
+    assert sorted(t.numel() for t in kept) == [5, 5, 8, 40]  # the statistics, the weight and x
+    model[2].factor, model[5].factor = 5.0, 7.0
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    model[2].factor, model[5].factor = 2.0, 0.5
+    with sf.fusing(False):
+        torch.testing.assert_close(dx, torch.autograd.grad(model(x), x, torch.ones_like(y))[0])
+
+
 @pytest.mark.parametrize("act", [ops.ReLU, ops.QuickGeLU], ids=lambda act: act.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_trains_a_list_to_the_same_gradients(act: type[sf.Pointwise], dtype: torch.dtype, device: torch.device):
@@ -140,13 +173,15 @@ def test_what_the_kernels_do_not_take_is_refused(
     [
         ("NormActivation", "z = z * rstd.unsqueeze(-1)", "z = z * rstd.unsqueeze(-1) ** 1.01"),
         ("NormActivationJoint", "weight, bias, needs, act=act", "weight, None, needs, act=act"),
+        ("NormActivationJoint", "composed(self.acts, saved.factors)", "composed(self.acts[:1], ())"),
     ],
-    ids=["NormActivation", "NormActivationJoint"],
+    ids=["NormActivation", "NormActivationJoint", "one activation backward"],
 )
 def test_a_mutant_is_found(
     mutant: Callable[[ModuleType, str, str], ModuleType], fusion: str, old: str, new: str, device: torch.device
 ):
     changed = getattr(mutant(normactivation, old, new), fusion)
     x = seeded_randn((5, 8), 0).to(device)
+    acts = [ops.GeLU()] if fusion == "NormActivation" else [ops.GeLU(), ops.Scale(2.0)]
     with pytest.raises(AssertionError):
-        check_fusion(changed, x, norms("layernorm", 8).to(device), ops.GeLU(), dtypes=[torch.float32])
+        check_fusion(changed, x, norms("layernorm", 8).to(device), *acts, dtypes=[torch.float32])

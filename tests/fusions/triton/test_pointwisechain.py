@@ -10,8 +10,13 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import pointwisechain
-from seqfuse.fusions.pointwisechain import PointwiseChain, PointwiseChainBackward, PointwiseChainInference
+from seqfuse.fusions import _chain, pointwisechain
+from seqfuse.fusions.pointwisechain import (
+    PointwiseChain,
+    PointwiseChainBackward,
+    PointwiseChainInference,
+    PointwiseChainJoint,
+)
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -21,7 +26,7 @@ ALL = pytest.mark.parametrize("fusion", EVERY, ids=lambda fusion: fusion.__name_
 
 def bias(width: int) -> ops.Bias:
     made = ops.Bias(width)
-    torch.nn.init.normal_(made.bias)
+    made.bias.data.copy_(seeded_randn((width,), 7))
     return made
 
 
@@ -43,6 +48,58 @@ def test_takes_the_place_of_what_it_replaces(
     operations = [operation.to(device) for operation in list_]
     width = next((operation.size for operation in list_ if isinstance(operation, ops.Bias)), 8)
     check_fusion(fusion, seeded_randn((5, width), 0).to(device), *operations, dtypes=[dtype])
+
+
+@pytest.mark.parametrize(
+    ("list_", "dtype"),
+    [
+        ((ops.SiLU(), ops.Scale(0.5), ops.Tanh()), torch.float32),
+        ((bias(7), ops.GeLU("tanh"), ops.ReLU(), bias(7), ops.Sigmoid(), ops.SquaredReLU()), torch.float32),
+        ((ops.Scale(-0.5), ops.Tanh(), ops.SiLU(), ops.Dropout(0.3), ops.QuickGeLU()), torch.bfloat16),
+        ((ops.Dropout(0.4, "downscale_in_infer"), bias(8), ops.Sigmoid(), ops.GeLU(), ops.Scale(3.0)), torch.float16),
+    ],
+    ids=["run", "two runs", "a run and one alone", "a run at the end"],
+)
+def test_of_a_run_only_what_it_takes_is_kept(
+    list_: tuple[sf.UnfusedOperation, ...], dtype: torch.dtype, device: torch.device
+):
+    operations = [operation.to(device) for operation in list_]
+    width = next((operation.size for operation in list_ if isinstance(operation, ops.Bias)), 8)
+    check_fusion(PointwiseChainJoint, seeded_randn((5, width), 0).to(device), *operations, dtypes=[dtype])
+
+
+def test_training_takes_the_form_that_keeps_less(device: torch.device):
+    model = sf.Sequential(bias(8), ops.SiLU(), ops.Tanh(), ops.GeLU(), fusions=(PointwiseChainJoint, *EVERY)).to(device)
+    x = seeded_randn((5, 8), 0).to(device).requires_grad_()
+    assert model.plan(x).count("PointwiseChainJoint") == 1
+    kept: list[int] = []
+
+    def count(t: torch.Tensor) -> torch.Tensor:
+        kept[-1] += t.numel()
+        return t
+
+    for fuse in (True, False):
+        kept.append(0)
+        with sf.fusing(fuse), torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+            model(x)
+    assert kept == [40, 80]
+
+
+def test_a_factor_that_changes_between_the_passes_changes_no_gradient(device: torch.device):
+    x, dy = (seeded_randn((5, 8), i).to(device).requires_grad_() for i in range(2))
+    found: list[torch.Tensor] = []
+    for fusions in ((), PointwiseChainJoint):
+        model = sf.Sequential(ops.SiLU(), ops.Scale(0.5), ops.Tanh(), fusions=fusions).to(device)
+        y = model(x)
+        model[1].factor = 3.0
+        found += torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_activations_apart_keep_what_they_read_anyway():
+    list_ = ops.SiLU(), ops.Dropout(0.5), ops.Tanh()
+    plan = sf.Sequential(*list_, fusions=PointwiseChainJoint).plan(env=sf.Env.of("cuda:sm_90", rows=64))
+    assert {refusal.reason for refusal in plan.refused} == {"no two activations stand side by side"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -105,25 +162,39 @@ def test_a_tensor_that_two_keep_is_stored_once(device: torch.device):
 
 MUTANTS = {
     "the output for the input": (PointwiseChain, "is None else stored[i]", "is None else x"),
-    "the factor forgotten": (PointwiseChainBackward, '("scale", (record.factor,))', '("scale", (1.0,))'),
-    "dropped nothing backward": (PointwiseChainBackward, "record.seed is not None)", "False)"),
+    "the factor forgotten": (PointwiseChainBackward, '("scale", (number,))', '("scale", (1.0,))'),
+    "dropped nothing backward": (PointwiseChainBackward, "number, seed is not None)", "number, False)"),
     "another dropout's seed": (
         PointwiseChain,
-        "_operands(parts, seeds))\n        assert",
-        "_operands(parts, (*seeds[:4], *seeds[3:])))\n        assert",
+        "operands_of(parts, seeds))\n    assert",
+        "operands_of(parts, (*seeds[:4], *seeds[3:])))\n    assert",
     ),
-    "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=part.p)", "Dropout.Saved(seed=None, p=part.p)"),
+    "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=number)", "Dropout.Saved(seed=None, p=number)"),
     "scaled as the other mode": (PointwiseChainInference, "(p, upscale)", "(p, not upscale)"),
     "biases in another order": (PointwiseChainBackward, "zip(summed, sums", "zip(summed, sums[::-1]"),
     "a bias forgotten": (PointwiseChainInference, "(part.read() if", "(0 * part.read() if"),
+    "another factor in a run": (PointwiseChainJoint, "factors = tuple(number for", "factors = tuple(2 * number for"),
+    "what a run gives for what it takes": (
+        PointwiseChainJoint,
+        "                place = here\n            steps.append",
+        "                place = _Y\n            steps.append",
+    ),
+    "another slot's bias": (PointwiseChainJoint, 'f"rest.{i}" for i', 'f"rest.{max(i, 1) - 1}" for i'),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+def test_a_wrong_fusion_is_found(
+    name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+):
     fusion, old, new = MUTANTS[name]
-    changed = getattr(mutant(pointwisechain, old, new), fusion.__name__)
+    changed = mutant(_chain, old, new)
+    for part in vars(pointwisechain).keys() & vars(_chain).keys():
+        if getattr(getattr(_chain, part), "__module__", "") == _chain.__name__:
+            monkeypatch.setattr(pointwisechain, part, getattr(changed, part))
     parts = (bias(8), ops.Scale(0.5), ops.Dropout(0.3), ops.SiLU(), ops.Dropout(0.5), bias(8), ops.Tanh())
+    if fusion is PointwiseChainJoint:
+        parts = (bias(8), ops.Scale(0.5), ops.Tanh(), ops.SiLU(), bias(8), ops.GeLU())
     list_ = [operation.to(device) for operation in parts]
     with pytest.raises((AssertionError, sf.PluginError)):
-        check_fusion(changed, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
+        check_fusion(fusion, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])

@@ -1,0 +1,190 @@
+"""Parts of a point-wise chain and its passes: activations, constant factors, biases and dropouts in any order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import saved as context
+from ..env import Env, Savings
+from ..fusion import Requirements
+from ..operation import Grads
+from ..ops import Bias, Dropout, Scale
+from ..pointwise import Pointwise
+from ._functions import Run, composed
+from ._kernels import device, kernel_takes_act, kernels_run, rows_of
+from ._pointwise import chain_of
+
+Part = Pointwise | Scale | Bias | Dropout
+Steps = tuple[tuple[str, tuple[Any, ...]], ...]
+
+_X, _Y = -1, -2
+
+
+class Place(NamedTuple):
+    """A part of a chain as its gradient needs it."""
+
+    slot: str
+    part: Part | Run
+    kept: Tensor | None  # what an activation reads
+    seed: Tensor | None
+    number: float  # a factor, or p of a dropout, as it was in the forward pass
+
+
+def slots_of(rest: Sequence[Part]) -> list[str]:
+    return ["first", *(f"rest.{i}" for i in range(len(rest)))]
+
+
+def numbers_of(parts: Sequence[Part]) -> tuple[float, ...]:
+    return tuple(
+        part.factor if isinstance(part, Scale) else part.p if isinstance(part, Dropout) else 0.0 for part in parts
+    )
+
+
+def joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[Part | Run]:
+    """The parts with each run of functions in which two or more activations stand as one part."""
+    found: list[Part | Run] = []
+    pairs = zip(parts, numbers, strict=True)
+    for functions, group in itertools.groupby(pairs, lambda pair: isinstance(pair[0], Pointwise | Scale)):
+        run = list(group)
+        if functions and sum(isinstance(part, Pointwise) for part, _ in run) > 1:
+            factors = tuple(number for part, number in run if isinstance(part, Scale))
+            found.append(Run(tuple(part for part, _ in run if isinstance(part, Pointwise | Scale)), factors))
+        else:
+            found += [part for part, _ in run]
+    return found
+
+
+def chain_fwd(
+    x: Tensor, joined: Sequence[Part | Run], parts: Sequence[Part], seeds: Sequence[Tensor | None]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """y, and for each of the joined parts what it keeps."""
+    from ..kernels.pointwise import pointwise
+
+    steps, places, _ = forward_steps(joined, True)
+    y, *stored = pointwise(x, chain_of(steps), operands_of(parts, seeds))
+    assert y is not None
+    return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
+
+
+def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
+    """The gradient dx and those of biases, in one pass."""
+    from ..kernels.pointwise import pointwise
+
+    steps: list[tuple[str, tuple[Any, ...]]] = []
+    operands: list[Tensor] = []
+    summed: list[tuple[str, Bias]] = []
+    for slot, part, kept, seed, number in reversed(places):
+        if isinstance(part, Pointwise | Run):
+            assert kept is not None
+            steps.append(("dact", (_function(part),)))
+            operands.append(kept)
+        elif isinstance(part, Scale):
+            steps.append(("scale", (number,)))
+        elif isinstance(part, Dropout):
+            steps += _dropout(part, number, seed is not None)
+            operands += () if seed is None else (seed,)
+        elif f"{slot}.bias" in needs:
+            steps.append(("column_sum", ()))
+            summed.append((f"{slot}.bias", part))
+    dtypes = [bias.read().dtype for _, bias in summed]
+    dx, *sums = pointwise(dy, chain_of(steps), operands, dtypes=dtypes, result="x" in needs)
+    return dx, {name: total for (name, _), total in zip(summed, sums, strict=True)}
+
+
+def chain_takes(parts: Sequence[Part], env: Env) -> Requirements:
+    yield from kernels_run(env)
+    for part in parts:
+        if isinstance(part, Pointwise):
+            yield from kernel_takes_act(part)
+        elif isinstance(part, Bias):
+            yield part.bias.dtype == env.dtype, "input and bias must have one dtype"
+    yield len(_active(parts)) > 1, "only a Dropout that drops nothing here is with it"
+
+
+def _active(parts: Sequence[Part | Run]) -> list[Part | Run]:
+    """Without the dropouts that hand on what they get."""
+    return [part for part in parts if not isinstance(part, Dropout) or _dropout(part, part.p, part.random)]
+
+
+def chain_worth(parts: Sequence[Part], env: Env, tensors: int = 0) -> Savings:
+    """One launch and two passes for each operation but one, and so many more `tensors`."""
+    # Only a bias says how wide the rows are. Torch makes a mask in several launches, but other fusions save those too.
+    width = max([0, *(part.size for part in parts if isinstance(part, Bias))])
+    joined = len(_active(parts)) - 1
+    dropped = sum(isinstance(part, Dropout) and part.random for part in parts)
+    size = float((2 * joined + tensors) * rows_of(env) * width * env.dtype.itemsize)
+    return Savings(launches=joined + 0.5 * dropped, bytes=size)
+
+
+def forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list[int | None], int]:
+    """Steps of the forward chain, where what each part keeps is (`_X`, `_Y` or among the stored), and how many are."""
+    steps: list[tuple[str, tuple[Any, ...]]] = []
+    places: list[int | None] = []
+    here: int | None = _X
+    stored = 0
+    for i, part in enumerate(parts):
+        place: int | None = None
+        if isinstance(part, Pointwise | Run):
+            if keep and part.reads == "input":
+                if here is None:
+                    steps.append(("store", ()))
+                    here, stored = stored, stored + 1
+                place = here
+            steps.append(("act", (_function(part),)))
+            here = None
+            if keep and part.reads == "output":
+                if not _active(parts[i + 1 :]):
+                    here = _Y
+                else:
+                    steps.append(("store", ()))
+                    here, stored = stored, stored + 1
+                place = here
+        else:
+            made = _dropout(part, part.p, part.random) if isinstance(part, Dropout) else _linear(part)
+            steps += made
+            here = None if made else here
+        places.append(place)
+    return tuple(steps), places, stored
+
+
+def _linear(part: Scale | Bias) -> Steps:
+    return (("scale", (part.factor,)),) if isinstance(part, Scale) else (("bias", ()),)
+
+
+def _dropout(part: Dropout, p: float, random: bool) -> Steps:
+    """A dropout, and its own gradient, as it is now or was; nothing where it hands on what it gets."""
+    upscale = part.mode == "upscale_in_train"
+    if random:
+        return (("dropout", (p, upscale)),)
+    return () if upscale or p == 0 else (("scale", (1 - p,)),)
+
+
+def operands_of(parts: Sequence[Part], seeds: Sequence[Tensor | None]) -> list[Tensor]:
+    """What the steps of the forward chain take, in order."""
+    taken = (part.read() if isinstance(part, Bias) else seed for part, seed in zip(parts, seeds, strict=True))
+    return [t for t in taken if t is not None]
+
+
+def record_of(part: Part, kept: Any, seed: Tensor | None, number: float) -> context.Saved:
+    if isinstance(part, Scale):
+        return Scale.Saved(factor=number)
+    if isinstance(part, Dropout):
+        return Dropout.Saved(seed=seed, p=number)
+    return Bias.NOTHING if isinstance(part, Bias) else part.record(kept, kept)
+
+
+def recorded(part: Part, record: Any) -> tuple[Tensor | None, Tensor | None, float]:
+    """What a part keeps, its seed and its number, from its own record."""
+    if isinstance(part, Scale):
+        return None, None, record.factor
+    if isinstance(part, Dropout):
+        return None, record.seed, record.p
+    return None if isinstance(part, Bias) else record.x if part.reads == "input" else record.y, None, 0.0
+
+
+def _function(part: Pointwise | Run) -> Any:
+    return composed(part.parts, part.factors) if isinstance(part, Run) else device(part)
