@@ -69,8 +69,8 @@ class KVCache:
         Raises:
             InputError: (SF101) for a batch of another size, or counts that are not [B] integers of 0 to S (on a GPU an
                 error of the device).
-            StateError: (SF505) where a sequence would outgrow `max_length`, and nothing has changed then; for keys of
-                another model.
+            StateError: (SF505) where a sequence would outgrow `max_length`, or no attention of the model meets the
+                cache, as in one that `torch.compile` compiled, and nothing has changed then; for keys of another model.
         """
         if x.ndim < 2 or x.shape[0] != self.batch:
             raise InputError(f"the cache has {self.batch} sequences, got x {tuple(x.shape)}", code="SF101")
@@ -86,6 +86,9 @@ class KVCache:
         finally:
             _cache.active.reset(before)
             self._counts = None
+        if not self._turn and _attends(model):
+            message = "no attention of the model met the cache: a compiled graph has none"
+            raise StateError(message, code="SF505", hint="feed the model itself, not compiled")
         if self._turn != len(self._layers):
             message = f"the model attended {self._turn} times, and {len(self._layers)} times before"
             raise StateError(message, code="SF505", hint="feed one model alone")
@@ -257,6 +260,10 @@ class KVCache:
         return (
             f"KVCache({self.batch}, {self.max_length}{kind}) of {len(self._layers)} layers, at most {self._most} rows"
         )
+
+
+def _attends(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(isinstance(part, Attention) for part in model.modules())
 
 
 def _attended(qkv: QKV, how: Scores) -> Tensor:

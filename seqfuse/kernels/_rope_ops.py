@@ -1,10 +1,11 @@
 # pyright: basic
 # Schemas are text, and what is registered under them has no types of its own.
-"""Bias, norm of heads and rotation as operators, `torch.ops.seqfuse.rope` and `rope_backward`: what traces see.
+"""Bias, norm of heads and rotation as operators, `torch.ops.seqfuse.rope`, `rope_backward`, `rope_write`: for traces.
 
 Arguments are those of the functions, but a rotation is its fields, with no style where there is none. Results come as
-a list: y, then what was asked for of z and rstd; backward, of dx, dbias, dq_weight and dk_weight. Importing this module
-registers them; eager code calls the functions, which call the operators where they are recorded.
+a list: y, then what was asked for of z and rstd; backward, of dx, dbias, dq_weight and dk_weight. The third gives the
+queries alone, and writes its caches and scales in place. Importing this module registers them; eager code calls the
+functions, which call the operators where they are recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from . import rope
 
 _library = torch.library.Library("seqfuse", "FRAGMENT")
-_ROTATION = "str? style=None, int dim=0, float base=10000.0, Tensor? positions=None"
+_FIELDS = "str? style=None, int dim=0, float base=10000.0"
+_ROTATION = f"{_FIELDS}, Tensor? positions=None"
 _FORWARD = (
     f"rope(Tensor x, int heads, int kv_heads, *, {_ROTATION}, Tensor? bias=None, float? norm_eps=None, "
     "Tensor? q_weight=None, Tensor? k_weight=None, bool store=False) -> Tensor[]"
@@ -27,14 +29,27 @@ _BACKWARD = (
     "Tensor? q_weight=None, Tensor? k_weight=None, bool dx=True, ScalarType? dbias=None, "
     "ScalarType? dq_weight=None, ScalarType? dk_weight=None) -> Tensor[]"
 )
+_WRITE = (
+    "rope_write(Tensor x, int heads, int kv_heads, Tensor(a!) k, Tensor(b!) v, Tensor lengths, *, "
+    f"{_FIELDS}, Tensor? bias=None, float? norm_eps=None, Tensor? q_weight=None, Tensor? k_weight=None, "
+    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> Tensor"
+)
 
 
 def _run(function: Any) -> Any:
     def run(
-        first: Tensor, heads: int, kv_heads: int, *, style: Any = None, dim: int = 0, base: float = 10000.0, **rest: Any
-    ) -> list[Tensor]:
+        first: Tensor,
+        heads: int,
+        kv_heads: int,
+        *tensors: Tensor,
+        style: Any = None,
+        dim: int = 0,
+        base: float = 10000.0,
+        **rest: Any,
+    ) -> Tensor | list[Tensor]:
         rotation = None if style is None else rope.Rotation(style, dim, base)
-        return [t for t in function(first, heads, kv_heads, rotation, **rest) if t is not None]
+        made = function(first, heads, kv_heads, rotation, *tensors, **rest)
+        return made if isinstance(made, Tensor) else [t for t in made if t is not None]
 
     return run
 
@@ -65,9 +80,14 @@ def _fake_backward(
     return [dy.new_empty(dy.shape)] * dx + [dy.new_empty((n,), dtype=of) for n, of in rows if of is not None]
 
 
+def _fake_write(x: Tensor, heads: int, kv_heads: int, *_: Any, **__: Any) -> Tensor:
+    return x.new_empty((x.shape[0], heads, x.shape[1] // (heads + 2 * kv_heads)))
+
+
 for _operator, _schema, _function, _traced in (
     ("rope", _FORWARD, rope.rope_fwd, _fake),
     ("rope_backward", _BACKWARD, rope.rope_bwd, _fake_backward),
+    ("rope_write", _WRITE, rope.rope_write, _fake_write),
 ):
     _library.define(_schema)
     _library.impl(_operator, _run(_function), "CompositeExplicitAutograd")
@@ -88,3 +108,8 @@ def backward(dy: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | No
     """`rope.rope_bwd` by its operator."""
     made = iter(torch.ops.seqfuse.rope_backward(dy, heads, kv_heads, **_fields(rotation), **rest))
     return rope.Backward(*(next(made) if rest[name] not in (None, False) else None for name in rope.Backward._fields))
+
+
+def write(x: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, *caches: Tensor, **rest: Any) -> Tensor:
+    """`rope.rope_write` by its operator."""
+    return torch.ops.seqfuse.rope_write(x, heads, kv_heads, *caches, **_fields(rotation), **rest)

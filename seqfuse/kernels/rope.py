@@ -640,6 +640,13 @@ def rope_write(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
+    if traced():
+        from . import _rope_ops
+
+        return _rope_ops.write(
+            x, heads, kv_heads, rotation, k, v, lengths, bias=bias, norm_eps=norm_eps, q_weight=q_weight,
+            k_weight=k_weight, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
     if x.ndim != 2:
         raise ValueError(f"x must be [B, C], one row of each sequence, got {tuple(x.shape)}")
     size, rotary = _checked(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)

@@ -124,7 +124,7 @@ class Embedding(sf.UnfusedOperation):
         return (x - self._rows.start).masked_fill(absent, 0), absent
 
     def reference(self, x: Tensor) -> Tensor:
-        if self.shares:
+        if len(self.shares):  # torch.compile takes an empty mapping proxy to be true
             own, absent = self._own(x)
             padding = self.padding_idx if self.padding_idx in self._rows else None
             padding = padding if padding is None else padding - self._rows.start

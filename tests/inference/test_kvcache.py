@@ -109,6 +109,33 @@ def test_a_cache_that_is_full_refuses_and_nothing_changes():
         cache.feed(model, tokens(2, 1))
 
 
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_a_compiled_model_which_meets_no_cache_is_refused_and_nothing_changes(where: str):
+    model, cache, x = model_of("Llama"), KVCache(2, 10), tokens(2, 4)
+    if where == "inside":
+        model[1].compile(backend="eager")
+    fed = torch.compile(model, backend="eager") if where == "around" else model
+    for _ in range(2):  # compiled at the first call
+        with pytest.raises(sf.errors.StateError, match=r"SF505.*no attention of the model met the cache"):
+            cache.feed(fed, x)
+    assert cache.lengths.tolist() == [0, 0]
+    if where == "around":
+        cache.feed(model, x)
+        with pytest.raises(sf.errors.StateError, match="no attention of the model met the cache"):
+            cache.feed(fed, x)
+        assert cache.lengths.tolist() == [4, 4]
+
+
+def test_what_does_not_attend_needs_no_cache():
+    class Table(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.unsqueeze(-1)
+
+    cache, x = KVCache(2, 10), tokens(2, 4)
+    for model in (Table(), Table().forward):
+        assert torch.equal(cache.feed(model, x), x.unsqueeze(-1))
+
+
 def test_what_padding_took_up_is_free_again():
     model, cache = model_of("Llama"), KVCache(2, 12)
     cache.feed(model, tokens(2, 10), torch.tensor([3, 4]))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.inference import KVCache, generate
 from seqfuse.kernels import decode, rope
 from seqfuse.ops import _attention
+from seqfuse.testing import assert_bitwise_equal
 from tests.inference.test_kvcache import FORMS, close, model_of, tokens
 
 
@@ -83,6 +86,37 @@ def test_generates_what_plain_torch_generates(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_attention, "interpreting", False)
     with sf.fusing(False):
         assert torch.equal(found, generate(model, x, 6))
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
+@pytest.mark.parametrize(("form", "write"), [("GPT", "cache_write"), ("Llama", "rope_write")])
+def test_a_step_that_is_recorded_calls_operators_and_goes_on_in_the_cache(form: str, write: str, int8: bool):
+    model, x, caches = model_of(form), tokens(2, 7), [KVCache(2, 12, int8=int8) for _ in range(2)]
+    for cache in caches:
+        cache.feed(model, x[:, :5])
+    with sf.fusing(on_error="raise"), caches[0].rehearsal():
+        graph = make_fx(lambda t: caches[0].feed(model, t))(torch.zeros_like(x[:, :1]))
+    called = re.findall(r"torch\.ops\.seqfuse\.(\w+)\.default\(", graph.code)
+    assert [name for name in called if "write" in name or "decode" in name] == [write, "decode_attention"] * 2
+    for part in x[:, 5:].split(1, 1):
+        torch.testing.assert_close(graph(part), caches[1].feed(model, part))
+    for mine, its in zip(*map(kept, caches), strict=True):
+        assert_bitwise_equal(mine, its)
+
+
+def test_a_compiled_model_meets_a_cache_where_its_graph_runs_the_engine_and_is_refused_elsewhere():
+    model, x = model_of("Llama"), tokens(2, 6)
+    cache = KVCache(2, 12)
+    with torch.no_grad(), sf.fusing(False):
+        want = model(x)
+    torch.compiler.reset()
+    kept_graph = torch.compile(model, fullgraph=True, backend="eager")
+    close(torch.cat([cache.feed(kept_graph, part) for part in x.split((5, 1), 1)], 1), want)
+    torch.compiler.reset()
+    for again in (cache, KVCache(2, 12)):
+        with pytest.raises(sf.errors.StateError, match=r"SF505.*no attention of the model met the cache"):
+            again.feed(torch.compile(model, fullgraph=True, backend="aot_eager"), x[:, :1])
+    assert cache.lengths.tolist() == [6, 6]
 
 
 @pytest.mark.parametrize("kernel", ["rope_write", "decode_attention"])

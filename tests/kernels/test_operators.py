@@ -1,0 +1,159 @@
+"""Every public function that launches a kernel is a registered operator where what runs is recorded."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+from seqfuse import kernels
+from seqfuse.kernels import _launch, pointwise, rope
+from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.testing import assert_bitwise_equal, seeded_randn
+
+from .conftest import DEVICE
+
+GELU, SILU = ACTIVATIONS["gelu"], ACTIVATIONS["silu"]
+TURN = rope.Rotation("half", 4)
+
+
+class Call(NamedTuple):
+    """The operator that an entry is, how it is called on named tensors, and these, or the shapes they are drawn of."""
+
+    operator: str
+    run: Callable[..., Any]
+    tensors: dict[str, Tensor | tuple[int, ...]]
+
+
+LENGTHS = torch.tensor([3, 1], device=DEVICE)
+LOGITS = {"x": (5, 6), "targets": torch.tensor([2, 0, 5, 1, 1], device=DEVICE)}
+PACKED = {"x": (2, 3, 24), "dy": (2, 3, 24)}
+ROW = {"x": (2, 24), "k": (2, 1, 5, 6), "v": (2, 1, 5, 6), "lengths": LENGTHS}
+QKV = {"q": (1, 2, 5, 8), "k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}
+KEPT = {"dy": (1, 5, 2, 8), "y": (1, 5, 2, 8), "lse": (1, 2, 5)}
+OUT = {"dq": (1, 2, 5, 8), "dk": (1, 1, 5, 8), "dv": (1, 1, 5, 8)}
+CACHES = {"k": (2, 1, 5, 8), "v": (2, 1, 5, 8), "lengths": LENGTHS}
+ROWS, PRODUCT = {"x": (5, 6), "dy": (5, 6), "w": (6,), "b": (6,)}, {"x": (5, 7), "dy": (5, 6), "w": (6, 7)}
+STATS = {"mean": (5,), "rstd": (5,)}
+F32 = torch.float32
+
+CALLS: dict[str, Call] = {
+    "attention.attention_fwd": Call("attention", lambda f, q, k, v: f(q, k, v, causal=True), QKV),
+    "attention.attention_bwd": Call(
+        "attention_backward",
+        lambda f, q, k, v, dy, y, lse, dq, dk, dv: f(dy, q, k, v, y, lse, (dq, dk, dv)),
+        QKV | KEPT | OUT,
+    ),
+    "crossentropy.cross_entropy_": Call("cross_entropy", lambda f, x, targets: f(x, targets), LOGITS),
+    "crossentropy.cross_entropy_ again": Call(
+        "cross_entropy_backward",
+        lambda f, x, targets, softmax: f(x, targets, softmax=softmax),
+        LOGITS | {"softmax": (2, 5)},
+    ),
+    "decode.decode_attention": Call(
+        "decode_attention", lambda f, q, k, v, lengths: f(q, k, v, lengths), {"q": (2, 2, 8), **CACHES}
+    ),
+    "decode.cache_write": Call(
+        "cache_write", lambda f, a, b, k, v, lengths: f(a, b, k, v, lengths), {"a": (2, 1, 8), "b": (2, 1, 8), **CACHES}
+    ),
+    "gemm.linear": Call("linear", lambda f, x, dy, w: f(x, w, act=GELU, residual=dy), PRODUCT),
+    "gemm.linear_gated": Call("linear_gated", lambda f, x, dy, w: f(x, w, act=SILU, store_pre=True), PRODUCT),
+    "gemm.linear_dgrad": Call("linear_dgrad", lambda f, x, dy, w: f(dy, w, act=GELU, t=x, sums=True), PRODUCT),
+    "gemm.linear_dgrad_gated": Call(
+        "linear_dgrad_gated", lambda f, dy, w, t: f(dy, w, act=SILU, t=t), {"dy": (5, 6), "w": (6, 7), "t": (5, 14)}
+    ),
+    "gemm.linear_wgrad": Call("linear_wgrad", lambda f, x, dy, w: f(dy, x), PRODUCT),
+    "gemm.linear_wgrad added": Call("linear_wgrad_", lambda f, x, dy, w: f(dy, x, main_grad=w), PRODUCT),
+    "gemm.linear_wgrad_bias": Call("linear_wgrad_bias", lambda f, x, dy, w: f(dy, x), PRODUCT),
+    "gemm.linear_wgrad_bias added": Call("linear_wgrad_bias_", lambda f, x, dy, w: f(dy, x, main_grad=w), PRODUCT),
+    "layernorm.layernorm_fwd": Call("layernorm", lambda f, x, dy, w, b: f(x, w, b, 1e-5, residual=dy), ROWS),
+    "layernorm.layernorm_bwd": Call(
+        "layernorm_backward",
+        lambda f, x, dy, w, b, mean, rstd: f(dy, x, mean, rstd, w, b, dweight=F32, dbias=F32),
+        ROWS | STATS,
+    ),
+    "rmsnorm.rmsnorm_fwd": Call("rmsnorm", lambda f, x, dy, w, b: f(x, w, 1e-5, pre_bias=b), ROWS),
+    "rmsnorm.rmsnorm_bwd": Call(
+        "rmsnorm_backward", lambda f, x, dy, w, b, mean, rstd: f(dy, x, rstd, w, dweight=F32), ROWS | STATS
+    ),
+    "pointwise.pointwise": Call(
+        "pointwise",
+        lambda f, x, dy, w, b: f(x, pointwise.Chain(pointwise.bias(), pointwise.act(GELU), pointwise.add()), (b, dy)),
+        ROWS,
+    ),
+    "rope.rope_fwd": Call("rope", lambda f, x, dy: f(x, 2, 1, TURN), PACKED),
+    "rope.rope_bwd": Call("rope_backward", lambda f, x, dy: f(dy, 2, 1, TURN, dbias=F32), PACKED),
+    "rope.rope_write": Call("rope_write", lambda f, x, k, v, lengths: f(x, 2, 1, TURN, k, v, lengths), ROW),
+}
+
+
+def entries() -> Iterator[str]:
+    """Public functions of public modules from which a launch is reached."""
+    for last in (one.name for one in pkgutil.iter_modules(kernels.__path__) if not one.name.startswith("_")):
+        module = importlib.import_module(f"{kernels.__name__}.{last}")
+        for key, function in vars(module).items():
+            own = isinstance(function, FunctionType) and function.__module__ == module.__name__
+            if own and not key.startswith("_") and launches(function, set()):
+                yield f"{last}.{key}"
+
+
+def launches(function: FunctionType, seen: set[FunctionType]) -> bool:
+    if function is _launch.launch:
+        return True
+    seen.add(function)
+    called = [function.__globals__.get(name) for name in names(function.__code__)]
+    own = [f for f in called if isinstance(f, FunctionType) and f.__module__.startswith(kernels.__name__)]
+    return any(launches(f, seen) for f in own if f not in seen)
+
+
+def names(code: CodeType) -> list[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return [*code.co_names, *(name for one in inner for name in names(one))]
+
+
+def tensors_in(results: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(results) if t is not None]
+
+
+def test_every_entry_is_here() -> None:
+    assert set(entries()) == {name.partition(" ")[0] for name in CALLS}
+
+
+def test_every_operator_is_that_of_an_entry() -> None:
+    for one in pkgutil.iter_modules(kernels.__path__):
+        if one.name.endswith("_ops"):
+            importlib.import_module(f"{kernels.__name__}.{one.name}")
+    registered = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("seqfuse::")]
+    assert sorted(name.removeprefix("seqfuse::") for name in registered) == sorted(c.operator for c in CALLS.values())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_entry_that_is_recorded_calls_its_operator(name: str) -> None:
+    """Recorded on tensors without memory, run on others: the same bits come out and are written as by the function."""
+    module, function = name.partition(" ")[0].split(".")
+    entry = getattr(importlib.import_module(f"seqfuse.kernels.{module}"), function)
+    operator, run, given = CALLS[name]
+
+    def call(tensors: dict[str, Tensor]) -> Any:
+        return run(entry, **tensors)
+
+    def drawn(seed: int) -> dict[str, Tensor]:
+        return {
+            key: seeded_randn(t, seed + i).to(DEVICE) if isinstance(t, tuple) else t.clone()
+            for i, (key, t) in enumerate(given.items())
+        }
+
+    graph = make_fx(call, tracing_mode="fake")(drawn(20))
+    assert re.findall(r"torch\.ops\.seqfuse\.(\w+)\.default\(", graph.code) == [operator]
+    recorded, eager = drawn(0), drawn(0)
+    assert_bitwise_equal(tensors_in(graph(recorded)), tensors_in(call(eager)))
+    assert_bitwise_equal(recorded, eager)
