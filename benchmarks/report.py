@@ -196,11 +196,11 @@ def verbs() -> str:
     if found is None:
         return "Not measured yet.\n"
     rows = [
-        (f"`make {row['verb']}`", f"{row['seconds']:,.0f} s", "" if row["status"] == 0 else "failed")
-        for row in found["verbs"]
+        (f"`make {verb}`", f"{row['seconds']:,.0f} s", row["commit"][:7], "" if row["status"] == 0 else "failed")
+        for verb, row in found["verbs"].items()
     ]
-    lines = [f"{found['about']['cores']} cores, commit {found['about']['commit'][:7]}.", ""]
-    return text([*lines, *table(("verb", "wall time", ""), rows)])
+    lines = [f"{found['about']['cores']} cores.", ""]
+    return text([*lines, *table(("verb", "wall time", "commit", ""), rows)])
 
 
 def verdicts() -> list[targets.Verdict]:

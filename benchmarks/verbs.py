@@ -1,6 +1,7 @@
 """Wall time of every verb of the Makefile, in an empty clone with an environment of its own.
 
-Writes `results/verbs.json`, of which `make report` draws a table.
+Writes `results/verbs.json`, of which `make report` draws a table: each verb in the place of what is there of it, with
+the commit it is of, as soon as it is done.
 
     python3 benchmarks/verbs.py                 # every verb that needs no GPU
     python3 benchmarks/verbs.py demo check      # these
@@ -25,13 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 VERBS = ("help", "demo", "lint", "types", "docs", "test", "check", "test-full", "kernels", "bench")
 
 
-def timed(verb: str, clone: Path) -> dict[str, Any]:
-    """One verb: seconds, and whether it succeeded; its output is shown as it comes."""
+def timed(verb: str, clone: Path) -> tuple[float, int]:
+    """Seconds of one verb and its status; its output is shown as it comes."""
     # As a stranger's shell: no environment of this one, nothing on the path of imports.
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     began = time.perf_counter()
     status = subprocess.run(["make", verb], cwd=clone, env=kept).returncode
-    return {"verb": verb, "seconds": time.perf_counter() - began, "status": status}
+    return time.perf_counter() - began, status
 
 
 def main() -> None:
@@ -41,16 +42,18 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
     ).stdout.strip()
-    rows: list[dict[str, Any]] = []
+    path = ROOT / "benchmarks" / "results" / "verbs.json"
+    rows: dict[str, Any] = json.loads(path.read_text())["verbs"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         for verb in options.verbs:
-            rows.append(timed(verb, clone))
-            print(f"make {verb}: {rows[-1]['seconds']:.1f} s, status {rows[-1]['status']}", flush=True)
-    about = {"commit": commit, "date": datetime.now(UTC).isoformat(timespec="seconds"), "cores": os.cpu_count()}
-    path = ROOT / "benchmarks" / "results" / "verbs.json"
-    path.write_text(json.dumps({"about": about, "verbs": rows}, indent=1) + "\n")
+            seconds, status = timed(verb, clone)
+            print(f"make {verb}: {seconds:.1f} s, status {status}", flush=True)
+            date = datetime.now(UTC).isoformat(timespec="seconds")
+            rows[verb] = {"seconds": seconds, "status": status, "commit": commit, "date": date}
+            ordered = {name: rows[name] for name in VERBS if name in rows}
+            path.write_text(json.dumps({"about": {"cores": os.cpu_count()}, "verbs": ordered}, indent=1) + "\n")
     print(f"wrote {path.name}")
 
 

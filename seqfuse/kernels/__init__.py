@@ -1,4 +1,4 @@
-"""Triton kernels: tensors and numbers in, fresh tensors out; they know nothing of operations.
+"""Triton kernels: tensors and numbers in, tensors out; they know nothing of operations.
 
 Nothing here imports Triton until a kernel is asked for, so the package imports without it. A kernel's module imports
 Triton at its top: `from . import pointwise` inside a function, or `importlib`, is how the rest of seqfuse gets at it.

@@ -131,10 +131,13 @@ def test_every_verb_that_needs_no_gpu_and_changes_nothing_is_timed(results: Path
     declared = set(re.findall(r"^([a-z-]+):.*##", makefile, re.MULTILINE))
     assert set(verbs.VERBS) == declared - {"format", "clean", "report", "bench-gpu", "test-gpu"}
     assert report.verbs() == "Not measured yet.\n"
-    rows = [{"verb": "demo", "seconds": 61.7, "status": 0}, {"verb": "docs", "seconds": 5.0, "status": 2}]
-    (results / "verbs.json").write_text(json.dumps({"about": {"cores": 2, "commit": "abcdefgh"}, "verbs": rows}))
-    assert "| `make demo` | 62 s |  |" in report.verbs()
-    assert "| `make docs` | 5 s | failed |" in report.verbs()
+    rows = {
+        "demo": {"seconds": 61.7, "status": 0, "commit": "abcdefgh"},
+        "docs": {"seconds": 5.0, "status": 2, "commit": "ijklmnop"},
+    }
+    (results / "verbs.json").write_text(json.dumps({"about": {"cores": 2}, "verbs": rows}))
+    assert "| `make demo` | 62 s | abcdefg |  |" in report.verbs()
+    assert "| `make docs` | 5 s | ijklmno | failed |" in report.verbs()
 
 
 def test_committed_results_can_be_drawn() -> None:
