@@ -38,15 +38,16 @@ def timed(verb: str, clone: Path) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verbs", nargs="*", default=VERBS, help="in this order")
+    parser.add_argument("--clone", type=Path, help="where to clone to, or an earlier clone; a temporary folder if not")
     options = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
     path = ROOT / "benchmarks" / "results" / "verbs.json"
     rows: dict[str, Any] = json.loads(path.read_text())["verbs"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        clone = Path(folder) / "clone"
-        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        clone: Path = options.clone or Path(folder) / "clone"
+        if not clone.exists():
+            subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        head = subprocess.run(["git", "-C", str(clone), "rev-parse", "HEAD"], capture_output=True, text=True)
+        commit = head.stdout.strip()
         for verb in options.verbs:
             seconds, status = timed(verb, clone)
             print(f"make {verb}: {seconds:.1f} s, status {status}", flush=True)
