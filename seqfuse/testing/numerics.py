@@ -87,7 +87,7 @@ def assert_fused_close(fused: Tree, unfused: Tree, reference: Tree, *, name: str
 
     | part | condition |
     | --- | --- |
-    | structure | same shape, dtype, device, requires_grad; own storage; NaN, Inf as in `u` or finite and near `r` |
+    | structure | same shape, dtype, device, requires_grad; own storage; NaN, Inf as in `u`, or as or near `r` |
     | max | `max|e_f| <= 2 max|e_u| + max phi` |
     | rms | `rms(e_f) <= 1.5 rms(e_u) + 0.6 rms(phi)` |
     | tile | each row and column: `rms(e_f) <= (2 max(rms(e_u), its mean over rows) + rms(phi)) (1 + 2/sqrt(n))` |
@@ -196,12 +196,15 @@ class _Sample:
         return Check(self.name, part, measured.item(), bound.item(), where, what, self.raw[0].dtype)
 
     def non_finite(self) -> Check:
-        """Masks: what `u` has; or finite and close to `r`, since fused may keep more range; never a swallowed NaN."""
+        """Masks: what `u` has; or, where `u` is not finite, what `r` has, or finite and close to it.
+
+        Fused may keep more range; a NaN is never swallowed.
+        """
         f, u = self.f, self.u
         same = (f.isnan() & u.isnan()) | (f == u)
         floor = self._floor(torch.where(self.r.isfinite(), self.r, 0.0), torch.where(self.counted, self.r, 0.0))
         close = (f - self.r).abs() <= 6 * self.rms_u + 2 * floor + 0.5 * self.rms_phi
-        wrong = torch.where(u.isfinite(), ~(f.isfinite() & self.r.isfinite()), ~same & ~(f.isfinite() & close))
+        wrong = torch.where(u.isfinite(), ~(f.isfinite() & self.r.isfinite()), ~same & (f != self.r) & ~(f.isfinite() & close))
         total = int(wrong.sum().item())
         at = int(wrong.flatten().int().argmax().item())
         f_at, u_at, r_at = (t.flatten()[at].item() for t in (f, u, self.r))

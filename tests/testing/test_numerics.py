@@ -192,6 +192,12 @@ def test_refuses(fused: float, unfused: float, reference: float):
         assert_fused_close(f, u, r)
 
 
+def test_fused_may_be_infinite_with_the_reference_where_unfused_is_nan():
+    f, u, r = results()
+    f[3, 4], u[3, 4], r[3, 4] = math.inf, math.nan, math.inf  # as torch's float32 GeLU of Inf is on a CPU
+    assert_fused_close(f, u, r)
+
+
 def test_fused_may_be_finite_where_unfused_overflowed():
     f, u, r = results(torch.float16)
     f[3, 4], u[3, 4], r[3, 4] = 50000, math.inf, 50010.0
