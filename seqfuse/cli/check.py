@@ -30,11 +30,15 @@ _BOTH = (torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A check that was made: what of, and how it failed, if it did; `repro` is the script that shows the first one."""
+    """A check that was made: what of, how it failed if it did, and what it left out.
+
+    `repro` is the script that shows the first failure.
+    """
 
     check: str
     failure: str | None = None
     repro: str | None = None
+    skipped: tuple[str, ...] = ()
 
 
 def checked(
@@ -58,12 +62,18 @@ def checked(
     dtypes = _BOTH if dtype is None else (inputs.dtype(dtype),)
     job = _Job(target, here, inputs.spec(given or "4x64"), dtypes, seed, given is not None)
     path: Path | None = None
-    for check, failure in job.checks(part, evaluate):
+    for check, failure, skipped in job.checks(part, evaluate):
         if failure is None:
-            yield Checked(check)
+            yield Checked(check, skipped=skipped)
         else:
             shows, path = path is None, path or repro.write(failure, target, file)
             yield Checked(check, failure.message, str(path) if shows else None)
+
+
+# What a check is called, how it failed, what it left out.
+_Made = tuple[str, Failure | None, tuple[str, ...]]
+# A check of the test kit on an input in some dtypes, which returns what it left out.
+_Run = Callable[[Spec, Sequence[torch.dtype]], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +85,8 @@ class _Job:
     seed: int
     fixed: bool  # whether the shape of the input was said
 
-    def checks(self, part: str | None, evaluate: bool) -> Iterator[tuple[str, Failure | None]]:
-        """Each check with its failure."""
+    def checks(self, part: str | None, evaluate: bool) -> Iterator[_Made]:
+        """Each check with its failure, and what it left out."""
         torch.default_generator.manual_seed(0)
         value = self.target.value
         if self.target.is_class and issubclass(value, FusedOperation):
@@ -96,30 +106,28 @@ class _Job:
         made += f".get_submodule({path!r})" if path else ""
         yield from self._model(model, made + (".eval()" if evaluate else ""))
 
-    def _fusion(self, fusion: type[FusedOperation]) -> tuple[str, Failure | None]:
+    def _fusion(self, fusion: type[FusedOperation]) -> _Made:
         if fusion.is_contract:
             raise Unable(f"{self.target.name} is no fusion but a base of fusions")
         if fusion.triton and not Env.of(self.device).triton:
             here = "; TRITON_INTERPRET=1 interprets its kernels, slowly" if self.device.type == "cpu" else ""
             raise Unable(f"{fusion.__name__} needs a Triton device{here}")
 
-        def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> None:
+        def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
             x = spec.draw(self.device, 0, 1)
-            check_fusion(fusion, x, seed=self.seed, dtypes=None if dtypes is _BOTH else dtypes)
+            return check_fusion(fusion, x, seed=self.seed, dtypes=None if dtypes is _BOTH else dtypes).skipped
 
         return self._of_the_kit("check_fusion", fusion.__name__, "named", run, self.spec, not self.fixed)
 
-    def _operation(
-        self, make: Callable[[Tensor], nn.Module], made: str, name: str, spec: Spec, shrinks: bool
-    ) -> tuple[str, Failure | None]:
-        def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> None:
+    def _operation(self, make: Callable[[Tensor], nn.Module], made: str, name: str, spec: Spec, shrinks: bool) -> _Made:
+        def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
             x = spec.draw(self.device, 0, 1)
             try:
                 torch.default_generator.manual_seed(0)
                 operation: Any = make(x).to(self.device)
             except (ValueError, NotImplementedError) as error:
                 raise Unable(f"{self.target.name}.example(x) raised {said(error)}") from error
-            check_op(operation, x, seed=self.seed, dtypes=dtypes)
+            return check_op(operation, x, seed=self.seed, dtypes=dtypes).skipped
 
         return self._of_the_kit("check_op", name, made, run, spec, shrinks)
 
@@ -128,33 +136,33 @@ class _Job:
         check: str,
         name: str,
         made: str,
-        run: Callable[[Spec, Sequence[torch.dtype]], None],
+        run: _Run,
         spec: Spec,
         shrinks: bool,
-    ) -> tuple[str, Failure | None]:
+    ) -> _Made:
         """A check; where it fails, in one dtype if it does in one, and on the smallest input on which it does."""
         dtypes, check = self.dtypes, f"testing.{check}"
-        message = _failure(run, spec, dtypes)
+        message, skipped = _failure(run, spec, dtypes)
         if message is None:
-            return f"{check} {name}", None
+            return f"{check} {name}", None, skipped
         for one in dtypes if len(dtypes) > 1 else ():
-            alone = _failure(run, spec, (one,))
+            alone, _ = _failure(run, spec, (one,))
             if alone is not None:
                 message, dtypes = alone, (one,)
                 break
         for shape in _SMALLER if shrinks else ():
             smaller = Spec(shape, spec.dtype)
             try:
-                found = _failure(run, smaller, dtypes)
+                found, _ = _failure(run, smaller, dtypes)
             except Unable:
                 continue
             if found is not None and _kind(found) == _kind(message):
                 message, spec = found, smaller
                 break
         line = f"{check}({made}, x, seed={self.seed}, dtypes={_listed(dtypes)})"
-        return f"{check} {name}", Failure(check, message, repro.KIT, (repro.drawn(spec, str(self.device)), line))
+        return f"{check} {name}", Failure(check, message, repro.KIT, (repro.drawn(spec, str(self.device)), line)), ()
 
-    def _model(self, model: Sequential, made: str) -> Iterator[tuple[str, Failure | None]]:
+    def _model(self, model: Sequential, made: str) -> Iterator[_Made]:
         """The operations of a model that are not this library's, then all of it, fused and unfused."""
         if not self.fixed:
             raise Unable("a model is checked on an input: give --input, such as 8x1024")
@@ -174,13 +182,13 @@ class _Job:
                 check = f"fused and unfused, {_short(dtype)}{'' if grad else ', no gradients'}"
                 found = compare(model.to(dtype), spec, {}, runs, grad=grad, seed=self.seed)
                 if found.difference is None:
-                    yield check, None
+                    yield check, None, ()
                     continue
                 whole = made, spec, str(found)
                 part = self._smallest(model, made, runs, shapes, grad, found.difference.place.at) or whole
                 end = f"{dtype}, device={str(self.device)!r}, grad={grad}, seed={self.seed})"
                 lines = (f"assert_same({part[0]}, {str(part[1])!r}, {end}",)
-                yield check, Failure(check, part[2], repro.SAME, lines)
+                yield check, Failure(check, part[2], repro.SAME, lines), ()
 
     def _shapes(self, model: Sequential) -> dict[int, Spec]:
         """What enters each position."""
@@ -223,14 +231,12 @@ def _members(model: Sequential) -> list[range]:
     return found
 
 
-def _failure(
-    run: Callable[[Spec, Sequence[torch.dtype]], None], spec: Spec, dtypes: Sequence[torch.dtype]
-) -> str | None:
+def _failure(run: _Run, spec: Spec, dtypes: Sequence[torch.dtype]) -> tuple[str | None, tuple[str, ...]]:
+    """What a check failed with, and what it left out."""
     try:
-        run(spec, dtypes)
+        return None, run(spec, dtypes)
     except (AssertionError, PluginError) as error:
-        return str(error)
-    return None
+        return str(error), ()
 
 
 def _kind(message: str) -> str:
@@ -255,6 +261,8 @@ def show(one: Checked) -> None:
     """Print a check for a reader."""
     if one.failure is None:
         tell(f"passed  {one.check}")
+        for what in one.skipped:
+            tell(f"    skipped: {what}")
         return
     tell(f"FAILED  {one.check}", "bold")
     tell("\n".join(f"    {line}" for line in one.failure.splitlines()))

@@ -8,7 +8,7 @@ from .fusions import Checked, check_fusion
 from .lists import ListSpec
 from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
 from .observe import GlobalState, Observer, Pass
-from .operations import check_op
+from .operations import CheckedOp, check_op
 from .poison import Guarded, guarded, poisoned, red_zones
 from .structure import Untouched, assert_bitwise_equal, assert_distinct_storages, named_tensors
 from .tensors import EDGES, EXACT, LAYOUTS, REGIMES, TensorSpec, exact, in_regime, laid_out, seeded_randn
@@ -21,6 +21,7 @@ __all__ = [
     "REGIMES",
     "Check",
     "Checked",
+    "CheckedOp",
     "FusedMismatch",
     "GlobalState",
     "Guarded",

@@ -204,7 +204,9 @@ class _Sample:
         same = (f.isnan() & u.isnan()) | (f == u)
         floor = self._floor(torch.where(self.r.isfinite(), self.r, 0.0), torch.where(self.counted, self.r, 0.0))
         close = (f - self.r).abs() <= 6 * self.rms_u + 2 * floor + 0.5 * self.rms_phi
-        wrong = torch.where(u.isfinite(), ~(f.isfinite() & self.r.isfinite()), ~same & (f != self.r) & ~(f.isfinite() & close))
+        wrong = torch.where(
+            u.isfinite(), ~(f.isfinite() & self.r.isfinite()), ~same & (f != self.r) & ~(f.isfinite() & close)
+        )
         total = int(wrong.sum().item())
         at = int(wrong.flatten().int().argmax().item())
         f_at, u_at, r_at = (t.flatten()[at].item() for t in (f, u, self.r))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from ..errors import StateError
 from ..fuser.items import Item
 from ..fuser.plan import Wants
 from ..operation import UnfusedOperation
-from ..pointwise import Pointwise
 from ..saved import Saved, packing
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
+from .elementwise import activations, check_derivative_reference, check_device_functions
 from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
-from .numerics import assert_fused_close
 from .observe import Observer, Pass
 from .structure import Tree, assert_bitwise_equal
 from .tensors import Shape
@@ -26,9 +26,21 @@ from .tensors import Shape
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedOp:
+    """What `check_op` compared, and what it could not; `str` shows it."""
+
+    operation: str
+    cases: int
+    skipped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.operation}: {self.cases} cases", *(f"  skipped: {what}" for what in self.skipped)])
+
+
 def check_op(
     op: UnfusedOperation, x: Tensor, *, seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES, **channels: Tensor
-) -> None:
+) -> CheckedOp:
     """Raises unless an operation keeps its contract on inputs like `x`.
 
     Its passes, run by the engine, are compared with its `reference` under autograd by the rule of
@@ -44,6 +56,9 @@ def check_op(
       not written; global state, random generators and attributes stay; gradients have memory of their own.
     * `gradcheck` in float64, `infer` against the real shape, `derivative_reference` against autograd; deep copies,
       pickles (of importable classes) and `state_dict` round trips give the same bits.
+
+    * `value` and `derivative` of a `Pointwise`, and of the one in a `Gated`, in a kernel against its own passes by the
+      same rule. Where no kernel can run, or none takes them, the result says that they were not checked.
 
     The operation itself is left alone: copies of it are run, in which parameters that are constant get random values.
     In float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since
@@ -61,13 +76,14 @@ def check_op(
         PluginError: where the engine found that the class breaks its contract.
     """
     with seeded(seed, x.device):
-        _check(op, x, seed, dtypes, channels)
+        return _check(op, x, seed, dtypes, channels)
 
 
 def _check(
     op: UnfusedOperation, x: Tensor, seed: int, dtypes: Sequence[torch.dtype], channels: Mapping[str, Tensor]
-) -> None:
-    name = type(op).__name__
+) -> CheckedOp:
+    name, count = type(op).__name__, 0
+    skipped: list[str] = []
     with saying(name):
         specimen = Specimen([op], x, channels, seed)
         _check_declarations(specimen)
@@ -75,6 +91,7 @@ def _check(
     for dtype in dtypes:
         for case in cases(shapes, dtype):
             _check_numbers(name, specimen, case)
+            count += 1
     small = Case(few_rows(shapes), dtypes[0])
     with saying(f"{name}, {small}"):
         full = _check_subsets(specimen, small)
@@ -82,12 +99,18 @@ def _check(
         _check_copies(op, specimen, small, full)
     with saying(f"{name}, in float64"):
         _check_gradients_numerically(specimen, small.shape)
-        for item in specimen.items:
-            if isinstance(item.operation, Pointwise) and item.operation.reads == "output":
-                _check_derivative(item.operation, x)
+        for act in activations(specimen):
+            check_derivative_reference(act, x.device)
+    for act in activations(specimen):
+        part = "" if type(act) is type(op) else f"activation {type(act).__name__}: "
+        with saying(f"{name}, {part[:-2]}" if part else name):
+            unchecked = check_device_functions(act, x, seed, dtypes)
+        skipped += [part + unchecked] if unchecked else []
     if any(isinstance(item.operation, UnfusedOperation) and item.operation.random for item in specimen.items):
         evaluated = Specimen([copy.deepcopy(op).eval()], x, channels, seed)
         _check_numbers(f"{name} in evaluation", evaluated, small)
+        count += 1
+    return CheckedOp(name, count, tuple(skipped))
 
 
 def _check_declarations(specimen: Specimen) -> None:
@@ -211,17 +234,6 @@ def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
 
     if any(t.numel() for t in tensors):
         torch.autograd.gradcheck(call, tuple(t.requires_grad_() for t in tensors), fast_mode=True)
-
-
-def _check_derivative(operation: Pointwise, x: Tensor) -> None:
-    if type(operation).derivative_reference is Pointwise.derivative_reference:
-        return
-    t = torch.linspace(-6, 6, 1201, dtype=torch.float64, device=x.device).requires_grad_()
-    y = operation.reference(t)
-    (expected,) = torch.autograd.grad(y.sum(), t)
-    assert_fused_close(
-        operation.derivative_reference(y.detach()), expected, expected.clone(), name="derivative_reference(y)"
-    )
 
 
 def _check_copies(op: UnfusedOperation, specimen: Specimen, case: Case, full: Outcome) -> None:

@@ -116,9 +116,9 @@ class Probe:
                 continue
             with saying(f"{where}: {self.combination}, {case}"):
                 if case.regime == HUGE:
-                    assert_stays_finite(*self._measure(case, self.seed))
+                    assert_stays_finite(*self.measure(case, self.seed))
                 else:
-                    judge(functools.partial(self._measure, case), self.seed)
+                    judge(functools.partial(self.measure, case), self.seed)
         with saying(f"{where}: {self.combination}, {few}"):
             once, again = (self._fused(few, self.seed)[0].tree for _ in range(2))
             assert_bitwise_equal(again, once)
@@ -146,7 +146,8 @@ class Probe:
         bench = Bench(self.specimen.at(self.dtype, wide=True))
         return self.specimen.run(bench, case, seed, reference=True, wide=True)
 
-    def _measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
+    def measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
+        """A case fused, unfused and by the references in float64; raises AssertionError for what is not of numbers."""
         fused, observer, bench = self._fused(case, seed)
         unfused, own = self._own(case, seed)
         assert_own_memory(fused, unfused)

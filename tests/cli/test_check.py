@@ -54,9 +54,22 @@ def reproduced_elsewhere(path: str) -> str:
 
 
 def test_an_operation_of_this_library_passes(cli: Cli, tmp_path: Path) -> None:
-    done = cli("check", "seqfuse.ops:ReLU", "--input", "3x4", "--dtype", "float32")
-    assert (done.status, done.out) == (0, "passed  testing.check_op ReLU\n")
+    done = cli("check", "seqfuse.ops:Bias", "--input", "3x4", "--dtype", "float32")
+    assert (done.status, done.out) == (0, "passed  testing.check_op Bias\n")
     assert not [*tmp_path.glob("seqfuse_repro*")]
+
+
+@pytest.mark.parametrize("name", ["ReLU", "SwiGLU"])
+def test_what_a_check_left_out_is_said(name: str, cli: Cli) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted kernels run here")
+    arguments = f"seqfuse.ops:{name}", "--input", "3x4", "--dtype", "float32"
+    reason = "value and derivative were not checked: no Triton device here, TRITON_INTERPRET=1 runs them on a CPU"
+    skipped = reason if name == "ReLU" else f"activation SiLU: {reason}"
+    status, (one,) = checks(cli, *arguments)
+    assert (status, one["failure"], one["skipped"]) == (0, None, [skipped])
+    done = cli("check", *arguments, "--device", "cpu")
+    assert (done.status, done.out) == (0, f"passed  testing.check_op {name}\n    skipped: {skipped}\n")
 
 
 def test_a_fusion_of_this_library_passes(cli: Cli) -> None:

@@ -87,4 +87,4 @@ def test_takes_the_place_of_what_it_replaces(
     probe = Probe(fusion, Specimen(operations, x, {}, 0), dtype)
     assert probe.place() is None, probe.place()
     grad = not issubclass(fusion, sf.InferenceFusion)
-    judge(functools.partial(probe._measure, Case(tuple(x.shape), dtype, grad=grad)), 0)
+    judge(functools.partial(probe.measure, Case(tuple(x.shape), dtype, grad=grad)), 0)

@@ -36,7 +36,9 @@ LIBRARY = [
 @pytest.mark.parametrize("operation", LIBRARY, ids=lambda operation: str(operation).splitlines()[0])
 def test_passes_a_correct_operation(operation: sf.UnfusedOperation):
     before = {name: p.clone() for name, p in operation.named_parameters()}
-    assert check_op(operation, X) is None
+    found = check_op(operation, X)
+    assert found.operation == type(operation).__name__
+    assert found.cases >= 40
     assert all(torch.equal(p, before[name]) for name, p in operation.named_parameters())
 
 
@@ -77,6 +79,17 @@ def test_there_is_a_mutant_for_every_way_to_break_the_contract():
 def test_operations_need_not_be_made_for_the_shape_of_x_alone():
     check_op(ops.LayerNorm((3, 6)), seeded_randn((2, 5, 3, 6), 0), dtypes=(torch.float32,))
     check_op(ops.Linear(6, 5), seeded_randn((6,), 0), dtypes=(torch.float32,))
+
+
+@pytest.mark.skipif(sf.Env.of("cpu").triton, reason="kernels run here")
+def test_says_that_no_kernel_was_run():
+    reason = "value and derivative were not checked: no Triton device here, TRITON_INTERPRET=1 runs them on a CPU"
+    x = torch.randn(4, 6)
+    found = check_op(ops.ReLU(), x, dtypes=(torch.float32,))
+    assert str(found) == f"ReLU: {found.cases} cases\n  skipped: {reason}"
+    gated = check_op(sf.Gated(ops.ReLU()), x, dtypes=(torch.float32,))
+    assert gated.skipped == (f"activation ReLU: {reason}",)
+    assert check_op(ops.Bias(6), x, dtypes=(torch.float32,)).skipped == ()
 
 
 def test_channels_may_be_given_and_have_to_be_named():

@@ -1,0 +1,101 @@
+"""What `check_op` asks of a `Pointwise` beyond its passes: that it is one, and that its other statements agree."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..env import Env
+from ..fusion import JointFusion, Requirements
+from ..fusions._kernels import kernel_takes_act
+from ..operation import Grads
+from ..pointwise import Gated, Pointwise
+from ..saved import Saved as Record
+from .cases import HUGE, Specimen, cases
+from .interpreter import as_on_a_gpu
+from .judge import assert_stays_finite, judge, saying
+from .numerics import assert_fused_close
+from .probe import Probe
+
+
+class DeviceFunctions(JointFusion):
+    """One activation by its device functions, as every kernel uses them: y = value(x), dx = dy derivative(t)."""
+
+    triton = True
+
+    act: Pointwise
+
+    class Saved(Record):
+        t: Tensor  # [*, H], x or y as the activation reads
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernel_takes_act(self.act)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        from ..kernels.pointwise import Chain, act, pointwise
+
+        (y,) = pointwise(x, Chain(act(self.act)))
+        assert y is not None
+        return y, self.Saved(t=x if self.act.reads == "input" else y)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Grads]:
+        from ..kernels.pointwise import Chain, dact, pointwise
+
+        (dx,) = pointwise(dy, Chain(dact(self.act)), [saved.t])
+        return dx, {}
+
+
+def activations(specimen: Specimen) -> Iterator[Pointwise]:
+    """The element-wise operations of a list, and those inside its gated units."""
+    for item in specimen.items:
+        found = item.operation.activation if isinstance(item.operation, Gated) else item.operation
+        if isinstance(found, Pointwise):
+            yield found
+
+
+def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Compare `value` and `derivative` in a kernel with the passes of the operation; or the reason that nothing was.
+
+    Raises AssertionError naming the case, and y or d_x.
+    """
+    if type(act).value is None:
+        return None
+    unchecked = "value and derivative were not checked: "
+    refusals = [reason for holds, reason in kernel_takes_act(act) if not holds]
+    if refusals:
+        return unchecked + refusals[0]
+    if not Env.of(x.device).triton:
+        if importlib.util.find_spec("triton") is None:
+            return unchecked + "Triton is not installed"
+        return unchecked + "no Triton device here, TRITON_INTERPRET=1 runs them on a CPU"
+    specimen = Specimen([act], x, {}, seed)
+    shapes = specimen.shapes()[:1]
+    # Device functions are of float32: kernels of float64 are left to the operations.
+    for dtype in [dtype for dtype in dtypes if dtype.itemsize <= 4] or [torch.float32]:
+        probe = Probe(DeviceFunctions, specimen, dtype)
+        refused = probe.place()
+        if refused is not None:
+            raise AssertionError(f"value and derivative: {refused}")
+        for case in cases(shapes, dtype):
+            if not case.grad or (case.layout, case.dy_layout) != ("contiguous", "contiguous"):
+                continue  # what a kernel does with memory is not the activation's
+            with saying(f"value and derivative, {case}"), as_on_a_gpu():
+                if case.regime == HUGE:
+                    assert_stays_finite(*probe.measure(case, seed))
+                else:
+                    judge(functools.partial(probe.measure, case), seed)
+    return None
+
+
+def check_derivative_reference(act: Pointwise, device: torch.device) -> None:
+    """`derivative_reference`, where it is stated, against autograd; raises AssertionError."""
+    if type(act).derivative_reference is Pointwise.derivative_reference:
+        return
+    t = torch.linspace(-6, 6, 1201, dtype=torch.float64, device=device).requires_grad_()
+    y = act.reference(t)
+    (expected,) = torch.autograd.grad(y.sum(), t)
+    assert_fused_close(act.derivative_reference(y.detach()), expected, expected.clone(), name="derivative_reference(y)")

@@ -1,0 +1,188 @@
+"""`check_op` compares device functions of an activation with its reference, where kernels run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.testing import check_op, seeded_randn
+
+X = seeded_randn((5, 8), 0)
+
+
+@triton.jit
+def square(x):
+    return x * x
+
+
+@triton.jit
+def twice(x):
+    return 2.0 * x
+
+
+class Square(sf.Pointwise, open=True):
+    """y = x^2, with the device functions that a subclass states."""
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * x
+
+
+class Right(Square):
+    value, derivative = square, twice
+
+
+class WrongDerivative(Square):
+    value = square
+
+    @triton.jit
+    def derivative(x):
+        return 3.0 * x
+
+
+class WrongValue(Square):
+    derivative = twice
+
+    @triton.jit
+    def value(x):
+        return x * tl.abs(x)
+
+
+class SwallowsNaN(Square):
+    derivative = twice
+
+    @triton.jit
+    def value(x):
+        return tl.where(x == x, x * x, 0.0)
+
+
+class DerivativeSwallowsNaN(Square):
+    value = square
+
+    @triton.jit
+    def derivative(x):
+        return tl.where(x < 0.0, 2.0 * x, tl.where(x >= 0.0, 2.0 * x, 0.0))
+
+
+class Overflows(sf.Pointwise):
+    """y = log(1 + exp(x)), which in its kernel is infinite for large x."""
+
+    @triton.jit
+    def value(x):
+        return tl.log(1.0 + tl.exp(x))
+
+    @triton.jit
+    def derivative(x):
+        return 1.0 / (1.0 + tl.exp(-x))
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x)
+
+
+class OutputForInput(sf.Pointwise):
+    """y = tanh(x), with a derivative of x where that of y is meant."""
+
+    reads = "output"
+    value = square
+
+    @triton.jit
+    def derivative(y):
+        return 1.0 - y * y
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    def derivative_reference(self, y: Tensor) -> Tensor:
+        return 1 - y * y
+
+
+class Power(sf.Pointwise):
+    """y = |x|^n."""
+
+    @triton.jit
+    def value(x, P: tl.constexpr):
+        return tl.exp(P[0] * tl.log(tl.abs(x)))
+
+    @triton.jit
+    def derivative(x, P: tl.constexpr):
+        return tl.where(x < 0.0, -2.0, 2.0) * tl.exp((P[0] - 1.0) * tl.log(tl.abs(x)))
+
+    def __init__(self, n: float) -> None:
+        super().__init__()
+        self.n = n
+
+    @property
+    def P(self) -> tuple[float, ...]:
+        return (self.n,)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.abs() ** self.n
+
+
+class Learned(sf.Pointwise):
+    """y = x weight^2, where kernels know of no weight."""
+
+    value, derivative = square, twice
+
+    class Saved(sf.Saved):
+        x: Tensor
+        weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * self.weight**2
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, sf.Saved]:
+        return self.reference(x), self.Saved(x=x, weight=self.weight)
+
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        dx = dy * saved.weight**2 if "x" in needs else None
+        return dx, {"weight": (2 * saved.weight * dy * saved.x).sum() if "weight" in needs else None}
+
+
+@pytest.mark.parametrize(
+    "op", [Right(), sf.Gated(Right()), ops.SquaredReLU(), ops.Tanh(), ops.GEGLU(), ops.Bias(8)], ids=str
+)
+def test_right_ones_pass(op: sf.UnfusedOperation, device: torch.device) -> None:
+    assert check_op(op.to(device), X.to(device)).skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("act", "case", "tensor"),
+    [
+        (WrongDerivative(), "normal: fused differs", "d_x: max"),
+        (WrongValue(), "normal: fused differs", "y: max"),
+        (SwallowsNaN(), "one_nan: fused differs", "y: structure"),
+        (DerivativeSwallowsNaN(), "one_nan: fused differs", "d_x: structure"),
+        (Overflows(), "huge: y: inf", "where the operations give"),
+        (OutputForInput(), "normal: fused differs", "y: max"),
+        (Power(3.0), "normal: fused differs", "d_x: max"),
+    ],
+    ids=lambda given: type(given).__name__ if isinstance(given, sf.Pointwise) else "",
+)
+def test_wrong_ones_are_caught_with_case_and_tensor(
+    act: sf.Pointwise, case: str, tensor: str, device: torch.device
+) -> None:
+    for op, name in ((act, type(act).__name__), (sf.Gated(act), f"Gated, activation {type(act).__name__}")):
+        expected = rf"(?s){name}: value and derivative, float32, x \(33, 8\), {case}.*{tensor}"
+        with pytest.raises(AssertionError, match=expected):
+            check_op(op, X.to(device))
+
+
+def test_half_dtypes_are_compared_too(device: torch.device) -> None:
+    with pytest.raises(AssertionError, match=r"WrongDerivative: value and derivative, float16, x \(33, 8\), normal"):
+        check_op(WrongDerivative(), X.to(device), dtypes=(torch.float16,))
+
+
+def test_functions_that_no_kernel_takes_are_not_checked_and_it_says_so(device: torch.device) -> None:
+    found = check_op(Learned().to(device), X.to(device), dtypes=(torch.float32,))
+    assert found.skipped == (
+        "value and derivative were not checked: Learned has parameters, which device functions do not see",
+    )
