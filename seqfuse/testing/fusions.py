@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ def check_fusion(
         seed: of everything that is drawn.
         dtypes: working dtypes, none of which may be refused; float32 and bfloat16 where it is not, if left out.
         env: an environment in which the fusion must be planned, for operations in its dtype. Where it is refused on
-            this machine nothing else is checked then, and the result says so.
+            this machine nothing else is checked then; the result says so, and a `UserWarning` if nothing was run at all.
         channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
 
     Raises:
@@ -81,7 +82,12 @@ def check_fusion(
         PluginError: where the engine found that the class breaks its contract.
     """
     with seeded(seed, x.device), as_on_a_gpu():
-        return _check(fusion, x, ops, seed, dtypes, env, channels)
+        found = _check(fusion, x, ops, seed, dtypes, env, channels)
+    if not found.cases:
+        message = f"check_fusion ran nothing of {found.fusion}, which was planned for {env} alone: {found.skipped[0]}"
+        more = f", and {len(found.skipped) - 1} more" if len(found.skipped) > 1 else ""
+        warnings.warn(message + more, stacklevel=2)
+    return found
 
 
 def _check(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -148,7 +150,10 @@ def test_a_fusion_for_another_machine_has_to_be_planned_there():
             yield env.device == "cuda", "needs a GPU"
 
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
-    checked = check_fusion(OnGpu, X, ops.Bias(6), ops.ReLU(), env=env)
+    said = r"ran nothing of OnGpu, which was planned for cuda:sm_90 bfloat16 alone: \[Bias, ReLU\] in .*needs a GPU .*and 1 more$"
+    with pytest.warns(UserWarning, match=said) as caught:
+        checked = check_fusion(OnGpu, X, ops.Bias(6), ops.ReLU(), env=env)
+    assert caught[0].filename == __file__
     assert not checked.cases
     assert len(checked.skipped) == 2
     with pytest.raises(AssertionError, match=r"OnGpu on .*needs a GPU"):
@@ -160,7 +165,9 @@ def test_operations_have_the_dtype_of_the_environment_that_is_asked_for():
         def requires(self, env):
             yield self.bias.bias.dtype == env.dtype, "one dtype"
 
-    checked = check_fusion(OneDtype, X, ops.Bias(6), ops.ReLU(), env=sf.Env.of("cpu", dtype=torch.bfloat16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checked = check_fusion(OneDtype, X, ops.Bias(6), ops.ReLU(), env=sf.Env.of("cpu", dtype=torch.bfloat16))
     assert checked.cases
     assert not checked.skipped
 
