@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,12 @@ from ..fusions._kernels import kernel_takes_act
 from ..operation import Grads
 from ..pointwise import Gated, Pointwise
 from ..saved import Saved as Record
-from .cases import HUGE, Specimen, cases
+from .cases import HUGE, Case, Specimen, cases
 from .interpreter import as_on_a_gpu
 from .judge import assert_stays_finite, judge, saying
 from .numerics import assert_fused_close
 from .probe import Probe
+from .structure import index_of
 
 
 class DeviceFunctions(JointFusion):
@@ -89,6 +91,33 @@ def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequenc
                 else:
                     judge(functools.partial(probe.measure, case), seed)
     return None
+
+
+def assert_elementwise(act: Pointwise, specimen: Specimen) -> None:
+    """A `reference` gives one number for each, and no number depends on another one than its own.
+
+    Raises AssertionError naming two elements.
+    """
+    name = type(act).__name__
+    x = specimen.inputs_for(Case(specimen.shapes()[0], torch.float64), specimen.seed)["x"]
+    if act.random or not x.numel():
+        return  # other numbers are drawn at every call
+    act = copy.deepcopy(act).double()
+    with torch.no_grad():
+        y = act.reference(x)
+        if y.shape != x.shape:
+            raise AssertionError(f"{name} is no Pointwise: its reference gives {tuple(y.shape)} for {tuple(x.shape)}")
+        # Two places, so that one of them moves whatever the reference permutes, and values beyond all others.
+        for at in {x.numel() // 3, 2 * x.numel() // 3}:
+            for value in (64.0, -64.0):
+                changed = x.clone()
+                changed.view(-1)[at] = value
+                # A vectorized function may take another path for all numbers of a register where one is large.
+                same = torch.isclose(act.reference(changed), y, rtol=1e-9, atol=1e-12, equal_nan=True).flatten()
+                same[at] = True
+                if not bool(same.all()):
+                    other, place = (index_of(i, tuple(x.shape)) for i in (int((~same).int().argmax().item()), at))
+                    raise AssertionError(f"{name} is no Pointwise: y at {other} changes with x at {place}")
 
 
 def check_derivative_reference(act: Pointwise, device: torch.device) -> None:

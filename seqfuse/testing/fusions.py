@@ -73,7 +73,7 @@ def check_fusion(
         seed: of everything that is drawn.
         dtypes: working dtypes, none of which may be refused; float32 and bfloat16 where it is not, if left out.
         env: an environment in which the fusion must be planned, for operations in its dtype. Where it is refused on
-            this machine nothing else is checked then; the result says so, and a `UserWarning` if nothing was run at all.
+            this machine nothing else is checked then; the result says so, and a `UserWarning` if nothing was run.
         channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
 
     Raises:

@@ -17,7 +17,7 @@ from ..fuser.plan import Wants
 from ..operation import UnfusedOperation
 from ..saved import Saved, packing
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
-from .elementwise import activations, check_derivative_reference, check_device_functions
+from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
 from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
 from .observe import Observer, Pass
 from .structure import Tree, assert_bitwise_equal
@@ -57,6 +57,7 @@ def check_op(
     * `gradcheck` in float64, `infer` against the real shape, `derivative_reference` against autograd; deep copies,
       pickles (of importable classes) and `state_dict` round trips give the same bits.
 
+    * a `Pointwise` changes no element of y but that of the element of x that changes.
     * `value` and `derivative` of a `Pointwise`, and of the one in a `Gated`, in a kernel against its own passes by the
       same rule. Where no kernel can run, or none takes them, the result says that they were not checked.
 
@@ -100,6 +101,7 @@ def _check(
     with saying(f"{name}, in float64"):
         _check_gradients_numerically(specimen, small.shape)
         for act in activations(specimen):
+            assert_elementwise(act, specimen)
             check_derivative_reference(act, x.device)
     for act in activations(specimen):
         part = "" if type(act) is type(op) else f"activation {type(act).__name__}: "

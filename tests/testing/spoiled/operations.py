@@ -128,6 +128,36 @@ class DoesNotInferItsShape(sf.Pointwise):
         return x[..., ::2] * 2
 
 
+@caught(r"RollsARow is no Pointwise: y at \(\d+, \d\) changes with x at \(\d+, \d\)")
+class RollsARow(sf.Pointwise):
+    def reference(self, x):
+        return x.roll(1, -1)
+
+
+@caught(r"SubtractsTheMean is no Pointwise: y at \(0, 0\) changes with x at")
+class SubtractsTheMean(sf.Pointwise):
+    def reference(self, x):
+        return x - x.mean()
+
+
+@caught("SumsUp is no Pointwise")
+class SumsUp(sf.Pointwise):
+    def reference(self, x):
+        return x.cumsum(0)
+
+
+@caught("DividesByTheLargest is no Pointwise")
+class DividesByTheLargest(sf.Pointwise):
+    def reference(self, x):
+        return x / x.abs().amax(-1, keepdim=True)
+
+
+@caught("MirrorsRows is no Pointwise")
+class MirrorsRows(sf.Pointwise):
+    def reference(self, x):
+        return x.flip(-1)
+
+
 @caught("derivative_reference")
 class StatesAnotherDerivative(sf.Pointwise):
     reads = "output"
