@@ -30,7 +30,7 @@ class Pointwise(UnfusedOperation, open=True):
 
     Raises:
         PluginError: when the class is defined, for one of them alone, or one that is no `triton.jit` function or takes
-            other arguments.
+            other arguments; for `reads = "output"` without `derivative_reference`, or that without `reads = "output"`.
     """
 
     reads: ClassVar[Literal["input", "output"]] = "input"
@@ -50,11 +50,15 @@ class Pointwise(UnfusedOperation, open=True):
         super().__init_subclass__(**kwargs)
         if cls.reads not in ("input", "output"):
             raise definition_error(cls, f'reads must be "input" or "output", not {cls.reads!r}', "reads")
-        stated = cls.bwd is not Pointwise.bwd or cls.derivative_reference is not Pointwise.derivative_reference
-        if not cls.is_open and cls.reads == "output" and not stated:
+        if cls.is_open:
+            return
+        stated = cls.derivative_reference is not Pointwise.derivative_reference
+        if cls.reads == "output" and not stated and cls.bwd is Pointwise.bwd:
             raise definition_error(cls, 'reads = "output" needs derivative_reference(y)', "reads")
-        if not cls.is_open:
-            check_device_functions(cls, takes_numbers=cls.P is not Pointwise.P)
+        if cls.reads == "input" and stated:
+            message = 'derivative_reference(y) is a function of the output: it needs reads = "output"'
+            raise definition_error(cls, message, "derivative_reference")
+        check_device_functions(cls, takes_numbers=cls.P is not Pointwise.P)
 
     def derivative_reference(self, y: Tensor) -> Tensor:
         """dy/dx as a function of the output; stated where `reads = "output"`."""

@@ -367,6 +367,14 @@ def a_pointwise_without_its_derivative() -> None:
         def reference(self, x: Tensor) -> Tensor: ...
 
 
+@bad("def derivative_reference(self, y: Tensor) -> Tensor: ...", 'it needs reads = "output"')
+def a_pointwise_with_a_derivative_that_nothing_reads() -> None:
+    class Operation(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor: ...
+
+        def derivative_reference(self, y: Tensor) -> Tensor: ...
+
+
 @bad("_x: Tensor", "'_x' must be a public identifier")
 def a_private_field() -> None:
     class Record(sf.Saved):
