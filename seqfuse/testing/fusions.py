@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..fusion import FusedOperation
+from .arguments import check_arguments, check_fusion_arguments
 from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying
@@ -79,8 +80,11 @@ def check_fusion(
     Raises:
         AssertionError: naming the fusion, the combination, the case, the tensor and the part of the rule; or the
             reason for which it was refused.
+        TypeError, InputError: (SF106) for an argument that is not what is said here.
         PluginError: where the engine found that the class breaks its contract.
     """
+    check_fusion_arguments(fusion, env)
+    check_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
     with seeded(seed, x.device), as_on_a_gpu():
         found = _check(fusion, x, ops, seed, dtypes, env, channels)
     if not found.cases:

@@ -16,6 +16,7 @@ from ..fuser.items import Item
 from ..fuser.plan import Wants
 from ..operation import UnfusedOperation
 from ..saved import Saved, packing
+from .arguments import check_arguments
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
 from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
 from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
@@ -74,8 +75,10 @@ def check_op(
 
     Raises:
         AssertionError: naming the operation, the case, the tensor and what failed.
+        TypeError, InputError: (SF106) for an argument that is not what is said here.
         PluginError: where the engine found that the class breaks its contract.
     """
+    check_arguments("check_op", x, [op], dtypes)
     with seeded(seed, x.device):
         return _check(op, x, seed, dtypes, channels)
 

@@ -107,3 +107,27 @@ def test_the_generators_of_the_caller_stay_where_they_were():
 def test_refuses_a_container():
     with pytest.raises(AssertionError, match="cannot be fused or checked"):
         check_op(torch.nn.ReLU(), X)
+
+
+@pytest.mark.parametrize(
+    ("op", "x", "dtypes", "message"),
+    [
+        (ops.ReLU, X, None, "check_op takes operations, .*, not the class ReLU; give an instance, ReLU\\(...\\)$"),
+        (
+            Correct.reference,
+            X,
+            None,
+            "check_op takes operations, instances of sf.UnfusedOperation, not an .* function$",
+        ),
+        (ops.ReLU(), [1.0], None, "check_op takes x as a torch.Tensor, not an instance of list"),
+        (ops.ReLU(), X, ["fp16"], r"check_op takes dtypes as .*, such as \(torch.float16,\), not \['fp16'\]"),
+        (ops.ReLU(), X, "fp16", "check_op takes dtypes as .*, not 'fp16'"),
+        (ops.ReLU(), X, torch.float16, "check_op takes dtypes as .*, not torch.float16"),
+        (ops.ReLU(), X, [torch.int32], r"check_op takes dtypes as .*, not \[torch.int32\]"),
+        (ops.ReLU(), X, [], r"check_op takes dtypes as .*, not \[\]"),
+    ],
+    ids=["class", "function", "list", "name", "one name", "one dtype", "integers", "none"],
+)
+def test_says_what_an_argument_should_be(op: object, x: object, dtypes: object, message: str):
+    with pytest.raises((TypeError, sf.InputError), match=message):
+        check_op(op, x, **({} if dtypes is None else {"dtypes": dtypes}))
