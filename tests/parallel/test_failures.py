@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import seqfuse as sf
 from seqfuse import ops
@@ -22,6 +23,8 @@ from seqfuse.settings import settings
 from .processes import Facts
 
 SECONDS = 2
+PATIENCE = 120
+"""Seconds that a loaded machine may take for what comes before a fault."""
 
 
 def pair(**rest: Any) -> sf.Sequential:
@@ -159,12 +162,13 @@ def is_late() -> None:
 def _process(rank: int, act: Callable[[], None], backward: bool, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    patience = datetime.timedelta(seconds=SECONDS)
+    patience = datetime.timedelta(seconds=PATIENCE)
     file = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2, timeout=patience)
     x = torch.randn(3, 4, requires_grad=True)
     model = pair()
     y = model(x)
+    _set_pg_timeout(datetime.timedelta(seconds=SECONDS))
     if rank == 1:
         act()
     start = time.monotonic()
@@ -184,7 +188,7 @@ def test_the_others_get_an_error_in_time(act: Callable[[], None], backward: bool
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(2 * PATIENCE)
     assert [process.exitcode for process in processes] == [0, 7]
     seconds, _, text = (tmp_path / "error").read_text().partition(" ")
     operation, position = ("IdentityForwardAllReduceBackward", 0) if backward else ("AllReduce", 5)
