@@ -39,8 +39,8 @@ for step in plan.forward:
 for piece in plan.segments:
     print(f"  one autograd node for positions {piece.start} to {piece.stop - 1}")
 
-print("\n# on an H100 in bfloat16\n")
-print(model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)))
+print("\n# on an H100 in bfloat16, the model converted as it would be there\n")
+print(block().bfloat16().plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)))
 
 print("\n# why not? every refusal has a reason\n")
 with sf.fusing(exclude=[fusion.__name__ for fusion in model.fusions]):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
+import sys
 import sysconfig
 import textwrap
 import time
@@ -125,15 +127,14 @@ def train(fused: Run, unfused: Run, text: Tensor, steps: int, seed: int) -> None
 
 @contextlib.contextmanager
 def progress(steps: int) -> Generator[Callable[[Run, Run], None]]:
-    """A bar where rich is installed, else a line now and then."""
+    """A bar in a terminal where rich is installed, else a line now and then."""
 
     def measured(fused: Run, unfused: Run) -> str:
         a, b = (f"{run.losses[-1]:.3f} {run.speed:7,.0f} tokens/s" for run in (fused, unfused))
         return f"loss {a}, unfused {b}"
 
-    try:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
+    # Anywhere else the bar would show nothing before the end.
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
 
         def line(fused: Run, unfused: Run) -> None:
             step = len(fused.losses)
@@ -142,6 +143,8 @@ def progress(steps: int) -> Generator[Callable[[Run, Run], None]]:
 
         yield line
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     text = TextColumn("{task.fields[text]}")
     with Progress(BarColumn(12), MofNCompleteColumn(), text, TimeRemainingColumn(compact=True)) as bars:
         bar = bars.add_task("training", total=steps, text="")

@@ -90,7 +90,7 @@ class Env:
         Naming an architecture describes a machine that need not be here; Triton is taken to be there.
 
         Raises:
-            InputError: (SF106) for a device or a dtype that is none.
+            InputError: (SF106) for a device or a dtype that is none, or a CUDA device that is not here.
         """
         kind, _, arch = str(device).partition(":")
         if not _is_device(kind) or (arch and not _ARCH.fullmatch(arch)):
@@ -100,6 +100,11 @@ class Env:
             if given is not None and not isinstance(given, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"{what} must be a torch.dtype, not {given!r}", code="SF106")
         named = bool(arch) and not arch.isdigit()
+        if isinstance(device, str) and kind == "cuda" and not named and not torch.cuda.is_available():
+            hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
+            raise InputError(f"there is no {device} here", code="SF106", hint=hint)
+        if rows is not None and rows < 0:
+            raise InputError(f"rows must not be negative, got {rows}", code="SF106")
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
         triton = kind == "cuda" if named else _triton_runs(kind)

@@ -31,7 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             missing = (error.name or "").partition(".")[0]
             if missing not in _PACKAGES:
                 raise
-            print(f"seqfuse: this needs the package {missing}: pip install 'seqfuse[cli]'", file=sys.stderr)
+            how = "pip install 'seqfuse[cli]', in a clone '.[cli]'"
+            print(f"seqfuse: this needs the package {missing}: {how}", file=sys.stderr)
             return FOUND
         except KeyboardInterrupt:
             print("seqfuse: interrupted", file=sys.stderr)

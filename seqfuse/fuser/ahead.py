@@ -13,7 +13,7 @@ from torch import Tensor
 from ..env import Env
 from ..operation import UnfusedOperation
 from ..settings import fusing_now
-from .inputs import validate, validate_all
+from .inputs import expect_tensor, validate, validate_all
 from .items import Item
 from .known import Known
 from .listing import Listing, Region
@@ -35,6 +35,8 @@ def plan_ahead(
 ) -> Plan:
     """The plan of a whole list, for an input or for an environment; `run_region` only measures what it keeps."""
     if x is not None:
+        if listing.items:
+            expect_tensor(listing.items[0], x)
         check_channels(listing.items, listing.inputs, channels)
         validate_all(listing, x.shape)
     env = here = env or (Env.like(x) if x is not None else Env())
@@ -64,12 +66,16 @@ def plan_ahead(
             wanted = wanted or (env.grad and any(p.requires_grad for p in item.operation.parameters()))
             known.update((channel, wanted) for _, channel in item.outputs)
     plan = merge(plans, alone, env, listing.items)
-    if not follows or listing.parametrized:
+    if x is None or not follows or listing.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
 
+    tensors = [x, *channels.values()] + [t for item in listing.items for t in item.operation.parameters()]
+    asked = [t.requires_grad for t in tensors]
+
     def memory(_: Plan) -> Memory | None:
-        assert x is not None
-        return measure(functools.partial(_run_regions, run_region, listing, plans), x, channels)
+        if [t.requires_grad for t in tensors] != asked:
+            return None  # what is kept now is not what this plan says
+        return measure(functools.partial(_run_regions, run_region, listing, plans), x, channels, env)
 
     return dataclasses.replace(plan, measure=memory)
 

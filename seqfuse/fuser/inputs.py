@@ -92,9 +92,11 @@ def dtypes_of(listing: Listing, region: Region, x: Tensor, channels: Mapping[str
     """
     found: list[torch.dtype | None] = [x.dtype] * region.start
     fake = is_fake(x)
+    # Where only shapes are wanted, who counts what runs must not count this as well.
+    own = getattr(x, "fake_mode", None)
     try:
-        with contextlib.nullcontext() if fake else faking() as mode, torch.no_grad():
-            convert: Callable[[Tensor], Tensor] = (lambda t: t) if mode is None else mode.from_tensor
+        with faking(own) if own is not None or not fake else contextlib.nullcontext() as mode, torch.no_grad():
+            convert: Callable[[Tensor], Tensor] = (lambda t: t) if fake or mode is None else mode.from_tensor
             y, given = convert(x), {name: convert(value) for name, value in channels.items()}
             seeds = torch.zeros(len(listing.random), dtype=torch.int64, device=x.device)
             for position in range(region.start, region.stop):

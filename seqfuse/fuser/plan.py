@@ -86,6 +86,9 @@ class Plan:
     def __str__(self) -> str:
         return render(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "memory": self.memory, "measure": None}
+
     def as_dict(self) -> PlanData:
         """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
         return describe(self)
@@ -200,7 +203,7 @@ def plan_region(
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()]), True))
-    refused.sort(key=lambda r: r.at)
+    refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     ahead, back = _steps(items, start, stop, forward), _steps(items, live, stop, backward, live)
     return Plan(
         env, ahead, back, _segments(items, ahead, back, start, stop), tuple(refused), (),

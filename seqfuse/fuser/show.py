@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import unicodedata
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..settings import fusing
 from .fake import faking
 
 if TYPE_CHECKING:
+    from ..env import Env
     from .match import Refusal
     from .plan import Plan, Step
 
@@ -35,12 +36,24 @@ class Memory:
 
 
 Run = Callable[[Tensor, dict[str, Tensor], bool], None]
+Shape = Sequence[int]
 
 
-def measure(run: Run, x: Tensor, channels: dict[str, Tensor]) -> Memory | None:
-    """Run the planned part of a list on fake tensors, as planned and unfused; `None` if it cannot run so."""
+def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env) -> Memory | None:
+    """Run the planned part of a list on fake tensors, as planned and unfused; `None` if it cannot run so.
+
+    Gradients and autocast are those of `env`, whatever they are where the result is asked for.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils import flop_counter
+
+    count: Any = flop_counter.sdpa_flop_count  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+    def attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+        return int(count(q, k, v))
+
+    # Torch has a formula for each of its kernels of attention but this one.
+    extra = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
 
     def once(planned: bool) -> tuple[int, int]:
         kept: dict[int, torch.UntypedStorage] = {}  # held, so that no later one takes the place of one that went
@@ -51,16 +64,18 @@ def measure(run: Run, x: Tensor, channels: dict[str, Tensor]) -> Memory | None:
                 kept[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
             return t
 
-        with faking() as mode, FlopCounterMode(display=False) as counter:
+        with faking() as mode, flop_counter.FlopCounterMode(display=False, custom_mapping=extra) as counter:
             given = {name: mode.from_tensor(value) for name, value in channels.items()}
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 run(mode.from_tensor(x), given, planned)
         return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
 
+    cast = torch.autocast(env.device, env.autocast, env.autocast is not None)
     try:
-        saved, _ = once(True)
-        with fusing(False):
-            unfused, flops = once(False)  # a kernel's own the counter does not see
+        with torch.set_grad_enabled(env.grad), cast:
+            saved, _ = once(True)
+            with fusing(False):
+                unfused, flops = once(False)  # a kernel's own the counter does not see
     except Exception:
         return None
     return Memory(saved, unfused, flops)

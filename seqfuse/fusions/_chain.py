@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from ..pointwise import Pointwise
 from ._functions import Run, composed
 from ._kernels import device, kernel_takes_act, kernels_run, rows_of
 from ._pointwise import chain_of
+
+if TYPE_CHECKING:
+    from ..kernels.pointwise import Chain
 
 Part = Pointwise | Scale | Bias | Dropout
 Steps = tuple[tuple[str, tuple[Any, ...]], ...]
@@ -65,7 +68,7 @@ def chain_fwd(
     from ..kernels.pointwise import pointwise
 
     steps, places, _ = forward_steps(joined, True)
-    y, *stored = pointwise(x, chain_of(steps), operands_of(parts, seeds))
+    y, *stored = pointwise(x, made(steps), operands_of(parts, seeds))
     assert y is not None
     return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
 
@@ -80,7 +83,7 @@ def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tup
     for slot, part, kept, seed, number in reversed(places):
         if isinstance(part, Pointwise | Run):
             assert kept is not None
-            steps.append(("dact", (_function(part),)))
+            steps.append(("dact", (part,)))
             operands.append(kept)
         elif isinstance(part, Scale):
             steps.append(("scale", (number,)))
@@ -91,7 +94,7 @@ def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tup
             steps.append(("column_sum", ()))
             summed.append((f"{slot}.bias", part))
     dtypes = [bias.read().dtype for _, bias in summed]
-    dx, *sums = pointwise(dy, chain_of(steps), operands, dtypes=dtypes, result="x" in needs)
+    dx, *sums = pointwise(dy, made(steps), operands, dtypes=dtypes, result="x" in needs)
     return dx, {name: total for (name, _), total in zip(summed, sums, strict=True)}
 
 
@@ -134,7 +137,7 @@ def forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list[
                     steps.append(("store", ()))
                     here, stored = stored, stored + 1
                 place = here
-            steps.append(("act", (_function(part),)))
+            steps.append(("act", (part,)))
             here = None
             if keep and part.reads == "output":
                 if not _active(parts[i + 1 :]):
@@ -186,5 +189,13 @@ def recorded(part: Part, record: Any) -> tuple[Tensor | None, Tensor | None, flo
     return None if isinstance(part, Bias) else record.x if part.reads == "input" else record.y, None, 0.0
 
 
-def _function(part: Pointwise | Run) -> Any:
-    return composed(part.parts, part.factors) if isinstance(part, Run) else device(part)
+def made(steps: Sequence[tuple[str, tuple[Any, ...]]]) -> Chain:
+    """The chain of steps that are made with parts or numbers."""
+    return chain_of([(name, tuple(map(_function, of))) for name, of in steps])
+
+
+def _function(of: Any) -> Any:
+    # Not before a kernel is to run: planning does without Triton.
+    if isinstance(of, Run):
+        return composed(of.parts, of.factors)
+    return device(of) if isinstance(of, Pointwise) else of

@@ -20,6 +20,7 @@ from ._chain import (
     chain_worth,
     forward_steps,
     joined,
+    made,
     numbers_of,
     operands_of,
     record_of,
@@ -27,7 +28,6 @@ from ._chain import (
     slots_of,
 )
 from ._functions import Run, own_records
-from ._pointwise import chain_of
 
 
 class PointwiseChain(ForwardFusion):
@@ -79,7 +79,7 @@ class PointwiseChainInference(InferenceFusion):
         from ..kernels.pointwise import pointwise
 
         parts = (self.first, *self.rest)
-        return pointwise(x, chain_of(forward_steps(parts, False)[0]), operands_of(parts, seeds))[0]
+        return pointwise(x, made(forward_steps(parts, False)[0]), operands_of(parts, seeds))[0]
 
 
 class PointwiseChainBackward(BackwardFusion):

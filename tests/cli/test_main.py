@@ -132,7 +132,8 @@ def test_without_its_packages_it_says_what_to_install(missing: str, arguments: l
     done = without(missing, *arguments)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == f"seqfuse: this needs the package {missing}: pip install 'seqfuse[cli]'\n"
+    how = "pip install 'seqfuse[cli]', in a clone '.[cli]'"
+    assert done.stderr == f"seqfuse: this needs the package {missing}: {how}\n"
 
 
 def test_without_rich_everything_but_help_is_there(tmp_path: Path) -> None:

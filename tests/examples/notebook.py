@@ -30,7 +30,7 @@ def executed(path: Path, folder: Path) -> Any:
 
 
 def shown(notebook: Any) -> list[str]:
-    """What each code cell shows, as text; a picture by its kind."""
+    """What each code cell shows: what it prints, and of a result each form, a picture's source among them."""
     # A kernel sends what is printed in as many pieces as it likes.
     return ["".join(map(_text, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"]
 
@@ -39,7 +39,7 @@ def _text(output: Any) -> str:
     if output.output_type == "stream":
         return output.text
     data = output.get("data", {})
-    return "a picture" if "text/html" in data else data.get("text/plain", output.output_type)
+    return "\n".join(data[kind] for kind in sorted(data)) or output.output_type
 
 
 if __name__ == "__main__":

@@ -551,3 +551,24 @@ def test_fusing_regions_nest_and_end_with_an_error():
         assert fused() == 0
         raise ZeroDivisionError
     assert fused() == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_device_that_is_not_here_cannot_be_planned_for(name: str):
+    with pytest.raises(
+        sf.InputError, match=rf"SF106: there is no {name} here .name an architecture, such as cuda:sm_90"
+    ):
+        sf.Env.of(name)
+
+
+def test_a_negative_number_of_rows_is_refused():
+    with pytest.raises(sf.InputError, match="rows must not be negative, got -3"):
+        sf.Env.of("cpu", rows=-3)
+
+
+@pytest.mark.parametrize("given", ["cuda:sm_90", 3])
+def test_a_plan_is_made_for_a_tensor(given: Any):
+    model = sf.Sequential(torch.nn.Sequential(ops.Linear(4, 4)), ops.ReLU())
+    with pytest.raises(sf.InputError, match=r"SF105 position 0 .*expects a tensor, got (str|int)"):
+        model.plan(given)

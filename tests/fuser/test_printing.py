@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -202,6 +203,64 @@ def test_the_table_says_what_is_saved_in_bytes_that_add_up() -> None:
     assert plan.memory.flops == 2 * 7 * 5 * 4
     assert f"saved for backward: {plan.memory.saved} B" in str(plan)
     assert model.plan().memory is None
+
+
+def test_memory_is_that_of_the_environment_wherever_it_is_asked_for() -> None:
+    model = sf.Sequential(ops.Linear(5, 4), ops.GeLU(), ops.Linear(4, 3))
+    x = tensor(7, 5)
+
+    def planned(*, grad: bool = True, autocast: bool = False) -> sf.Plan:
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, autocast):
+            return model.plan(x)
+
+    def kept(autocast: bool) -> int:
+        tensors: list[Tensor] = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t)
+        with torch.autocast("cpu", torch.bfloat16, autocast), sf.fusing(False), hooks:
+            model(x)
+        own = {t.data_ptr() for t in model.parameters()}
+        storages = {t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.data_ptr() not in own}
+        return sum(storages.values())
+
+    for grad, autocast in ((True, False), (False, False), (True, True)):
+        inside = planned(grad=grad, autocast=autocast)
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, autocast):
+            assert inside.memory is not None
+        outside, opposite = planned(grad=grad, autocast=autocast), planned(grad=grad, autocast=autocast)
+        with torch.set_grad_enabled(not grad), torch.autocast("cpu", torch.bfloat16, not autocast):
+            assert opposite.memory == inside.memory
+        assert outside.memory == inside.memory
+        assert inside.memory.flops == 2 * 7 * (5 * 4 + 4 * 3)
+        assert inside.memory.saved_unfused == (kept(autocast) if grad else 0)
+
+
+def test_of_what_changed_since_nothing_is_said() -> None:
+    model = sf.Sequential(ops.Linear(5, 4), ops.GeLU())
+    plan = model.plan(tensor(7, 5))
+    model[0].weight.requires_grad_(False)
+    assert plan.memory is None
+    assert "saved for backward" not in str(plan)
+
+
+def test_products_of_attention_are_counted() -> None:
+    model = sf.Sequential(ops.Attention(2, causal=True))
+    plan = model.plan(tensor(3, 16, 3 * 2 * 8).float())
+    assert plan.memory is not None
+    assert plan.memory.flops == 2 * (2 * 3 * 2 * 16 * 16 * 8)
+
+
+def test_a_plan_can_be_pickled_and_says_what_it_said() -> None:
+    plan = sf.Sequential(ops.Linear(5, 4), ops.GeLU()).plan(tensor(7, 5))
+    again = pickle.loads(pickle.dumps(plan))
+    assert str(again) == str(plan)
+    assert again.memory == plan.memory
+
+
+def test_a_refusal_is_said_once() -> None:
+    model = sf.Sequential(ops.Linear(5, 4), ops.GeLU(), ops.Dropout(0.5), ops.Linear(4, 5), ops.Dropout(0.5))
+    refused = model.plan(env=sf.Env()).refused
+    assert refused
+    assert len(set(refused)) == len(refused)
 
 
 def test_memory_is_that_of_the_plan_whenever_it_is_asked_for() -> None:
