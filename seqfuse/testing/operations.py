@@ -57,8 +57,7 @@ def check_op(
       not written; global state, random generators and attributes stay; gradients have memory of their own.
     * `gradcheck` in float64, `infer` against the real shape, `derivative_reference` against autograd; deep copies,
       pickles (of importable classes) and `state_dict` round trips give the same bits.
-
-    * a `Pointwise` changes no element of y but that of the element of x that changes.
+    * each element of the y of a `Pointwise` depends on one element of x alone.
     * `value` and `derivative` of a `Pointwise`, and of the one in a `Gated`, in a kernel against its own passes by the
       same rule. Where no kernel can run, or none takes them, the result says that they were not checked.
 
