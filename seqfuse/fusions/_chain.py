@@ -38,10 +38,12 @@ class Place(NamedTuple):
 
 
 def slots_of(rest: Sequence[Part]) -> list[str]:
+    """Places of the parts: of the slot `first`, and of each in the slot `rest`."""
     return ["first", *(f"rest.{i}" for i in range(len(rest)))]
 
 
 def numbers_of(parts: Sequence[Part]) -> tuple[float, ...]:
+    """The factor of each, or p of a dropout, as it is now; 0 of others."""
     return tuple(
         part.factor if isinstance(part, Scale) else part.p if isinstance(part, Dropout) else 0.0 for part in parts
     )
@@ -64,7 +66,7 @@ def joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[Part | Run]:
 def chain_fwd(
     x: Tensor, joined: Sequence[Part | Run], parts: Sequence[Part], seeds: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """y, and for each of the joined parts what it keeps."""
+    """The result y, and for each of the joined parts what it keeps."""
     from ..kernels.pointwise import pointwise
 
     steps, places, _ = forward_steps(joined, True)
@@ -99,6 +101,7 @@ def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tup
 
 
 def chain_takes(parts: Sequence[Part], env: Env) -> Requirements:
+    """What the kernel asks of the parts of a chain."""
     yield from kernels_run(env)
     for part in parts:
         if isinstance(part, Pointwise):
@@ -173,6 +176,7 @@ def operands_of(parts: Sequence[Part], seeds: Sequence[Tensor | None]) -> list[T
 
 
 def record_of(part: Part, kept: Any, seed: Tensor | None, number: float) -> context.Saved:
+    """A part's own record of what it keeps, its seed and its number."""
     if isinstance(part, Scale):
         return Scale.Saved(factor=number)
     if isinstance(part, Dropout):
