@@ -196,7 +196,12 @@ def verbs() -> str:
     if found is None:
         return "Not measured yet.\n"
     rows = [
-        (f"`make {verb}`", f"{row['seconds']:,.0f} s", row["commit"][:7], "" if row["status"] == 0 else "failed")
+        (
+            f"`make {verb}`",
+            f"{row['seconds']:,.0f} s",
+            row["commit"][:7],
+            row["note"] if row["status"] == 0 else "failed",
+        )
         for verb, row in found["verbs"].items()
     ]
     lines = [f"{found['about']['cores']} cores.", ""]

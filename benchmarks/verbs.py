@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verbs", nargs="*", default=VERBS, help="in this order")
     parser.add_argument("--clone", type=Path, help="where to clone to, or an earlier clone; a temporary folder if not")
+    parser.add_argument("--note", default="", help="what else the machine did, for the table")
     options = parser.parse_args()
     path = ROOT / "benchmarks" / "results" / "verbs.json"
     rows: dict[str, Any] = json.loads(path.read_text())["verbs"] if path.exists() else {}
@@ -52,7 +53,7 @@ def main() -> None:
             seconds, status = timed(verb, clone)
             print(f"make {verb}: {seconds:.1f} s, status {status}", flush=True)
             date = datetime.now(UTC).isoformat(timespec="seconds")
-            rows[verb] = {"seconds": seconds, "status": status, "commit": commit, "date": date}
+            rows[verb] = {"seconds": seconds, "status": status, "commit": commit, "date": date, "note": options.note}
             ordered = {name: rows[name] for name in VERBS if name in rows}
             path.write_text(json.dumps({"about": {"cores": os.cpu_count()}, "verbs": ordered}, indent=1) + "\n")
     print(f"wrote {path.name}")

@@ -132,11 +132,11 @@ def test_every_verb_that_needs_no_gpu_and_changes_nothing_is_timed(results: Path
     assert set(verbs.VERBS) == declared - {"format", "clean", "report", "bench-gpu", "test-gpu"}
     assert report.verbs() == "Not measured yet.\n"
     rows = {
-        "demo": {"seconds": 61.7, "status": 0, "commit": "abcdefgh"},
-        "docs": {"seconds": 5.0, "status": 2, "commit": "ijklmnop"},
+        "demo": {"seconds": 61.7, "status": 0, "commit": "abcdefgh", "note": "beside tests"},
+        "docs": {"seconds": 5.0, "status": 2, "commit": "ijklmnop", "note": ""},
     }
     (results / "verbs.json").write_text(json.dumps({"about": {"cores": 2}, "verbs": rows}))
-    assert "| `make demo` | 62 s | abcdefg |  |" in report.verbs()
+    assert "| `make demo` | 62 s | abcdefg | beside tests |" in report.verbs()
     assert "| `make docs` | 5 s | ijklmno | failed |" in report.verbs()
 
 
