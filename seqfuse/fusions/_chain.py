@@ -64,12 +64,12 @@ def joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[Part | Run]:
 
 
 def chain_fwd(
-    x: Tensor, joined: Sequence[Part | Run], parts: Sequence[Part], seeds: Sequence[Tensor | None]
+    x: Tensor, kept_of: Sequence[Part | Run], parts: Sequence[Part], seeds: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The result y, and for each of the joined parts what it keeps."""
+    """The result y, and what each of `kept_of` keeps, which are the parts as they are or joined."""
     from ..kernels.pointwise import pointwise
 
-    steps, places, _ = forward_steps(joined, True)
+    steps, places, _ = forward_steps(kept_of, True)
     y, *stored = pointwise(x, made(steps), operands_of(parts, seeds))
     assert y is not None
     return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
@@ -120,10 +120,10 @@ def chain_worth(parts: Sequence[Part], env: Env, tensors: int = 0) -> Savings:
     """One launch and two passes for each operation but one, and so many more `tensors`."""
     # Only a bias says how wide the rows are. Torch makes a mask in several launches, but other fusions save those too.
     width = max([0, *(part.size for part in parts if isinstance(part, Bias))])
-    joined = len(_active(parts)) - 1
+    saved = len(_active(parts)) - 1
     dropped = sum(isinstance(part, Dropout) and part.random for part in parts)
-    size = float((2 * joined + tensors) * rows_of(env) * width * env.dtype.itemsize)
-    return Savings(launches=joined + 0.5 * dropped, bytes=size)
+    size = float((2 * saved + tensors) * rows_of(env) * width * env.dtype.itemsize)
+    return Savings(launches=saved + 0.5 * dropped, bytes=size)
 
 
 def forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list[int | None], int]:

@@ -170,11 +170,9 @@ class PointwiseChainJoint(JointFusion):
 
     def _places(self, saved: Saved) -> list[Place]:
         parts = (self.first, *self.rest)
-        rows = zip(slots_of(self.rest), saved.seeds, saved.numbers, strict=True)
+        slots, at = slots_of(self.rest), 0
         found: list[Place] = []
         for part, kept in zip(joined(parts, saved.numbers), saved.held, strict=True):
-            slot, seed, number = next(rows)
-            for _ in range(len(part.parts) - 1 if isinstance(part, Run) else 0):
-                next(rows)
-            found.append(Place(slot, part, kept, seed, number))
+            found.append(Place(slots[at], part, kept, saved.seeds[at], saved.numbers[at]))
+            at += len(part.parts) if isinstance(part, Run) else 1
         return found
