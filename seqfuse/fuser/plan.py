@@ -109,6 +109,9 @@ class Plan:
         """A page that stands for itself: the picture, and in words what was refused and why."""
         return pictures.page(self.as_dict())
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def _repr_html_(self) -> str:
         return pictures.fragment(self.as_dict())
 

@@ -12,7 +12,7 @@ import sys
 import unicodedata
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -254,6 +254,18 @@ def test_a_plan_can_be_pickled_and_says_what_it_said() -> None:
     again = pickle.loads(pickle.dumps(plan))
     assert str(again) == str(plan)
     assert again.memory == plan.memory
+
+
+def test_ipython_shows_what_is_printed() -> None:
+    class Printer:
+        said = ""
+
+        def text(self, text: str) -> None:
+            self.said += text
+
+    plan, printer = sf.Sequential(ops.Linear(5, 4), ops.GeLU()).plan(), Printer()
+    cast(Any, plan)._repr_pretty_(printer, False)
+    assert printer.said == str(plan)
 
 
 def test_a_refusal_is_said_once() -> None:
