@@ -21,7 +21,7 @@ from ..fuser.reference import by_reference
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from .structure import Tree, Untouched, assert_bitwise_equal
-from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn
+from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
 HUGE = "huge"
 _MOST_SUBSETS = 32
@@ -202,18 +202,10 @@ class Specimen:
             inputs[name] = self._draw(case, shape, like, seed, 7 + i)
         return inputs
 
-    def _varied(self, values: Tensor, seed: int) -> Tensor:
-        """Values that no seed decides, for another seed than the first changed by a few percent.
-
-        Without it a second draw would round as the first did, where the case is made of such values alone.
-        """
-        if seed == self.seed:
-            return values
-        return values * (1 + 0.02 * seeded_randn(tuple(values.shape), seed, dtype=values.dtype).to(values.device))
-
     def _draw(self, case: Case, shape: Shape, like: Tensor | None, seed: int, at: int) -> Tensor:
         if like is not None and case.regime == "given" and tuple(like.shape) == shape:
-            values = self._varied(like.detach().to(case.dtype), seed)
+            values = like.detach().to(case.dtype)
+            values = values if seed == self.seed else varied(values, seed)
         else:
             regime = {"given": "normal", HUGE: "extremes"}.get(case.regime, case.regime)
             values = in_regime(regime, shape, seed + at, dtype=case.dtype).to(self.x.device)
@@ -239,8 +231,8 @@ class Specimen:
         parameters = self.named(flatten(bench.root))
         for name, t in (*inputs.items(), *parameters.items()):
             t.requires_grad_(name not in case.frozen)
-        for p in parameters.values():
-            p.data.copy_(self._varied(p.data.to(case.dtype), seed))
+        for p in parameters.values() if seed != self.seed else ():
+            p.data.copy_(varied(p.data.to(case.dtype), seed))
         watch = Untouched({**inputs, **parameters})
         with seeded(self.seed + seed, self.x.device), torch.set_grad_enabled(case.grad), watch:
             out: Any = (bench.references if reference else bench)(**inputs)

@@ -151,6 +151,11 @@ LAYOUTS = (*_FILLABLE, *_BROADCAST)
 """The names of the layouts of `laid_out`."""
 
 
+def varied(values: Tensor, seed: int) -> Tensor:
+    """Values that no seed decides, changed by a few percent: a second draw of the same would round as the first did."""
+    return values * (1 + 0.02 * seeded_randn(tuple(values.shape), seed, dtype=values.dtype).to(values.device))
+
+
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """A detached copy of `x` in memory of its own, seen through a view of the given layout.
 

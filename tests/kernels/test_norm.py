@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse.kernels import _norm
-from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from seqfuse.ops._philox import drop_mask
@@ -35,7 +35,12 @@ from .mutants import in_dtypes
 
 EPS, P = 1e-5, 0.3
 SEED = torch.tensor(0x1234_5678_9ABC_DEF)
-TORCH_ACT: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "tanh": torch.tanh}
+TORCH_ACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+    "composed": lambda x: torch.tanh(0.5 * F.gelu(x)),
+}
+ACTS = {**ACTIVATIONS, "composed": composed(ACTIVATIONS["gelu"], scale(0.5), ACTIVATIONS["tanh"])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +63,7 @@ CASES = {
     "rmsnorm_zero_centered": Case(False, zero_centered=True),
     "layernorm_gelu": Case(True, act="gelu"),
     "rmsnorm_tanh": Case(False, act="tanh"),
+    "layernorm_composed": Case(True, act="composed"),
     "layernorm_around": Case(True, around=True),
     "rmsnorm_around": Case(False, around=True),
     "layernorm_all": Case(True, around=True, act="gelu", zero_centered=True),
@@ -110,7 +116,7 @@ def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> dict[str, Tensor]:
     x, dtype = tensors["x"], tensors["x"].dtype
     weight, bias = tensors.get("weight"), tensors.get("bias")
-    act = None if case.act is None else ACTIVATIONS[case.act]
+    act = None if case.act is None else ACTS[case.act]
     dropout: dict[str, Any] = {"seed": SEED.to(x.device), "p": P} if case.around else {}
     before = {name: tensors[name] for name in ("pre_bias", "residual")} if case.around else {}
     f = k.forward(case.centered, x, weight, bias, EPS, zero_centered=case.zero_centered, act=act, **before, **dropout)
@@ -226,7 +232,7 @@ def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_all"])
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_composed", "layernorm_all"])
 def test_rows_too_wide_for_registers_go_in_chunks(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

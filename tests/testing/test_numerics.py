@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqfuse import ops
 from seqfuse.testing import PARTS, FusedMismatch, assert_fused_close, in_regime
+from seqfuse.testing.cases import Bench, Case, Specimen
 
 SHAPE = (32, 48)
 
@@ -248,3 +250,14 @@ def test_bounds_are_those_of_the_table(dtype: torch.dtype, unit: float):
         # With rows of one size, clustering by row is the standard error of the row means.
         expected["bias", what] = (z_u.mean().abs() + 4 * z_f.mean(1).std() / math.sqrt(16) + 0.03).item()
     assert {key: bound[key] for key in expected} == pytest.approx(expected)
+
+
+def test_another_draw_has_other_parameters_and_other_given_values():
+    specimen = Specimen([ops.Bias(8)], torch.ones(7, 8), {}, 0)
+    for case in (Case((7, 8), regime="zeros"), Case((7, 8), regime="given")):
+        first, again, other = (
+            specimen.run(Bench(specimen.at(torch.float32)), case, seed).outputs["y"] for seed in (0, 0, 1001)
+        )
+        assert torch.equal(first, again)
+        assert not torch.isclose(first, other, rtol=1e-4, atol=0).all()
+        assert torch.allclose(first, other, rtol=0.3, atol=0.3)
