@@ -254,10 +254,13 @@ def test_bounds_are_those_of_the_table(dtype: torch.dtype, unit: float):
 
 def test_another_draw_has_other_parameters_and_other_given_values():
     specimen = Specimen([ops.Bias(8)], torch.ones(7, 8), {}, 0)
-    for case in (Case((7, 8), regime="zeros"), Case((7, 8), regime="given")):
-        first, again, other = (
-            specimen.run(Bench(specimen.at(torch.float32)), case, seed).outputs["y"] for seed in (0, 0, 1001)
-        )
+    zeros, given = Case((7, 8), regime="zeros"), Case((7, 8), regime="given")
+
+    def parameters(seed: int) -> torch.Tensor:
+        return specimen.run(Bench(specimen.at(torch.float32)), zeros, seed).outputs["y"]
+
+    for of in (parameters, lambda seed: specimen.inputs_for(given, seed)["x"]):
+        first, again, other = (of(seed) for seed in (0, 0, 1001))
         assert torch.equal(first, again)
         assert not torch.isclose(first, other, rtol=1e-4, atol=0).all()
         assert torch.allclose(first, other, rtol=0.3, atol=0.3)
