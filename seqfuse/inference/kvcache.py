@@ -15,6 +15,7 @@ from ..ops import Attention, _cache
 from ..ops._attention import QKV, Scores, attend, kernels_run, numbers
 from ..ops._attention_blocks import attend_blocks
 from ._layer import Layer
+from ._met import attention_met
 
 
 class KVCache:
@@ -69,8 +70,8 @@ class KVCache:
         Raises:
             InputError: (SF101) for a batch of another size, or counts that are not [B] integers of 0 to S (on a GPU an
                 error of the device).
-            StateError: (SF505) where a sequence would outgrow `max_length`, or no attention of the model meets the
-                cache, as in one that `torch.compile` compiled, and nothing has changed then; for keys of another model.
+            StateError: (SF505) where a sequence would outgrow `max_length`, or attention of the model does not meet the
+                cache, as where `torch.compile` compiled it, and nothing has changed then; for keys of another model.
         """
         if x.ndim < 2 or x.shape[0] != self.batch:
             raise InputError(f"the cache has {self.batch} sequences, got x {tuple(x.shape)}", code="SF101")
@@ -78,7 +79,7 @@ class KVCache:
         if counts is not None:
             _check_counts(counts, self.batch, rows)
         self.reserve(rows, counts)
-        self._turn, self._counts, self._ends = 0, counts, None
+        self._turn, self._counts, self._ends, kept = 0, counts, None, len(self._layers)
         before = _cache.active.set(self)
         try:
             with torch.no_grad():
@@ -86,8 +87,9 @@ class KVCache:
         finally:
             _cache.active.reset(before)
             self._counts = None
-        if not self._turn and _attends(model):
-            message = "no attention of the model met the cache: a compiled graph has none"
+        if met := attention_met(model, self._turn, first=not kept):
+            del self._layers[kept:]
+            message = f"{met} attention of the model met the cache: a compiled graph has none"
             raise StateError(message, code="SF505", hint="feed the model itself, not compiled")
         if self._turn != len(self._layers):
             message = f"the model attended {self._turn} times, and {len(self._layers)} times before"
@@ -260,10 +262,6 @@ class KVCache:
         return (
             f"KVCache({self.batch}, {self.max_length}{kind}) of {len(self._layers)} layers, at most {self._most} rows"
         )
-
-
-def _attends(model: Any) -> bool:
-    return isinstance(model, nn.Module) and any(isinstance(part, Attention) for part in model.modules())
 
 
 def _attended(qkv: QKV, how: Scores) -> Tensor:

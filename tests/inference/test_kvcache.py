@@ -126,6 +126,28 @@ def test_a_compiled_model_which_meets_no_cache_is_refused_and_nothing_changes(wh
         assert cache.lengths.tolist() == [4, 4]
 
 
+@pytest.mark.parametrize("how", ["replaced", "in place"])
+def test_a_model_of_which_a_part_is_compiled_is_refused_and_nothing_changes(how: str):
+    model, x = model_of("Llama"), tokens(2, 4)
+    layers = model[1]
+    plain = layers[0]
+    if how == "replaced":
+        layers[0] = torch.compile(plain, backend="eager")
+    else:
+        plain.compile(backend="eager")
+    cache = KVCache(2, 10)
+    for _ in range(2):
+        with pytest.raises(sf.errors.StateError, match=r"SF505.*only 1 of 2 parts with attention of the model met"):
+            cache.feed(model, x)
+        assert cache.lengths.tolist() == [0, 0]
+        assert not cache._layers
+    with torch.compiler.set_stance("force_eager"):
+        cache.feed(model, x)
+    with pytest.raises(sf.errors.StateError, match="the model attended 1 times, and 2 times before"):
+        cache.feed(model, x)
+    assert cache.lengths.tolist() == [4, 4]
+
+
 def test_what_does_not_attend_needs_no_cache():
     class Table(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
