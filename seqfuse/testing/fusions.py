@@ -55,6 +55,8 @@ def check_fusion(
       parameters and inputs.
     * records of a forward fusion, field by field: the class, the very parameter, plain data, and by the rule shapes,
       dtypes and values. A `Recompute` is module-level and gives the same bits twice. So for `unfused(saved)`.
+    * `bwd` reads no parameter of the operations, which may have changed since the forward, but those in its records;
+      `fwd` reads those of now, not what an earlier call left.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters, records and incoming
       gradients are not written; global state, random generators, attributes of the operations and of the fusion
       stay; results alias nothing that the operations' own do not; `needs`, where it is asked, is obeyed.

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import PluginError
 from .cases import Outcome
 from .numerics import FusedMismatch, assert_fused_close
 from .observe import Pass
-from .structure import Tree, assert_distinct_storages, index_of, named_tensors, share_storage
+from .structure import Tree, assert_bitwise_equal, assert_distinct_storages, index_of, named_tensors, share_storage
 
 
 def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
@@ -118,3 +119,26 @@ def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) 
         if g is not None and g.numel() and name not in needs and not any(share_storage(g, t) for t in free):
             message = f"bwd gives a gradient of {name!r}, which is not wanted; ask `needs` and skip its work"
             raise AssertionError(message)
+
+
+def assert_reads_records(back: Pass, parameters: Mapping[str, tuple[nn.Module, str]]) -> None:
+    """A backward has parameters from its record: an optimizer may have changed the module's, and nobody would notice.
+
+    It is run again with NaN for each. Raises AssertionError naming the parameter.
+    """
+    kind: Any = type(back.owner)
+    for name, (module, attribute) in parameters.items():
+        held: dict[str, Any] = vars(module)["_parameters"]
+        own = held.get(attribute)
+        if own is None:  # parametrized: made anew when it is read
+            continue
+        held[attribute] = nn.Parameter(torch.full_like(own, torch.nan), requires_grad=own.requires_grad)
+        try:
+            with torch.no_grad():
+                dx, grads = kind.bwd(back.owner, *back.args, **back.kwargs)
+            assert_bitwise_equal({"x": dx, **grads}, {"x": back.out[0], **back.out[1]})
+        except AssertionError:
+            message = f"bwd reads the parameter {name!r} of its module, which may have changed; read it from the record"
+            raise AssertionError(message) from None
+        finally:
+            held[attribute] = own

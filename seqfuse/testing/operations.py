@@ -19,7 +19,14 @@ from ..saved import Saved, packing
 from .arguments import check_arguments
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
 from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
-from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
+from .judge import (
+    assert_only_wanted,
+    assert_own_memory,
+    assert_reads_records,
+    assert_stays_finite,
+    judge,
+    saying,
+)
 from .observe import Observer, Pass
 from .structure import Tree, assert_bitwise_equal
 from .tensors import Shape
@@ -53,6 +60,8 @@ def check_op(
       reference refuses are left out.
     * every subset of wanted gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
+    * a small case in evaluation, or in training where the operation is in evaluation.
+    * `bwd` reads no parameter of the module, which may have changed since the forward, but those in its record.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters and incoming gradients are
       not written; global state, random generators and attributes stay; gradients have memory of their own.
     * `gradcheck` in float64, `infer` against the real shape, `derivative_reference` against autograd; deep copies,
@@ -110,11 +119,9 @@ def _check(
         with saying(f"{name}, {part[:-2]}" if part else name):
             unchecked = check_device_functions(act, x, seed, dtypes)
         skipped += [part + unchecked] if unchecked else []
-    if any(isinstance(item.operation, UnfusedOperation) and item.operation.random for item in specimen.items):
-        evaluated = Specimen([copy.deepcopy(op).eval()], x, channels, seed)
-        _check_numbers(f"{name} in evaluation", evaluated, small)
-        count += 1
-    return CheckedOp(name, count, tuple(skipped))
+    other = Specimen([copy.deepcopy(op).train(not op.training)], x, channels, seed)
+    _check_numbers(f"{name} in {'evaluation' if op.training else 'training'}", other, small)
+    return CheckedOp(name, count + 1, tuple(skipped))
 
 
 def _check_declarations(specimen: Specimen) -> None:
@@ -178,6 +185,8 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
                     if "needs" in back.kwargs:
                         assert_only_wanted(back, wants.needs[at], (*item.slots, *(name for name, _ in item.inputs)))
                     _check_dx(back.out[0], ahead.args[0])
+                    if not some.frozen:
+                        assert_reads_records(back, item.slots)
                     read.setdefault(at, set()).update(_fields_read(back))
     for at, fields in read.items():
         unread = sorted(saved[at] - fields)

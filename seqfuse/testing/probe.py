@@ -18,10 +18,18 @@ from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFus
 from ..saved import Saved
 from ..settings import fusing
 from .cases import HUGE, Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
-from .judge import assert_only_wanted, assert_own_memory, assert_stays_finite, judge, saying
+from .judge import (
+    assert_only_wanted,
+    assert_own_memory,
+    assert_reads_records,
+    assert_stays_finite,
+    judge,
+    saying,
+)
 from .observe import Observer, Pass
 from .records import compared
 from .structure import Tree, assert_bitwise_equal
+from .tensors import varied
 
 _COMBINATIONS = {
     ForwardFusion: "fused forward x unfused backward",
@@ -120,8 +128,11 @@ class Probe:
                 else:
                     judge(functools.partial(self.measure, case), self.seed)
         with saying(f"{where}: {self.combination}, {few}"):
-            once, again = (self._fused(few, self.seed)[0].tree for _ in range(2))
-            assert_bitwise_equal(again, once)
+            once, observer, bench = self._fused(few, self.seed)
+            assert_bitwise_equal(self._fused(few, self.seed)[0].tree, once.tree)
+            self._check_reads(observer, bench)
+        with saying(f"{where}: after its parameters changed, {few}"):
+            assert_bitwise_equal(self._changed(few, True), self._changed(few, False))
         for name in ("fwd", "bwd"):
             if hasattr(self.fusion, name):
                 with saying(f"{where}: a {name} that fails, {few}"):
@@ -195,6 +206,24 @@ class Probe:
                     f"{place}.{n}" for place, item in zip(places, inside, strict=True) for n in _wanted_of(item, own)
                 ]
                 assert_only_wanted(back, back.kwargs["needs"], names)
+
+    def _check_reads(self, observer: Observer, bench: Bench) -> None:
+        for back in observer.passes("bwd"):
+            places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
+            inside = zip(places, bench.listing().items[self.start :], strict=False)
+            assert_reads_records(
+                back, {f"{place}.{n}": slot for place, item in inside for n, slot in item.slots.items()}
+            )
+
+    def _changed(self, case: Case, called: bool) -> Tree:
+        """What comes of parameters that changed, where they were read before and where not: nothing may be left."""
+        bench = self.bench()
+        if called:
+            self.specimen.run(bench, case, self.seed)
+        with torch.no_grad():
+            for p in bench.root.parameters():
+                p.copy_(varied(p, self.seed + 1))
+        return self.specimen.run(bench, case, self.seed).tree
 
     def _check_fallback(self, name: str, case: Case) -> None:
         calls: list[str] = []

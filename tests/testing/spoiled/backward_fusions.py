@@ -50,6 +50,12 @@ class ForgetsDx(EditsGradients):
         return None, grads
 
 
+@caught("bwd reads the parameter 'linear.weight' of its module, which may have changed; read it from the record")
+class ReadsTheWeightOfTheModule(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        return dy @ self.linear.weight if "x" in needs else None, grads
+
+
 @caught("(shares its storage with dy|shares its memory with the incoming gradient)")
 class ReturnsDyAsAGradient(EditsGradients):
     def edit(self, dx, grads, dy, linear, needs):
@@ -172,3 +178,14 @@ class ReturnsAPair(NormLinear):
 class ForgetsTheBiasWhereItIsOptional(NormLinear):
     def fwd(self, x):
         return F.linear(self.norm.fwd(x)[0], self.linear.weight)
+
+
+PACKED: dict[torch.Tensor, torch.Tensor] = {}
+
+
+@caught("after its parameters changed, .*y")
+class KeepsAPackedWeight(NormLinear):
+    def fwd(self, x):
+        weight = self.linear.weight
+        packed = PACKED.setdefault(weight, weight.detach().clone())
+        return F.linear(self.norm.fwd(x)[0], packed, None if self.bias is None else self.bias.bias)

@@ -241,3 +241,31 @@ class WidensDx(Affine):
     def bwd(self, dy, saved, *, needs):
         dx, grads = super().bwd(dy, saved, needs=needs)
         return None if dx is None else dx.double(), grads
+
+
+@caught("bwd reads the parameter 'weight' of its module, which may have changed; read it from the record")
+class ReadsTheWeightOfTheModule(Affine):
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")
+
+    reference = Affine.reference
+
+    def fwd(self, x):
+        return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x)
+
+    def bwd(self, dy, saved, *, needs):
+        x = saved.x if "weight" in needs else dy
+        return super().bwd(dy, Affine.Saved(x=x, weight=self.weight), needs=needs)
+
+
+@caught(r"in evaluation, .*\n  y: max")
+class DoublesInTraining(Affine):
+    def reference(self, x):
+        return super().reference(x) * (2 if self.training else 1)
+
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return 2 * y, saved
+
+    def bwd(self, dy, saved, *, needs):
+        return super().bwd(2 * dy, saved, needs=needs)
