@@ -197,5 +197,10 @@ class UnfusedOperation(FusableOperation):
         """An instance that accepts `x`, for the test kit."""
         return cls()
 
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[UnfusedOperation, ...]:
+        """`example(x)`, and instances with another configuration, which a fusion has to respect or refuse."""
+        return (cls.example(x),)
+
 
 __all__ = ["FusableOperation", "Grads", "Saved", "UnfusedOperation", "field"]

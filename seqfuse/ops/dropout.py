@@ -72,3 +72,7 @@ class Dropout(sf.UnfusedOperation):
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}, mode={self.mode!r}"
+
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[Dropout, ...]:
+        return (cls(), cls(0.2, "downscale_in_infer"), cls(0.2, "downscale_in_infer").eval())

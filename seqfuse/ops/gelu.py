@@ -55,5 +55,9 @@ class GeLU(sf.Pointwise):
     def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}"
 
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[GeLU, ...]:
+        return (cls(), cls("tanh"))
+
 
 GELU = GeLU

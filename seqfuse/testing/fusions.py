@@ -16,7 +16,7 @@ from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying
 from .operations import DTYPES
-from .patterns import described, example_lists
+from .patterns import configured_otherwise, described, example_lists
 from .probe import Probe
 
 
@@ -72,7 +72,7 @@ def check_fusion(
         x: gives shape and device, and values for one of the cases.
         ops: operations to replace, which stay as they are; without any, lists are made from `example(x)` of the
             classes of its slots: optional slots filled and empty, variadic ones with one to three operations, open
-            types with each operation of this library.
+            types with each operation of this library, and other configurations, of `examples(x)`, unless refused.
         seed: of everything that is drawn.
         dtypes: working dtypes, none of which may be refused; float32 and bfloat16 where it is not, if left out.
         env: an environment in which the fusion must be planned, for operations in its dtype. Where it is refused on
@@ -108,12 +108,14 @@ def _check(
     name = fusion.__name__
     with saying(name):
         lists: list[tuple[Sequence[nn.Module], Tensor]] = [(ops, x)] if ops else [*example_lists(fusion, x)]
+        required = len(lists)
+        lists += [] if ops else configured_otherwise(fusion, x)
     checked: list[str] = []
     skipped: list[str] = []
     count = 0
     for i, (operations, x) in enumerate(lists):
-        where = f"{name} on {described(operations)}"
-        if env is not None:
+        where = f"{name} on {described(operations) if i < required else list(operations)}"
+        if env is not None and i < required:
             with saying(where):
                 planned = Probe(fusion, Specimen(operations, x, channels, seed), env.dtype)
                 planned.find(planned.bench().plan(env=env))
@@ -128,7 +130,7 @@ def _check(
                 checked += [described(operations)] * (described(operations) not in checked)
             elif env is None and dtypes is not None and i == 0:
                 raise AssertionError(f"{where}: {refused}")
-            else:
+            elif i < required:
                 skipped.append(f"{described(operations)} in {dtype}: {refused}")
     if not checked and env is None:
         raise AssertionError(f"{name} is never used; {'; '.join(skipped)}")

@@ -18,6 +18,8 @@ Choice = tuple[type[UnfusedOperation], ...]
 def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
     """Lists for a fusion, each with its input: one with every slot filled, then variants that differ in one slot.
 
+    Those of `configured_otherwise` are not among them.
+
     A slot of an open type or a union takes each of the classes known to match; an optional one is also left empty; a
     variadic one takes two, one and three operations. Each operation is its class's `example(x)`, x threaded through
     the shapes that `infer` gives. Where they do not fit together, as an odd width and a gated unit, x gets one more
@@ -42,6 +44,21 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[lis
                 except Exception:
                     continue
                 yield made
+
+
+def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
+    """The list with every slot filled, with each of the other `examples(x)` of a slot's class in turn.
+
+    A fusion may refuse one. Where the list cannot be made, it is left out.
+    """
+    base = [next(_choices(slot)) for slot in fusion.slots]
+    for i, kinds in enumerate(base):
+        for n in range(1, max(len(kind.examples(x)) for kind in kinds)):
+            try:
+                made = _build(fusion, base, x, (i, n))
+            except Exception:
+                continue
+            yield made
 
 
 def _choices(slot: Slot) -> Iterator[Choice]:
@@ -71,23 +88,30 @@ def known_finals(wanted: type[UnfusedOperation]) -> list[type[UnfusedOperation]]
     return sorted(ours or found, key=lambda kind: kind.__name__)
 
 
-def _build(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor) -> tuple[list[UnfusedOperation], Tensor]:
+def _build(
+    fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, other: tuple[int, int] = (0, 0)
+) -> tuple[list[UnfusedOperation], Tensor]:
     try:
-        return _thread(fusion, choice, x), x
+        return _thread(fusion, choice, x, other), x
     except ValueError:
         wider = seeded_randn((*x.shape[:-1], x.shape[-1] + 1), 0, dtype=x.dtype).to(x.device)
-        return _thread(fusion, choice, wider), wider
+        return _thread(fusion, choice, wider, other), wider
 
 
-def _thread(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor) -> list[UnfusedOperation]:
+def _thread(
+    fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, other: tuple[int, int]
+) -> list[UnfusedOperation]:
+    """A list whose slot `other[0]` takes the examples numbered `other[1]`, and the others the first."""
     made: list[UnfusedOperation] = []
     open_forks: list[str] = []
     shape = tuple(x.shape)
-    for slot, kinds in zip(fusion.slots, choice, strict=True):
+    for at, (slot, kinds) in enumerate(zip(fusion.slots, choice, strict=True)):
         for i, kind in enumerate(kinds):
             like = seeded_randn(shape, len(made), dtype=x.dtype).to(x.device)
             place = f"{slot.name}_{i}" if slot.variadic else slot.name
-            made.append(_routed(fusion, place, _bare(kind.example(like)), open_forks))
+            examples = kind.examples(like)
+            one = examples[other[1]] if at == other[0] and other[1] < len(examples) else examples[0]
+            made.append(_routed(fusion, place, _bare(one), open_forks))
             shape = tuple(made[-1].infer(shape))
     return made
 

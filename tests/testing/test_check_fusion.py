@@ -249,3 +249,50 @@ def test_examples_that_cannot_be_made_ask_for_the_operations():
 
     with pytest.raises(AssertionError, match=r"Between: ValueError .*give the operations yourself"):
         check_fusion(Between, seeded_randn((4, 6), 0))
+
+
+class FixedGeLU(sf.InferenceFusion):
+    bias: ops.Bias
+    act: ops.GeLU
+
+    def fwd(self, x):
+        return torch.nn.functional.gelu(x + self.bias.bias)
+
+
+class FixedEps(sf.InferenceFusion):
+    norm: ops.LayerNorm
+
+    def fwd(self, x):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.norm.weight, self.norm.bias, 1e-5)
+
+
+class FixedDropout(sf.InferenceFusion):
+    bias: ops.Bias
+    drop: ops.Dropout
+
+    def fwd(self, x, *, drop_seed):
+        x = x + self.bias.bias
+        return x if drop_seed is None else self.drop.fwd(x, seed=drop_seed)[0].mul(2 * (1 - self.drop.p))
+
+
+@pytest.mark.parametrize(
+    ("fusion", "configured"),
+    [
+        (FixedGeLU, "GeLU(approximate='tanh')"),
+        (FixedEps, "LayerNorm((6,), eps=0.01"),
+        (FixedDropout, "Dropout(p=0.2, mode='downscale_in_infer')"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_catches_a_fusion_that_misses_a_configuration(fusion: type[sf.FusedOperation], configured: str):
+    with pytest.raises(AssertionError, match="y: max") as error:
+        check_fusion(fusion, X, dtypes=(torch.float32,))
+    assert configured in str(error.value)
+
+
+def test_a_configuration_may_be_refused():
+    class Refuses(FixedGeLU):
+        def requires(self, env):
+            yield self.act.approximate == "none", "the exact one only"
+
+    assert check_fusion(Refuses, X).skipped == ()
