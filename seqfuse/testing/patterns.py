@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -49,15 +50,15 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[lis
 def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
     """The list with every slot filled, with each of the other `examples(x)` of a slot's class in turn.
 
-    A fusion may refuse one. Where the list cannot be made, it is left out.
+    A fusion may refuse one.
     """
     base = [next(_choices(slot)) for slot in fusion.slots]
-    for i, kinds in enumerate(base):
-        for n in range(1, max(len(kind.examples(x)) for kind in kinds)):
+    for i in range(len(base)):
+        for n in itertools.count(1):
             try:
                 made = _build(fusion, base, x, (i, n))
-            except Exception:
-                continue
+            except Exception:  # there is none, or it does not fit in with the others
+                break
             yield made
 
 
@@ -101,18 +102,25 @@ def _build(
 def _thread(
     fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, other: tuple[int, int]
 ) -> list[UnfusedOperation]:
-    """A list whose slot `other[0]` takes the examples numbered `other[1]`, and the others the first."""
+    """A list whose slot `other[0]` takes the examples numbered `other[1]`, or its last ones, and the others the first.
+
+    Raises IndexError where none of that slot's classes has so many.
+    """
     made: list[UnfusedOperation] = []
     open_forks: list[str] = []
     shape = tuple(x.shape)
     for at, (slot, kinds) in enumerate(zip(fusion.slots, choice, strict=True)):
+        most = 1
         for i, kind in enumerate(kinds):
             like = seeded_randn(shape, len(made), dtype=x.dtype).to(x.device)
             place = f"{slot.name}_{i}" if slot.variadic else slot.name
             examples = kind.examples(like)
-            one = examples[other[1]] if at == other[0] and other[1] < len(examples) else examples[0]
+            most = max(most, len(examples))
+            one = examples[min(other[1], len(examples) - 1) if at == other[0] else 0]
             made.append(_routed(fusion, place, _bare(one), open_forks))
             shape = tuple(made[-1].infer(shape))
+        if at == other[0] and other[1] >= most:
+            raise IndexError(f"no more examples for slot {slot.name!r}")
     return made
 
 
