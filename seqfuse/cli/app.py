@@ -24,6 +24,7 @@ app = App(
 cache_app = App(name="cache", help="Show or clear what `tune` has kept for this user.")
 app.command(cache_app)
 
+Target = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print JSON.")]
 
 
@@ -66,7 +67,7 @@ def doctor(*, json: Json = False) -> int:
 
 @app.command
 def plan(
-    target: str,
+    target: Target,
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
@@ -75,7 +76,9 @@ def plan(
     html: Annotated[bool, Parameter(negative="", show_default=False, help="Write a page.")] = False,
     svg: Annotated[bool, Parameter(negative="", show_default=False, help="Write a picture.")] = False,
     mermaid: Annotated[bool, Parameter(negative="", show_default=False, help="Write a Mermaid flowchart.")] = False,
-    output: Annotated[Path | None, Parameter(help="Write to this file; its ending says the form.")] = None,
+    output: Annotated[
+        Path | None, Parameter(help="Write to this file; its ending says the form, such as .svg.")
+    ] = None,
     on: _Shared = None,
 ) -> None:
     """Show what is fused and why not more, here or for --device cuda:sm_90, a machine that is not here."""
@@ -92,7 +95,7 @@ def plan(
 
 @app.command
 def tune(
-    target: str,
+    target: Target,
     /,
     *,
     input: Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")],
@@ -118,7 +121,7 @@ def tune(
 
 @app.command
 def check(
-    target: str,
+    target: Target,
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x64; a model needs it.")] = None,
@@ -149,7 +152,7 @@ def check(
 
 @app.command
 def compare(
-    target: str,
+    target: Target,
     /,
     *,
     input: Annotated[str, Parameter(help="What enters, such as 8x64:bf16.")],

@@ -59,7 +59,7 @@ def checked(
     """
     torch.default_generator.manual_seed(0)
     target, here = load(name), inputs.device(device)
-    dtypes = _BOTH if dtype is None else (inputs.dtype(dtype),)
+    dtypes = _BOTH if dtype is None else (inputs.floating(dtype),)
     job = _Job(target, here, inputs.spec(given or "4x64"), dtypes, seed, given is not None)
     path: Path | None = None
     for check, failure, skipped in job.checks(part, evaluate):

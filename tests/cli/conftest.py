@@ -142,6 +142,10 @@ MODELS = """
         raise ValueError("one line\\nand another")
 
 
+    def leaving():
+        raise SystemExit(3)
+
+
     def needing(size):
         return build()
 
