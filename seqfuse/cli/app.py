@@ -24,7 +24,11 @@ app = App(
 cache_app = App(name="cache", help="Show or clear what `tune` has kept for this user.")
 app.command(cache_app)
 
-Target = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
+_Target = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
+_Channel = Annotated[
+    list[str] | None,
+    Parameter(negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."),
+]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print JSON.")]
 
 
@@ -38,12 +42,7 @@ class On:
     dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
     autocast: Annotated[str | None, Parameter(help="Run under torch.autocast to this dtype.")] = None
     part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None
-    channel: Annotated[
-        list[str] | None,
-        Parameter(
-            negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."
-        ),
-    ] = None
+    channel: _Channel = None
     evaluate: Annotated[
         bool, Parameter(name="--eval", negative="", show_default=False, help="Put the model into evaluation mode.")
     ] = False
@@ -67,7 +66,7 @@ def doctor(*, json: Json = False) -> int:
 
 @app.command
 def plan(
-    target: Target,
+    target: _Target,
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
@@ -95,7 +94,7 @@ def plan(
 
 @app.command
 def tune(
-    target: Target,
+    target: _Target,
     /,
     *,
     input: Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")],
@@ -121,7 +120,7 @@ def tune(
 
 @app.command
 def check(
-    target: Target,
+    target: _Target,
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x64; a model needs it.")] = None,
@@ -131,6 +130,7 @@ def check(
     evaluate: Annotated[
         bool, Parameter(name="--eval", negative="", show_default=False, help="Put a model into evaluation mode.")
     ] = False,
+    channel: _Channel = None,
     repro: Annotated[Path | None, Parameter(help="Where to write a script that shows a failure again.")] = None,
     seed: int = 0,
     json: Json = False,
@@ -140,8 +140,9 @@ def check(
 
     found: list[checking.Checked] = []
     for one in checking.checked(
-        target, given=input, device=device, dtype=dtype, part=part, evaluate=evaluate, file=repro, seed=seed
-    ):
+        target, given=input, channels=channel or [], device=device, dtype=dtype, part=part, evaluate=evaluate,
+        file=repro, seed=seed,
+    ):  # fmt: skip
         found.append(one)
         if not json:
             checking.show(one)
@@ -152,7 +153,7 @@ def check(
 
 @app.command
 def compare(
-    target: Target,
+    target: _Target,
     /,
     *,
     input: Annotated[str, Parameter(help="What enters, such as 8x64:bf16.")],
