@@ -16,17 +16,10 @@ from seqfuse.kernels.pointwise import Chain, act, dact, pointwise
 from seqfuse.testing import FusedMismatch, assert_fused_close, in_regime
 
 from .mutants import in_dtypes
+from .references import ACTIVATIONS_IN_TORCH
 
 TORCH: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x * 1,
-    "relu": torch.relu,
-    "squared_relu": lambda x: torch.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "silu": F.silu,
-    "quickgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    **ACTIVATIONS_IN_TORCH,
     "scaled": lambda x: -0.7 * x,
     "composed": lambda x: F.gelu(torch.tanh(1.5 * F.silu(x))),
 }

@@ -33,6 +33,7 @@ from seqfuse.testing import (
 from seqfuse.testing.compiled import compile_variants
 
 from .mutants import in_dtypes
+from .references import ACTIVATIONS_IN_TORCH
 
 assert _gemm_ops is not None  # registers operators
 
@@ -43,18 +44,6 @@ TILES = {
     "quarters": Tile(64, 64, 16, 4, 1, split=4, descriptors=True, flatten=False),
 }
 M, N, K = 48, 40, 56
-
-EAGER: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x * 1,
-    "relu": F.relu,
-    "squared_relu": lambda x: F.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "silu": F.silu,
-    "quickgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 @pytest.fixture(params=DTYPES.values(), ids=DTYPES.keys())
@@ -113,9 +102,9 @@ def eager_linear(
     y = z
     if gated:
         gate, up = z.chunk(2, -1)
-        y = EAGER[act or "identity"](gate) * up
+        y = ACTIVATIONS_IN_TORCH[act or "identity"](gate) * up
     elif act is not None:
-        y = EAGER[act](y)
+        y = ACTIVATIONS_IN_TORCH[act](y)
     kept = z if store_pre else y if store_act else None
     y = drop(y, dropout)
     if residual is not None:
@@ -151,7 +140,7 @@ def eager_dgrad(
         x = dz
     else:
         t = t.detach().requires_grad_()
-        f = EAGER[act or "identity"]
+        f = ACTIVATIONS_IN_TORCH[act or "identity"]
         x = drop(f(t.chunk(2, -1)[0]) * t.chunk(2, -1)[1] if gated else f(t), dropout)
         (dz,) = torch.autograd.grad(x, t, dx)
     if residual is not None:
@@ -166,7 +155,7 @@ def check_dgrad(module: Any = gemm, tile: Tile | None = None, of_output: bool = 
     emit = given.get("act") is not None
     if emit:
         if of_output:
-            given["t"] = EAGER[given["act"]](given["t"])
+            given["t"] = ACTIVATIONS_IN_TORCH[given["act"]](given["t"])
             given["t_is_output"] = True
         given["act"] = ACTIVATIONS[given["act"]]
     dgrad = module.linear_dgrad_gated if gated else module.linear_dgrad
@@ -224,10 +213,10 @@ def operands(device: torch.device, dtype: torch.dtype, m: int = M, n: int = N, k
 
 
 def test_every_activation_is_in_every_epilogue() -> None:
-    assert EAGER.keys() == ACTIVATIONS.keys()
+    assert ACTIVATIONS_IN_TORCH.keys() == ACTIVATIONS.keys()
 
 
-@pytest.mark.parametrize("act", EAGER)
+@pytest.mark.parametrize("act", ACTIVATIONS_IN_TORCH)
 def test_linear_with_every_activation(device: torch.device, dtype: torch.dtype, act: str) -> None:
     o = operands(device, dtype)
     check_linear(x=o.x, weight=o.weight, bias=o.bias, act=act, store_pre=True)
@@ -273,13 +262,13 @@ def test_an_activation_is_given_as_it_is_before_dropout(
     check_linear(tile=tile, x=o.x, weight=o.weight, bias=o.bias, act=act, dropout=o.dropout, store_act=True)
 
 
-@pytest.mark.parametrize("act", EAGER)
+@pytest.mark.parametrize("act", ACTIVATIONS_IN_TORCH)
 def test_gated_with_every_activation(device: torch.device, dtype: torch.dtype, act: str) -> None:
     o = operands(device, dtype)
     check_linear(x=o.x, weight=o.packed, bias=o.packed_bias, act=act, store_pre=True, gated=True)
 
 
-@pytest.mark.parametrize("act", EAGER)
+@pytest.mark.parametrize("act", ACTIVATIONS_IN_TORCH)
 def test_dgrad_with_every_activation(device: torch.device, dtype: torch.dtype, act: str) -> None:
     o = operands(device, dtype)
     check_dgrad(dy=o.dy, weight=o.weight, act=act, t=o.t)
@@ -291,7 +280,7 @@ def test_dgrad_from_the_output_of_an_activation(device: torch.device, act: str) 
     check_dgrad(dy=o.dy, weight=o.weight, act=act, t=o.t, of_output=True, dropout=o.dropout)
 
 
-@pytest.mark.parametrize("act", EAGER)
+@pytest.mark.parametrize("act", ACTIVATIONS_IN_TORCH)
 def test_dgrad_of_every_gated_unit(device: torch.device, dtype: torch.dtype, act: str) -> None:
     o = operands(device, dtype)
     check_dgrad(dy=o.dy, weight=o.weight, act=act, t=o.packed_t, gated=True)
