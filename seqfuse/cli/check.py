@@ -91,7 +91,7 @@ class _Job:
         """Each check with its failure, and what it left out."""
         torch.default_generator.manual_seed(0)
         value = self.target.value
-        kind: type = value if self.target.is_class else type(value)
+        kind: type[Any] = value if self.target.is_class else type(value)
         if self.channels and issubclass(kind, UnfusedOperation | FusedOperation):
             raise Unable("--channel is for a model: the test kit draws what else an operation takes")
         if self.target.is_class and issubclass(value, FusedOperation):
