@@ -91,8 +91,8 @@ class _Job:
         """Each check with its failure, and what it left out."""
         torch.default_generator.manual_seed(0)
         value = self.target.value
-        kind: type[Any] = value if self.target.is_class else type(value)
-        if self.channels and issubclass(kind, UnfusedOperation | FusedOperation):
+        of_the_kit = self.target.is_class and issubclass(value, UnfusedOperation | FusedOperation)
+        if self.channels and (of_the_kit or isinstance(value, UnfusedOperation)):
             raise Unable("--channel is for a model: the test kit draws what else an operation takes")
         if self.target.is_class and issubclass(value, FusedOperation):
             yield self._fusion(value)
