@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # What reads the output went away, as `head` does; Python would complain when it closes the stream.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return CLOSED
+        except SystemExit as error:
+            if not isinstance(error.__context__, BrokenPipeError):
+                raise
+            return CLOSED  # rich, which prints help, ends in this way
 
 
 def _run(given: list[str]) -> int:
@@ -60,9 +64,23 @@ def _run(given: list[str]) -> int:
     except (Unable, SeqfuseError, CycloptsError) as error:
         if traceback:
             raise
-        print(f"seqfuse: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"seqfuse: {' '.join(_said(error).split())}", file=sys.stderr)
         return UNABLE
     return status or 0
+
+
+def _said(error: Exception) -> str:
+    from cyclopts import MissingArgumentError, UnusedCliTokensError
+
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        given = error.keyword is not None or bool(error.argument.tokens)
+        what = "no value behind" if given else "no"
+        said = f"there is {what} {error.argument.name}"
+    elif isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        said = f"{error.unused_tokens[0]!r} is one argument too many"
+    else:
+        return str(error)
+    return f"{said}; seqfuse {' '.join(error.command_chain or ())} --help lists what there may be"
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: object) -> None:

@@ -24,6 +24,11 @@ app = App(
 cache_app = App(name="cache", help="Show or clear what `tune` has kept for this user.")
 app.command(cache_app)
 
+_Target = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
+_Channel = Annotated[
+    list[str] | None,
+    Parameter(negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."),
+]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="Print JSON.")]
 
 
@@ -37,12 +42,7 @@ class On:
     dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
     autocast: Annotated[str | None, Parameter(help="Run under torch.autocast to this dtype.")] = None
     part: Annotated[str | None, Parameter(help="Path of the Sequential in the model that is meant.")] = None
-    channel: Annotated[
-        list[str] | None,
-        Parameter(
-            negative="", show_default=False, help="An extra input, such as residual=8x1024:bf16; may be repeated."
-        ),
-    ] = None
+    channel: _Channel = None
     evaluate: Annotated[
         bool, Parameter(name="--eval", negative="", show_default=False, help="Put the model into evaluation mode.")
     ] = False
@@ -66,7 +66,7 @@ def doctor(*, json: Json = False) -> int:
 
 @app.command
 def plan(
-    target: str,
+    target: _Target,
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
@@ -75,7 +75,9 @@ def plan(
     html: Annotated[bool, Parameter(negative="", show_default=False, help="Write a page.")] = False,
     svg: Annotated[bool, Parameter(negative="", show_default=False, help="Write a picture.")] = False,
     mermaid: Annotated[bool, Parameter(negative="", show_default=False, help="Write a Mermaid flowchart.")] = False,
-    output: Annotated[Path | None, Parameter(help="Write to this file; its ending says the form.")] = None,
+    output: Annotated[
+        Path | None, Parameter(help="Write to this file; its ending says the form, such as .svg.")
+    ] = None,
     on: _Shared = None,
 ) -> None:
     """Show what is fused and why not more, here or for --device cuda:sm_90, a machine that is not here."""
@@ -92,7 +94,7 @@ def plan(
 
 @app.command
 def tune(
-    target: str,
+    target: _Target,
     /,
     *,
     input: Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")],
@@ -118,7 +120,7 @@ def tune(
 
 @app.command
 def check(
-    target: str,
+    target: _Target,
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x64; a model needs it.")] = None,
@@ -128,6 +130,7 @@ def check(
     evaluate: Annotated[
         bool, Parameter(name="--eval", negative="", show_default=False, help="Put a model into evaluation mode.")
     ] = False,
+    channel: _Channel = None,
     repro: Annotated[Path | None, Parameter(help="Where to write a script that shows a failure again.")] = None,
     seed: int = 0,
     json: Json = False,
@@ -137,8 +140,9 @@ def check(
 
     found: list[checking.Checked] = []
     for one in checking.checked(
-        target, given=input, device=device, dtype=dtype, part=part, evaluate=evaluate, file=repro, seed=seed
-    ):
+        target, given=input, channels=channel or [], device=device, dtype=dtype, part=part, evaluate=evaluate,
+        file=repro, seed=seed,
+    ):  # fmt: skip
         found.append(one)
         if not json:
             checking.show(one)
@@ -149,7 +153,7 @@ def check(
 
 @app.command
 def compare(
-    target: str,
+    target: _Target,
     /,
     *,
     input: Annotated[str, Parameter(help="What enters, such as 8x64:bf16.")],

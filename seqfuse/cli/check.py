@@ -45,6 +45,7 @@ def checked(
     name: str,
     *,
     given: str | None,
+    channels: Sequence[str],
     device: str | None,
     dtype: str | None,
     part: str | None,
@@ -59,8 +60,8 @@ def checked(
     """
     torch.default_generator.manual_seed(0)
     target, here = load(name), inputs.device(device)
-    dtypes = _BOTH if dtype is None else (inputs.dtype(dtype),)
-    job = _Job(target, here, inputs.spec(given or "4x64"), dtypes, seed, given is not None)
+    dtypes = _BOTH if dtype is None else (inputs.floating(dtype),)
+    job = _Job(target, here, inputs.spec(given or "4x64"), dtypes, seed, given is not None, channels)
     path: Path | None = None
     for check, failure, skipped in job.checks(part, evaluate):
         if failure is None:
@@ -84,11 +85,15 @@ class _Job:
     dtypes: Sequence[torch.dtype]
     seed: int
     fixed: bool  # whether the shape of the input was said
+    channels: Sequence[str] = ()
 
     def checks(self, part: str | None, evaluate: bool) -> Iterator[_Made]:
         """Each check with its failure, and what it left out."""
         torch.default_generator.manual_seed(0)
         value = self.target.value
+        of_the_kit = self.target.is_class and issubclass(value, UnfusedOperation | FusedOperation)
+        if self.channels and (of_the_kit or isinstance(value, UnfusedOperation)):
+            raise Unable("--channel is for a model: the test kit draws what else an operation takes")
         if self.target.is_class and issubclass(value, FusedOperation):
             yield self._fusion(value)
             return
@@ -166,7 +171,8 @@ class _Job:
         """The operations of a model that are not this library's, then all of it, fused and unfused."""
         if not self.fixed:
             raise Unable("a model is checked on an input: give --input, such as 8x1024")
-        shapes = self._shapes(model)
+        extra = inputs.channels(self.channels)
+        shapes = self._shapes(model, extra)
         foreign: dict[type, tuple[str, nn.Module, Spec]] = {}
         for at, item in enumerate(flatten(model)):
             own = type(item.operation).__module__.startswith("seqfuse.")
@@ -180,21 +186,22 @@ class _Job:
             runs = runs_of(spec, self.device, dtype, "unfused", None)
             for grad in (True, False):
                 check = f"fused and unfused, {_short(dtype)}{'' if grad else ', no gradients'}"
-                found = compare(model.to(dtype), spec, {}, runs, grad=grad, seed=self.seed)
+                found = compare(model.to(dtype), spec, extra, runs, grad=grad, seed=self.seed)
                 if found.difference is None:
                     yield check, None, ()
                     continue
                 whole = made, spec, str(found)
                 part = self._smallest(model, made, runs, shapes, grad, found.difference.place.at) or whole
-                end = f"{dtype}, device={str(self.device)!r}, grad={grad}, seed={self.seed})"
+                end = f"{dtype}, device={str(self.device)!r}, grad={grad}, seed={self.seed}"
+                end += f", channels={[*self.channels]!r})" if part is whole and extra else ")"
                 lines = (f"assert_same({part[0]}, {str(part[1])!r}, {end}",)
                 yield check, Failure(check, part[2], repro.SAME, lines), ()
 
-    def _shapes(self, model: Sequential) -> dict[int, Spec]:
+    def _shapes(self, model: Sequential, extra: dict[str, Spec]) -> dict[int, Spec]:
         """What enters each position."""
         dtype = self.dtypes[0]
         run = runs_of(self.spec, self.device, dtype, "unfused", None)[1]
-        values, _ = run(model, self.spec, {}, self.seed, False)
+        values, _ = run(model, self.spec, extra, self.seed, False)
         after = {place.at + 1: Spec(tuple(y.shape), dtype) for place, y in values.items()}
         return {0: self.spec, **after}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,12 +207,19 @@ def show(found: Comparison) -> None:
 
 
 def assert_same(
-    model: nn.Module, given: str, dtype: torch.dtype, *, device: str = "cpu", grad: bool = True, seed: int = 0
+    model: nn.Module,
+    given: str,
+    dtype: torch.dtype,
+    *,
+    device: str = "cpu",
+    grad: bool = True,
+    seed: int = 0,
+    channels: Sequence[str] = (),
 ) -> None:
     """Raises AssertionError unless a list gives fused what it gives unfused, for an input such as `8x64:bfloat16`."""
     spec = inputs.spec(given)
     model = container(model, type(model).__name__, None)
     runs = runs_of(spec, torch.device(device), dtype, "unfused", None)
-    found = compare(model.to(dtype), spec, {}, runs, grad=grad, seed=seed)
+    found = compare(model.to(dtype), spec, inputs.channels(channels), runs, grad=grad, seed=seed)
     if found.difference is not None:
         raise AssertionError(str(found))

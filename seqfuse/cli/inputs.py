@@ -71,6 +71,14 @@ def dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def floating(name: str) -> torch.dtype:
+    """A dtype of parameters, or of autocast."""
+    found = dtype(name)
+    if not found.is_floating_point:
+        raise Unable(f"parameters and autocast take a floating dtype, not {name}")
+    return found
+
+
 def is_elsewhere(device: str) -> bool:
     """Whether a device is named by its architecture, so that it need not be here."""
     arch = device.partition(":")[2]
@@ -101,7 +109,7 @@ def device(name: str | None) -> torch.device:
 def cast(model: nn.Module, given: Spec | None, named: str | None, autocast: str | None) -> nn.Module:
     """A model in the dtype that is named; else in that of a floating input, but under autocast."""
     if named is not None:
-        return model.to(dtype(named))
+        return model.to(floating(named))
     if given is not None and given.dtype.is_floating_point and autocast is None:
         return model.to(given.dtype)
     return model
@@ -116,7 +124,7 @@ def vocabulary(model: nn.Module) -> int:
 @contextlib.contextmanager
 def surroundings(kind: str, autocast: str | None, grad: bool) -> Generator[None]:
     """A block under autocast and with or without gradients, as asked."""
-    low = None if autocast is None else dtype(autocast)
+    low = None if autocast is None else floating(autocast)
     with torch.set_grad_enabled(grad), torch.autocast(kind, low, enabled=low is not None):
         yield
 

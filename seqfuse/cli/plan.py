@@ -13,7 +13,7 @@ from ..fuser import Plan
 from . import inputs
 from .target import Unable, container, load
 
-FORMS = {".json": "json", ".html": "html", ".svg": "svg", ".mmd": "mermaid"}
+FORMS = {"": "text", ".txt": "text", ".json": "json", ".html": "html", ".svg": "svg", ".mmd": "mermaid"}
 
 
 def planned(
@@ -46,7 +46,7 @@ def planned(
         env = Env.of(
             device,
             dtype=spec.dtype if spec is not None and spec.dtype.is_floating_point else _dtype_of(chosen),
-            autocast=None if autocast is None else inputs.dtype(autocast),
+            autocast=None if autocast is None else inputs.floating(autocast),
             grad=grad,
             rows=None if spec is None else rows_of(spec.shape),
         )
@@ -60,7 +60,7 @@ def planned(
     chosen = container(model.to(here), name, part)
     with inputs.surroundings(here.type, autocast, grad):
         if spec is None:
-            low = None if autocast is None else inputs.dtype(autocast)
+            low = None if autocast is None else inputs.floating(autocast)
             return chosen.plan(env=Env.of(here, dtype=_dtype_of(chosen), autocast=low, grad=grad))
         x = spec.draw(here, 0, inputs.vocabulary(chosen))
         drawn: Any = {n: s.draw(here, 1) for n, s in extra.items()}
@@ -78,7 +78,12 @@ def form_of(chosen: dict[str, bool], output: Path | None) -> str:
         raise Unable(f"--{asked[0]} and --{asked[1]} are two forms of one plan: ask for one")
     if asked:
         return asked[0]
-    return FORMS.get(output.suffix, "text") if output is not None else "text"
+    if output is None:
+        return "text"
+    if output.suffix not in FORMS:
+        known = ", ".join(filter(None, FORMS))
+        raise Unable(f"{output} says no form of a plan: end it with one of {known}, or ask for a form, as by --json")
+    return FORMS[output.suffix]
 
 
 def written(plan: Plan, form: str) -> str:

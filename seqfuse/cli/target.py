@@ -50,7 +50,7 @@ class Target:
                 raise Unable(f"{self.name} is of type {kind}: name a module, or a function or class that makes one")
             try:
                 made = made()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 without = "; it is called without arguments" if isinstance(error, TypeError) else ""
                 raise Unable(f"{self.name}() raised {said(error)}{without}") from error
         if not isinstance(made, nn.Module):
@@ -128,6 +128,7 @@ def container(model: nn.Module, name: str, part: str | None) -> Sequential:
     if len(paths) == 1:
         return cast(Any, model).get_submodule(paths[0])
     if not paths:
-        raise Unable(f"there is no seqfuse.Sequential in {name}, which is of type {type(model).__name__}")
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise Unable(f"there is no seqfuse.Sequential in {name}, which is of type {kind}")
     listed = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
     raise Unable(f"there are {len(paths)} Sequentials in {name}: choose one by --part, of {listed}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -21,10 +23,25 @@ def faking(mode: Any = None) -> Generator[Any]:
     torch.set_autocast_cache_enabled(False)
     try:
         # Nor may a mode of the caller's see them: selective checkpointing keeps what it sees.
-        with _disable_current_modes(), mode or FakeTensorMode(allow_non_fake_inputs=True) as entered:
+        with _quiet(), _disable_current_modes(), mode or FakeTensorMode(allow_non_fake_inputs=True) as entered:
             yield entered
     finally:
         torch.set_autocast_cache_enabled(kept)
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Within the block torch does not print a traceback for what fails in this thread: who asked gets the error."""
+    log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        log.removeFilter(elsewhere)
 
 
 def is_fake(tensor: Any) -> bool:

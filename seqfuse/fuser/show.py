@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -70,7 +71,9 @@ def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env) -> Memor
                 run(mode.from_tensor(x), given, planned)
         return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
 
-    cast = torch.autocast(env.device, env.autocast, env.autocast is not None)
+    cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.amp.is_autocast_available(env.device):  # not on meta
+        cast = torch.autocast(env.device, env.autocast, env.autocast is not None)
     try:
         with torch.set_grad_enabled(env.grad), cast:
             saved, _ = once(True)

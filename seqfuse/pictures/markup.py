@@ -51,4 +51,9 @@ def cut(text: str, room: float, size: float, wide: float = 0.57) -> str:
         return text
     while text and width(text + "…", size, wide) > room:
         text = text[:-1]
-    return text.rstrip(" ,·") + "…"
+    return text.rstrip(" ,·.") + "…"
+
+
+def cut_before(text: str, room: float, size: float, wide: float = 0.57) -> str:
+    """The text, or as much of its end as there is room for."""
+    return cut(text[::-1], room, size, wide)[::-1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from .data import Kind, PlanData
-from .markup import Markup, cut, escaped, number, tag, width
+from .markup import Markup, cut, cut_before, escaped, number, tag, width
 from .score import Block, Column, Mark, columns_of, fold, lines_of
 from .style import COLORS, NAMES, SHAPES, SIGNS
 
@@ -154,7 +154,7 @@ class _Picture:
         at = str(operation["at"])
         after = width(at, 11) + 7
         inside.append(tag("text", at, x=x + 8, y=y + 33, class_="at"))
-        path = cut(operation["path"], size - 14 - after, 10.5, 0.61)
+        path = cut_before(operation["path"], size - 14 - after, 10.5, 0.61)
         inside.append(tag("text", path, x=x + 8 + after, y=y + 33, class_="mono"))
         if column.refused:
             circle = tag("circle", cx=x + size - 12, cy=y + 12, r=7.5)

@@ -138,8 +138,16 @@ MODELS = """
         return sf.Sequential(ops.Linear(16, 16), ops.Add("other"))
 
 
+    def fed_wrong():
+        return sf.Sequential(sf.Sequential(ops.Linear(16, 16), ops.GeLU(), ops.Add("other")), fusions=(Wrong,))
+
+
     def raising():
         raise ValueError("one line\\nand another")
+
+
+    def leaving():
+        raise SystemExit(3)
 
 
     def needing(size):

@@ -122,6 +122,17 @@ def test_a_wrong_model_is_cut_down_to_the_members_that_differ(name: str, said: s
     assert first["failure"].splitlines()[1].strip() in error
 
 
+def test_a_model_is_checked_on_what_else_enters_it(cli: Cli) -> None:
+    given = "--input", "4x16", "--channel", "other=4x16", "--dtype", "float32"
+    status, made = checks(cli, "M:fed", *given)
+    assert (status, len(made)) == (0, 2)
+    status, made = checks(cli, "M:fed_wrong", *given)
+    assert status == 1
+    assert "y of GeLU" in made[0]["failure"]
+    assert "channels=['other=4x16'])" in Path(made[0]["repro"]).read_text()
+    assert made[0]["failure"].splitlines()[1].strip() in reproduced(made[0]["repro"])
+
+
 def test_operations_of_others_in_a_model_are_checked(cli: Cli) -> None:
     status, made = checks(cli, "M:holds_third", "--input", "4x16", "--dtype", "float32")
     assert status == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,6 +44,14 @@ def test_without_an_input_rows_and_memory_are_not_known(cli: Cli) -> None:
     data = json.loads(cli("plan", "M:build", "--json", "--device", "cpu").out)
     assert data["env"]["rows"] is None
     assert data["memory"] is None
+
+
+def test_an_operation_that_fails_without_data_leaves_memory_out_and_prints_no_traceback() -> None:
+    # In a process of its own: torch writes to the error stream that it found when it was imported.
+    text = "from seqfuse import Sequential, ops\nmodel = Sequential(ops.LayerNorm(16))"
+    code = f"{text}; import torch; print(model.plan(torch.ones(4, 16).long()).memory)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("None\n", "")
 
 
 def test_options_reach_the_plan(cli: Cli) -> None:

@@ -205,6 +205,15 @@ def test_the_table_says_what_is_saved_in_bytes_that_add_up() -> None:
     assert model.plan().memory is None
 
 
+def test_memory_is_known_of_a_model_without_data() -> None:
+    model = sf.Sequential(ops.Linear(5, 4, bias=False), ops.Tanh())
+    here = model.plan(torch.randn(7, 5)).memory
+    there = model.to("meta").plan(torch.empty(7, 5, device="meta"))
+    assert here is not None
+    assert there.memory == here
+    assert "saved for backward" in str(there)
+
+
 def test_memory_is_that_of_the_environment_wherever_it_is_asked_for() -> None:
     model = sf.Sequential(ops.Linear(5, 4), ops.GeLU(), ops.Linear(4, 3))
     x = tensor(7, 5)

@@ -20,7 +20,7 @@ from seqfuse import ops
 from seqfuse.fuser import Plan
 from seqfuse.fuser.listing import Region
 from seqfuse.pictures import PlanData, style, svg
-from seqfuse.pictures.markup import cut, escaped, tag, width
+from seqfuse.pictures.markup import cut, cut_before, escaped, tag, width
 from seqfuse.pictures.score import LONG, columns_of, fold, lines_of
 from seqfuse.pictures.svg import MOST
 from tests.pictures import drawn as drawn_now
@@ -312,6 +312,15 @@ def test_what_is_not_markup_is_escaped() -> None:
     assert escaped("a\nb\x1b[0m") == "a?b?[0m"
     assert cut("LayerNorm", 1000, 12) == "LayerNorm"
     assert width(cut("LayerNormalization", 60, 12), 12) <= 60
+
+
+def test_of_a_long_key_the_end_is_shown_which_tells_it_from_its_neighbors() -> None:
+    assert cut_before("0.mixer", 1000, 12) == "0.mixer"
+    assert cut_before("0.feedforward.mixer.up", 60, 10) == "…mixer.up"
+    picture = sf.Sequential(sf.nn.TransformerLayer(8, 2)).plan().svg()
+    shown = re.findall(r">(…[^<]*)</text>", picture)
+    assert "…mixer.up" in shown
+    assert "…ixer.down" in shown
 
 
 def test_identical_blocks_stand_once_with_their_number() -> None:
