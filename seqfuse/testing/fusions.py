@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..env import Env
+from ..errors import PluginError
 from ..fusion import FusedOperation
 from .arguments import check_arguments, check_fusion_arguments
 from .cases import Specimen, seeded
@@ -67,12 +68,15 @@ def check_fusion(
     float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since correct
     kernels alarm in about 1 case of 150; what fails in 16 bits or in structure counts at once.
 
+    Lists that are made here are also made with other configurations of the operations, of `examples(x)`. Where a fusion
+    neither respects one nor refuses it, a `UserWarning` says what goes wrong: it would be planned for that one, too.
+
     Args:
         fusion: the class.
         x: gives shape and device, and values for one of the cases.
         ops: operations to replace, which stay as they are; without any, lists are made from `example(x)` of the
             classes of its slots: optional slots filled and empty, variadic ones with one to three operations, open
-            types with each operation of this library, and other configurations, of `examples(x)`, unless refused.
+            types with each operation of this library.
         seed: of everything that is drawn.
         dtypes: working dtypes, none of which may be refused; float32 and bfloat16 where it is not, if left out.
         env: an environment in which the fusion must be planned, for operations in its dtype. Where it is refused on
@@ -89,6 +93,10 @@ def check_fusion(
     check_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
     with seeded(seed, x.device), as_on_a_gpu():
         found = _check(fusion, x, ops, seed, dtypes, env, channels)
+        missed = [] if ops else [*_missed(fusion, x, seed, dtypes, channels)]
+    for said in missed:
+        message = f"{found.fusion} misses a configuration, which it has to respect or to refuse in `requires`: {said}"
+        warnings.warn(message, stacklevel=2)
     if not found.cases:
         message = f"check_fusion ran nothing of {found.fusion}, which was planned for {env} alone: {found.skipped[0]}"
         more = f", and {len(found.skipped) - 1} more" if len(found.skipped) > 1 else ""
@@ -108,14 +116,12 @@ def _check(
     name = fusion.__name__
     with saying(name):
         lists: list[tuple[Sequence[nn.Module], Tensor]] = [(ops, x)] if ops else [*example_lists(fusion, x)]
-        required = len(lists)
-        lists += [] if ops else configured_otherwise(fusion, x)
     checked: list[str] = []
     skipped: list[str] = []
     count = 0
     for i, (operations, x) in enumerate(lists):
-        where = f"{name} on {described(operations) if i < required else list(operations)}"
-        if env is not None and i < required:
+        where = f"{name} on {described(operations)}"
+        if env is not None:
             with saying(where):
                 planned = Probe(fusion, Specimen(operations, x, channels, seed), env.dtype)
                 planned.find(planned.bench().plan(env=env))
@@ -130,8 +136,29 @@ def _check(
                 checked += [described(operations)] * (described(operations) not in checked)
             elif env is None and dtypes is not None and i == 0:
                 raise AssertionError(f"{where}: {refused}")
-            elif i < required:
+            else:
                 skipped.append(f"{described(operations)} in {dtype}: {refused}")
     if not checked and env is None:
         raise AssertionError(f"{name} is never used; {'; '.join(skipped)}")
     return Checked(name, tuple(checked), count, tuple(skipped))
+
+
+def _missed(
+    fusion: type[FusedOperation],
+    x: Tensor,
+    seed: int,
+    dtypes: Sequence[torch.dtype] | None,
+    channels: Mapping[str, Tensor],
+) -> Iterator[str]:
+    """What goes wrong with other configurations than those of `example`, one sentence for each."""
+    for operations, entering in configured_otherwise(fusion, x):
+        where = str(operations)
+        try:
+            for dtype in dtypes or DTYPES:
+                with saying(where):
+                    probe = Probe(fusion, Specimen(operations, entering, channels, seed), dtype)
+                    refused = probe.place()
+                if refused is None:
+                    probe.check(where, whole=False)
+        except (AssertionError, PluginError) as error:
+            yield str(error)

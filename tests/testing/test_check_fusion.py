@@ -284,10 +284,10 @@ class FixedDropout(sf.InferenceFusion):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_catches_a_fusion_that_misses_a_configuration(fusion: type[sf.FusedOperation], configured: str):
-    with pytest.raises(AssertionError, match="y: max") as error:
-        check_fusion(fusion, X, dtypes=(torch.float32,))
-    assert configured in str(error.value)
+def test_warns_of_a_fusion_that_misses_a_configuration(fusion: type[sf.FusedOperation], configured: str):
+    with pytest.warns(UserWarning, match=r"(?s)^Fixed\w+ misses a configuration.*y: max") as said:
+        assert check_fusion(fusion, X, dtypes=(torch.float32,)).cases
+    assert all(configured in str(warning.message) for warning in said)
 
 
 def test_a_configuration_may_be_refused():
