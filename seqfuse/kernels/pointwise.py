@@ -29,7 +29,6 @@ from ._launch import (
     as_rows,
     cdiv,
     faking,
-    inner_contiguous,
     launch,
     next_power_of_2,
     processors,
@@ -603,7 +602,7 @@ def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Te
     if step.operand == "row":
         if tuple(operand.shape) != (columns,):
             raise ValueError(f"{step.name} takes shape ({columns},), got {tuple(operand.shape)}")
-        return inner_contiguous(step.name, operand)
+        return operand.contiguous()
     columns = 2 * columns if step.operand == "packed" else columns
     if operand.ndim and tuple(operand.shape) != (*lead, columns):
         raise ValueError(f"{step.name} takes shape {(*lead, columns)}, got {tuple(operand.shape)}")
