@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,9 +100,8 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
         if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"expand() must return a tuple of modules, not {members!r}"
             raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
-        keys: dict[int, list[str]] = {}
-        for key, child in [*module._modules.items()]:  # pyright: ignore[reportPrivateUsage]
-            keys.setdefault(id(child), []).append(key)
+        # Told apart by `is`: an `id` would make a compiled graph that of one object, and every layer had its own.
+        children, at = [*module._modules.items()], 0  # pyright: ignore[reportPrivateUsage]
         for member in members:
             if member is module:
                 assert isinstance(module, UnfusedOperation)
@@ -111,9 +110,12 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
                 slots = _own_slots(module, members)
                 items.append(Item(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))
             else:
-                named = keys.get(id(member))
-                key = named.pop(0) if named else type(member).__name__.lower()
-                visit(member, f"{path}.{key}".lstrip("."), False, id(member) not in keys)
+                if at < len(children) and children[at][1] is member:  # as a container has them
+                    named, at = children[at][0], at + 1
+                else:
+                    named = next((key for key, child in children if child is member), None)
+                key = type(member).__name__.lower() if named is None else named
+                visit(member, f"{path}.{key}".lstrip("."), False, named is None)
         if not top and len(members) > 1:
             nested.append(range(start, len(items)))
 
@@ -128,8 +130,12 @@ def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict
     if len(members) == 1:
         return slots
     others = [m for m in members if isinstance(m, UnfusedOperation) and m is not module]
-    taken = {(id(owner), name) for m in others for owner, name in m.parameter_slots().values()}
-    return {name: slot for name, slot in slots.items() if (id(slot[0]), slot[1]) not in taken}
+    taken = [slot for m in others for slot in m.parameter_slots().values()]
+    return {name: (owner, own) for name, (owner, own) in slots.items() if not _among(taken, owner, own)}
+
+
+def _among(slots: Sequence[tuple[nn.Module, str]], owner: nn.Module, name: str) -> bool:
+    return any(other is owner and own == name for other, own in slots)
 
 
 def _channels_of(

@@ -40,7 +40,8 @@ def plannable(name: str, items: Sequence[Item], x: Tensor) -> bool:
     """Whether a traced call is planned: kernels run, parameters are their modules' own, no other process is met."""
     if [i for i in items if i.sum_over is not None or getattr(i.operation, "meeting", None) is not None]:
         return False
-    if not name or torch.compiler.is_exporting() or not _kernels_run(x.device.type):
+    # The name last: a graph that has read it is this list's alone.
+    if torch.compiler.is_exporting() or not _kernels_run(x.device.type) or not name:
         return False
     slots = [slot for item in items for slot in item.slots.values()]
     return not [name for owner, name in slots if name not in owner._parameters]  # pyright: ignore[reportPrivateUsage]

@@ -111,6 +111,26 @@ def test_a_compiled_model_gives_the_numbers_and_gradients_of_the_eager_one(make:
     assert_same(again, want, 1e-12)  # and the eager path still works
 
 
+def layer(eps: float = 1e-5, factor: float = 0.5, tied: bool = False) -> nn.Module:
+    first, second = ops.Linear(6, 6), ops.Linear(6, 6)
+    members = (ops.LayerNorm(6, eps=eps), first, ops.GeLU(), first if tied else second, ops.Scale(factor))
+    model = sf.Sequential(ops.Residual(*members), sf.Sequential(ops.Bias(6), ops.Tanh()))
+    randomize(model)
+    return model.double()
+
+
+def test_layers_compiled_one_by_one_share_a_graph_and_others_have_their_own():
+    compiler, x = Compiler(), draw(5, 6)
+    alike = [layer() for _ in range(10)]  # more than there may be graphs of one function
+    for model in (*alike, layer(eps=0.1), layer(factor=3.0), layer(tied=True), layer()):
+        want = passes(copy.deepcopy(model), x)
+        model.compile(fullgraph=True, backend=compiler)
+        assert_same(passes(model, x), want, 1e-10)
+        if model is alike[-1]:
+            assert len(compiler.graphs) == 1
+    assert len(compiler.graphs) >= 3
+
+
 def test_a_marked_batch_dimension_compiles_once():
     model, compiler = mlp(fusions=(BiasTanhJoint,)), Compiler()
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
