@@ -42,7 +42,6 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else the machine did, for the table")
     options = parser.parse_args()
     path = ROOT / "benchmarks" / "results" / "verbs.json"
-    rows: dict[str, Any] = json.loads(path.read_text())["verbs"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
         clone: Path = options.clone or Path(folder) / "clone"
         if not clone.exists():
@@ -52,6 +51,8 @@ def main() -> None:
         for verb in options.verbs:
             seconds, status = timed(verb, clone)
             print(f"make {verb}: {seconds:.1f} s, status {status}", flush=True)
+            # Read again: another run may have written since.
+            rows: dict[str, Any] = json.loads(path.read_text())["verbs"] if path.exists() else {}
             date = datetime.now(UTC).isoformat(timespec="seconds")
             rows[verb] = {"seconds": seconds, "status": status, "commit": commit, "date": date, "note": options.note}
             ordered = {name: rows[name] for name in VERBS if name in rows}
