@@ -47,7 +47,10 @@ class Elsewhere(pytest.File):
     """A file whose tests run in a child process."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        yield Interpreted.from_parent(self, name="interpreted")
+        item = Interpreted.from_parent(self, name="interpreted")
+        if self.config.pluginmanager.hasplugin("timeout") and not self.config.getoption("--full"):
+            item.add_marker(pytest.mark.timeout(1200))  # of a whole file, which a busy machine takes minutes for
+        yield item
 
 
 class Interpreted(pytest.Item):
