@@ -57,6 +57,13 @@ class Norm(sf.UnfusedOperation):
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
         return text + (", zero_centered=True" if self.zero_centered else "")
 
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[sf.UnfusedOperation, ...]:
+        other: Any = cls.example(x)
+        centered: Any = cls.example(x)
+        other.eps, centered.zero_centered = 0.01, True
+        return (cls.example(x), other, centered)
+
 
 def stats_dtype(x: Tensor) -> torch.dtype:
     """The dtype statistics are computed and kept in: float32, or float64 for a float64 input."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .tensors import seeded_randn
 
 _VARIADIC = (2, 1, 3)  # the first is that of the list in which no slot is varied
 Choice = tuple[type[UnfusedOperation], ...]
+Pick = Callable[[int, type[UnfusedOperation], Tensor], UnfusedOperation]
 
 
 def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
@@ -50,15 +51,22 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[lis
 def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
     """The list with every slot filled, with each of the other `examples(x)` of a slot's class in turn.
 
-    A fusion may refuse one.
+    A fusion may refuse one; one that does not fit in with the other operations is left out.
     """
     base = [next(_choices(slot)) for slot in fusion.slots]
-    for i in range(len(base)):
-        for n in itertools.count(1):
+    counts = [1] * len(base)
+
+    def counted(at: int, kind: type[UnfusedOperation], like: Tensor) -> UnfusedOperation:
+        counts[at] = max(counts[at], len(kind.examples(like)))
+        return kind.example(like)
+
+    _build(fusion, base, x, counted)
+    for i, count in enumerate(counts):
+        for n in range(1, count):
             try:
-                made = _build(fusion, base, x, (i, n))
-            except Exception:  # there is none, or it does not fit in with the others
-                break
+                made = _build(fusion, base, x, functools.partial(_numbered, i, n))
+            except ValueError:
+                continue
             yield made
 
 
@@ -89,38 +97,36 @@ def known_finals(wanted: type[UnfusedOperation]) -> list[type[UnfusedOperation]]
     return sorted(ours or found, key=lambda kind: kind.__name__)
 
 
+def _first(at: int, kind: type[UnfusedOperation], like: Tensor) -> UnfusedOperation:
+    return kind.example(like)
+
+
+def _numbered(slot: int, n: int, at: int, kind: type[UnfusedOperation], like: Tensor) -> UnfusedOperation:
+    """In one slot the examples numbered n, or the last ones there are; in the others the first."""
+    examples = kind.examples(like)
+    return examples[min(n, len(examples) - 1)] if at == slot else examples[0]
+
+
 def _build(
-    fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, other: tuple[int, int] = (0, 0)
+    fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, pick: Pick = _first
 ) -> tuple[list[UnfusedOperation], Tensor]:
     try:
-        return _thread(fusion, choice, x, other), x
+        return _thread(fusion, choice, x, pick), x
     except ValueError:
         wider = seeded_randn((*x.shape[:-1], x.shape[-1] + 1), 0, dtype=x.dtype).to(x.device)
-        return _thread(fusion, choice, wider, other), wider
+        return _thread(fusion, choice, wider, pick), wider
 
 
-def _thread(
-    fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, other: tuple[int, int]
-) -> list[UnfusedOperation]:
-    """A list whose slot `other[0]` takes the examples numbered `other[1]`, or its last ones, and the others the first.
-
-    Raises IndexError where none of that slot's classes has so many.
-    """
+def _thread(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, pick: Pick) -> list[UnfusedOperation]:
     made: list[UnfusedOperation] = []
     open_forks: list[str] = []
     shape = tuple(x.shape)
     for at, (slot, kinds) in enumerate(zip(fusion.slots, choice, strict=True)):
-        most = 1
         for i, kind in enumerate(kinds):
             like = seeded_randn(shape, len(made), dtype=x.dtype).to(x.device)
             place = f"{slot.name}_{i}" if slot.variadic else slot.name
-            examples = kind.examples(like)
-            most = max(most, len(examples))
-            one = examples[min(other[1], len(examples) - 1) if at == other[0] else 0]
-            made.append(_routed(fusion, place, _bare(one), open_forks))
+            made.append(_routed(fusion, place, _bare(pick(at, kind, like)), open_forks))
             shape = tuple(made[-1].infer(shape))
-        if at == other[0] and other[1] >= most:
-            raise IndexError(f"no more examples for slot {slot.name!r}")
     return made
 
 
