@@ -19,14 +19,7 @@ from ..saved import Saved, packing
 from .arguments import check_arguments
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
 from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
-from .judge import (
-    assert_only_wanted,
-    assert_own_memory,
-    assert_reads_records,
-    assert_stays_finite,
-    judge,
-    saying,
-)
+from .judge import assert_only_wanted, assert_own_memory, assert_reads_records, assert_stays_finite, judge, saying
 from .observe import Observer, Pass
 from .structure import Tree, assert_bitwise_equal
 from .tensors import Shape

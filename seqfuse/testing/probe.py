@@ -18,14 +18,7 @@ from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFus
 from ..saved import Saved
 from ..settings import fusing
 from .cases import HUGE, Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
-from .judge import (
-    assert_only_wanted,
-    assert_own_memory,
-    assert_reads_records,
-    assert_stays_finite,
-    judge,
-    saying,
-)
+from .judge import assert_only_wanted, assert_own_memory, assert_reads_records, assert_stays_finite, judge, saying
 from .observe import Observer, Pass
 from .records import compared
 from .structure import Tree, assert_bitwise_equal
