@@ -122,13 +122,16 @@ def layer(eps: float = 1e-5, factor: float = 0.5, tied: bool = False) -> nn.Modu
 def test_layers_compiled_one_by_one_share_a_graph_and_others_have_their_own():
     compiler, x = Compiler(), draw(5, 6)
     alike = [layer() for _ in range(10)]  # more than there may be graphs of one function
-    for model in (*alike, layer(eps=0.1), layer(factor=3.0), layer(tied=True), layer()):
+    others = [layer(eps=0.1), layer(factor=3.0), layer(tied=True)]
+    graphs: list[int] = []
+    for model in (*alike, *others, layer()):
         want = passes(copy.deepcopy(model), x)
         model.compile(fullgraph=True, backend=compiler)
         assert_same(passes(model, x), want, 1e-10)
-        if model is alike[-1]:
-            assert len(compiler.graphs) == 1
-    assert len(compiler.graphs) >= 3
+        graphs.append(len(compiler.graphs))
+    assert graphs[: len(alike)] == [1] * len(alike)
+    assert graphs[0] < graphs[len(alike)] < graphs[len(alike) + 1]  # another eps, another factor
+    assert graphs[-1] == graphs[-2]
 
 
 def test_a_marked_batch_dimension_compiles_once():
