@@ -3,7 +3,8 @@
 As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
 makes NaN of float8 overflow, sums a column one number after the other, and patches `triton.language` again at every
 call of a device function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even,
-float8 saturating, columns are summed in pairs, and the patch is made once per launch, which is faster, too.
+float8 saturating, columns are summed in pairs, and the patch is made once per launch, which is faster, too. So are the
+rounds of Philox for whole arrays: the same numbers, without Triton's check of every operation's types.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -36,6 +37,7 @@ _METHODS = {
     "create_rsqrt": ("arg",),
 }
 _REDUCTIONS = {"sum": ("input",), "min_max": ("input", "val_reduce_op", "idx_reduce_op")}
+_PHILOX = ["c0", "c1", "c2", "c3", "k0", "k1", "n_rounds"]
 
 _FLOAT8 = {
     "fp8e4nv": torch.float8_e4m3fn,
@@ -88,6 +90,7 @@ def as_on_a_gpu() -> Generator[None]:
 
 def _probe(interpreter: Any) -> None:
     import triton
+    from triton.language import random
 
     unknown = [name for name in ("_patch_lang", "TensorHandle", "_get_np_dtype") if not hasattr(interpreter, name)]
     for owner, wanted in (("InterpreterBuilder", _METHODS), ("ReduceOps", _REDUCTIONS)):
@@ -95,6 +98,8 @@ def _probe(interpreter: Any) -> None:
             function = getattr(getattr(interpreter, owner, None), name, None)
             if function is None or tuple(inspect.signature(function).parameters)[1:] != arguments:
                 unknown.append(f"{owner}.{name}")
+    if getattr(getattr(random, "philox_impl", None), "arg_names", None) != _PHILOX:
+        unknown.append("random.philox_impl")
     if unknown:
         raise RuntimeError(
             f"Triton {triton.__version__} has another interpreter than the one that is corrected here: "
@@ -105,6 +110,7 @@ def _probe(interpreter: Any) -> None:
 def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     import numpy as np
     import triton.language as tl
+    from triton.language import random
 
     TensorHandle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
     plain = {name: getattr(builder, name) for name in _METHODS}
@@ -227,6 +233,20 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         place = idx_reduce_op(values, axis=self.axis, keepdims=self.keep_dims)
         return extreme, self.to_tensor(place, tl.int32)
 
+    rounds = random.philox_impl
+
+    def philox_impl(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any, n_rounds: Any) -> Any:
+        if c0.dtype != tl.uint32:
+            return rounds(c0, c1, c2, c3, k0, k1, n_rounds)
+        low, width = np.uint64(0xFFFFFFFF), np.uint64(32)
+        words = (x.handle.data.astype(np.uint64) for x in (c0, c1, c2, c3, k0, k1))
+        w0, w1, w2, w3, key0, key1 = words
+        for _ in range(int(n_rounds)):
+            a, b = w0 * np.uint64(0xD2511F53), w2 * np.uint64(0xCD9E8D57)
+            w0, w1, w2, w3 = (b >> width) ^ w1 ^ key0, b & low, (a >> width) ^ w3 ^ key1, a & low
+            key0, key1 = (key0 + np.uint64(0x9E3779B9)) & low, (key1 + np.uint64(0xBB67AE85)) & low
+        return tuple(tl.tensor(TensorHandle(w.astype(np.uint32), tl.uint32), c0.type) for w in (w0, w1, w2, w3))
+
     methods = (
         cast_impl, create_fp_to_fp, binary_op, ternary_op, unary_op, create_fma, create_dot, create_erf, create_rsqrt,
     )  # fmt: skip
@@ -235,6 +255,8 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     yield interpreter.ReduceOps, "sum", total
     yield interpreter.ReduceOps, "min_max", min_max
     yield interpreter, "_patch_lang", _patch_once(interpreter._patch_lang)
+    if isinstance(rounds, interpreter.InterpretedFunction):  # not where kernels are compiled in this process
+        yield random, "philox_impl", philox_impl
 
 
 def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:

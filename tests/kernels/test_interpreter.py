@@ -11,12 +11,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language import random
 from triton.runtime import interpreter
 
 from seqfuse.kernels._launch import launch
 from seqfuse.testing.interpreter import as_on_a_gpu, corrected
 
 from .conftest import DEVICE
+
+PHILOX = random.philox_impl  # as Triton has it
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 
@@ -94,6 +97,31 @@ def test_columns_are_summed_in_pairs() -> None:
     launch(_sum_kernel, 1, (x, rows, columns), {"M": 64, "N": 32})
     assert rows.tolist() == [2.0**29] + [32.0] * 63
     assert columns.tolist() == [2.0**24 + 62] * 32
+
+
+@triton.jit
+def _draw_kernel(offsets, seed, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b, c, d = tl.randint4x(tl.load(seed), tl.load(offsets + i))
+    tl.store(y + i, a)
+    tl.store(y + N + i, b)
+    tl.store(y + 2 * N + i, c)
+    tl.store(y + 3 * N + i, d)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_draws_are_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = torch.iinfo(dtype).max
+    offsets = torch.randint(most, (64,), dtype=dtype)
+    offsets[:2] = torch.tensor([0, most])
+    for seed in (0, 5, 2**31 + 7, 2**62 + 2**32 + 3, -3):
+        ours, theirs = torch.empty(2, 4, 64, dtype=torch.int32).unbind()
+        launch(_draw_kernel, 1, (offsets, torch.tensor([seed]), ours), {"N": 64})
+        with monkeypatch.context() as patch:
+            patch.setattr(random, "philox_impl", PHILOX)
+            launch(_draw_kernel, 1, (offsets, torch.tensor([seed]), theirs), {"N": 64})
+        assert torch.equal(ours, theirs)
+    assert random.philox_impl is not PHILOX
 
 
 def test_an_unknown_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
