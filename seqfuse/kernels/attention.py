@@ -22,11 +22,13 @@ from torch import Tensor
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
 from ._philox import keep_mask, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
+from .activations import tanh, tanh_derivative
 
 MAX_HEAD = 256
 """The widest head."""
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
+_HALF_LN_2 = tl.constexpr(math.log(2) / 2)
 
 
 @triton.jit
@@ -100,6 +102,15 @@ def _split(first, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def bend(twice, FULL: tl.constexpr):
+    """tanh(x) of 2 x log2(e), to all digits of float32 if FULL and else to those of 1."""
+    if FULL:
+        return tanh(twice * _HALF_LN_2)
+    # tanh x = 1 - 2 / (e^2x + 1)
+    return 1.0 - 2.0 / (tl.exp2(twice) + 1.0)
+
+
+@triton.jit
 def _scores(
     a, b, factor, softcap, mask, own_stride, other_stride, own_block, other_block, owns, others, first, last, full,
     rest,
@@ -110,8 +121,8 @@ def _scores(
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
     bent = scores
     if SOFTCAP:
-        # tanh x = 1 - 2 / (e^2x + 1), and `factor` has what makes it an exponent of 2.
-        bent = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)
+        # A soft-cap times the last digit of 1 is less than 16 bits tell, and as much as float32 loses.
+        bent = bend(scores, a.dtype == tl.float32)
         scores = bent * softcap
     if mask is not None:
         own = tl.cast(own_block, tl.int64) * OWN + tl.arange(0, OWN)
@@ -274,7 +285,7 @@ def _attention_dq_kernel(
             dweights = _dropped(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
         dscores = weights * (dweights - delta[:, None])
         if SOFTCAP:
-            dscores *= 1.0 - bent * bent
+            dscores *= tanh_derivative(bent)
         acc = _dot(dscores.to(key.dtype), key, acc, PRECISION, INTERPRET)
     _store(dq + batch * dq_batch + member * dq_head, acc * scale, block, dq_row, rows, D, BLOCK_M, BLOCK_D)
 
@@ -331,7 +342,7 @@ def _attention_dkv_kernel(
             delta = tl.load(deltas + head * rows + place, mask=place < rows, other=0.0)
             dscores = weights * (dweights - delta[None, :])
             if SOFTCAP:
-                dscores *= 1.0 - bent * bent
+                dscores *= tanh_derivative(bent)
             sum_k = _dot(dscores.to(query.dtype), query, sum_k, PRECISION, INTERPRET)
     _store(dk + batch * dk_batch + shared * dk_head, sum_k * scale, block, dk_row, keys, D, BLOCK_N, BLOCK_D)
     _store(dv + batch * dv_batch + shared * dv_head, sum_v, block, dv_row, keys, D, BLOCK_N, BLOCK_D)
@@ -651,7 +662,7 @@ def _numbers(
 ) -> tuple[float, float, float, tuple[int, int, int]]:
     """The scale; the factor of a product and the soft-cap; the window, how many ends there are, steps of a search.
 
-    Under a soft-cap the factor makes twice score / softcap as an exponent of 2, see `_scores`.
+    Under a soft-cap the factor makes twice score / softcap as an exponent of 2, see `bend`.
     """
     scale = float(size**-0.5 if scale is None else scale)
     log2_e = math.log2(math.e)

@@ -30,6 +30,7 @@ from ._launch import (
     workspace,
 )
 from ._variants import TRITON_DTYPES, Variant
+from .attention import bend
 
 MAX_HEAD = 256
 """The widest head."""
@@ -90,7 +91,7 @@ def _decode_kernel(
         scores *= scale
         if SOFTCAP:
             # softcap tanh(scores / softcap), in numbers that are already in base 2.
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))
+            scores = softcap * bend(scores, query.dtype == tl.float32)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, 1))
         # A row of scores that are all -inf, as overflowed ones may be, has weights of zero rather than NaN.
@@ -233,7 +234,7 @@ def decode_attention(
         partials = workspace("decode", batch * heads * splits * size, torch.float32, q.device)
         sums = workspace("decode.sums", batch * heads * splits, torch.float32, q.device)
     factor = size**-0.5 if scale is None else scale
-    # Scores in base 2; a soft-cap takes twice score / softcap, since tanh x = 1 - 2 / (e^2x + 1).
+    # Scores in base 2; a soft-cap takes twice score / softcap.
     factor *= _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
     strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
     launch(

@@ -1,10 +1,12 @@
 """Triton's interpreter with bfloat16 and float8 as a GPU has them.
 
 As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
-makes NaN of float8 overflow, sums a column one number after the other, and patches `triton.language` again at every
-call of a device function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even,
-float8 saturating, columns are summed in pairs, and the patch is made once per launch, which is faster, too. So are the
-rounds of Philox for whole arrays: the same numbers, without Triton's check of every operation's types.
+makes NaN of float8 overflow, sums a column one number after the other, rounds a product of matrices as the machine's
+BLAS does, otherwise where the factors change places, and patches `triton.language` again at every call of a device
+function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even, float8 saturating,
+columns are summed in pairs, products in float64 and rounded once, and the patch is made once per launch, which is
+faster, too. So are the rounds of Philox for whole arrays: the same numbers, without Triton's check of every operation's
+types.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -197,10 +199,10 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         return handle_of(a * b + c, scalar(z))
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        if not any(narrow(scalar(h)) for h in (a, b, d)):
+        if not np.issubdtype(d.data.dtype, np.floating) and not narrow(scalar(d)):
             return plain["create_dot"](self, a, b, d, input_precision, max_num_imprecise_acc)
         left, right, total = (decoded(h.data, scalar(h)) for h in (a, b, d))
-        product = np.matmul(left, right, dtype=total.dtype) + total
+        product = np.matmul(left, right, dtype=np.float64).astype(total.dtype) + total
         return handle_of(product, scalar(d)) if narrow(scalar(d)) else TensorHandle(product, scalar(d))
 
     reductions = {name: getattr(interpreter.ReduceOps, name) for name in _REDUCTIONS}

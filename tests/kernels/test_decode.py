@@ -78,6 +78,7 @@ HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 50},
     "softcap": {"softcap": 2.0, "scale": 0.7},
+    "wide softcap": {"softcap": 30.0},
     "both": {"window": 3, "softcap": 1.0},
 }
 HEADS = [(4, 4, 16), (6, 2, 24), (20, 1, 64), (8, 2, 100)]
@@ -243,7 +244,8 @@ MUTANTS = {
     "window": ("first = tl.maximum(length - window, 0)", "first = tl.maximum(length - window - 1, 0)", "window"),
     "sum is not shrunk": ("total = total * shrink + tl.sum(weights, 1)", "total = total + tl.sum(weights, 1)", "plain"),
     "result is not shrunk": ("        acc *= shrink[:, None]\n", "", "plain"),
-    "soft-cap": ("softcap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))", "softcap * scores * 0.34657359", "softcap"),
+    "soft-cap": ("bend(scores, query.dtype == tl.float32)", "scores * 0.34657359", "softcap"),
+    "soft-cap to the digits of 1": ("bend(scores, query.dtype == tl.float32)", "bend(scores, False)", "wide softcap"),
     "shares": ("part * shares[:, None])", "part)", "plain"),
     "an empty split": ("most + tl.log2(total)", "tl.log2(total)", "plain"),
     "scale of values": ("weights *= tl.load(value_scales", "weights *= tl.load(key_scales", "plain"),

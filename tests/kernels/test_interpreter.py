@@ -82,6 +82,16 @@ def test_products_of_matrices_are_exact(dtype: torch.dtype) -> None:
     assert torch.equal(z, a.float() @ b.float())
 
 
+def test_products_of_matrices_are_rounded_once() -> None:
+    """So on every machine alike, whichever factor comes first."""
+    x, y = torch.randn(2, 32, 32) * torch.exp2(torch.arange(-16, 16.0))
+    z, turned = torch.empty(2, 32, 32)
+    launch(_dot_kernel, 1, (x, y, z), {"N": 32})
+    launch(_dot_kernel, 1, (y.T.contiguous(), x.T.contiguous(), turned), {"N": 32})
+    assert torch.equal(z, (x.double() @ y.double()).float())
+    assert torch.equal(z, turned.T)
+
+
 @triton.jit
 def _sum_kernel(x, rows, columns, M: tl.constexpr, N: tl.constexpr):
     value = tl.load(x + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
