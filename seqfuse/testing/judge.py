@@ -71,9 +71,9 @@ def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None:
     """Apply the rule to (fused, unfused, reference), in float32 to more than one draw where it alarms.
 
     Correct kernels alarm by chance in about 1 float32 case of 150, under an offset or a heavy tail, where one rounding
-    is shared by a whole row; never in 16 bits. A fault alarms under every seed. So, where the only failures are parts
-    other than structure in float32, two more seeds are drawn, and it is an error if the same tensor fails again in
-    either of them.
+    is shared by a whole row; in 16 bits only far down a chain of roundings. A fault alarms under every seed. So, where
+    the only failures are parts other than structure in float32, two more seeds are drawn, and it is an error if the
+    same tensor fails again in either of them.
 
     Raises FusedMismatch.
     """

@@ -151,8 +151,15 @@ def evening(qkv: tuple[Tensor, ...], dy: Tensor, weights: Tensor) -> list[Tensor
     scores = of_v * v.unsqueeze(-2)
     of_q, of_k = scores * k.unsqueeze(-2), scores * q.unsqueeze(-1)
     sizes = of_q.square().sum(-1), *(t.square().sum(-2).unflatten(1, (-1, shared)).sum(2) for t in (of_k, of_v))
-    factors = (torch.where(s > 0, torch.exp2(-(s.log2() / 2).round()), 1.0).unsqueeze(-1) for s in sizes)
-    return [torch.ones_like(dy[..., :1]), *(f.to(dy.dtype) for f in factors)]
+    factors = [torch.ones_like(dy[..., :1])]
+    for size in sizes:
+        factor = torch.exp2(-(size.log2() / 2).round())
+        # What sees nothing, or is seen by nothing, is held to zero as strictly as any row is held to its value.
+        most = factor[size > 0].amax() if bool(size.any()) else 1.0
+        factor = torch.where(size > 0, factor, most).unsqueeze(-1).to(dy.dtype)
+        assert factor.isfinite().all()
+        factors.append(factor)
+    return factors
 
 
 def check(draw: Callable[[int], Drawn], how: dict[str, Any], k: ModuleType = attention) -> None:

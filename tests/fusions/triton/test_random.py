@@ -67,14 +67,15 @@ def test_any_two_covers_agree(spec: ListSpec, rows: tuple[int, ...], grad: bool,
         return run(fusions, seed), run((), seed), exact
 
     for fusions in (FORWARD, BACKWARD, sf.fusions.default) if grad else (sf.fusions.default,):
-        # Down a chain of 16-bit roundings the gradient of a few elements is one draw more than many, and one list of
-        # some hundreds alarms by chance. A fault alarms under every seed.
-        for left, other in zip((2, 1, 0), (seed, seed + 1, seed + 2), strict=True):
+        # Far down a chain of 16-bit roundings the few elements of a gradient share one, and one list of some hundreds
+        # alarms by chance. A fault alarms under every seed.
+        seeds = (seed, seed + 1, seed + 2) if dtype is torch.bfloat16 else (seed,)
+        for other in seeds:
             try:
                 judge(functools.partial(measure, fusions), other)
                 break
             except FusedMismatch as mismatch:
-                if not left or any(check.part == "structure" for check in mismatch.report.failures):
+                if other == seeds[-1] or any(check.part == "structure" for check in mismatch.report.failures):
                     raise
 
 
