@@ -7,7 +7,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
@@ -167,6 +167,16 @@ class FusedOperation:
                 yield from ((f"{slot.name}.{i}", op) for i, op in enumerate(value))
             elif value is not None:
                 yield slot.name, value
+
+    def with_operations(self, operations: Iterable[UnfusedOperation]) -> Self:
+        """A copy that replaces these operations instead, one for each of its own."""
+        given, copy = iter(operations), object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        for slot in self.slots:
+            value = self.__dict__.get(slot.name)
+            if value is not None:
+                copy.__dict__[slot.name] = tuple([next(given) for _ in value]) if slot.variadic else next(given)
+        return copy
 
     def requires(self, env: Env) -> Requirements:
         """Yield `(condition, sentence)`: the first condition that does not hold refuses, with its sentence."""

@@ -91,6 +91,15 @@ def alone(operation: FusableOperation) -> Any:
     raise NotImplementedError
 
 
+def configured(operation: FusableOperation) -> Any:
+    """A copy that keeps the configuration of now, whatever is set on the operation later; parameters stay shared."""
+    kept = object.__new__(type(operation))
+    inside: dict[str, Any] = operation.__dict__["_modules"]
+    copies = {n: configured(m) if isinstance(m, FusableOperation) else m for n, m in inside.items()}
+    kept.__dict__.update(operation.__dict__, _engine=[], _modules=copies)
+    return kept
+
+
 def _unstated(self: Any, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(f"{type(self).__name__} does not state this")
 

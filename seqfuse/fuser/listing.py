@@ -63,6 +63,8 @@ class Listing:
         self.fingerprint = Fingerprint(modules, root)
         self.inputs, self.outputs = public_channels(self.items)
         self.random = random_positions(self.items)
+        # Operations as they were configured for a forward, by position: their backward runs on these.
+        self.configured: dict[int, Any] = {}
         self.parametrized = any(map(parametrize.is_parametrized, modules))
         self.parts: list[Region | int] = []
         for start, stop in stretches(self.items):

@@ -13,7 +13,7 @@ from torch import nn
 from ..autograd import Asked
 from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
-from ..operation import UnfusedOperation
+from ..operation import UnfusedOperation, configured
 from ..saved import Saved
 from ..signature import Signature
 from .check import Like, check_backward, check_form, check_forward
@@ -42,6 +42,7 @@ class Binder:
         note: Callable[[str, int, str], None],
     ) -> None:
         self.items, self.random, self.wants, self.env = listing.items, listing.random, wants, env
+        self.configured = listing.configured
         self.dtypes, self.can_fall_back, self.clearer, self.note = dtypes, can_fall_back, clearer, note
         self.parameters, self.entering, self.dtypes_now = parameters, entering, dtypes_now
 
@@ -78,6 +79,10 @@ class Binder:
             steps = (s for s in reversed(back) if any(needs[p] for p in s.covers))
             return tuple(self._back(s, index, needs, shared) for s in steps)
 
+        live = self.wants.live_from < piece.stop
+        for position in piece if live else ():
+            if position not in self.configured:
+                self.configured[position] = configured(self.items[position].operation)  # pyright: ignore[reportArgumentType]
         joint = {s.covers.start for s in back if isinstance(s.operation, JointFusion)}
         return Segment(
             forward_calls=tuple(self._call(s, piece.stop, s.covers.start in joint) for s in ahead),
@@ -90,7 +95,7 @@ class Binder:
             autocast=self.env.autocast,
             signature=(piece, *((s.name, s.covers) for s in (*plan.forward, *plan.backward))),
             can_fall_back=self.can_fall_back,
-            live=self.wants.live_from < piece.stop,
+            live=live,
             clearer=self.clearer,
             note=self.note,
         )
@@ -178,7 +183,7 @@ class Binder:
         )
 
     def _back(self, step: Step, index: Index, needs: Needs, shared: frozenset[int]) -> Back:
-        operation, (a, b) = step.operation, (step.covers.start, step.covers.stop)
+        operation, (a, b) = self._as_forward(step), (step.covers.start, step.covers.stop)
         signature: Signature = operation.backward_signature
         fused, kind = isinstance(operation, FusedOperation), _kind(operation, backward=True)
         inside = {c for p in range(a, b) for _, c in self.items[p].outputs}
@@ -230,6 +235,13 @@ class Binder:
             unfused=functools.cache(unfused) if fused else None,
             recover=functools.partial(self._recover, operation, a) if hasattr(operation, "unfused") else None,
         )
+
+    def _as_forward(self, step: Step) -> Any:
+        """The operation of a step with the configuration that its forward ran with."""
+        if not isinstance(step.operation, FusedOperation):
+            return self.configured[step.covers.start]
+        own = [self.configured[position] for position in step.covers]
+        return step.operation.with_operations(own)
 
     def _together(self, a: int, b: int) -> bool:
         operations: list[Any] = [item.operation for item in self.items[a:b]]

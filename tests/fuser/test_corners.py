@@ -61,7 +61,9 @@ class Frail(sf.UnfusedOperation):
     class Saved(sf.Saved):
         pass
 
-    failures = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[str] = []
 
     def reference(self, x: Tensor) -> Tensor:
         return 2 * x
@@ -71,8 +73,7 @@ class Frail(sf.UnfusedOperation):
 
     def bwd(self, dy: Tensor, saved: Any) -> Any:
         if self.failures:
-            self.failures -= 1
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError(self.failures.pop())
         return 2 * dy, {}
 
 
@@ -92,7 +93,7 @@ def test_an_error_of_an_operation_in_the_place_of_a_fusion_is_its_own() -> None:
     x = tensor(3, 4)
     y, _ = model(x)
     assert fused_names(model.plan(x))[1] == ["FrailForkBias"]
-    frail.failures = 1
+    frail.failures.append("no room")
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         y.sum().backward()
     assert bias.bias.grad is None
