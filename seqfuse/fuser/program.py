@@ -113,7 +113,7 @@ class Binder:
                 n for n, (owner, attribute) in item.slots.items() if index.get((id(owner), attribute)) in parameters
             }
             needs[position] = self.wants.needs[position] & wanted
-            x = bool(wanted)
+            x = bool(needs[position])
             carries.update((channel, x) for _, channel in item.outputs)
         return needs
 

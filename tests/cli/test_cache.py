@@ -53,6 +53,7 @@ def test_files_that_are_not_sound_are_said_to_be_so(cli: Cli, folder: Path) -> N
     (folder / "c.json").write_text("[]")
     (folder / "d.json.bad").write_text("x")
     (folder / "e.json").symlink_to("/etc/passwd")
+    (folder / "f.json").symlink_to(folder / "gone")
     states = {f["file"]: f["state"] for f in json.loads(cli("cache", "--json").out)["files"]}
     assert states.pop("a.json").startswith("cannot be read")
     assert states == {"b.json": "of another form", "c.json": "corrupt", "d.json.bad": "corrupt"}

@@ -524,6 +524,22 @@ def test_a_forward_that_saves_what_the_operation_cannot_read_is_named(
     assert_exact(run(model, x), expected)
 
 
+def test_a_forward_is_checked_again_for_another_dtype() -> None:
+    class Narrow(sf.ForwardFusion):
+        scale: ops.Scale
+        act: ops.Tanh
+
+        def fwd(self, x: Tensor) -> Any:
+            z, scale = self.scale.fwd(x)
+            y = torch.tanh(z)
+            return y, {"scale": scale, "act": ops.Tanh.Saved(y=y.float())}
+
+    model = sf.Sequential(ops.Scale(2), ops.Tanh(), fusions=(Narrow,))
+    model(tensor(7, 5))
+    with pytest.raises(sf.PluginError, match=r"field 'y' of slot 'act' should be float64\[7, 5\]"):
+        model(tensor(7, 5).double())
+
+
 def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:
     class Wrong(BiasGeLUForward):
         def fwd(self, x: Tensor) -> Any:

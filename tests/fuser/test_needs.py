@@ -312,6 +312,36 @@ def test_an_extra_input_that_wants_no_gradient_gets_none_computed() -> None:
             assert r.grad is not None
 
 
+class Mix(sf.UnfusedOperation):
+    """y = x + 3 r; notes which gradients its backward was asked for."""
+
+    class Saved(sf.Saved):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[frozenset[str]] = []
+
+    def reference(self, x: Tensor, *, r: Tensor) -> Tensor:
+        return x + 3 * r
+
+    def fwd(self, x: Tensor, *, r: Tensor) -> Any:
+        return self.reference(x, r=r), self.Saved()
+
+    def bwd(self, dy: Tensor, saved: sf.Saved, *, needs: frozenset[str]) -> Any:
+        self.computed.append(needs)
+        return (dy.clone() if "x" in needs else None), {"r": 3 * dy if "r" in needs else None}
+
+
+def test_a_channel_gets_a_gradient_only_where_it_leads_to_what_is_asked_for() -> None:
+    mix = Mix()
+    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Fork("r"), ops.Linear(5, 5), mix, fusions=()))
+    y = model(tensor(ROWS, 5, grad=False))
+    for asked in (model[2].weight, model[0].weight):
+        torch.autograd.grad(y.sum(), [asked], retain_graph=True)
+    assert mix.computed == [{"x"}, {"x", "r"}]
+
+
 def test_what_the_loss_does_not_reach_is_not_computed() -> None:
     model = randomized(sf.Sequential(ops.Linear(5, 4), ops.Fork("r"), ops.Linear(4, 4), ops.GeLU(), ops.Linear(4, 3)))
     x = tensor(ROWS, 5)

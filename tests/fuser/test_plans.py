@@ -76,6 +76,14 @@ def test_batch_sizes_share_a_plan_per_power_of_two():
     assert len(later) == 0
 
 
+def test_inputs_of_one_bucket_and_two_widths_have_gradients_of_their_own_widths():
+    model = sf.Sequential(ops.Tanh())
+    model(draw(3, 5).requires_grad_())
+    x = draw(3, 7).requires_grad_()
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, 1 - x.detach().tanh().square())
+
+
 def test_many_lengths_in_one_bucket_do_not_push_out_the_plans_of_others():
     model = sf.Sequential(ops.Bias(1), ops.Tanh())
     other = draw(3, 1)

@@ -190,6 +190,11 @@ def test_segments_are_cut_where_a_single_tensor_crosses():
     assert {piece.start % 8 for piece in plan.segments} == {0}, "between blocks, not inside one"
 
 
+def test_a_border_that_no_channel_crosses_goes_before_a_nearer_one():
+    model = sf.Sequential(*(ops.Residual(*(ops.Tanh() for _ in range(8))) for _ in range(3)))
+    assert model.plan(draw(3, 5)).segments == (range(10), range(10, 20), range(20, 30))
+
+
 def test_a_list_of_a_dozen_is_one_segment():
     model = sf.Sequential(*(ops.Tanh() for _ in range(12)))
     assert model.plan(draw(3, 5)).segments == (range(12),)

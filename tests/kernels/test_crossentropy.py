@@ -176,7 +176,7 @@ def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
 
 def test_a_target_that_is_no_class_reads_nothing() -> None:
     guard = guarded(drawn(CASES["plain"], 2, 20, torch.float32)["logits"])
-    loss, _ = crossentropy.cross_entropy_(guard.tensor, torch.tensor([20, -1], device=DEVICE))
+    loss, _ = crossentropy.cross_entropy_(guard.tensor, torch.tensor([-1, 20], device=DEVICE))
     guard.check()
     assert loss.isfinite().all()
 

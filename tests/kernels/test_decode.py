@@ -171,6 +171,15 @@ def test_a_sequence_of_no_rows_gives_zeros() -> None:
     assert not decode.decode_attention(**empty).any()
 
 
+def test_a_length_beyond_the_cache_sees_all_of_it_and_no_more() -> None:
+    tensors = drawn(4, 2, 16, torch.float32)
+    tensors |= {name: F.pad(tensors[name], (0, 0, 0, 9), value=torch.nan)[:, :, :ROWS] for name in "kv"}
+    lengths = torch.full_like(tensors["lengths"], ROWS)
+    whole = decode.decode_attention(**{**tensors, "lengths": lengths})
+    assert whole.isfinite().all()
+    assert_bitwise_equal(decode.decode_attention(**{**tensors, "lengths": lengths + 5}), whole)
+
+
 def test_caches_may_have_any_strides() -> None:
     tensors = drawn(4, 2, 16, torch.float32)
     turned = {

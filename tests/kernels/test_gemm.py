@@ -286,6 +286,16 @@ def test_dgrad_of_every_gated_unit(device: torch.device, dtype: torch.dtype, act
     check_dgrad(dy=o.dy, weight=o.weight, act=act, t=o.packed_t, gated=True)
 
 
+def test_a_second_half_that_begins_off_16_bytes_is_moved_without_descriptors(device: torch.device) -> None:
+    # Rows of 2 x 12 numbers of 16 bits begin at 16 bytes, their second halves do not.
+    o = operands(device, torch.float16, m=16, n=16, k=12)
+    dz = gemm.linear_dgrad_gated(
+        o.dy, o.weight, act=ACTIVATIONS["relu"], t=o.packed_t, tile=TILES["descriptors"]
+    ).dz  # the interpreter and the compiler refuse a descriptor that is not aligned
+    wide = {"dy": o.dy.double(), "weight": o.weight.double(), "t": o.packed_t.double()}
+    torch.testing.assert_close(dz.double(), eager_dgrad(**wide, act="relu", gated=True)["dz"], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("parts", [(), ("dropout",), ("row_scale", "d_residual")], ids="+".join)
 @pytest.mark.parametrize("kind", ["alone", "gelu", "gated"])
 def test_dgrad_with_every_part_of_an_epilogue(

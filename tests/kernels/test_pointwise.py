@@ -433,6 +433,15 @@ def test_the_mask_is_that_of_the_unfused_operation(width: int, p: float, device:
         assert_bitwise_equal([y], [expected * (1 / (1 - p) if upscale and p < 1 else 1)])
 
 
+@pytest.mark.parametrize("width", [8, 7])
+def test_the_mask_of_a_packed_row_is_that_of_the_whole_row(width: int, device: torch.device) -> None:
+    x = torch.ones(9, 2 * width, device=device)
+    chain = pointwise.Chain(pointwise.dropout(P), pointwise.store(), pointwise.gated(RELU))
+    _, kept = pointwise.pointwise(x, chain, (SEED.to(device),))
+    assert kept is not None
+    assert torch.equal(kept == 0, drop_mask(SEED.to(device), x.shape, P))
+
+
 def test_a_dropped_number_is_zero_whatever_it_was(device: torch.device) -> None:
     x = torch.full((16, 16), torch.nan, device=device)
     (y,) = pointwise.pointwise(x, pointwise.Chain(pointwise.dropout(0.5)), (SEED.to(device),))

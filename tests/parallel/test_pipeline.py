@@ -167,6 +167,7 @@ def without_a_gradient_before_a_boundary() -> None:
         for model in (staged, alone):
             model(batch(0)[0]).square().sum().backward()
         expected = dict(alone.named_parameters())
+        assert all(p.requires_grad == expected[name].requires_grad for name, p in staged.named_parameters())
         for name, p in own(staged).items():
             assert (p.grad is None) == (expected[name].grad is None), name
             if p.grad is not None:

@@ -1,0 +1,16 @@
+"""What is drawn for a model that is named on a command line."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from seqfuse.cli.inputs import spec, vocabulary
+
+
+def test_indices_are_drawn_from_the_smallest_table_of_a_model() -> None:
+    model = nn.Sequential(nn.Embedding(7, 2), nn.Embedding(3, 2), nn.Embedding(5, 2), nn.Linear(2, 2))
+    assert vocabulary(model) == 3
+    assert vocabulary(model[3:]) == 2
+    assert spec("50:int64").draw("cpu", 0, vocabulary(model)).unique().tolist() == [0, 1, 2]
+    assert spec("50:int32").draw("cpu", 0).dtype == torch.int32
