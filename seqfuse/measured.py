@@ -114,19 +114,20 @@ def _version(distribution: str) -> str | None:
 
 
 def _cpu_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    return _stated("/proc/cpuinfo", r"^model name\s*:\s*(.+)$").strip() or platform.processor() or platform.machine()
 
 
 def _driver() -> str:
+    found = _stated("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
+    return f"{found} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
+
+
+def _stated(path: str, pattern: str) -> str:
     try:
-        found = re.search(r"\d+(\.\d+)+", Path("/proc/driver/nvidia/version").read_text())
+        found = re.search(pattern, Path(path).read_text(), re.MULTILINE)
     except OSError:
         found = None
-    return f"{found[0] if found else ''} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
+    return found[1] if found else ""
 
 
 @functools.cache
@@ -178,9 +179,15 @@ def user_file(machine: Machine, *, create: bool) -> Path | None:
     return None if folder is None else folder / machine.file_name
 
 
-def load(path: Path, machine: Machine) -> dict[str, Measurement]:
-    """The measurements in a file; one that is corrupt is renamed to `*.bad`, with a warning."""
+def load(path: Path, machine: Machine, *, own: bool = True) -> dict[str, Measurement]:
+    """The measurements in a file; of this library's `own`, one that is corrupt is renamed to `*.bad`, with a warning.
+
+    Raises:
+        OSError, Corrupt: if the file is the user's, and cannot be read or holds something else.
+    """
     inode = None
+    if not own:
+        _given_up.discard(path)  # it may be another one by now
     try:
         found = store.read(path)
         if found is None:
@@ -189,34 +196,41 @@ def load(path: Path, machine: Machine) -> dict[str, Measurement]:
         return parse(data, machine)
     except Elsewhere as error:
         _give_up(path, f"{path} is left as it is: {error}")
-    except store.Corrupt as error:
+    except (store.Corrupt, OSError) as error:
+        if not own:
+            raise
+        if isinstance(error, OSError):
+            _give_up(path, f"{path} cannot be read: {error}")
+            return {}
         try:
             store.quarantine(path, inode)
-            _warn(f"{path} was corrupt and is now {path.name}.bad: {error}")
+            message = f"{path} was corrupt and is now {path.name}.bad: {error}"
+            warnings.warn(message, CacheWarning, stacklevel=2)
         except OSError as second:
             _give_up(path, f"{path} is corrupt ({error}), and cannot be renamed: {second}")
-    except OSError as error:
-        _give_up(path, f"{path} cannot be read: {error}")
     return {}
 
 
-def save(path: Path, machine: Machine, found: Mapping[str, Measurement]) -> None:
+def save(path: Path, machine: Machine, found: Mapping[str, Measurement], *, own: bool = True) -> None:
     """Add measurements to a file; where that fails they stay in memory, with one warning."""
+
+    def change() -> bytes:
+        known = load(path, machine, own=own)
+        if path in _given_up:  # what is there is not to be written over
+            raise OSError
+        return _dump(machine, {**known, **found})
+
     if path not in _given_up:
         try:
-            store.update(path, lambda: _dump(machine, {**load(path, machine), **found}))
-        except OSError as error:
+            store.update(path, change, own=own)
+        except (OSError, store.Corrupt) as error:
             _give_up(path, f"measurements are kept in memory only: {error}")
 
 
 def _give_up(path: Path | None, message: str) -> None:
     if path not in _given_up:
         _given_up.add(path)
-        _warn(message)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CacheWarning, stacklevel=2)
+        warnings.warn(message, CacheWarning, stacklevel=2)
 
 
 class Elsewhere(store.Corrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -60,36 +61,44 @@ def read(path: Path) -> tuple[bytes, int] | None:
     """What a file holds, and its inode; `None` where there is none.
 
     Raises:
-        OSError: if it cannot be read, or is a symbolic link.
-        Corrupt: if it is no regular file, or too large.
+        OSError: if it cannot be read, is a symbolic link, or is no regular file.
+        Corrupt: if it is too large.
     """
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError("it is a symbolic link") from error
+        raise
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         os.close(descriptor)
-        raise Corrupt("it is no regular file")
+        raise OSError("it is no regular file")
     with os.fdopen(descriptor, "rb") as file:
         if about.st_size > MOST_BYTES:
             raise Corrupt(f"it has {about.st_size} bytes, more than {MOST_BYTES}")
         return file.read(MOST_BYTES), about.st_ino
 
 
-def update(path: Path, change: Callable[[], bytes]) -> None:
+def update(path: Path, change: Callable[[], bytes], *, own: bool = True) -> None:
     """Replace a file by what `change()` returns, which no other process changes meanwhile.
+
+    Two more files stand beside it, to lock it and to write it. In a folder that is not of this library's `own` their
+    names are such that no file of the user's is taken for them: `poetry.lock` is none of `poetry`.
 
     Raises:
         OSError: if it cannot be locked or written; what was there stays.
     """
     from filelock import FileLock
 
+    beside = path.name if own else f"{path.name}.seqfuse"
     try:
-        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS, mode=0o600):
+        with FileLock(path.with_name(f"{beside}.lock"), timeout=LOCK_SECONDS, mode=0o600):
             data = change()
-            new = path.with_name(f"{path.name}.new")  # the one of a writer that was killed is written over
+            new = path.with_name(f"{beside}.new")  # the one of a writer that was killed is written over
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
             try:
                 with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
@@ -106,7 +115,7 @@ def update(path: Path, change: Callable[[], bytes]) -> None:
 
 
 def quarantine(path: Path, inode: int | None) -> None:
-    """Rename a corrupt file to `*.bad`, unless another process has replaced it meanwhile.
+    """Rename a corrupt file of this library's own to `*.bad`, unless another process has replaced it meanwhile.
 
     Raises:
         OSError: if it cannot be renamed.

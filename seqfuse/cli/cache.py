@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,8 @@ from ..measured import FORMAT, sources
 from .output import tell
 from .target import Unable
 
-_OURS = (".json", ".json.lock", ".json.new", ".json.bad")
+# What `measured.Machine.file_name` gives, and the endings that `store` adds.
+_OURS = re.compile(r"[0-9a-f]{16}\.json(\.lock|\.new|\.bad)?")
 
 
 def folder() -> Path | None:
@@ -31,7 +33,7 @@ def files(where: Path | None) -> list[dict[str, Any]]:
     return [
         {"file": path.name, "bytes": path.stat().st_size, **_about(path)}
         for path in (sorted(where.iterdir()) if where is not None else [])
-        if path.name.endswith(_OURS) and not path.is_symlink() and path.is_file()
+        if _OURS.fullmatch(path.name) and not path.is_symlink() and path.is_file()
     ]
 
 
@@ -76,7 +78,7 @@ def clear(where: Path | None) -> list[str]:
     """
     removed: list[str] = []
     for path in sorted(where.iterdir()) if where is not None else []:
-        if path.name.endswith(_OURS) and (path.is_symlink() or path.is_file()):
+        if _OURS.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
             try:
                 path.unlink()
             except OSError as error:

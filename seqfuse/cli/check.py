@@ -58,6 +58,8 @@ def checked(
     Raises:
         Unable: if it cannot be loaded or built, cannot run here, or what is said of it does not fit.
     """
+    if file is not None:
+        repro.check(file)
     torch.default_generator.manual_seed(0)
     target, here = load(name), inputs.device(device)
     dtypes = _BOTH if dtype is None else (inputs.floating(dtype),)

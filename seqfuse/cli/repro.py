@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 from .inputs import Spec
 from .output import printable
 from .target import Target, Unable
 
+_MADE = "Made by `seqfuse check"
 KIT, SAME = "from seqfuse import testing", "from seqfuse.cli.compare import assert_same"
 
 
@@ -33,7 +35,7 @@ def drawn(spec: Spec, device: str) -> str:
 def script(failure: Failure, target: Target) -> str:
     """A script that runs the check again and ends with its error."""
     about = [f"{target.name} fails {failure.check}:", "", *failure.message.splitlines()]
-    about += ["", f"Made by `seqfuse check {target.name}`; run it with the same Python."]
+    about += ["", f"{_MADE} {target.name}`; run it with the same Python."]
     lines = [
         *(f"# {printable(line)}".rstrip() for line in about),
         "import importlib",
@@ -53,16 +55,31 @@ def script(failure: Failure, target: Target) -> str:
     return "\n".join(lines) + "\n"
 
 
+def check(file: Path) -> None:
+    """Refuse to write over a file that is something else.
+
+    Raises:
+        Unable: if it is there and was not made by `seqfuse check`.
+    """
+    if file.is_file() and _MADE not in file.read_text(encoding="utf-8", errors="replace"):
+        raise Unable(f"{file} is there and is no script of `seqfuse check`: give --repro another name")
+
+
 def write(failure: Failure, target: Target, file: Path | None) -> Path:
-    """Write the script; returns where it is.
+    """Write the script, where no file is named to a new one; returns where it is.
 
     Raises:
         Unable: if it cannot be written.
     """
-    stem = "".join(c if c.isalnum() else "_" for c in target.attribute)
-    path = file or Path(f"seqfuse_repro_{stem}.py")
+    text = script(failure, target).encode()
+    stem = "seqfuse_repro_" + "".join(c if c.isalnum() else "_" for c in target.attribute)
+    path, number = file or Path(f"{stem}.py"), 1
     try:
-        path.write_text(script(failure, target), encoding="utf-8")
+        while file is None and os.path.lexists(path) and not (path.is_file() and path.read_bytes() == text):
+            number += 1
+            path = Path(f"{stem}_{number}.py")
+        check(path)
+        path.write_bytes(text)
     except OSError as error:
         raise Unable(f"{path} cannot be written: {error.strerror}") from error
     return path

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import measured
+from .. import measured, store
 from ..errors import InputError, KernelError
 from ..fuser.cover import Candidate
 from ..fuser.fingerprint import global_hooks
@@ -64,15 +64,17 @@ def tune(
         progress: whether to show how far it is; if left out, on a terminal. Of several ranks the first one shows it.
         group: the process group whose first rank measures for all; the default one, if there is one. Every rank calls
             this function, and all of them end with the same measurements.
-        file: what to keep measurements in, instead of the user's cache; of one device.
+        file: what to keep measurements in, instead of the user's cache; of one device. A file that is there and holds
+            no measurements is an error, and stays as it is.
         channels: the public extra inputs, by channel name.
 
     Raises:
-        InputError: (SF105, SF106) for an argument that is none of these, or a model that cannot be copied.
+        InputError: (SF105, SF106) for an argument that is none of these, a `file` that holds something else, or a model
+            that cannot be copied.
         StateError: (SF504) on the other ranks, if the first one failed.
         KernelError: (SF401) if the device was lost.
     """
-    chosen = _checked(x, modes, budget)
+    chosen = _checked(x, modes, budget, file)
     reason = _why_not_now(x)
     if reason is not None:
         warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
@@ -96,7 +98,7 @@ def tune(
     return search.report()
 
 
-def _checked(x: Any, modes: Any, budget: Any) -> tuple[str, ...]:
+def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
     if type(x) not in (Tensor, nn.Parameter):
         raise InputError(f"tune takes a plain tensor, not {type(x).__name__}", code="SF105")
     if x.device.type == "meta":
@@ -106,6 +108,8 @@ def _checked(x: Any, modes: Any, budget: Any) -> tuple[str, ...]:
         raise InputError(f"modes must be among {', '.join(MODES)}, not {modes!r}", code="SF106")
     if budget is not None and not (type(budget) in (int, float) and budget >= 0 and not math.isnan(budget)):
         raise InputError(f"budget must be a number of seconds, not {budget!r}", code="SF106")
+    if file is not None and not isinstance(file, str | os.PathLike):
+        raise InputError(f"file must be a path, not {file!r}", code="SF106")
     return tuple(dict.fromkeys(chosen))
 
 
@@ -201,7 +205,7 @@ class _Search:
         if result is not None:
             self._measured += 1
             if file is not None and not is_passing(result):
-                measured.save(file, job.machine, {job.key: result})
+                measured.save(file, job.machine, {job.key: result}, own=self._path is None)
         if lost is not None:
             raise lost
         return result
@@ -214,8 +218,17 @@ class _Search:
         path = self._path
         if path is None and settings().tune:
             path = measured.user_file(machine, create=True)
+        if self._path is not None and not self._path.parent.is_dir():
+            message = f"measurements cannot be kept in {self._path}: there is no folder {self._path.parent}"
+            raise InputError(message, code="SF106")
         if path is not None:
-            measured.add(machine, measured.load(path, machine))
+            try:
+                measured.add(machine, measured.load(path, machine, own=self._path is None))
+            except (store.Corrupt, OSError) as error:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else error
+                hint = "name a file that sf.tune has written, or one that is not there yet"
+                message = f"{path} holds no measurements, and is left as it is: {why}"
+                raise InputError(message, code="SF106", hint=hint) from error
         return path
 
     def share(self) -> None:

@@ -40,23 +40,27 @@ def test_tuned_measurements_are_kept_shown_and_cleared(cli: Cli, folder: Path) -
     assert "measurements, " in cli("cache").out
     again = cli(*given)
     assert "0 measured now" in again.out
-    (folder / "not ours.txt").write_text("kept")
+    kept = {"not ours.txt", "notes.json", "notes.json.bad"}
+    for name in kept:
+        (folder / name).write_text("kept")
+    assert json.loads(cli("cache", "--json").out) == shown
     assert cli("cache", "clear").out == f"removed {len(shown['files'])} files\n"
-    assert [p.name for p in folder.iterdir()] == ["not ours.txt"]
+    assert {p.name for p in folder.iterdir()} == kept
 
 
 def test_files_that_are_not_sound_are_said_to_be_so(cli: Cli, folder: Path) -> None:
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o700)
-    (folder / "a.json").write_text("[")
-    (folder / "b.json").write_text('{"format": 99}')
-    (folder / "c.json").write_text("[]")
-    (folder / "d.json.bad").write_text("x")
-    (folder / "e.json").symlink_to("/etc/passwd")
-    (folder / "f.json").symlink_to(folder / "gone")
+    a, b, c, d, e = (digit * 16 for digit in "abcde")
+    (folder / f"{a}.json").write_text("[")
+    (folder / f"{b}.json").write_text('{"format": 99}')
+    (folder / f"{c}.json").write_text("[]")
+    (folder / f"{d}.json.bad").write_text("x")
+    (folder / f"{e}.json").symlink_to("/etc/passwd")
+    (folder / f"{e}.json.new").symlink_to("nowhere")
     states = {f["file"]: f["state"] for f in json.loads(cli("cache", "--json").out)["files"]}
-    assert states.pop("a.json").startswith("cannot be read")
-    assert states == {"b.json": "of another form", "c.json": "corrupt", "d.json.bad": "corrupt"}
+    assert states.pop(f"{a}.json").startswith("cannot be read")
+    assert states == {f"{b}.json": "of another form", f"{c}.json": "corrupt", f"{d}.json.bad": "corrupt"}
     cli("cache", "clear")
     assert [*folder.iterdir()] == []
     assert Path("/etc/passwd").exists()
@@ -78,6 +82,19 @@ def test_tuning_into_a_file(cli: Cli, tmp_path: Path) -> None:
     assert done.status == 0
     assert "the budget ran out before" in done.out
     assert done.err == ""  # no bar where nobody looks
+
+
+def test_a_file_of_the_users_that_is_no_table_is_refused(cli: Cli, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text("print('mine')")
+    done = cli("tune", "M:build", "--input", "8x16", "--file", "own.py", "--modes", "eval", "--device", "cpu")
+    assert (done.status, done.out) == (2, "")
+    assert "own.py holds no measurements, and is left as it is: it is no JSON" in done.err
+    assert own.read_text() == "print('mine')"
+    done = cli("tune", "M:build", "--input", "8x16", "--file", "no/table.json", "--modes", "eval", "--device", "cpu")
+    assert done.status == 2
+    assert "there is no folder no" in done.err
+    assert {p.name for p in tmp_path.iterdir() if not p.name.startswith(("models_", "__pycache__"))} == {"own.py"}
 
 
 def test_benchmarks_of_this_clone_are_listed(cli: Cli) -> None:

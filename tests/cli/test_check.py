@@ -155,6 +155,20 @@ def test_the_script_is_written_where_it_is_asked_for(cli: Cli, tmp_path: Path) -
     assert cli("check", "M:Third", "--repro", "no/folder.py", "--dtype", "float32").status == 2
 
 
+def test_a_script_is_written_over_nothing_else(cli: Cli, tmp_path: Path) -> None:
+    given = ("check", "M:Third", "--input", "1x1", "--dtype", "float32", "--device", "cpu")
+    theirs = tmp_path / "seqfuse_repro_Third.py"
+    theirs.write_text("print('mine')")
+    for _ in range(2):  # the same script again is no other
+        assert "python seqfuse_repro_Third_2.py" in cli(*given).out
+    assert {p.name for p in tmp_path.glob("seqfuse_repro*")} == {theirs.name, "seqfuse_repro_Third_2.py"}
+    done = cli(*given, "--repro", str(theirs))
+    assert (done.status, done.out) == (2, "")
+    assert "is there and is no script of `seqfuse check`" in done.err
+    assert theirs.read_text() == "print('mine')"
+    assert cli(*given, "--repro", "seqfuse_repro_Third_2.py").status == 1
+
+
 def test_a_fusion_that_cannot_run_here_is_not_passed(cli: Cli) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels run here")

@@ -99,8 +99,12 @@ CORRUPT: dict[str, Callable[[Path], object]] = {
     "huge integer": lambda p: with_entry(p, lambda e: {**e, "fused_ns": 10**400}),
     "failed for nothing": lambda p: with_entry(p, lambda e: {"failed": ""}),
     "too big": lambda p: os.truncate(p, store.MOST_BYTES + 1),
-    "a folder": lambda p: (p.unlink(), p.mkdir()),
-    "a pipe": lambda p: (p.unlink(), os.mkfifo(p)),
+}
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "a folder": lambda p: (p.mkdir(), (p / "held").write_text("by it")),
+    "a pipe": os.mkfifo,
+    "a link": lambda p: p.symlink_to(p.with_name("elsewhere")),
+    "a link to nothing": lambda p: p.symlink_to("nowhere"),
 }
 
 
@@ -126,6 +130,94 @@ def test_a_corrupt_file_is_set_aside_and_tuning_goes_on(
         assert sf.tune(model, X, modes="train").measured == 1
         forget(monkeypatch)
         assert slow_is_refused()
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """Everything in a folder, with what files hold."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        about = path.lstat()
+        held = path.read_bytes() if stat.S_ISREG(about.st_mode) else os.readlink(path) if path.is_symlink() else None
+        found[str(path.relative_to(folder))] = about.st_ino, about.st_mtime_ns, held
+    return found
+
+
+@pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN.keys())
+def test_what_the_library_did_not_write_in_its_folder_is_not_moved(
+    make: Callable[[Path], object], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(cache)
+    path.rename(cache / "elsewhere")
+    make(path)
+    before = tree(cache)
+    forget(monkeypatch)
+    with cache_warnings() as caught:
+        assert pair(Slow).plan(X).count("Slow") == 1
+        sf.tune(pair(Slow), X, modes="train")
+    assert len(caught) == 1
+    assert re.search(r"cannot be read: it is (no regular file|a symbolic link)", caught[0])
+    assert slow_is_refused()
+    assert tree(cache) == before
+
+
+NO_TABLES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda p: p.write_text(""),
+    "a script": lambda p: p.write_text("print('mine')\n"),
+    "a checkpoint": lambda p: torch.save({"w": torch.ones(3)}, p),
+    "another JSON": lambda p: p.write_text('{"format": 1, "entries": []}'),
+    "too big": lambda p: (p.touch(), os.truncate(p, store.MOST_BYTES + 1)),
+    **FOREIGN,
+}
+
+
+@pytest.mark.parametrize("make", NO_TABLES.values(), ids=NO_TABLES.keys())
+def test_a_file_of_the_users_that_is_no_table_is_an_error_and_stays_as_it_is(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    path = folder / "own"
+    (folder / "elsewhere").write_text("{}")
+    for beside in ("own.bad", "own.lock", "own.new"):
+        (folder / beside).write_text("as old as it was")
+    make(path)
+    before = tree(folder)
+    with cache_warnings() as caught, pytest.raises(sf.InputError, match=r"SF106: .*own holds no measurements, and is"):
+        sf.tune(pair(Slow), X, modes="train", file=path)
+    assert caught == []
+    assert tree(folder) == before
+
+
+def test_what_stands_beside_a_file_of_the_users_stays_as_it_is(tmp_path: Path) -> None:
+    beside = [tmp_path / f"poetry{end}" for end in (".lock", ".new", ".bad")]
+    for one in beside:
+        one.write_text("theirs")
+    assert sf.tune(pair(Slow), X, modes="train", file=tmp_path / "poetry").file == tmp_path / "poetry"
+    assert [one.read_text() for one in beside] == ["theirs"] * 3
+
+
+def test_a_file_of_the_users_that_changes_while_it_is_in_use_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, whole = tmp_path / "own", measured.save
+
+    def meanwhile(*given: Any, **more: Any) -> None:
+        path.write_text("theirs")
+        whole(*given, **more)
+
+    monkeypatch.setattr(measured, "save", meanwhile)
+    with cache_warnings() as caught:
+        assert sf.tune(pair(Slow), X, modes="train", file=path).measured == 1
+    assert len(caught) == 1
+    assert "kept in memory only: it is no JSON" in caught[0]
+    assert path.read_text() == "theirs"
+    assert slow_is_refused()
+
+
+@pytest.mark.parametrize(("file", "says"), [(3, "file must be a path, not 3"), ("no/own", "there is no folder no")])
+def test_what_names_no_file_is_refused(file: Any, says: str) -> None:
+    with pytest.raises(sf.InputError, match=says):
+        sf.tune(pair(Slow), X, modes="train", file=file)
 
 
 def test_numbers_that_are_whole_are_times_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +338,20 @@ def test_a_file_of_another_machine_is_left_alone(tmp_path: Path, monkeypatch: py
     assert report.measured == 2
     assert path.read_text() == text
     assert slow_is_refused()
+    path.unlink()
+    forget(monkeypatch)
+    assert sf.tune(pair(Slow), X, modes="train", file=path).file == path  # gone, and so there is room for a new one
+
+
+def test_two_machines_do_not_write_over_each_others_measurements(tmp_path: Path) -> None:
+    import dataclasses
+
+    path, found = tmp_path / "own.json", {"a": Measurement(1.0, 2.0)}
+    measured.save(path, dataclasses.replace(machine(), device="an abacus"), found, own=False)
+    text = path.read_text()
+    with pytest.warns(sf.CacheWarning, match="left as it is: it was measured on another machine"):
+        measured.save(path, machine(), found, own=False)
+    assert path.read_text() == text
 
 
 # What can be wrong with folders.
