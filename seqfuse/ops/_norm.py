@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..env import autocast_of
 from ._read import parameter
 
 
@@ -78,6 +79,6 @@ def rows_summed(dy: Tensor, trailing: int) -> Tensor:
 
 def rounded(y: Tensor, x: Tensor) -> Tensor:
     """The result in the dtype of the input, except under autocast on an accelerator, where norms give float32."""
-    if y.dtype is x.dtype or (x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type)):
+    if y.dtype is x.dtype or (x.device.type != "cpu" and autocast_of(x.device.type) is not None):
         return y
     return y.to(x.dtype)

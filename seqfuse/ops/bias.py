@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..env import autocast_of
 from ._read import parameter
 
 
@@ -85,7 +86,7 @@ class Bias(sf.UnfusedOperation):
 
     def _addend(self, x: Tensor) -> Tensor:
         bias = self.read()
-        if bias.dtype is not x.dtype and torch.is_autocast_enabled(x.device.type):
+        if bias.dtype is not x.dtype and autocast_of(x.device.type) is not None:
             return bias.to(x.dtype)
         return bias
 

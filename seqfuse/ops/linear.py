@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..env import autocast_of
 from ..errors import InputError
 from ..group import Group, Share
 from ..maingrad import Accumulated, accumulated
@@ -218,8 +219,9 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None) -> Tenso
     if main_grad is None:
         return dy.t().mm(x)
     device, dtype = dy.device.type, main_grad.dtype
-    if torch.is_autocast_enabled(device):  # it does not reach a product in place
-        dy, x = (t.to(torch.get_autocast_dtype(device)) for t in (dy, x))
+    cast = autocast_of(device)
+    if cast is not None:  # it does not reach a product in place
+        dy, x = dy.to(cast), x.to(cast)
     if device == "cuda" and torch.version.hip is None and dy.dtype is not dtype and dy.dtype is x.dtype:
         torch.addmm(main_grad, dy.t(), x, out_dtype=dtype, out=main_grad)
     else:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..env import autocast_of
 from ._aten import fused_rms_norm, fused_rms_norm_backward
 from ._norm import Norm, rounded, rows_summed, stats_dtype
 from ._read import parameter
@@ -68,7 +69,7 @@ class RMSNorm(Norm):
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight, stats, kind = parameter(self, "weight"), stats_dtype(x), x.device.type
         gain, fit = self.gain(weight, stats), x
-        if kind != "cpu" and ((gain is not None and gain.dtype is not x.dtype) or torch.is_autocast_enabled(kind)):
+        if kind != "cpu" and ((gain is not None and gain.dtype is not x.dtype) or autocast_of(kind) is not None):
             # An accelerator's kernel takes one dtype only, and autocast does not reach it.
             fit, gain = x.to(stats), None if gain is None else gain.to(stats)
         y, rstd = fused_rms_norm(fit, self.normalized_shape, gain, self.eps)

@@ -18,6 +18,7 @@ from ..fuser.listing import Listing, Region
 from ..fuser.reference import check_channels, draw, run_alone, transformed, walk_reference
 from ..fuser.run import KEPT_PROGRAMS, Fuser
 from ..fuser.sequential import Sequential
+from ..ops._cache import current
 from .elsewhere import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
 
@@ -69,6 +70,9 @@ class StagedFuser(Fuser):
             got = f"{type(x).__name__} on {x.device}" if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"a model in stages takes plain tensors, neither compiled nor transformed, got {got}"
             raise InputError(message, code="SF105", hint="the input of the first stage is the same on every rank")
+        if current() is not None:  # before a rank waits for one that raises
+            message = "a model in stages cannot be fed by a cache of keys: attention of other ranks would not fill it"
+            raise StateError(message, code="SF505", hint="feed a model that is whole on its rank")
         self.device = x.device
         return super().__call__(x, **channels)
 

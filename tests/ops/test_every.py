@@ -13,6 +13,7 @@ from seqfuse.testing import LAYOUTS, REGIMES, assert_bitwise_equal, check_op, in
 from .passes import DTYPES, NAMES, Passes, by_passes, check_needs, check_passes, example, extras_of, own_parameters
 
 SHAPES = ((1, 2), (7, 6), (3, 5, 8), (2, 1, 3, 4), (10,))
+HEADS_TOO = (*NAMES, "Attention", "QKNorm", "PositionEmbedding", "RotaryEmbedding")
 CHAIN = [name for name in NAMES if name not in ("Add", "Fork")]
 
 
@@ -128,6 +129,20 @@ def test_copies_and_pickles_compute_the_same(name: str):
     expected = {n: None if t is None else t.clone() for n, t in by_passes(op, x, extras).items()}
     for other in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
         assert_bitwise_equal(by_passes(other, x, extras), expected)
+
+
+@pytest.mark.parametrize("name", HEADS_TOO)
+def test_runs_on_meta_where_parameters_have_another_dtype(name: str):
+    for own, other in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        op = example(name, torch.ones(2, 5, 24)).to("meta", other)
+        x = torch.empty(2, 5, 24, device="meta", dtype=own, requires_grad=True)
+        model = sf.Sequential(op)
+        out = model(x, **({"other": x} if name == "Add" else {}))
+        y = out[0] if isinstance(out, tuple) else out
+        y.float().sum().backward()
+        assert y.is_meta
+        assert (x.grad.shape, x.grad.dtype) == (x.shape, own)
+        assert all(p.grad is not None and p.grad.is_meta for p in op.parameters())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,7 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import seqfuse as sf
 from seqfuse import ops
+from seqfuse.ops.linear import weight_grad
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 from .passes import by_passes, check_twin, gradient
@@ -204,3 +206,8 @@ def test_no_features_are_allowed():
     assert_bitwise_equal(found["y"], torch.zeros(4, 3))
     assert found["dx"].shape == (4, 0)
     assert found["dweight"].shape == (3, 0)
+
+
+def test_adds_to_a_main_grad_on_meta():
+    dy, x, main = (torch.empty(shape, device="meta") for shape in ((5, 3), (5, 4), (3, 4)))
+    assert weight_grad(dy, x, main) is sf.accumulated
