@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import seqfuse as sf
 from seqfuse.parallel import pipeline
+from tests.processes import failures
 
-from .processes_pp import failures
 from .test_ddp import language_model, loss_of, tokens
 from .test_fsdp import full, own_share, shard
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops, parallel
+from tests.processes import Facts
 
-from .processes import Facts, draw, results
+from .sharded import draw, results
 from .test_parallelize import PLAN, LanguageModel, stack
 
 MAKERS: dict[str, Callable[[Any], sf.UnfusedOperation]] = {

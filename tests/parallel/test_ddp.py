@@ -14,8 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fuser import plan
 from seqfuse.nn import TransformerStack
-
-from .processes_pp import failures
+from tests.processes import failures
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 WORLD = 2

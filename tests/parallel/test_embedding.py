@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import seqfuse as sf
 from seqfuse import ops
+from tests.processes import Facts
 
-from .processes import Facts, assert_same, copy_shares, draw, randomize, results, share_of
+from .sharded import assert_same, copy_shares, draw, randomize, results, share_of
 
 
 def table(group: Any = None, padding_idx: int | None = None, sequence_dim: int | None = None) -> sf.Sequential:

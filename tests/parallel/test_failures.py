@@ -19,8 +19,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.settings import settings
-
-from .processes import Facts
+from tests.processes import Facts
 
 SECONDS = 2
 PATIENCE = 120

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import seqfuse as sf
 from seqfuse.parallel import clip_grad_norm_, everywhere, pipeline
+from tests.processes import failures
 
-from .processes_pp import failures
 from .test_ddp import language_model, loss_of, tokens
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import nn, ops
+from tests.processes import Facts
 
-from .processes import Facts, assert_same, copy_shares, draw, randomize, results, share_of
+from .sharded import assert_same, copy_shares, draw, randomize, results, share_of
 
 rotary = functools.partial(ops.RotaryEmbedding, style="half")
 LAYERS: dict[str, dict[str, Any]] = {

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import AllReduceLinearBackward, LinearBias
+from tests.processes import Facts
 
-from .processes import Facts, assert_same, copy_shares, draw, randomize, results, share_of
+from .sharded import assert_same, copy_shares, draw, randomize, results, share_of
 
 
 def pair(group: Any = None, *, bias: bool = True, bias_last: bool = True, **rest: Any) -> sf.Sequential:

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqfuse as sf
 from seqfuse.group import Group
 from seqfuse.losses import LinearCrossEntropy
+from tests.processes import Facts
 
-from .processes import Facts, copy_shares, draw, randomize, share_of
+from .sharded import copy_shares, draw, randomize, share_of
 
 CLASSES, WIDTH = 12, 6
 SETTINGS: list[dict[str, Any]] = [

@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from seqfuse import parallel
+from tests.processes import Facts
 
-from .processes import Facts, draw, results, share_of
+from .sharded import draw, results, share_of
 from .test_parallelize import PLAN, stack
 
 

@@ -18,8 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import seqfuse as sf
 from seqfuse import nn, ops, parallel
 from seqfuse.losses import LinearCrossEntropy
+from tests.processes import Facts
 
-from .processes import Facts, assert_same, draw, randomize, results, share_of
+from .sharded import assert_same, draw, randomize, results, share_of
 
 PLAN = {"*attention.mixer": "heads", "*feedforward.mixer": "features"}
 rotary = functools.partial(ops.RotaryEmbedding, style="half")

@@ -16,7 +16,7 @@ import seqfuse as sf
 from seqfuse import nn, ops
 from seqfuse.group import Group
 
-from .processes import share_of
+from .sharded import share_of
 
 SIZE = 4
 

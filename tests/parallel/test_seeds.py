@@ -9,8 +9,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-
-from .processes import Facts
+from tests.processes import Facts
 
 
 def masks(model: sf.Sequential) -> list[Tensor]:

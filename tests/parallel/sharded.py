@@ -1,0 +1,59 @@
+"""What is compared in several processes, divided and whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Signed random numbers, the same in every process."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def randomize(model: nn.Module, seed: int = 100) -> None:
+    """Give every parameter, of the whole model, numbers that do not depend on how it is divided."""
+    for i, p in enumerate(model.parameters()):
+        p.data = draw(*p.shape, seed=seed + i, dtype=p.dtype)
+
+
+def share_of(model: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """This process's share of something shaped like a parameter of the whole model."""
+    owner, _, leaf = name.rpartition(".")
+    share = getattr(model.get_submodule(owner), "shares", {}).get(leaf)
+    return whole if share is None else share.of(whole)
+
+
+def copy_shares(model: nn.Module, whole: nn.Module) -> None:
+    """Take the parameters of a whole model."""
+    sources = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(share_of(model, name, sources[name]))
+
+
+def results(model: nn.Module, x: Tensor, dy: Tensor, **channels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output for x, and the gradients of x (where it has one) and of every parameter for dy."""
+    model.zero_grad()
+    x = x.detach().clone()
+    if x.is_floating_point():
+        x.requires_grad_()
+    y: Tensor = model(x, **channels)
+    y.backward(dy)
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    if x.grad is not None:
+        grads["x"] = x.grad
+    return y.detach(), grads
+
+
+def assert_same(model: nn.Module, whole: nn.Module, x: Tensor, **channels: Tensor) -> None:
+    """Output and every gradient of a divided model are those of the whole one in a single process."""
+    dy = draw(*whole(x, **channels).shape, seed=7)
+    y, grads = results(model, x, dy, **channels)
+    expected_y, expected = results(whole, x, dy, **channels)
+    torch.testing.assert_close(y, expected_y)
+    assert grads.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert grad.abs().max() > 0, name
+        wanted = grad if name == "x" else share_of(model, name, grad)
+        torch.testing.assert_close(grads[name], wanted, msg=lambda m, n=name: f"{n}: {m}")

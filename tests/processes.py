@@ -1,0 +1,122 @@
+"""Groups of processes over gloo: forked from one that has imported torch, and started once for many facts."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+Work = Callable[[], None]
+
+# A process that starts anew imports torch for two seconds; one forked from a server that did so starts at once.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([
+    "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
+    "torch.nn.parallel", "seqfuse.parallel", "seqfuse.testing", "tests.processes",
+])  # fmt: skip
+
+
+class Facts:
+    """Facts that hold in several processes: `works` by how many of them there are, run once for all tests.
+
+    Args:
+        works: module-level functions, which see the group of all processes as the default one.
+        patience: seconds after which a collective of the group fails.
+    """
+
+    def __init__(self, works: Mapping[int, Sequence[Work]], patience: float = 60) -> None:
+        self.works, self.patience = works, patience
+        self._failed: dict[int, dict[str, str]] = {}
+
+    @property
+    def cases(self) -> list[Any]:
+        """What to parametrize a test with."""
+        return [
+            pytest.param(world, work.__name__, id=f"{work.__name__}-{world}")
+            for world, works in self.works.items()
+            for work in works
+        ]
+
+    def check(self, world: int, work: str) -> None:
+        """Fail as the fact did."""
+        if world not in self._failed:
+            self._failed[world] = failures(world, self.works[world], patience=self.patience)
+        if work in self._failed[world]:
+            pytest.fail(self._failed[world][work], pytrace=False)
+
+
+def failures(world: int, works: Sequence[Work], **options: Any) -> dict[str, str]:
+    """What failed, by the name of the function; functions after a failure do not run, which is a failure, too."""
+    found: dict[str, str] = {}
+    for (name, rank), text in raised(world, works, **options).items():
+        found[name] = found.get(name, "") + f"rank {rank}: {text}\n"
+    names = [w.__name__ for w in works]
+    if found:
+        last = max(map(names.index, found))
+        found.update(dict.fromkeys(names[last + 1 :], "it did not run: one before it failed"))
+    return found
+
+
+def raised(
+    world: int, works: Sequence[Work], *, seconds: float = 280, patience: float = 60
+) -> dict[tuple[str, int], str]:
+    """What was raised, by function and rank, in `world` processes that run one function after another up to that.
+
+    Args:
+        world: how many processes.
+        works: what each of them runs, with the environment variables of now.
+        seconds: after which processes that still run are killed.
+        patience: seconds after which a collective of their group fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            CONTEXT.Process(target=_process, args=(rank, world, list(works), folder, patience, dict(os.environ)))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        found: dict[tuple[str, int], str] = {}
+        deadline = time.monotonic() + seconds
+        for rank, process in enumerate(processes):
+            process.join(max(deadline - time.monotonic(), 0))
+            if process.is_alive():
+                process.kill()
+                found[works[0].__name__, rank] = "it hangs"
+            elif process.exitcode:
+                found[works[0].__name__, rank] = f"it exited with {process.exitcode}"
+        for path in sorted(Path(folder).glob("*.[0-9]")):
+            found[path.stem, int(path.suffix[1:])] = path.read_text()
+    return found
+
+
+def _process(
+    rank: int, world: int, works: list[Work], folder: str, patience: float, environment: dict[str, str]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    file, timeout = f"file://{folder}/rendezvous", datetime.timedelta(seconds=patience)
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=world, timeout=timeout)
+    for work in works:
+        torch.manual_seed(0)
+        try:
+            work()
+            gc.collect()  # reducers go before the group they use
+            if len(works) > 1:
+                dist.barrier()  # a rank that failed leaves: the others fail here, rather than pair with its next work
+        except BaseException:  # that of a failed assertion of pytest is no Exception
+            Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
+            break
+    # Not through the end of the interpreter, where a thread of gloo now and then aborts.
+    os._exit(0)
