@@ -1,4 +1,4 @@
-"""Groups of processes over gloo: forked from one that has imported torch, and started once for many facts."""
+"""Processes forked from one that has imported torch: groups over gloo, started once for many facts, and scripts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import datetime
 import gc
 import multiprocessing
 import os
+import runpy
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -120,3 +123,52 @@ def _process(
             break
     # Not through the end of the interpreter, where a thread of gloo now and then aborts.
     os._exit(0)
+
+
+class Script:
+    """`python <arguments>` under way, in a process that has imported torch and this library already.
+
+    Args:
+        arguments: a file, `-m` and a module, or `-c` and code, with what it finds in `sys.argv`.
+        folder: where it runs.
+        environment: its variables, instead of those of this process.
+    """
+
+    def __init__(
+        self, *arguments: str, folder: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._arguments, self._written = arguments, tempfile.TemporaryDirectory()
+        environment = os.environ if environment is None else environment
+        args = arguments, str(folder or Path.cwd()), dict(environment), self._written.name
+        self._process = CONTEXT.Process(target=_script, args=args)
+        self._process.start()
+
+    def done(self, seconds: float = 280) -> subprocess.CompletedProcess[str]:
+        """Its exit status and what it wrote, once it has ended; a script that hangs is killed."""
+        self._process.join(seconds)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        with self._written as folder:
+            out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(["python", *self._arguments], self._process.exitcode or 0, out, err)
+
+
+def _script(arguments: Sequence[str], folder: str, environment: Mapping[str, str], written: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(written, name), os.O_WRONLY | os.O_CREAT), number)
+    first, *rest = arguments
+    modules = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder if first in ("-c", "-m") else str(Path(first).parent), *filter(None, modules)]
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Script
+
 from .conftest import Cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,8 +21,7 @@ VERBS = ("doctor", "plan", "check", "tune", "bench", "cache", "compare")
 
 
 def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    return Script(*arguments, environment={**os.environ, "PYTHONPATH": str(ROOT), **variables}).done()
 
 
 def test_help_names_every_verb_and_says_what_each_does(cli: Cli) -> None:
@@ -215,7 +216,8 @@ def test_colors_are_for_terminals_only(cli: Cli, monkeypatch: pytest.MonkeyPatch
 
 def test_importing_the_library_imports_no_command() -> None:
     code = "import sys, seqfuse; print([m for m in sys.modules if m.startswith(('seqfuse.cli', 'cyclopts', 'rich'))])"
-    assert python("-c", code).stdout == "[]\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
 
 
 EVALUATED = """

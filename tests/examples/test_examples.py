@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+
+from tests.processes import Script
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 DEMO = re.compile(
@@ -22,7 +23,7 @@ DEMO = re.compile(
 
 def run(*command: str, folder: Path) -> list[str]:
     """The lines that `python <command>` prints, run outside the repository."""
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
+    done = Script(*command, folder=folder).done()
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return done.stdout.splitlines()

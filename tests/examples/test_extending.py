@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.examples.counted import lines_of
+from tests.processes import Script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FUSION = ROOT / "examples" / "04_write_a_fusion.py"
@@ -23,9 +24,13 @@ PLUGIN = ROOT / "examples" / "05_plugin"
 def run(*command: str, folder: Path, warned: str = "", **environment: str) -> list[str]:
     """The lines that `python <command>` prints in a folder; it ends well and warns of nothing else than `warned`."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST_")}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=inherited | environment, capture_output=True, text=True
-    )
+    # A process is interpreted from its first import of Triton on.
+    if "TRITON_INTERPRET" in environment or "pytest" in command:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=folder, env=inherited | environment, capture_output=True, text=True
+        )
+    else:
+        done = Script(*command, folder=folder, environment=inherited | environment).done()
     assert done.returncode == 0, done.stdout + done.stderr
     warnings = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert bool(warnings) == bool(warned), done.stderr
