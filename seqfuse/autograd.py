@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -62,16 +59,9 @@ class Segment(Protocol):
         """A parameter, by its index, with the operation that makes its gradient, and its position."""
         ...
 
-    def ran(self, packed: dict[int, Any]) -> Hashable:
-        """What ran: the plan, and the fusions that fell back."""
+    def ran(self, packed: dict[int, Any]) -> int:
+        """A number for what ran: the plan, and the fusions that fell back."""
         ...
-
-
-class _Local(threading.local):
-    ran: list[Hashable] | None = None
-
-
-_local = _Local()
 
 
 class Seqfuse(torch.autograd.Function):
@@ -85,8 +75,8 @@ class Seqfuse(torch.autograd.Function):
         else:
             with _own_casts():
                 y, keep, ctx.packed = segment.run_keeping(x, channels, seeds)
+        ctx.segment, ctx.mark = segment, _mark(segment, ctx.packed, keep) if keep else None
         ctx.save_for_backward(*keep)
-        ctx.segment, ctx.together = segment, _note(ctx, segment) if keep else None
         ctx.set_materialize_grads(False)
         if not segment.outputs:
             return y
@@ -99,7 +89,7 @@ class Seqfuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         segment: Segment = ctx.segment
-        tensors = _saved_tensors(ctx, segment)
+        tensors = _saved_tensors(ctx)
         if not torch.is_grad_enabled():
             return _gradients(ctx, segment, douts, tensors)
         with torch.no_grad():
@@ -156,44 +146,32 @@ def _will_run(fn: Any) -> bool:
 _executes: Callable[[Any], bool] = torch._C._will_engine_execute_node  # pyright: ignore[reportPrivateUsage]
 
 
-def _saved_tensors(ctx: Any, segment: Segment) -> tuple[Tensor, ...]:
-    if ctx.together is None:
+def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
+    if ctx.mark is None:
         return ctx.saved_tensors
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
-    outer, _local.ran = _local.ran, []
     try:
-        tensors = ctx.saved_tensors
+        *tensors, mark = ctx.saved_tensors
     except CheckpointError as error:
-        if _local.ran and segment.ran(ctx.packed) not in _local.ran:
-            raise _replanned() from error
-        raise
-    else:
-        if _local.ran and Counter(ctx.together) - Counter(_local.ran):
-            raise _replanned()
-        return tensors
-    finally:
-        _local.ran = outer
+        raise _replanned() from error
+    if mark.shape != ctx.mark:
+        raise _replanned()
+    return tuple(tensors)
 
 
-# Saved-tensor hooks are made once per checkpointed call: what ran under one pair is recomputed together.
-_runs: WeakKeyDictionary[Any, list[Hashable]] = WeakKeyDictionary()
-
-
-def _note(ctx: Any, segment: Segment) -> list[Hashable] | None:
-    """What ran under the saved-tensor hooks of now, with this; `None` if they are not those of a checkpoint."""
+def _mark(segment: Segment, packed: dict[int, Any], keep: list[Tensor]) -> torch.Size | None:
+    """Under a checkpoint, save an empty tensor whose shape says what ran: torch compares it with the recomputed one."""
     hooks: Any = _top_saved_tensors_default_hooks(False)
     if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
         return None
-    ran = segment.ran(ctx.packed)
-    if _local.ran is not None:
-        _local.ran.append(ran)
-    together = _runs.setdefault(hooks[1], [])
-    together.append(ran)
-    return together
+    if all(t is None for t in keep):
+        return None
+    keep.append(torch.empty((0, segment.ran(packed) % (1 << 62)), dtype=torch.uint8, device="cpu"))
+    return keep[-1].shape
 
 
 def _replanned() -> StateError:
-    message = "a checkpointed forward was recomputed under another plan than the one it ran under"
+    message = "a checkpointed forward was recomputed under another plan, or did not save again what it had saved"
     return StateError(message, code="SF503", hint="do not change fusions, modes or hooks between forward and backward")
 
 

@@ -48,11 +48,14 @@ class Binder:
 
     def segments(self, plan: Plan) -> list[Segment]:
         """The segments of a plan, ready to run."""
-        return [self._segment(plan, piece) for piece in plan.segments]
+        whole = hash(tuple((s.name, s.covers) for s in (*plan.forward, *plan.backward)))
+        ahead, back = ({s.covers.start: s for s in steps} for steps in (plan.forward, plan.backward))
+        return [
+            self._segment(piece, *([s[p] for p in piece if p in s] for s in (ahead, back)), hash((whole, piece)))
+            for piece in plan.segments
+        ]
 
-    def _segment(self, plan: Plan, piece: range) -> Segment:
-        ahead = [s for s in plan.forward if s.covers.start in piece]
-        back = [s for s in plan.backward if s.covers.start in piece]
+    def _segment(self, piece: range, ahead: Sequence[Step], back: Sequence[Step], signature: int) -> Segment:
         inside = self.items[piece.start : piece.stop]
         made = {c for item in inside for _, c in item.outputs}
         readers = self.items[piece.start].readers
@@ -93,7 +96,7 @@ class Binder:
             consumed=tuple(c for c in inputs if max(readers[c]) < piece.stop),
             device=self.env.device,
             autocast=self.env.autocast,
-            signature=(piece, *((s.name, s.covers) for s in (*plan.forward, *plan.backward))),
+            signature=signature,
             can_fall_back=self.can_fall_back,
             live=live,
             clearer=self.clearer,

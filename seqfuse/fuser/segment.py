@@ -86,7 +86,7 @@ class Segment:
     consumed: tuple[str, ...]  # inputs that nobody after this segment reads
     device: str
     autocast: torch.dtype | None
-    signature: tuple[Any, ...]
+    signature: int  # of the plan and of which part of it this is
     can_fall_back: bool
     live: bool
     clearer: Callable[[range, BaseException, Any], BaseException]
@@ -150,9 +150,9 @@ class Segment:
         step = next(b for b in self.backward_calls(None) if index in [i for _, i in b.grads])
         return f"{type(owner).__name__}.{attribute}", step.name, step.start
 
-    def ran(self, packed: Packed) -> tuple[Any, ...]:
-        """What ran: the plan, and the fusions that fell back."""
-        return *self.signature, *packed.get(FELL, ())
+    def ran(self, packed: Packed) -> int:
+        """A number for what ran: the plan, and the fusions that fell back."""
+        return hash((self.signature, packed.get(FELL)))
 
     def _ahead(self, calls: Sequence[Call], keep: bool) -> Callable[..., Tensor]:
         return ahead(calls, keep, functools.partial(self._failed, calls, keep))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import seqfuse as sf
 from seqfuse import ops
@@ -323,6 +323,50 @@ def test_checkpoints_nested_three_deep_with_models_between_them_replay():
         use_reentrant=False,
     )
     same_passes(plain, deep, draw(3, 5))
+
+
+# Segments that save nothing -------------------------------------------------------------------------------------------
+
+LAST: dict[str, Callable[[], nn.Module]] = {
+    "positions of their own": lambda: ops.PositionEmbedding(3, 12),
+    "a rotation": lambda: ops.RotaryEmbedding(2, style="half"),
+    "dropout in evaluation": lambda: ops.Dropout(0.5).eval(),
+    "a sum": lambda: ops.Residual(ops.Identity()),
+}
+
+
+def behind(last: Callable[[], nn.Module], how: str) -> tuple[nn.Module, Tensor]:
+    """A model whose last node has no tensor to save, behind one that has."""
+    if how == "behind a table":
+        return sf.Sequential(ops.Embedding(9, 12), last(), fusions=()), torch.tensor([[1, 2, 0], [8, 3, 3]])
+    first, x = ops.Linear(12, 12), draw(2, 3, 12, dtype=torch.float32).requires_grad_()
+    if how == "behind a hook":
+        first.register_forward_hook(lambda *_: None)
+    between = [nn.Softplus()] if how == "behind a barrier" else []
+    return sf.Sequential(first, *between, last(), fusions=()), x
+
+
+@pytest.mark.parametrize("how", ["behind a table", "behind a hook", "behind a barrier"])
+@pytest.mark.parametrize("last", LAST.values(), ids=LAST)
+def test_a_checkpoint_whose_last_operation_saves_nothing_gives_the_same_gradients(last: Any, how: str):
+    model, x = behind(last, how)
+    wants = [*model.parameters(), *[t for t in [x] if t.requires_grad]]
+    want = torch.autograd.grad(model(x).square().sum(), wants)
+    y = checkpoint(model, x, use_reentrant=False)
+    y.square().sum().backward()
+    for t, g in zip(wants, want, strict=True):
+        assert torch.equal(t.grad, g)
+
+
+@pytest.mark.parametrize("check", ["default", "none"])
+def test_a_plan_that_differs_before_a_module_of_torch_gives_no_wrong_gradient(check: str):
+    """The last node is torch's, which reads what it saved, and so recomputes, before any of ours."""
+    model, x = nn.Sequential(sf.Sequential(*special(), fusions=(Keeps,)), nn.Softplus()).double(), draw(3, 5)
+    leaf = x.requires_grad_()
+    y = checkpoint(model, leaf, use_reentrant=False, determinism_check=check)
+    with sf.fusing(exclude=[Keeps]), pytest.raises((StateError, CheckpointError)):
+        y.sum().backward()
+    assert leaf.grad is None
 
 
 # Selective checkpointing ----------------------------------------------------------------------------------------------
