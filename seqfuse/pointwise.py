@@ -37,7 +37,11 @@ class Pointwise(UnfusedOperation, open=True):
     value: ClassVar[Any] = None
     """The same as `reference`, a `triton.jit` function of float32 that kernels are made with: `value(x)`."""
     derivative: ClassVar[Any] = None
-    """dy/dx, a `triton.jit` function of x or y as `reads` says; not multiplied by dy: `derivative(t)`."""
+    """dy/dx, a `triton.jit` function of x or y as `reads` says; not multiplied by dy: `derivative(t)`.
+
+    One that selects, as ReLU's does, is `derivative(dy, t)` and gives dx: where it is off, that is where it gives 0 of
+    dy = 1, dx is 0 whatever dy is.
+    """
 
     @property
     def P(self) -> tuple[float, ...]:

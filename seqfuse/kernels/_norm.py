@@ -32,7 +32,7 @@ from ._launch import (
 )
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
-from .activations import ACTIVATIONS, LONGEST, apply, is_composed
+from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed
 
 MAX_COLUMNS = 65536
 """The widest row."""
@@ -178,7 +178,7 @@ def _gradients(
             pre += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
         if OF_OUTPUT:
             pre = apply(VALUE, pre, ACT_P)
-        d = tl.where(mask, d * apply(DERIVATIVE, pre, ACT_P), 0.0)
+        d = tl.where(mask, gradient(DERIVATIVE, d, pre, ACT_P), 0.0)
     g = d
     if weight is not None:
         g = d * gain

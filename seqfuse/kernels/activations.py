@@ -3,8 +3,9 @@
 """Activations as device functions: a value and a derivative each, in the dtype they are given (float32 in kernels).
 
 `value(x)` takes the input; `derivative(t)` takes what `reads` says, `"input"` or `"output"`, and is a factor that dy is
-multiplied by. With configuration numbers they are `value(x, P)` and `derivative(t, P)`, `P` a tuple of numbers fixed at
-compile time. NaN comes out where torch gives NaN.
+multiplied by. One that selects, as ReLU's does, is `derivative(dy, t)` and gives dx itself: where it is off, dx is 0
+even if dy is Inf or NaN, which times 0 is NaN. With configuration numbers there is a `P` at the end, a tuple of numbers
+fixed at compile time. NaN comes out where torch gives NaN.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ def _arguments(function):
 
 
 @triton.constexpr_function
+def _selects(function):
+    return function.arg_names[0] == "dy"
+
+
+@triton.constexpr_function
+def _any_selects(parts):
+    return any(derivative.arg_names[0] == "dy" for _, derivative, _, _ in parts)
+
+
+@triton.constexpr_function
 def _length(numbers):
     return len(numbers)
 
@@ -58,6 +69,17 @@ def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr):
         return FUNCTION(x)
     else:
         return FUNCTION(x, P)
+
+
+@triton.jit
+def gradient(DERIVATIVE: tl.constexpr, dy, t, P: tl.constexpr):
+    """What a derivative makes of dy: the product, or what the function itself gives of both."""
+    if not _selects(DERIVATIVE):
+        return dy * apply(DERIVATIVE, t, P)
+    elif _arguments(DERIVATIVE) == 2:
+        return DERIVATIVE(dy, t)
+    else:
+        return DERIVATIVE(dy, t, P)
 
 
 @triton.jit
@@ -92,9 +114,9 @@ def relu(x):
 
 
 @triton.jit
-def relu_derivative(y):
-    """dy/dx = 0 where y <= 0, else 1."""
-    return tl.where(y <= 0.0, 0.0, 1.0).to(y.dtype)
+def relu_derivative(dy, y):
+    """The gradient: dx = 0 where y <= 0, else dy."""
+    return tl.where(y <= 0.0, 0.0, dy)
 
 
 @triton.jit
@@ -105,9 +127,9 @@ def squared_relu(x):
 
 
 @triton.jit
-def squared_relu_derivative(x):
-    """dy/dx = 2 max(x, 0)."""
-    return 2.0 * tl.where(x <= 0.0, 0.0, x)
+def squared_relu_derivative(dy, x):
+    """The gradient: dx = 0 where x <= 0, else 2 x dy."""
+    return tl.where(x <= 0.0, 0.0, dy * (2.0 * x))
 
 
 @triton.jit
@@ -221,24 +243,38 @@ def _composed(x, P: tl.constexpr):
 
 
 @triton.jit
-def _composed_derivative(x, P: tl.constexpr):
-    """The product of all derivatives, each where its own function was reached."""
-    slope = tl.zeros_like(x) + 1.0
+def _composed_derivative(dy, x, P: tl.constexpr):
+    """The product of dy and all derivatives, each where its own function was reached.
+
+    Where one selects, and is off, neither dy nor the derivatives behind it count: the product is what it was there.
+    """
+    one = tl.zeros_like(x) + 1.0
+    slope, off = one, one < 0.0
     for i in tl.static_range(_length(P)):
         y = apply(entry(P, i, 0), x, entry(P, i, 3))
         if entry(P, i, 2):
-            slope *= apply(entry(P, i, 1), y, entry(P, i, 3))
+            factor = gradient(entry(P, i, 1), one, y, entry(P, i, 3))
         else:
-            slope *= apply(entry(P, i, 1), x, entry(P, i, 3))
+            factor = gradient(entry(P, i, 1), one, x, entry(P, i, 3))
+        if _any_selects(P):
+            slope = tl.where(off, slope, slope * factor)
+        else:
+            slope *= factor
+        if _selects(entry(P, i, 1)):
+            off = off | (factor == 0.0)
         x = y
-    return slope
+    if _any_selects(P):
+        return tl.where(off, slope, dy * slope)
+    else:
+        return dy * slope
 
 
 def composed(*activations: Any) -> Any:
     """Several as one that reads its input, y = f_n(... f_1(x)): wherever one fits, several do."""
     if len(activations) == 1:
         return activations[0]
-    parts = tuple((a.value, a.derivative, a.reads == "output", tuple(a.P)) for a in activations)
+    several = [part for a in activations for part in _composed_of(a) or [a]]
+    parts = tuple((a.value, a.derivative, a.reads == "output", tuple(a.P)) for a in several)
     return Activation(_composed, _composed_derivative, P=parts)
 
 

@@ -40,7 +40,7 @@ from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored
 from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, traced, workspace
 from ._philox import dropped, threshold_and_scale
 from ._variants import Type, Variant
-from .activations import ACTIVATIONS, apply, name_of
+from .activations import ACTIVATIONS, apply, gradient, name_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -274,7 +274,7 @@ def _gemm_kernel(
                 if emitted is not None:
                     h = dropped(v, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED) if seed is not None else v
                     _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
-                z = z * apply(DERIVATIVE, v if READS_OUTPUT else u, P)
+                z = gradient(DERIVATIVE, z, v if READS_OUTPUT else u, P)
             if DGATED:
                 gate = _load_tile(t, t_desc, ldt, rows, cols, inside, m0, col, ACC)
                 up = _load_tile(t + N, t2_desc, ldt, rows, cols, inside, m0, col, ACC)
@@ -285,7 +285,7 @@ def _gemm_kernel(
                         h = dropped(h, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
                     _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
                 z2 = z * v
-                z = z * up * apply(DERIVATIVE, v if READS_OUTPUT else gate, P)
+                z = gradient(DERIVATIVE, z * up, v if READS_OUTPUT else gate, P)
             if residual is not None:
                 z += _load_tile(residual, r_desc, ldr, rows, cols, inside, m0, col, ACC)
             if ACCUMULATE:

@@ -37,7 +37,7 @@ from ._launch import (
 )  # fmt: skip
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Type, Variant
-from .activations import ACTIVATIONS, LONGEST, activation_of, apply, entry, name_of, text_of
+from .activations import ACTIVATIONS, LONGEST, activation_of, apply, composed, entry, gradient, name_of, text_of
 
 _ACT = tl.constexpr(0)
 _DACT = tl.constexpr(1)
@@ -81,7 +81,7 @@ def _act(tiles, VALUE: tl.constexpr, P: tl.constexpr):
 def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles)):
-        results = results + (tiles[j] * apply(DERIVATIVE, saved[j], P),)
+        results = results + (gradient(DERIVATIVE, tiles[j], saved[j], P),)
     return results
 
 
@@ -100,10 +100,8 @@ def _dgated(tiles, saved, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr, OF_OUTP
         gate, up = saved[j], saved[j + len(tiles)]
         activated = apply(VALUE, gate, P)
         if OF_OUTPUT:
-            factor = apply(DERIVATIVE, activated, P)
-        else:
-            factor = apply(DERIVATIVE, gate, P)
-        gates = gates + (tiles[j] * up * factor,)
+            gate = activated
+        gates = gates + (gradient(DERIVATIVE, tiles[j] * up, gate, P),)
         ups = ups + (tiles[j] * activated,)
     return gates + ups
 
@@ -690,6 +688,7 @@ def variants() -> Iterator[Variant]:
         Chain(scale(2.0), dropout(0.2), dact(gelu), column_sum(), dropout(0.1)),
         Chain(bias(), store(), act(LONGEST)),
         Chain(dact(LONGEST), column_sum()),
+        Chain(dact(composed(*(ACTIVATIONS[name] for name in ("tanh", "relu", "gelu")))), column_sum()),
     )
     for chain in chains:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from .. import pointwise as sf
+from ._aten import threshold_backward
 from ._device import device_functions
 
 
 class SquaredReLU(sf.Pointwise):
     """y = max(x, 0)^2.
 
-    Backward: dx = 2 dy max(x, 0).
+    Backward: dx = 2 dy x where x > 0, else 0.
 
     x, y: [*, H].  Saved: x.
     Source: So et al. 2021, arXiv:2109.08668.
@@ -24,4 +25,4 @@ class SquaredReLU(sf.Pointwise):
         return torch.relu(x).square()
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
-        return torch.relu(saved.x).mul_(2).mul_(dy), {}
+        return threshold_backward(saved.x.mul(2).mul_(dy), saved.x, 0), {}

@@ -86,6 +86,7 @@ class Case:
     regime: str = "normal"
     layout: str = "contiguous"  # of x and the channels
     dy_layout: str = "contiguous"
+    dy_infinite: bool = False
     frozen: frozenset[str] = frozenset()
     grad: bool = True
 
@@ -93,6 +94,7 @@ class Case:
         parts = [str(self.dtype).removeprefix("torch."), f"x {self.shape}", self.regime]
         parts += [f"x {self.layout}"] if self.layout != "contiguous" else []
         parts += [f"dy {self.dy_layout}"] if self.dy_layout != "contiguous" else []
+        parts += ["dy infinite"] if self.dy_infinite else []
         parts += [f"frozen {', '.join(sorted(self.frozen))}"] if self.frozen else []
         return ", ".join(parts if self.grad else [*parts, "no gradient"])
 
@@ -249,6 +251,7 @@ class Specimen:
 
     def _incoming(self, case: Case, y: Tensor, seed: int) -> Tensor:
         values = seeded_randn(tuple(y.shape), seed, dtype=case.dtype).to(y.device)
+        values = values / 0 if case.dy_infinite else values
         return laid_out(values, case.dy_layout).to(y.dtype)
 
 

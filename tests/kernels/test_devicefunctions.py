@@ -68,6 +68,34 @@ class DerivativeSwallowsNaN(Square):
         return tl.where(x < 0.0, 2.0 * x, tl.where(x >= 0.0, 2.0 * x, 0.0))
 
 
+class Multiplies(sf.Pointwise):
+    """y = x within 0 and 1, else the nearer of the two: dx is 0 outside, whatever dy is."""
+
+    @triton.jit
+    def value(x):
+        return tl.where(x < 0.0, 0.0, tl.where(x > 1.0, 1.0, x))
+
+    @triton.jit
+    def derivative(x):
+        return tl.where((x >= 0.0) & (x <= 1.0), 1.0, 0.0)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
+
+
+class Selects(sf.Pointwise):
+    """The same, as it has to be."""
+
+    value = Multiplies.value
+
+    @triton.jit
+    def derivative(dy, x):
+        return tl.where((x >= 0.0) & (x <= 1.0), dy, 0.0)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.clamp(0, 1)
+
+
 class Overflows(sf.Pointwise):
     """y = log(1 + exp(x)), which in its kernel is infinite for large x."""
 
@@ -148,7 +176,7 @@ class Learned(sf.Pointwise):
 
 
 @pytest.mark.parametrize(
-    "op", [Right(), sf.Gated(Right()), ops.SquaredReLU(), ops.Tanh(), ops.GEGLU(), ops.Bias(8)], ids=str
+    "op", [Right(), Selects(), sf.Gated(Right()), ops.SquaredReLU(), ops.Tanh(), ops.GEGLU(), ops.Bias(8)], ids=str
 )
 def test_right_ones_pass(op: sf.UnfusedOperation, device: torch.device) -> None:
     assert check_op(op.to(device), X.to(device)).skipped == ()
@@ -161,6 +189,7 @@ def test_right_ones_pass(op: sf.UnfusedOperation, device: torch.device) -> None:
         (WrongValue(), "normal: fused differs", "y: max"),
         (SwallowsNaN(), "one_nan: fused differs", "y: structure"),
         (DerivativeSwallowsNaN(), "one_nan: fused differs", "d_x: structure"),
+        (Multiplies(), "normal, dy infinite: d_x: nan", "where the operations give 0"),
         (Overflows(), "huge: y: inf", "where the operations give"),
         (OutputForInput(), "normal: fused differs", "y: max"),
         (Power(3.0), "normal: fused differs", "d_x: max"),

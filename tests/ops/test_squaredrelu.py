@@ -8,6 +8,13 @@ from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal
 
 
+def test_a_gradient_of_inf_is_dropped_where_it_is_off():
+    x = torch.tensor([-3.0, 0.0, 0.5, math.nan])
+    op = ops.SquaredReLU()
+    dx, _ = op.bwd(torch.full_like(x, math.inf), op.Saved(x=x))
+    assert_bitwise_equal(dx, torch.tensor([0.0, 0.0, math.inf, math.nan]))
+
+
 def test_squares_what_is_positive():
     x = torch.tensor([-3.0, -0.1, 0.5, 3.0, math.nan])
     op = ops.SquaredReLU()

@@ -162,6 +162,16 @@ def _three(x, P: tl.constexpr, q):
 
 
 @triton.jit
+def _gradient(dy, t):
+    return dy
+
+
+@triton.jit
+def _without_t(dy):
+    return dy
+
+
+@triton.jit
 def _none():
     return 0.0
 
@@ -176,6 +186,7 @@ def define(**attributes: object) -> type:
         ({"value": _two}, ("value must take (x), as the class states no P; it takes (x, P)", "def _two(x, P")),
         ({"value": _none}, ("value must take (x)", "it takes ()", "def _none():")),
         ({"derivative": _three}, ("derivative must take (t)", "it takes (x, P, q)", "def _three(x, P")),
+        ({"derivative": _without_t}, ("derivative must take (dy, t), as the class states no P; it takes (dy)",)),
         ({"P": (1.0,)}, ("value must take (x, P), as the class states a P; it takes (x)", "def value(x):")),
         ({"value": _two, "derivative": Mish.value, "P": (1.0,)}, ("derivative must take (t, P)", "def value(x):")),
         ({"derivative": None}, ("value is stated without derivative",)),
@@ -194,4 +205,5 @@ def test_functions_that_kernels_cannot_call_are_refused_at_definition(
         assert words in str(caught.value)
     assert define(value=Mish.value, derivative=Mish.derivative).is_final
     assert define(value=_two, derivative=_two, P=(1.0,)).is_final
+    assert define(value=Mish.value, derivative=_gradient).is_final
     assert define().value is None
