@@ -12,6 +12,7 @@ from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Bias, IdentityForwardAllReduceBackward, Linear
 from ..ops.linear import weight_grad
+from ._linear import one_dtype
 
 
 class AllReduceLinearBackward(BackwardFusion):
@@ -30,6 +31,7 @@ class AllReduceLinearBackward(BackwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield self.enter.group.size > 1, "needs several processes"
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
+        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
         yield env.autocast is None, "under autocast the sum is of x's dtype, not of the product's"
 
     def saves(self, env: Env) -> Savings:

@@ -53,6 +53,7 @@ class LinearBiasBackward(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
+        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
         return Savings(launches=1 if env.device == "cpu" else 0)

@@ -1,12 +1,15 @@
 """Linear and Bias, forward and backward."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 
 BOTH = (fusions.LinearBias, fusions.LinearBiasBackward)
 
@@ -36,6 +39,26 @@ def test_refuses_dtypes_that_a_product_does_not_promote():
     assert plan.count("LinearBias") == 0
     assert any(r.reason == "weight and bias must have one dtype" for r in plan.refused)
     assert model(x).dtype == torch.float64
+
+
+def test_a_backward_of_two_dtypes_is_left_to_the_operations():
+    linear = ops.Linear(16, 2, dtype=torch.float16)
+    linear.bias = torch.nn.Parameter(linear.bias.float())
+    model = sf.Sequential(ops.SquaredReLU(), linear, ops.GeLU(), fusions=sf.fusions.aten)
+    x = seeded_randn((4, 16), 0, dtype=torch.float16).requires_grad_()
+    own = torch.autograd.grad(sf.Sequential(*model, fusions=())(x).sum(), (x, *model.parameters()))
+    with sf.fusing(on_error="raise"):
+        assert any(r.fusion == "LinearBiasBackward" and "one dtype" in r.reason for r in model.plan(x).refused)
+        assert_bitwise_equal(torch.autograd.grad(model(x).sum(), (x, *model.parameters())), own)
+
+
+def test_a_backward_across_processes_takes_one_dtype():
+    linear = ops.Linear(6, 8, dtype=torch.bfloat16)
+    enter: Any = SimpleNamespace(group=SimpleNamespace(size=2))
+    env = sf.Env.of("cpu", dtype=torch.bfloat16)
+    for dtype, takes in ((torch.float32, False), (torch.bfloat16, True)):
+        fusion = sf.fusions.AllReduceLinearBackward(enter=enter, linear=linear, bias=ops.Bias(8, dtype=dtype))
+        assert all(holds for holds, _ in fusion.requires(env)) == takes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
