@@ -152,7 +152,7 @@ def _compare(name: str, f: Tensor | None, u: Tensor | None, r: Tensor | None) ->
     if r.dtype != torch.float64:
         raise TypeError(f"{name}: the reference must be float64, got {r.dtype}")
     if u.numel():
-        sample = _Sample(name, f, u, r)
+        sample = Sample(name, f, u, r)
         yield sample.non_finite()
         for part in (sample.maximum, sample.rms, sample.tiles, sample.elements, sample.bias):
             yield from part()
@@ -165,7 +165,7 @@ def _rms(values: Tensor, count: Tensor, dim: int | None = None) -> Tensor:
     return (squares.sum() if dim is None else squares.sum(dim)).div(count.clamp_min(1)).sqrt() * scale
 
 
-class _Sample:
+class Sample:
     """Errors of one tensor as [rows, columns] in float64; where one of the three is not finite, 0 and not counted."""
 
     def __init__(self, name: str, f: Tensor, u: Tensor, r: Tensor) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from seqfuse.errors import PluginError
-from seqfuse.testing import FusedMismatch, GlobalState, Observer, in_regime
-from seqfuse.testing.judge import assert_stays_finite, judge, saying
+from seqfuse.testing import FusedMismatch, GlobalState, Observer, assert_fused_close, in_regime
+from seqfuse.testing.judge import assert_stays_finite, judge, judge_together, saying
 
 
 class Draws:
@@ -73,6 +74,57 @@ def test_a_fault_of_structure_in_a_redraw_counts_for_any_tensor():
 
     with pytest.raises(FusedMismatch, match="d_x: structure"):
         judge(GoneBad(torch.float32, {0: "y", 1: "d_x"}), 0)
+
+
+class Deep:
+    """Two right results whose rows err by one rounding each, some rows far more than others; `spoil` changes a draw."""
+
+    def __init__(self, spoil: Callable[[int, Tensor, Tensor], None] = lambda draw, f, r: None) -> None:
+        self.spoil, self.draws = spoil, 0
+
+    def __call__(self, seed: int):
+        r = in_regime("normal", (48, 32), seed, dtype=torch.float64)
+        scale = in_regime("heavy", (48, 1), 0, dtype=torch.float64).abs().sqrt()
+        f, u = (
+            (r + 3e-7 * scale * in_regime("normal", (48, 1), seed + i, dtype=torch.float64)).float() for i in (1, 2)
+        )
+        self.spoil(self.draws, f, r)
+        self.draws += 1
+        return {"y": f}, {"y": u}, {"y": r}
+
+
+def test_right_results_of_a_deep_model_agree_over_many_draws_and_not_in_each():
+    alarms = 0
+    for seed in range(20):
+        judge_together(Deep(), 100 * seed)
+        try:
+            assert_fused_close(*Deep()(100 * seed))
+        except FusedMismatch:
+            alarms += 1
+    assert alarms >= 10
+
+
+def test_faults_of_a_deep_model_are_found():
+    def twice(draw: int, f: Tensor, r: Tensor) -> None:
+        f.copy_(r + 2.5 * (f - r))
+
+    def element(draw: int, f: Tensor, r: Tensor) -> None:
+        f[1, 2] += 3e-5
+
+    def once(draw: int, f: Tensor, r: Tensor) -> None:
+        f[1, 2] += 1e-3 * (draw == 5)
+
+    def nan(draw: int, f: Tensor, r: Tensor) -> None:
+        f[1, 2] = math.nan if draw == 5 else f[1, 2]
+
+    for spoil, part in (
+        (twice, "rms"),
+        (element, r"element.*\(1, 2\)"),
+        (once, r"element.*\(1, 2\)"),
+        (nan, "structure"),
+    ):
+        with pytest.raises(FusedMismatch, match=f"y: {part}"):
+            judge_together(Deep(spoil), 0)
 
 
 def test_an_overflow_of_its_own_is_found_and_one_that_is_spared_is_not():
