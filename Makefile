@@ -13,10 +13,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-gpu check format format-check lint types docs bench bench-gpu report kernels clean
+.PHONY: help demo test test-full test-machines test-seeds test-gpu check format format-check lint types docs bench bench-gpu report kernels clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.has-cli  ## train a small language model, fused and unfused
 	$(BIN)/python examples/train_lm.py $(ARGS)
@@ -26,6 +26,12 @@ test: $(VENV)/.has-test  ## run the tests; ARGS='-k name' narrows them
 
 test-full: $(VENV)/.has-test  ## run the whole numeric matrix
 	$(PYTEST) --full --timeout 3600 $(ARGS)
+
+test-machines: $(VENV)/.has-test  ## run the numeric tests as other processors would; ARGS='--machine sse'
+	$(BIN)/python -m tests.machines $(ARGS)
+
+test-seeds: $(VENV)/.has-test  ## run the numeric tests with 20 other seeds and count the alarms
+	$(BIN)/python -m tests.machines --seeds 20 $(ARGS)
 
 check: format-check lint types test docs  ## everything that has to pass
 
