@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..ops import Embedding
 from ._graph import GraphedStep
 from .kvcache import KVCache
 
@@ -32,6 +34,10 @@ def stream(
     temperature), of the `top_k` largest, and of the fewest whose probabilities sum to `top_p`. A sequence that has made
     a token of `stop` makes that token again; when all have, it ends.
 
+    Positions count from the first token, and every token is seen: padding stands on the right, behind `lengths`. Where
+    the model says which token pads (`padding_idx` of its embedding, `pad_token_id` of `from_huggingface`), a prompt
+    that begins with it, or without `lengths` ends with it, is an error; `lengths` of S say that it is meant.
+
     Args:
         model: tokens [B, S] to logits [B, S, V]; it runs in the mode it is in, without gradients.
         tokens: the prompts, int64 [B, S], padded on the right where they differ in length.
@@ -47,11 +53,12 @@ def stream(
         cuda_graph: whether a step is captured as a CUDA graph and replayed; on a GPU, with a cache.
 
     Raises:
-        ValueError: for arguments that do not fit together.
+        ValueError: for arguments that do not fit together, or prompts that are not padded so.
     """
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must not be negative, got {max_new_tokens}")
     _check(tokens, temperature, top_k, top_p, lengths)
+    _check_padding(tokens, lengths, _padding(model))
     if cuda_graph and not (use_cache and tokens.device.type == "cuda"):
         where = f"{tokens.device}{'' if use_cache else ', without a cache'}"
         raise ValueError(f"cuda_graph needs tokens on a GPU and a cache, got {where}")
@@ -156,3 +163,23 @@ def _check(tokens: Tensor, temperature: float, top_k: int | None, top_p: float |
         lengths.shape != tokens.shape[:1] or bool(((lengths < 1) | (lengths > tokens.shape[1])).any())
     ):
         raise ValueError(f"expects lengths [{tokens.shape[0]}] of 1 to {tokens.shape[1]}, got {lengths}")
+
+
+def _padding(model: nn.Module) -> int | None:
+    """The token that pads, where the model says so."""
+    if hasattr(model, "pad_token_id"):
+        return cast(Any, model).pad_token_id
+    known = {part.padding_idx for part in model.modules() if isinstance(part, Embedding)}
+    return known.pop() if len(known) == 1 else None
+
+
+def _check_padding(tokens: Tensor, lengths: Tensor | None, padding: int | None) -> None:
+    if padding is None:
+        return
+    begins, ends = tokens[:, 0] == padding, tokens[:, -1] == padding
+    wrong = begins | ends if lengths is None else begins & (lengths.to(tokens.device) < tokens.shape[1])
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        where = "begins" if begins[first] else "ends"
+        message = f"prompt {first} {where} with the padding token {padding}"
+        raise ValueError(f"{message}: pad on the right, and give the lengths of the prompts")

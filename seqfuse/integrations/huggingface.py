@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,8 +15,17 @@ from torch import Tensor, nn
 from .. import ops
 from ..fuser.sequential import Sequential
 from ..nn import TransformerStack, pack_qkv
+from ..nn._unaltered import check_unaltered
 
 _GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
+
+
+# What loading, training and saving leave behind, and the choice of a kernel for attention.
+_ASIDE = (
+    "_attn_implementation", "_auto_class", "_is_hf_initialized", "_use_kernels", "_weight_conversions",
+    "generation_config", "is_parallelizable", "kernel_config", "loss_type", "model_parallel", "model_tags",
+    "name_or_path", "warnings_issued",
+)  # fmt: skip
 
 
 def from_huggingface(model: nn.Module) -> Sequential:
@@ -22,23 +33,92 @@ def from_huggingface(model: nn.Module) -> Sequential:
 
     x: tokens [*, S], y: logits [*, S, V].  Keys: `embedding`, `positions` (GPT-2), `dropout` (if any), `layers`,
     `head`.
-    A head tied to the embedding stays tied. Dropped elements are others than Hugging Face's.
+    A head tied to the embedding stays tied, and frozen weights stay frozen. Dropped elements are others than Hugging
+    Face's. There is no mask: tokens are padded on the right. `pad_token_id` is that of the configuration, but `None`
+    where prompts begin with the same token.
+
+    The model has to be what its class makes of its configuration: modules that were replaced, hooks, a `forward` of an
+    instance, parametrizations, attributes and buffers that the configuration does not say, weights tied or untied by
+    hand, parts in another mode, dtype or device are refused.
 
     Raises:
         TypeError: for a model of another class.
-        ValueError: for a configuration that no layer here has, naming it.
+        ValueError: for a configuration that no layer here has, or a model that was altered, naming what differs.
     """
     made = {"GPT2LMHeadModel": _gpt2, "LlamaForCausalLM": _llama}
-    for kind in type(model).__mro__:
-        if kind.__name__ in made:
-            config: Any = model.config
-            mine, convert = made[kind.__name__](config, next(model.parameters()))
-            mine.load_state_dict(convert(model.state_dict()), strict=True)
-            if config.tie_word_embeddings:
-                head: Any = mine.head
-                head.weight = mine.embedding.weight
-            return mine.train(model.training)
-    raise TypeError(f"no model here stands for {type(model).__name__}; there are those of {', '.join(made)}")
+    kind = type(model)
+    if kind.__name__ not in made or not kind.__module__.startswith("transformers.models."):
+        known = ", ".join(made)
+        raise TypeError(f"no model here stands for {kind.__name__} of {kind.__module__}; there are those of {known}")
+    config: Any = model.config
+    mine, convert, buffers = made[kind.__name__](config, next(model.parameters()))
+    _check_functions(kind, config)
+    fresh = _fresh(kind, config)
+    check_unaltered(model, fresh, buffers=buffers, aside=_ASIDE)
+    _check_parameters(model, fresh)
+    mine.load_state_dict(convert(model.state_dict()), strict=True)
+    if config.tie_word_embeddings:
+        head: Any = mine.head
+        head.weight = mine.embedding.weight
+    _freeze(mine, model, convert)
+    mine.pad_token_id = None if config.pad_token_id == config.bos_token_id else config.pad_token_id
+    return mine.train(model.training)
+
+
+def _fresh(kind: type[Any], config: Any) -> nn.Module:
+    """A model as its class makes it of a configuration, without numbers."""
+    own = copy.deepcopy(config)
+    own._attn_implementation = "eager"  # which runs anywhere
+    with torch.device("meta"):
+        fresh: nn.Module = kind(own)
+    for module in fresh.modules():
+        if "config" in vars(module):
+            vars(module)["config"] = config  # what every module of the model has to read
+    return fresh
+
+
+def _check_functions(kind: type[Any], config: Any) -> None:
+    """Refuse attention or a rotation that somebody has put in the place of those of transformers."""
+    home: Any = sys.modules[kind.__module__]
+    attention = home.ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, home.eager_attention_forward)
+    for function in (attention, getattr(home, "apply_rotary_pos_emb", None)):
+        if function is not None and not function.__module__.startswith("transformers."):
+            by = f"{function.__module__}.{function.__qualname__}"
+            raise ValueError(f"{kind.__name__} was altered: it computes by {by}, not by a function of transformers")
+
+
+def _check_parameters(model: nn.Module, fresh: nn.Module) -> None:
+    """Refuse weights that are tied otherwise than the configuration says, or have hooks, which copies would lose."""
+    wanted = _ties(fresh)
+    for name, tied in _ties(model).items():
+        if tied != wanted[name]:
+            which = ("not tied" if tied == name else f"tied to {tied}") + f", its configuration says {wanted[name]}"
+            raise ValueError(f"{type(model).__name__} was altered: {name} is {which}")
+        parameter: Any = model.get_parameter(name)
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{type(model).__name__} was altered: {name} has hooks; remove them, or convert it before")
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """The first name of each parameter."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _freeze(mine: nn.Module, its: nn.Module, convert: Any) -> None:
+    """Let a parameter want a gradient where those that it was made of do."""
+
+    def wanting(which: bool) -> dict[str, Tensor]:
+        given = its.named_parameters(remove_duplicate=False)
+        return convert(
+            {name: torch.empty(p.shape, device="meta", requires_grad=p.requires_grad is which) for name, p in given}
+        )
+
+    trained, frozen = wanting(True), wanting(False)
+    for name, parameter in mine.named_parameters():
+        if trained[name].requires_grad and frozen[name].requires_grad:
+            raise ValueError(f"of the weights that are packed in {name} some are frozen, and some are not")
+        parameter.requires_grad_(trained[name].requires_grad)
 
 
 def gpt2_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -91,7 +171,7 @@ def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[
     return new
 
 
-def _gpt2(config: Any, like: Tensor) -> tuple[Any, Any]:
+def _gpt2(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
     unlike = [name for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention") if getattr(config, name)]
     unlike += [] if config.scale_attn_weights else ["scale_attn_weights=False"]
     unlike += [] if config.activation_function in _GELUS else [f"activation_function={config.activation_function!r}"]
@@ -116,10 +196,10 @@ def _gpt2(config: Any, like: Tensor) -> tuple[Any, Any]:
         **made,
     )
     parts["head"] = ops.Linear(config.n_embd, config.vocab_size, bias=False, **made)
-    return Sequential(parts), gpt2_state
+    return Sequential(parts), gpt2_state, {}
 
 
-def _llama(config: Any, like: Tensor) -> tuple[Any, Any]:
+def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
     rotary: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rotary.get("rope_type", "default")
     unlike = [] if kind == "default" else [f"rope_type={kind!r}"]
@@ -148,4 +228,7 @@ def _llama(config: Any, like: Tensor) -> tuple[Any, Any]:
         **made,
     )
     parts["head"] = ops.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
-    return Sequential(parts), functools.partial(llama_state, heads=heads, kv_heads=shared)
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    angles = float(base) ** (torch.arange(0, size, 2, dtype=torch.float64) / -size)
+    buffers = {f"model.rotary_emb.{name}": angles for name in ("inv_freq", "original_inv_freq")}
+    return Sequential(parts), functools.partial(llama_state, heads=heads, kv_heads=shared), buffers

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch import nn
 from .. import ops
 from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
+from ._unaltered import check_unaltered
 from .attention import MultiHeadAttention
 from .transformer import TransformerLayer, TransformerStack
 
@@ -27,32 +30,105 @@ def from_torch(module: nn.Module, **attention: Any) -> Sequential:
     parameters are those of the module itself, not copies; inputs are [*, S, E], whatever `batch_first` says. Dropped
     elements are others than torch's.
 
+    It has to be as torch made it: modules that were replaced, hooks, a `forward` of an instance, parametrizations,
+    settings that do not fit together, parts in another mode, dtype or device are refused.
+
     Args:
         module: the torch module.
         attention: what torch passes at each call: `causal=True`, or `mask="name"` for a mask passed by that keyword.
 
     Raises:
         TypeError: for a module of another type, or an activation that is no operation here.
-        ValueError: for settings that no layer here has, naming them.
+        ValueError: for settings that no layer here has, or a module that was altered, naming them.
     """
-    match module:
-        case nn.MultiheadAttention():
-            layer: Sequential = _attention(module, attention)
-        case nn.TransformerEncoderLayer():
-            layer = _layer(module, attention)
-        case nn.TransformerEncoder():
-            layer = _stack(module, attention)
-        case _:
-            raise TypeError(f"no layer here stands for {type(module).__name__}")
-    return layer.train(module.training)
+    made: dict[type, Callable[..., Sequential]] = {
+        nn.MultiheadAttention: _attention, nn.TransformerEncoderLayer: _layer, nn.TransformerEncoder: _stack,
+    }  # fmt: skip
+    if type(module) not in made:
+        raise TypeError(f"no layer here stands for {type(module).__name__}")
+    check_unaltered(module, _fresh(module), aside=_ASIDE)
+    return made[type(module)](module, attention).train(module.training)
+
+
+# Of an encoder: how it spares the work for padded tokens.
+_ASIDE = ("num_layers", "enable_nested_tensor", "use_nested_tensor", "mask_check")
+
+
+def _fresh(module: Any) -> nn.Module:
+    """A module as torch makes it from the settings that are read here, without numbers."""
+    if isinstance(module, nn.MultiheadAttention):
+        return _fresh_attention(module)
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return _fresh_layer(module)
+    if isinstance(module, nn.LayerNorm):
+        biased: bool = _read(module, "bias", None) is not None
+        return nn.LayerNorm([*module.normalized_shape], module.eps, bias=biased, device="meta")
+    if isinstance(module, nn.TransformerEncoder):
+        one = nn.TransformerEncoderLayer(1, 1, 1, device="meta")
+        last = None if module.norm is None else _fresh(module.norm)
+        made: Any = nn.TransformerEncoder(one, 0, last, enable_nested_tensor=False)
+        made.layers = nn.ModuleList(map(_fresh, module.layers))
+        return made
+    raise TypeError(f"no layer here stands for {type(module).__name__}")
+
+
+def _fresh_attention(module: Any) -> nn.MultiheadAttention:
+    unlike = [name for name in ("bias_k", "bias_v") if getattr(module, name) is not None]
+    unlike += ["add_zero_attn"] if module.add_zero_attn else []
+    unlike += ["kdim or vdim"] if module.kdim != module.embed_dim or module.vdim != module.embed_dim else []
+    unlike += ["num_heads that do not divide embed_dim"] if module.embed_dim % module.num_heads else []
+    if unlike:
+        raise ValueError(f"MultiheadAttention with {', '.join(unlike)} is not self-attention of one packed product")
+    return nn.MultiheadAttention(
+        module.embed_dim,
+        module.num_heads,
+        module.dropout,
+        _read(module, "in_proj_bias", None) is not None,
+        batch_first=module.batch_first,
+        device="meta",
+    )
+
+
+def _fresh_layer(module: Any) -> nn.TransformerEncoderLayer:
+    width: int = _read(module, "linear1.in_features", 1)
+    act: Any = module.activation
+    _activation(act)
+    if isinstance(act, nn.Module):
+        act = type(act)(cast(Any, act).approximate if isinstance(act, nn.GELU) else cast(Any, act).inplace)
+    made: Any = nn.TransformerEncoderLayer(
+        width,
+        1,
+        _read(module, "linear1.out_features", 1),
+        _read(module, "dropout.p", 0.0),
+        act,
+        _read(module, "norm1.eps", 0.0),
+        norm_first=module.norm_first,
+        bias=_read(module, "linear1.bias", None) is not None,
+        device="meta",
+    )
+    if isinstance(module.self_attn, nn.MultiheadAttention):
+        made.self_attn = _fresh(module.self_attn)
+    return made
+
+
+def _activation(given: Any) -> Callable[[], UnfusedOperation]:
+    if type(given) is nn.GELU:
+        return functools.partial(ops.GeLU, cast(Any, given.approximate))
+    act = _ACTIVATIONS.get(type(given) if isinstance(given, nn.Module) else given)
+    if act is None:
+        raise TypeError(f"no operation here stands for the activation {given!r}")
+    return act
+
+
+def _read(module: Any, path: str, otherwise: Any) -> Any:
+    """A setting; where what should have it was replaced, which `check_unaltered` will say, another one."""
+    try:
+        return operator.attrgetter(path)(module)
+    except AttributeError:
+        return otherwise
 
 
 def _attention(module: Any, attention: dict[str, Any]) -> MultiHeadAttention:
-    unlike = [name for name in ("bias_k", "bias_v") if getattr(module, name) is not None]
-    unlike += ["add_zero_attn"] if module.add_zero_attn else []
-    unlike += ["kdim or vdim"] if module.in_proj_weight is None else []
-    if unlike:
-        raise ValueError(f"MultiheadAttention with {', '.join(unlike)} is not self-attention of one packed product")
     layer = MultiHeadAttention(
         module.embed_dim,
         module.num_heads,
@@ -67,22 +143,13 @@ def _attention(module: Any, attention: dict[str, Any]) -> MultiHeadAttention:
 
 
 def _layer(module: Any, attention: dict[str, Any]) -> TransformerLayer:
-    given: Any = module.activation
-    act = _ACTIVATIONS.get(given) or _ACTIVATIONS.get(type(given))
-    if isinstance(given, nn.GELU):
-        act = functools.partial(ops.GeLU, given.approximate)  # pyright: ignore[reportArgumentType, reportAssignmentType]
-    if act is None:
-        raise TypeError(f"no operation here stands for the activation {given!r}")
-    rates: set[float] = {module.dropout.p, module.dropout1.p, module.dropout2.p}
-    if len(rates) > 1 or module.norm1.eps != module.norm2.eps:
-        raise ValueError("TransformerEncoderLayer with several rates of dropout, or of eps, has no layer here")
     own = module.self_attn
     bias = module.linear1.bias is not None
     layer = TransformerLayer(
         own.embed_dim,
         own.num_heads,
         hidden_dim=module.linear1.out_features,
-        activation=act,
+        activation=_activation(module.activation),
         norm=functools.partial(ops.LayerNorm, eps=module.norm1.eps, bias=module.norm1.bias is not None),
         pre_norm=module.norm_first,
         bias=bias,
@@ -107,17 +174,12 @@ def _layer(module: Any, attention: dict[str, Any]) -> TransformerLayer:
 def _stack(module: nn.TransformerEncoder, attention: dict[str, Any]) -> Sequential:
     stack = TransformerStack(0, 1, 1, final_norm=False)
     for index, its in enumerate(module.layers):
-        if not isinstance(its, nn.TransformerEncoderLayer):
-            raise TypeError(f"no layer here stands for {type(its).__name__}")
         stack.add_module(str(index), _layer(its, attention))
     norm: Any = module.norm
-    if isinstance(norm, nn.LayerNorm):
-        weight, bias = norm._parameters["weight"], norm._parameters["bias"]  # pyright: ignore[reportPrivateUsage]
-        last = ops.LayerNorm(norm.normalized_shape, norm.eps, bias=bias is not None, device="meta")
-        _take(last, weight, bias)
+    if norm is not None:
+        last = ops.LayerNorm(norm.normalized_shape, norm.eps, bias=norm.bias is not None, device="meta")
+        _take(last, norm.weight, norm.bias)
         stack.add_module("norm", last)
-    elif norm is not None:
-        raise TypeError(f"no layer here stands for the last norm {type(norm).__name__}")
     return stack
 
 

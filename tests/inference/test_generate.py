@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqfuse import ops
 from seqfuse.inference import KVCache, generate, stream
 from seqfuse.integrations.huggingface import from_huggingface
 
@@ -127,6 +128,42 @@ def test_greedy_generations_are_those_of_hugging_face(kind: str):
         x, max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(x), pad_token_id=0, eos_token_id=None
     )
     assert torch.equal(generate(from_huggingface(its), x, 20), want)
+
+
+PADDED = torch.tensor([[5, 6, 7, 8], [0, 0, 6, 7], [6, 7, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "message"),
+    [
+        ([1], None, "prompt 0 begins with the padding token 0: pad on the right, and give the lengths"),
+        ([0, 1], [4, 2], "prompt 1 begins with the padding token 0"),
+        ([0, 2], None, "prompt 1 ends with the padding token 0"),
+        ([0, 2], [4, 2], None),
+        ([0, 1, 2], [4, 4, 4], None),  # these are meant
+        ([0], None, None),
+    ],
+)
+def test_prompts_that_are_padded_on_the_left_are_refused(
+    rows: list[int], lengths: list[int] | None, message: str | None
+) -> None:
+    model: Any = model_of("Llama")
+    model.pad_token_id, counts = 0, None if lengths is None else torch.tensor(lengths)
+    if message is None:
+        assert generate(model, PADDED[rows], 2, lengths=counts).shape == (len(rows), 6)
+    else:
+        with pytest.raises(ValueError, match=message):
+            generate(model, PADDED[rows], 2, lengths=counts)
+
+
+def test_the_token_that_pads_is_what_the_model_says() -> None:
+    model: Any = model_of("GPT")
+    generate(model, PADDED, 1)
+    next(m for m in model.modules() if isinstance(m, ops.Embedding)).padding_idx = 0
+    with pytest.raises(ValueError, match="prompt 1 begins with the padding token 0"):
+        generate(model, PADDED, 1)
+    model.pad_token_id = None
+    generate(model, PADDED, 1)
 
 
 @pytest.mark.parametrize(

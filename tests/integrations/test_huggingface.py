@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.inference import generate
 from seqfuse.integrations.huggingface import from_huggingface, gpt2_state, llama_state
 from seqfuse.testing import seeded_randn
 from seqfuse.testing.judge import judge_together
@@ -23,8 +24,8 @@ SIZES = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def gpt2(**changed: Any) -> nn.Module:
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=3, n_positions=40, **SIZES, **{**off, **changed})
+    usual = {"n_layer": 3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(n_embd=32, n_head=4, n_positions=40, **SIZES, **{**usual, **changed})
     return randomized(transformers.GPT2LMHeadModel(config))
 
 
@@ -91,6 +92,14 @@ def test_dropout_rates_are_taken_over():
     assert rates == [0.2] + 6 * [0.1]
     assert {m.dropout for m in mine.modules() if isinstance(m, ops.Attention)} == {0.3}
     assert isinstance(mine, sf.Sequential)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_left_padded_prompts_are_refused_where_the_configuration_says_what_pads(make: Any) -> None:
+    x = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])
+    with pytest.raises(ValueError, match="prompt 0 begins with the padding token 0"):
+        generate(from_huggingface(make(pad_token_id=0).eval()), x, 2)
+    generate(from_huggingface(make(pad_token_id=1).eval()), torch.ones_like(x), 2)  # a prompt begins with the same one
 
 
 def test_what_has_no_layer_is_refused():
