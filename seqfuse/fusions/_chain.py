@@ -118,12 +118,11 @@ def _active(parts: Sequence[Part | Run]) -> list[Part | Run]:
 
 def chain_worth(parts: Sequence[Part], env: Env, tensors: int = 0) -> Savings:
     """One launch and two passes for each operation but one, and so many more `tensors`."""
-    # Only a bias says how wide the rows are. Torch makes a mask in several launches, but other fusions save those too.
+    # Only a bias says how wide the rows are.
     width = max([0, *(part.size for part in parts if isinstance(part, Bias))])
     saved = len(_active(parts)) - 1
-    dropped = sum(isinstance(part, Dropout) and part.random for part in parts)
     size = float((2 * saved + tensors) * rows_of(env) * width * env.dtype.itemsize)
-    return Savings(launches=saved + 0.5 * dropped, bytes=size)
+    return Savings(launches=saved, bytes=size)
 
 
 def forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list[int | None], int]:

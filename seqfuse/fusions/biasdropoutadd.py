@@ -113,9 +113,7 @@ def branch_bwd(
 
 
 def _worth(bias: Bias | None, env: Env, launches: int, tensors: int) -> Savings:
-    # By itself it makes the mask in one launch, which torch does not; half of one leaves wider fusions the better ones.
-    launched = launches + 0.5
-    return Savings(launches=launched) if bias is None else passes(bias, env, launched, tensors)
+    return Savings(launches=launches) if bias is None else passes(bias, env, launches, tensors)
 
 
 @functools.lru_cache(256)

@@ -81,10 +81,10 @@ class BlockEndBackward(BackwardFusion):
 
 def branch_worth(inner: Savings, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:
     """`inner`, and what is saved where the gradients of a bias and a dropout after it are one pass of the same step."""
-    # Torch makes the mask of a dropout in several launches; the bias's sum reads what that wrote.
+    # The bias's sum reads what the dropout wrote.
     dropped, summed = drops(dropout), bias is not None
     around = Savings() if bias is None else passes(bias, env, dropped, dropped)
-    launches = inner.launches + around.launches + 0.5 * dropped + _STEP * (1 + summed)
+    launches = inner.launches + around.launches + _STEP * (1 + summed)
     return Savings(launches, inner.bytes + around.bytes, inner.flops)
 
 

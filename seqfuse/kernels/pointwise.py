@@ -689,6 +689,7 @@ def variants() -> Iterator[Variant]:
         Chain(bias(), store(), act(LONGEST)),
         Chain(dact(LONGEST), column_sum()),
         Chain(dact(composed(*(ACTIVATIONS[name] for name in ("tanh", "relu", "gelu")))), column_sum()),
+        Chain(dropout(0.1)),
     )
     for chain in chains:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..errors import FallbackWarning
+from ..kernels import triton_installed
 
 _LOW = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -15,6 +20,12 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 # Counters worked on at a time on a CPU: four buffers of half a MiB stay in a cache.
 _BLOCK = 32768
+
+# Whether the kernel runs on a CPU, in Triton's interpreter: tests say so.
+interpreting = False
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Why the kernel could not be run, once it could not.
+_failures: list[str] = []
 
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
@@ -53,15 +64,16 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     """
     if seed.is_meta:
         return torch.empty(shape, dtype=torch.bool, device="meta")  # nothing but its shape is asked for
-    if seed.device.type != "cpu" or torch.compiler.is_compiling() or _transform() is not None:
+    if torch.compiler.is_compiling() or _transform() is not None:
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
     groups = (size + 3) // 4
     threshold = math.floor(p * 2**32)
     keys = round_keys(seed)
     drop = torch.empty((groups, 2, 2), dtype=torch.bool, device=seed.device)
-    for first in range(0, groups, _BLOCK):
-        stop = min(first + _BLOCK, groups)
+    block = _BLOCK if seed.device.type == "cpu" else max(groups, 1)
+    for first in range(0, groups, block):
+        stop = min(first + block, groups)
         counter = torch.arange(first, stop, device=seed.device)
         even, odd = counter.new_zeros((2, counter.shape[0])), counter.new_zeros((2, counter.shape[0]))
         torch.bitwise_and(counter, _LOW, out=even[0])
@@ -70,6 +82,35 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
         drop[first:stop, :, 0].copy_(even.lt(threshold).t())
         drop[first:stop, :, 1].copy_(odd.lt(threshold).t())
     return drop.view(-1)[:size].view(shape)
+
+
+def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
+    """Tensor x after dropout, in one launch of a Triton kernel; `None` where none can run.
+
+    It has no graph. Where nothing compiles, as without a C compiler, that is said once, and torch takes its place.
+    """
+    if _failures or x.dtype not in _KERNEL_DTYPES or not (x.is_cuda or interpreting) or not triton_installed():
+        return None
+    if torch.compiler.is_compiling() or _transform() is not None:
+        return None
+    try:
+        from ..kernels import pointwise
+
+        return pointwise.pointwise(x.contiguous(), _chain(p, upscale), (seed,))[0]
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        _failures.append(f"{type(error).__name__}: {error}")
+        message = f"the kernel of Dropout failed ({_failures[0]}); its mask is made by torch, in many launches"
+        warnings.warn(message, FallbackWarning, stacklevel=2)
+        return None
+
+
+@functools.lru_cache(256)
+def _chain(p: float, upscale: bool) -> Any:
+    from ..kernels import pointwise
+
+    return pointwise.Chain(pointwise.dropout(p, upscale))
 
 
 def _traceable_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:

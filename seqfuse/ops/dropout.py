@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import operation as sf
-from ._philox import drop_mask
+from ._philox import drop_mask, dropped
 
 
 class Dropout(sf.UnfusedOperation):
@@ -21,7 +21,8 @@ class Dropout(sf.UnfusedOperation):
 
     x, y: any shape.  Saved: seed (`None` where nothing was dropped) and p as they were in the forward pass.
     keep of element i, counted in contiguous order whatever the layout: word i & 3 of Philox4x32-10 at counter i >> 2
-    under the seed as key, kept iff the word is at least floor(p 2^32). One mask on every device, fused or not.
+    under the seed as key, kept iff the word is at least floor(p 2^32). One mask on every device, fused or not; on a
+    Triton device each pass is one kernel.
     Source: Srivastava et al. 2014, JMLR 15; Salmon et al. 2011, SC'11.
 
     Args:
@@ -55,13 +56,17 @@ class Dropout(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor, *, seed: Tensor | None = None) -> tuple[Tensor, Saved]:
         seed = seed if self.random else None
-        return self._dropped(x, seed, self.p), self.Saved(seed=seed, p=self.p)
+        return self._pass(x, seed, self.p), self.Saved(seed=seed, p=self.p)
 
     def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-        return self._dropped(dy, saved.seed, saved.p), {}
+        return self._pass(dy, saved.seed, saved.p), {}
+
+    def _pass(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
+        """The map is linear and its own adjoint: both passes are this, by a kernel where one can run."""
+        made = None if seed is None else dropped(x, seed, p, self.mode == "upscale_in_train")
+        return self._dropped(x, seed, p) if made is None else made
 
     def _dropped(self, x: Tensor, seed: Tensor | None, p: float) -> Tensor:
-        """The map is linear and its own adjoint: both passes are this."""
         upscale = self.mode == "upscale_in_train"
         if seed is None:
             return x if upscale or p == 0 else x * (1 - p)

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # One chain of each kind, aligned and not, and the sums they end in.
 POINTWISE = (
     r"^(bias,store,gated_gelu,dropout\[0.1\] bf16 2x1024"
+    r"|dropout\[0.1\] bf16 4x1024"
     r"|dropout\[0.1\],dact_gelu,sum (fp16|fp32|bf16) \S+( odd)?"
     r"|bias,store,gelu bf16\+fp32 \S+"
     r"|dropout\[0.1\],bias,gelu,dropout\[0.2\],scale\[2\] (bf16|fp32) \S+)$"

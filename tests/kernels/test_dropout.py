@@ -1,0 +1,119 @@
+"""Dropout by itself is one kernel each way, with the mask that torch makes of the same seed."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.kernels import pointwise
+from seqfuse.ops import _philox
+from seqfuse.testing import LAYOUTS, assert_bitwise_equal, laid_out, seeded_randn
+
+
+class Ran(TorchDispatchMode):
+    """What would run: operators of torch that compute, and launches of kernels, which are not made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ not in ("empty", "view", "detach", "select"):
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def _by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_philox, "interpreting", True)
+    monkeypatch.setattr(_philox, "_failures", [])
+
+
+@contextlib.contextmanager
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ran]:
+    with Ran() as ran, monkeypatch.context() as patch:
+        patch.setattr(pointwise, "launch", lambda *_: ran.names.append("kernel"))
+        yield ran
+
+
+def both(op: ops.Dropout, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    y, saved = op.fwd(x, seed=torch.tensor(-5, device=x.device))
+    return {"y": y, "dx": op.bwd(dy, saved)[0]}
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 5, 8), (0, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gives_the_bits_of_torch(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, dy = (seeded_randn(shape, i, dtype=dtype).to(device) for i in (0, 1))
+    if x.numel() > 4:
+        x.view(-1)[:4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    for op in (ops.Dropout(0.3), ops.Dropout(0.6, "downscale_in_infer"), ops.Dropout(1.0)):
+        found = both(op, x, dy)
+        with monkeypatch.context() as patch:
+            patch.setattr(_philox, "_failures", ["torch does it"])
+            torch.testing.assert_close(found, both(op, x, dy), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_mask_does_not_depend_on_the_layout(layout: str, device: torch.device) -> None:
+    op, x = ops.Dropout(0.4), laid_out(seeded_randn((5, 3, 6), 0).to(device), layout)
+    assert_bitwise_equal(both(op, x, x), both(op, x.contiguous(), x.contiguous()))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "autocast"])
+def test_each_pass_is_one_launch_and_nothing_else(
+    autocast: torch.dtype | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sf.Sequential(ops.Dropout(0.3)).to(device)
+    x = seeded_randn((6, 8), 0).to(device).requires_grad_()
+    with sf.fusing(False), torch.autocast(device.type, autocast, enabled=autocast is not None):
+        y = model(x)
+        (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert torch.equal(dx == 0, y == 0)
+        assert 0 < int((y == 0).sum()) < y.numel()
+        seeds = torch.zeros(1, dtype=torch.int64, device=device)
+        monkeypatch.setattr("seqfuse.fuser.run.draw", lambda *_: seeds)
+        with running(monkeypatch) as ahead:
+            y = model(x)
+        dy = torch.ones_like(y)
+        with running(monkeypatch) as back:
+            y.backward(dy)
+    assert ahead.names == ["kernel"]
+    assert [name for name in back.names if name != "new_empty_strided"] == ["kernel"]
+
+
+def test_a_kernel_that_cannot_run_leaves_it_to_torch_and_says_so(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op, x = ops.Dropout(0.5), seeded_randn((4, 8), 0).to(device)
+    expected = both(op, x, x)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(pointwise, "launch", fails)
+    with pytest.warns(sf.FallbackWarning, match="C compiler") as said:
+        assert_bitwise_equal(both(op, x, x), expected)
+    assert len(said) == 1
+
+
+def test_transforms_and_references_keep_their_graph(device: torch.device) -> None:
+    op, x, seed = ops.Dropout(0.5), seeded_randn((4, 8), 0).to(device), torch.tensor(3, device=device)
+    expected = op.bwd(torch.ones_like(x), op.Saved(seed=seed, p=0.5))[0]
+    leaf = x.clone().requires_grad_()
+    op.reference(leaf, seed=seed).sum().backward()
+    assert leaf.grad is not None
+    assert_bitwise_equal(leaf.grad, expected)
+    batch = torch.func.vmap(lambda t: op.bwd(t, op.Saved(seed=seed, p=0.5))[0])(torch.ones((2, 4, 8), device=device))
+    assert_bitwise_equal(batch, expected.expand(2, 4, 8).contiguous())
