@@ -31,7 +31,7 @@ test-machines: $(VENV)/.has-test  ## run the numeric tests as other processors w
 	$(BIN)/python -m tests.machines $(ARGS)
 
 test-seeds: $(VENV)/.has-test  ## run the numeric tests with 20 other seeds and count the alarms
-	$(BIN)/python -m tests.machines --seeds 20 $(ARGS)
+	$(BIN)/python -m tests.machines --seeds 1-20 $(ARGS)
 
 check: format-check lint types test docs  ## everything that has to pass
 

@@ -23,25 +23,30 @@ hypothesis.settings.register_profile("full", max_examples=500, **_PATIENT)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the whole numeric matrix, not the pairwise selection")
-    parser.addoption("--seed", type=int, default=0, help="draw other numbers: moves every seed that a test sets")
+    parser.addoption("--seed", default="", help="draw other numbers: 7, or 1-20 for every test under each of these")
+
+
+class Generator(torch.Generator):
+    """One whose seeds are moved: what a test seeds alike stays alike, with other numbers."""
+
+    distance = 0
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        return super().manual_seed(seed + self.distance)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "ci")
-    if seed := config.getoption("--seed"):
-        _move_seeds(100_003 * seed)
+    if config.getoption("--seed"):
+        manual_seed = torch.manual_seed
+        torch.Generator = Generator
+        torch.manual_seed = lambda seed: manual_seed(seed + Generator.distance)
 
 
-def _move_seeds(distance: int) -> None:
-    """What is seeded alike stays alike, with other numbers. Here, because tests also draw where they are imported."""
-    manual_seed = torch.manual_seed
-
-    class Generator(torch.Generator):
-        def manual_seed(self, seed: int) -> torch.Generator:
-            return super().manual_seed(seed + distance)
-
-    torch.Generator = Generator
-    torch.manual_seed = lambda seed: manual_seed(seed + distance)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if seeds := metafunc.config.getoption("--seed"):
+        first, _, last = seeds.partition("-")
+        metafunc.parametrize("_seed", range(int(first), int(last or first) + 1), ids="seed {}".format)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,10 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for name in skips.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(skips[name])
-        if config.getoption("--seed") and hasattr(getattr(item, "obj", None), "hypothesis"):
-            hypothesis.seed(config.getoption("--seed"))(item.obj)
+
+
+@pytest.fixture
+def _seed() -> int:
+    return 0
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(_seed: int, request: pytest.FixtureRequest) -> None:
+    Generator.distance = 100_003 * _seed
     torch.manual_seed(0)
+    if _seed and hasattr(request.function, "hypothesis"):
+        hypothesis.seed(_seed)(request.function)

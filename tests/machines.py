@@ -1,8 +1,8 @@
 """The numeric tests as other processors would run them, or with other seeds: one line of result for each run.
 
 `python -m tests.machines` emulates the processors of `MACHINES` on this one and prints what torch, MKL, oneDNN,
-OpenBLAS and numpy then report. `python -m tests.machines --seeds 20` draws other numbers instead, and counts the alarms
-of each test. Other arguments go to pytest: files in place of all folders, `-k`.
+OpenBLAS and numpy then report. `python -m tests.machines --seeds 1-20` draws other numbers instead, and counts the
+alarms of each test. Other arguments go to pytest: files in place of all folders, `-k`.
 """
 
 from __future__ import annotations
@@ -127,32 +127,25 @@ def on_machines(names: list[str], workers: int, arguments: list[str]) -> bool:
     return passed
 
 
-def on_seeds(count: int, first: int, workers: int, arguments: list[str]) -> bool:
-    """Runs the tests with other seeds and counts what failed; whether nothing did."""
-    alarms: collections.Counter[str] = collections.Counter()
-    for seed in range(first, first + count):
-        failed, seconds = run({}, ["--seed", str(seed), *arguments], workers)
-        print(f"seed {seed}: {len(failed)} failed, {seconds:.0f} s", *failed, sep="\n    ", flush=True)
-        alarms.update(failed)
-    print(
-        f"{alarms.total()} alarms with {count} seeds",
-        *(f"{n} x {test}" for test, n in alarms.most_common()),
-        sep="\n  ",
-    )
-    return not alarms
+def on_seeds(seeds: str, workers: int, arguments: list[str]) -> bool:
+    """Runs the tests under each of the seeds and counts what failed; whether nothing did."""
+    failed, seconds = run({}, ["--seed", seeds, *arguments], workers)
+    print(f"seeds {seeds}: {len(failed)} alarms, {seconds:.0f} s", *failed, sep="\n  ")
+    for test, count in collections.Counter(re.sub(r"-?seed \d+", "", name) for name in failed).most_common():
+        print(f"{count} x {test}")
+    return not failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", action="append", choices=MACHINES, help="one of them; may be repeated")
-    parser.add_argument("--seeds", type=int, default=0, help="how many other seeds")
-    parser.add_argument("--first", type=int, default=1, help="the first of them")
+    parser.add_argument("--seeds", help="other seeds in place of other processors: 1-20")
     parser.add_argument("--workers", type=int, default=2, help="processes that test at once")
     given, rest = parser.parse_known_args()
     if not any(argument.startswith("tests/") for argument in rest):
         rest += [f"tests/{folder}" for folder in FOLDERS] + [f"--ignore=tests/{name}" for name in LEFT_OUT]
     if given.seeds:
-        return not on_seeds(given.seeds, given.first, given.workers, rest)
+        return not on_seeds(given.seeds, given.workers, rest)
     return not on_machines(given.machine or list(MACHINES), given.workers, rest)
 
 

@@ -62,7 +62,8 @@ class Interpreted(pytest.Item):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(self.path)]
         if self.config.getoption("--full"):
             command.append("--full")
-        command += ["--seed", str(self.config.getoption("--seed"))]
+        if seed := self.config.getoption("--seed"):
+            command += ["--seed", seed]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         environment["TRITON_INTERPRET"] = "1"
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
