@@ -103,6 +103,8 @@ class Env:
         if isinstance(device, str) and kind == "cuda" and not named and not torch.cuda.is_available():
             hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
             raise InputError(f"there is no {device} here", code="SF106", hint=hint)
+        if rows is not None and type(rows) is not int:
+            raise InputError(f"rows must be a whole number, not {rows!r}", code="SF106")
         if rows is not None and rows < 0:
             raise InputError(f"rows must not be negative, got {rows}", code="SF106")
         if not named:

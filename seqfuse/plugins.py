@@ -44,7 +44,7 @@ def load(name: str) -> tuple[type[FusedOperation], ...]:
     """
     points = [point for point in _points() if point.name == name]
     if not points:
-        close = difflib.get_close_matches(name, [p.name for p in _points()], 1)
+        close = difflib.get_close_matches(str(name), [p.name for p in _points()], 1)
         hint = f"did you mean {close[0]!r}?" if close else "sf.plugins.available() lists what is installed"
         raise PluginError(f"no plug-in {name!r} is installed", code="SF304", hint=hint)
     if len(points) > 1:

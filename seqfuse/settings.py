@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Generator, Iterable
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import InputError
 
@@ -113,7 +113,8 @@ def fusing(
 
     Args:
         enabled: `False` runs every operation unfused, bit for bit; `True` turns fusing on again.
-        only: names or classes of the fusions that may be used, of those that may outside.
+        only: names or classes of the fusions that may be used, of those that may outside. A name that no fusion has is
+            an error where a list is planned: by then the fusions of its rule set exist.
         exclude: names or classes of fusions that may not be, beside those that may not outside.
         on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
 
@@ -134,5 +135,10 @@ def fusing(
         _fusing.reset(token)
 
 
-def _several(fusions: str | type[Any] | Iterable[str | type[Any]]) -> Chosen:
-    return frozenset((fusions,) if isinstance(fusions, str | type) else fusions)
+def _several(fusions: Any) -> Chosen:
+    one = isinstance(fusions, str | type) or not isinstance(fusions, Iterable)
+    given: tuple[Any, ...] = (cast(Any, fusions),) if one else tuple(cast(Iterable[Any], fusions))
+    for named in given:
+        if not isinstance(named, str | type):
+            raise InputError(f"only and exclude take names or classes of fusions, not {named!r}", code="SF106")
+    return frozenset(given)

@@ -63,7 +63,8 @@ def checked(
     torch.default_generator.manual_seed(0)
     target, here = load(name), inputs.device(device)
     dtypes = _BOTH if dtype is None else (inputs.floating(dtype),)
-    job = _Job(target, here, inputs.spec(given or "4x64"), dtypes, seed, given is not None, channels)
+    spec = inputs.spec(given or "4x64")
+    job = _Job(target, here, spec, dtypes, inputs.seed(seed), given is not None, channels)
     path: Path | None = None
     for check, failure, skipped in job.checks(part, evaluate):
         if failure is None:

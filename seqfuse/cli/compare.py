@@ -81,7 +81,7 @@ def compare(
     for draw in range(DRAWS):
         try:
             (f, names), (u, _), (r, _) = (run(model, spec, channels, seed + 1000 * draw, grad) for run in runs)
-        except InputError:
+        except (InputError, Unable):
             raise
         except Exception as error:
             raise Unable(f"the model raised {said(error)}") from error
@@ -172,7 +172,7 @@ def compared(
         Unable: if it cannot be loaded or built, or what is said of it does not fit.
     """
     here, spec = inputs.device(device), inputs.spec(given)
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(inputs.seed(seed))
     model = inputs.cast(load(name).build(), spec, dtype, autocast)
     model = container(model.eval() if evaluate else model, name, part)
     low = next((p.dtype for p in model.parameters() if p.is_floating_point()), spec.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Generator, Sequence
 
@@ -22,6 +23,7 @@ _DTYPES = {
     torch.int32: ("int32", "i32", "int"),
 }
 DTYPES = {name: dtype for dtype, names in _DTYPES.items() for name in names}
+MOST = 1 << 63
 _SPEC = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
@@ -36,11 +38,18 @@ class Spec:
         return f"{'x'.join(map(str, self.shape))}:{_DTYPES[self.dtype][0]}"
 
     def draw(self, device: torch.device | str, seed: int, below: int = 2) -> Tensor:
-        """Random numbers from a seed: normal ones, or whole ones from 0 on that are `below` a limit."""
+        """Random numbers from a seed: normal ones, or whole ones from 0 on that are `below` a limit.
+
+        Raises:
+            Unable: if there is no memory for them.
+        """
         generator = torch.Generator().manual_seed(seed)
-        if self.dtype.is_floating_point:
-            return torch.randn(self.shape, generator=generator).to(device, self.dtype)
-        return torch.randint(below, self.shape, generator=generator, dtype=self.dtype).to(device)
+        try:
+            if self.dtype.is_floating_point:
+                return torch.randn(self.shape, generator=generator).to(device, self.dtype)
+            return torch.randint(below, self.shape, generator=generator, dtype=self.dtype).to(device)
+        except (RuntimeError, MemoryError) as error:
+            raise Unable(f"no {self} can be made on {device}: {str(error).partition(chr(10))[0]}") from error
 
 
 def spec(text: str) -> Spec:
@@ -52,7 +61,21 @@ def spec(text: str) -> Spec:
     found = _SPEC.fullmatch(text)
     if found is None:
         raise Unable(f"{text!r} is no input: write the shape and, if it is not float32, the dtype, such as 8x1024:bf16")
-    return Spec(tuple(map(int, found[1].split("x"))), dtype(found[2] or "float32"))
+    sizes, kind = found[1].split("x"), dtype(found[2] or "float32")
+    if max(map(len, sizes)) > 18 or math.prod(max(1, int(size)) for size in sizes) * kind.itemsize >= MOST:
+        raise Unable(f"{text if len(text) < 60 else text[:57] + '...'} has more bytes than a tensor can have")
+    return Spec(tuple(map(int, sizes)), kind)
+
+
+def seed(number: int) -> int:
+    """A seed that generators take, and those that are counted from it.
+
+    Raises:
+        Unable: if it is none.
+    """
+    if not -MOST <= number < MOST:
+        raise Unable("a seed is a whole number from -2^63 to 2^63 - 1")
+    return number
 
 
 def channel(text: str) -> tuple[str, Spec]:

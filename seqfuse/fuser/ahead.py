@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..env import Env
+from ..errors import InputError
 from ..operation import UnfusedOperation
 from ..settings import fusing_now
-from .inputs import expect_tensor, validate, validate_all
+from .inputs import clearer, expect_tensor, validate, validate_all
 from .items import Item
 from .known import Known
 from .listing import Listing, Region
 from .match import Matcher
 from .plan import Plan, Wants, merge, plan_region
-from .reference import check_channels, draw
+from .reference import check_channels, draw, walk_reference
 from .show import Memory, measure
 
 RunRegion = Callable[[Listing, Region, Tensor, dict[str, Tensor], Tensor | None, Plan | None], Tensor]
@@ -39,6 +40,7 @@ def plan_ahead(
             expect_tensor(listing.items[0], x)
         check_channels(listing.items, listing.inputs, channels)
         validate_all(listing, x.shape)
+        _validate_channels(listing, x, channels)
     env = here = env or (Env.like(x) if x is not None else Env())
     follows = x is not None and env == Env.like(x)
     shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
@@ -78,6 +80,27 @@ def plan_ahead(
         return measure(functools.partial(_run_regions, run_region, listing, plans), x, channels, env)
 
     return dataclasses.replace(plan, measure=memory)
+
+
+def _validate_channels(listing: Listing, x: Tensor, channels: Mapping[str, Tensor]) -> None:
+    """Check what operations up to the first barrier say of the channels that the call passes, by their references."""
+    shape, device = tuple(x.shape), torch.device("meta")
+    given = {name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in channels.items()}
+    for part in listing.parts:
+        if not isinstance(part, Region) or not given:
+            return
+        shapes = validate(listing, part, shape)
+        for position, shape in zip(range(part.start, part.stop), shapes, strict=False):
+            item = listing.items[position]
+            if item.inputs and all(channel in given for _, channel in item.inputs):
+                entering, run = torch.empty(shape, dtype=x.dtype, device=device), range(position, position + 1)
+                try:
+                    walk_reference(listing.items, run, listing.random, entering, {**given}, None)
+                except InputError as error:
+                    raise clearer(listing, run, error, entering) from None
+                except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
+                    continue
+        shape = shapes[-1]
 
 
 def _run_regions(

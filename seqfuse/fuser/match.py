@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..env import Env, Savings
+from ..errors import InputError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..measured import Measurement
 from ..settings import Fusing
@@ -71,7 +72,7 @@ class Matcher:
 
         What is `known` of a candidate by measurement takes the place of the cost that it declares.
         """
-        _warn_of_unknown(fusing)
+        _check_named(fusing)
         found: list[Candidate] = []
         refused: list[Refusal] = []
         still = dataclasses.replace(env, grad=False)
@@ -167,18 +168,19 @@ class Matcher:
 
 
 @functools.lru_cache(256)
-def _warn_of_unknown(fusing: Fusing) -> None:
-    """Warn about names in `sf.fusing` that no fusion has."""
-    named = {name for chosen in (*fusing.only, fusing.exclude) for name in chosen if isinstance(name, str)}
-    known: set[str] = set()
+def _check_named(fusing: Fusing) -> None:
+    """Refuse names and classes in `sf.fusing` that are of no fusion; those of a rule set exist by now."""
+    known: dict[str | type, None] = {}
     classes = [FusedOperation]
     while classes:
-        known.update(cls.__name__ for cls in classes)
+        usable = [cls for cls in classes if not cls.is_contract]
+        known.update(dict.fromkeys((*usable, *(cls.__name__ for cls in usable))))
         classes = [sub for cls in classes for sub in cls.__subclasses__()]
-    for name in sorted(named - known):
-        close = difflib.get_close_matches(name, known, 1)
-        meant = f"; did you mean {close[0]!r}?" if close else ""
-        warnings.warn(f"sf.fusing names {name!r}, and there is no such fusion{meant}", UserWarning, stacklevel=2)
+    named = {named for chosen in (*fusing.only, fusing.exclude) for named in chosen}
+    for name in sorted((n if isinstance(n, str) else n.__name__) for n in named - known.keys()):
+        close = difflib.get_close_matches(name, [n for n in known if isinstance(n, str)], 1)
+        hint = f"did you mean {close[0]!r}?" if close else "name a fusion of the rule set, as a plan shows them"
+        raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
 
 
 def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> Iterator[tuple[int, ...]]:

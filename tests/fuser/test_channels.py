@@ -534,6 +534,31 @@ def test_a_channel_on_another_device_is_an_error_that_names_both() -> None:
         model(tensor(7, 5), r=torch.empty(7, 3, device="meta"))
 
 
+def test_a_plan_refuses_a_channel_of_the_wrong_shape_as_the_call_does() -> None:
+    model = sf.Sequential(
+        ops.Linear(4, 6), ops.Residual(ops.ReLU()), ops.Add("r"), ops.Linear(6, 2), nn.Softsign(), ops.Add("behind")
+    )
+    x = tensor(3, 4)
+    given = {"r": tensor(3, 6), "behind": tensor(3, 2)}  # what stands behind a barrier is not known
+    assert len(model.plan(x, **given).names) == len(model.plan(env=sf.Env()).names)
+    for call in (model, model.plan):
+        with pytest.raises(sf.InputError, match=r"SF101 position \d \(Add\): adds tensors .* \(3, 6\) and \(3, 5\)"):
+            call(x, **{**given, "r": tensor(3, 5)})
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [ops.PositionEmbedding(9, 6, positions="t"), ops.RotaryEmbedding(1, style="half", positions="t")],
+    ids=lambda operation: type(operation).__name__,
+)
+def test_a_plan_refuses_positions_that_do_not_broadcast(operation: nn.Module) -> None:
+    model, x = sf.Sequential(operation), tensor(2, 5, 6)
+    model.plan(x, t=torch.arange(5))
+    for call in (model, model.plan):
+        with pytest.raises(sf.InputError, match=r"SF101 position 0 .*: expects positions that broadcast to \(2, 5\)"):
+            call(x, t=torch.arange(4))
+
+
 def test_a_channel_that_is_no_tensor_is_an_error() -> None:
     model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))
     with pytest.raises((sf.InputError, TypeError), match=r"'r'|Add|NoneType"):

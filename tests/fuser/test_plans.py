@@ -570,9 +570,12 @@ def test_a_device_that_is_not_here_cannot_be_planned_for(name: str):
         sf.Env.of(name)
 
 
-def test_a_negative_number_of_rows_is_refused():
-    with pytest.raises(sf.InputError, match="rows must not be negative, got -3"):
-        sf.Env.of("cpu", rows=-3)
+@pytest.mark.parametrize(
+    ("rows", "says"), [(-3, "not be negative, got -3"), ("8", "be a whole number, not '8'"), (2.5, "number, not 2.5")]
+)
+def test_what_is_no_number_of_rows_is_refused(rows: Any, says: str):
+    with pytest.raises(sf.InputError, match=f"SF106: rows must .*{says}"):
+        sf.Env.of("cpu", rows=rows)
 
 
 @pytest.mark.parametrize("given", ["cuda:sm_90", 3])

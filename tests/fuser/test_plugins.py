@@ -181,6 +181,13 @@ def test_a_plug_in_that_cannot_be_loaded_is_named_with_its_version(
     assert model(x).shape == x.shape
 
 
+def test_what_is_no_name_is_no_plug_in(install: Install):
+    install("good-fusions", GOOD, fine="good_fusions:both")
+    given: Any = 3
+    with pytest.raises(PluginError, match="SF304: no plug-in 3 is installed"):
+        sf.plugins.load(given)
+
+
 def test_a_broken_plug_in_does_not_hide_the_others(install: Install):
     install("bad-fusions", "raise ValueError", bad="bad_fusions:both")
     install("good-fusions", GOOD, good="good_fusions:both")

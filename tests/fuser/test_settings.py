@@ -103,10 +103,48 @@ def test_a_setting_that_is_none_is_an_error(choose: Any) -> None:
     assert caught.value.hint is not None or "dtype" in str(caught.value)
 
 
-def test_a_name_that_no_fusion_has_is_warned_about() -> None:
+class Own(sf.ForwardFusion):
+    """A fusion of somebody's, in a rule set."""
+
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def fwd(self, x: torch.Tensor) -> Any:
+        y = (x + self.bias.bias).relu()
+        return y, {"bias": ops.Bias.Saved(), "act": ops.ReLU.Saved(y=y)}
+
+
+NAMELESS: dict[str, tuple[Any, str]] = {
+    "a misspelled name": (["LinaerBiasAct"], "sf.fusing names 'LinaerBiasAct', .* .did you mean 'LinearBiasAct'"),
+    "a misspelled name of somebody's": ("Onw", "there is no such fusion .did you mean 'Own'"),
+    "a name": (["LinearBias", "nothing"], "sf.fusing names 'nothing', .* .name a fusion of the rule set"),
+    "a base": (["ForwardFusion"], "sf.fusing names 'ForwardFusion'"),
+    "an operation": ([ops.ReLU], "sf.fusing names 'ReLU'"),
+    "a number": (3, "only and exclude take names or classes of fusions, not 3"),
+    "numbers": (["LinearBias", 3], "only and exclude take names or classes of fusions, not 3"),
+}
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+@pytest.mark.parametrize("how", ["only", "exclude"])
+def test_a_name_that_no_fusion_has_is_an_error(name: str, how: str) -> None:
+    chosen, says = NAMELESS[name]
     model, x = sf.Sequential(ops.Linear(4, 4), ops.ReLU()), torch.ones(3, 4)
-    with sf.fusing(exclude=["LinaerBiasAct"]), pytest.warns(UserWarning, match="did you mean 'LinearBiasAct'"):
-        model(x)
+    before = model(x)
+    for call in (model, model.plan):
+        with pytest.raises(sf.InputError, match=says) as caught, sf.fusing(**{how: chosen}):
+            call(x)
+        assert caught.value.code == "SF106"
+    assert torch.equal(model(x), before)
+
+
+def test_fusions_of_any_rule_set_may_be_named() -> None:
+    model, x = sf.Sequential(ops.Linear(4, 4), ops.ReLU(), fusions=(Own,)), torch.ones(3, 4)
+    for chosen in ("Own", Own, ["Own", "LinearBias"], {sf.fusions.LinearBias, "Own"}):
+        with sf.fusing(only=chosen):
+            assert model.plan(x).count("Own") == 1
+        with sf.fusing(exclude=chosen):
+            assert model.plan(x).count("Own") == 0
 
 
 @pytest.mark.parametrize("given", [(torch.ones(3, 4),), torch.ones(3, 4).numpy()], ids=["tuple", "array"])
