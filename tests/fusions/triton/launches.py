@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ from seqfuse.fuser.fake import faking
 from seqfuse.inference import KVCache
 from seqfuse.nn import TransformerLayer
 from seqfuse.ops import _attention, rmsnorm
+from tests.fusions.triton.eager import Eager
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "kernels.md"
 TABLE = re.compile(r"(?<=<!-- drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -53,10 +54,10 @@ class Counted(TorchDispatchMode):
     def as_one(self, function: Any, launches: int) -> Any:
         """What a GPU makes by so many launches, where a CPU makes many calls of it."""
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             self.paused = True
             try:
-                return function(*args)
+                return function(*args, **kwargs)
             finally:
                 self.paused = False
                 self.launches += launches
@@ -81,7 +82,7 @@ def counting() -> Iterator[Counted]:
                 stack.enter_context(mock.patch.object(module, "traced", return_value=False))
         # Of a norm as of `native_layer_norm`; angles of one position are made once for each device.
         for module, name, count in (
-            (rmsnorm, "fused_rms_norm", 1), (rmsnorm, "fused_rms_norm_backward", 2), (rope, "_frequencies", 0),
+            (rmsnorm, "fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "_frequencies", 0),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, counted.as_one(getattr(module, name), count)))
         stack.enter_context(counted)
@@ -101,13 +102,34 @@ def launches(model: sf.Sequential, x: torch.Tensor) -> tuple[int, int]:
     return ahead.launches, back.launches
 
 
+def eager_launches(run: Callable[[Eager, torch.Tensor], torch.Tensor], x: torch.Tensor, **how: Any) -> tuple[int, int]:
+    """Launches of the forward and of the backward pass of what is written in torch."""
+    ahead, back = Counted(), Counted()
+    own = Eager(ahead.as_one, back.as_one, **how)
+    with faking() as mode:
+        leaf = mode.from_tensor(x).requires_grad_()
+        run(own, leaf)  # makes the parameters
+        ahead.launches = 0
+        with ahead:
+            y = run(own, leaf)
+        with back:
+            torch.autograd.grad(y, [leaf, *own.parameters.values()], torch.empty_like(y))
+    return ahead.launches, back.launches
+
+
 def block(act: type[sf.UnfusedOperation]) -> ops.Residual:
     factor = 2 if issubclass(act, sf.Gated) else 1
     return ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096 * factor), act(), ops.Linear(4096, 1024))
 
 
-def rows() -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Description of a list, launches fused and unfused, with the costs of an sm_90."""
+def stacked(own: Eager, x: torch.Tensor, blocks: int) -> torch.Tensor:
+    for index in range(blocks):
+        x = own.feedforward(str(index), x)
+    return x
+
+
+def rows() -> Iterator[tuple[str, tuple[int, int], tuple[int, int], tuple[int, int]]]:
+    """Description of a list, launches fused, unfused and of eager torch, with the costs of an sm_90."""
     x = torch.empty(8192, 1024, dtype=torch.bfloat16)
     there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
     with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
@@ -127,8 +149,10 @@ def rows() -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
                 fused = launches(model, x)
                 with sf.fusing(False):
                     unfused = launches(model, x)
+                how = {"width": 1024, "hidden": 4096, "gated": issubclass(act, sf.Gated)}
+                plain = eager_launches(lambda own, t, n=blocks: stacked(own, t, n), x, **how)
                 name = f"`LayerNorm, Linear, {act.__name__}, Linear`, residual"
-                yield f"{name}{f', {blocks} times' if blocks > 1 else ''}", fused, unfused
+                yield f"{name}{f', {blocks} times' if blocks > 1 else ''}", fused, unfused, plain
 
 
 LLAMA: dict[str, Any] = {
@@ -158,8 +182,36 @@ def step(name: str) -> int:
     return counted.launches
 
 
+def eager_of(name: str, width: int) -> dict[str, Any]:
+    """The same layer for `Eager`."""
+    llama = name == "Llama"
+    hidden = LLAMA["hidden_dim"] if llama and width == 1024 else 4 * width
+    return {
+        "width": width,
+        "hidden": hidden,
+        "heads": 16,
+        "kv_heads": 4 if llama else 16,
+        "gated": llama,
+        "llama": llama,
+    }
+
+
+def eager_step(name: str) -> int:
+    """Launches of a step of decoding in torch, over a cache made before."""
+    counted = Counted()
+    own = Eager(counted.as_one, counted.as_one, **eager_of(name, 128))
+    x = torch.empty(2, 1, 128, dtype=torch.bfloat16)
+    cache = [torch.empty(2, 64, own.kv_heads, own.size, dtype=torch.bfloat16) for _ in "kv"]
+    with torch.no_grad():
+        own.layer(x, cache)
+        counted.launches = 0
+        with counted:
+            own.layer(x, cache)
+    return counted.launches
+
+
 def layer_rows() -> Iterator[tuple[str, list[int]]]:
-    """Launches of a layer forward, unfused, backward, unfused, of a step and of one unfused."""
+    """Launches of a layer forward, backward, and of a step of decoding, each fused, unfused and of eager torch."""
     x = torch.empty(8, 1024, 1024, dtype=torch.bfloat16)
     there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
     with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
@@ -180,12 +232,15 @@ def layer_rows() -> Iterator[tuple[str, list[int]]]:
                 decoded = step(name)
                 with sf.fusing(False):
                     plain = step(name)
-            yield name, [fused[0], unfused[0], fused[1], unfused[1], decoded, plain]
+            theirs = eager_launches(Eager.layer, x, **eager_of(name, 1024))
+            passes = [n for three in zip(fused, unfused, theirs, strict=True) for n in three]
+            yield name, [*passes, decoded, plain, eager_step(name)]
 
 
 def layer_table() -> str:
     """The table of layers as Markdown."""
-    names = ("layer", "forward", "unfused", "backward", "unfused", "step of decoding", "unfused")
+    names = ["layer"]
+    names += [name for first in ("forward", "backward", "step of decoding") for name in (first, "unfused", "eager")]
     lines = [f"| {' | '.join(names)} |", f"| {' | '.join(['---'] * len(names))} |"]
     lines += [f"| {name} | {' | '.join(map(str, numbers))} |" for name, numbers in layer_rows()]
     return "\n".join(lines) + "\n"
@@ -193,9 +248,9 @@ def layer_table() -> str:
 
 def table() -> str:
     """The table as Markdown."""
-    lines = ["| list | forward | unfused | backward | unfused |", "| --- | --- | --- | --- | --- |"]
-    for name, fused, unfused in rows():
-        lines.append(f"| {name} | {fused[0]} | {unfused[0]} | {fused[1]} | {unfused[1]} |")
+    lines = ["| list | forward | unfused | eager | backward | unfused | eager |", f"|{' --- |' * 7}"]
+    for name, *sides in rows():
+        lines.append(f"| {name} | {' | '.join(str(side[way]) for way in (0, 1) for side in sides)} |")
     return "\n".join(lines) + "\n"
 
 
