@@ -824,3 +824,20 @@ def test_what_is_defined_inside_a_function_resolves_its_types() -> None:
 
     model = randomized(sf.Sequential(ops.Bias(5), Local(), fusions=(deeper(),)))
     assert model.plan(tensor(7, 5)).count("Fusion") == 1
+
+
+def test_a_name_of_the_innermost_function_goes_before_one_further_out() -> None:
+    def outer(kind: type) -> tuple[type, type]:
+        def inner(kind: type) -> type:
+            class Fusion(sf.ForwardFusion):
+                act: kind
+
+                def fwd(self, x: Tensor) -> Any: ...
+
+            return Fusion
+
+        return inner(ops.Tanh), kind
+
+    made, further_out = outer(ops.ReLU)
+    assert further_out is ops.ReLU
+    assert [slot.types for slot in made.slots] == [(ops.Tanh,)]

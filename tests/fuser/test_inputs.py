@@ -666,6 +666,13 @@ def test_the_position_of_an_error_inside_an_operation_is_told() -> None:
     assert any("Failing" in note and "1" in note for note in caught.value.__notes__)
 
 
+def test_an_error_that_knows_its_operation_is_told_the_position() -> None:
+    model = sf.Sequential(ops.Tanh(), ops.Scale(2), ops.Add("r"))
+    with pytest.raises(sf.InputError, match="adds tensors of one shape") as caught:
+        model(tensor(7, 5), r=tensor(7, 4))
+    assert (caught.value.operation, caught.value.position) == ("Add", 2)
+
+
 def test_an_error_in_a_backward_keeps_its_class_and_tells_the_position() -> None:
     class Failing(sf.UnfusedOperation):
         class Saved(sf.Saved):

@@ -308,6 +308,17 @@ def test_one_that_fails_after_it_took_the_buffer_is_an_error(faulty: sf.Sequenti
     assert (caught.value.operation, caught.value.position) == ("Adds", 1)
 
 
+def test_an_operation_that_fails_after_it_took_the_buffer_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Any, dy: Tensor, saved: Any, *, needs: Any, main_grads: dict[str, Tensor]) -> Any:
+        main_grads.pop("weight")
+        raise ArithmeticError("out of range")
+
+    monkeypatch.setattr(ops.Linear, "bwd", failing)
+    model = with_buffers(randomized(sf.Sequential(ops.Tanh(), ops.Linear(5, 4), fusions=())))
+    with pytest.raises(ArithmeticError, match="out of range"):
+        backward(model, seeded_randn((6, 5), 0))
+
+
 @pytest.mark.parametrize("there", [False, True], ids=["without a buffer", "with one"])
 def test_one_that_only_says_it_added_is_an_error(faulty: sf.Sequential, there: bool) -> None:
     x = seeded_randn((6, 5), 0)

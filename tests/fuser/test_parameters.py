@@ -563,6 +563,9 @@ PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
     "twice": lambda m: [parametrize.register_parametrization(m, "weight", Doubled()) for _ in range(2)],
     "spectral_norm": parametrizations.spectral_norm,
     "weight_norm": parametrizations.weight_norm,
+    "weight_norm of frozen norms": lambda m: parametrizations.weight_norm(
+        m
+    ).parametrizations.weight.original0.requires_grad_(False),
     "orthogonal": parametrizations.orthogonal,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -82,6 +83,17 @@ def test_inputs_of_one_bucket_and_two_widths_have_gradients_of_their_own_widths(
     x = draw(3, 7).requires_grad_()
     model(x).sum().backward()
     torch.testing.assert_close(x.grad, 1 - x.detach().tanh().square())
+
+
+def test_planning_leaves_garbage_collection_as_it_was():
+    collects = gc.isenabled()
+    try:
+        for wanted in (False, True):
+            (gc.enable if wanted else gc.disable)()
+            mlp()(draw(3, 5))
+            assert gc.isenabled() is wanted
+    finally:
+        (gc.enable if collects else gc.disable)()
 
 
 def test_many_lengths_in_one_bucket_do_not_push_out_the_plans_of_others():
@@ -310,6 +322,14 @@ def test_one_of_two_parametrizations_taken_off_is_seen():
     after = seen(model, x)
     assert differ(before, after)
     assert_same(after, seen(copy.deepcopy(model), x), 0.0)
+
+
+def test_a_deleted_attribute_is_seen():
+    model, x = mlp(), draw(3, 5)
+    model[2].forward = model[2].forward
+    assert len(model.plan(x).alone) == 1
+    del model[2].forward
+    assert model.plan(x).alone == ()
 
 
 def test_a_mutation_that_is_taken_back_gives_the_first_numbers_again():

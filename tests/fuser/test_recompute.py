@@ -185,6 +185,31 @@ def test_a_parameter_written_before_the_backward_is_an_error_and_no_wrong_value(
         y.sum().backward()
 
 
+def test_what_is_made_again_is_laid_out_as_its_reader_asks():
+    class Loose(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.SiLU
+
+        layout = "any"
+        fwd = Thrifty.fwd
+
+    class Strict(sf.BackwardFusion):
+        bias: ops.Bias
+        act: ops.SiLU
+
+        def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+            assert act.x.is_contiguous()
+            dx, _ = self.act.bwd(dy, act)
+            return dx, {"bias.bias": dx.sum(0)}
+
+    model = sf.Sequential(ops.Bias(5), ops.SiLU(), fusions=(Loose, Strict))
+    x = draw(5, 4).float().t().requires_grad_()
+    with sf.fusing(on_error="raise"):
+        model(x).sum().backward()
+    assert calls
+    assert not shifted(x, model[0].bias).is_contiguous()
+
+
 def test_a_stand_in_that_gives_another_shape_is_an_error_that_names_the_field():
     class Wrong(sf.ForwardFusion):
         bias: ops.Bias

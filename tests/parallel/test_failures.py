@@ -102,6 +102,9 @@ def processes_that_agree_run() -> None:
     model = sf.Sequential(ops.Dropout(0.5), pair(), ops.Dropout(0.5))
     compared(lambda: model(torch.randn(3, 4)))
     compared(lambda: model.eval()(torch.randn(5, 4)))
+    world = dist.group.WORLD
+    inside = sf.Sequential(ops.IdentityForwardAllReduceBackward(world), ops.Dropout(0.5), ops.AllReduce(world))
+    compared(lambda: inside(torch.randn(3, 4)))
 
 
 def another_plan_is_an_error_everywhere() -> None:

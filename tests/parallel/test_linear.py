@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, ClassVar
 
 import pytest
@@ -55,10 +56,11 @@ def references_agree() -> None:
 
 
 def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
-    def listed(group: Any = None) -> sf.Sequential:
+    def listed(group: Any = None, bias_last: bool = True) -> sf.Sequential:
         across: list[dict[str, Any]] = [{}, {}]
         if group is not None:
             across = [{"parallel": way, "group": group, "sequence_dim": 0} for way in ("column", "row")]
+            across[1]["bias_last"] = bias_last
         model = sf.Sequential(
             ops.LayerNorm(6), ops.Linear(6, 8, **across[0]), ops.Tanh(), ops.Linear(8, 6, **across[1]), ops.RMSNorm(6),
         ).double()  # fmt: skip
@@ -68,9 +70,10 @@ def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
             copy_shares(model, listed())
         return model
 
-    whole, model, rank = listed(), listed(dist.group.WORLD), dist.get_rank()
+    whole, rank = listed(), dist.get_rank()
     x, dy = draw(4, 6), draw(4, 6, seed=7)
-    for enabled in (True, False):
+    for enabled, bias_last in itertools.product((True, False), repeat=2):
+        model = listed(dist.group.WORLD, bias_last)
         with sf.fusing(enabled):
             y, grads = results(model, x.chunk(2)[rank], dy.chunk(2)[rank])
             expected_y, expected = results(whole, x, dy)

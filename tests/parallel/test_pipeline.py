@@ -160,7 +160,7 @@ def outputs_say_what_they_are_everywhere() -> None:
 def without_a_gradient_before_a_boundary() -> None:
     """Frozen stages send no gradients, on whichever side of the boundary one looks."""
     alone = model_of()
-    for frozen in (slice(0, 2), slice(2, 6), slice(5, 7)):
+    for frozen in (slice(0, 2), slice(0, 4), slice(2, 6), slice(5, 7)):
         for index, module in enumerate(alone):
             module.requires_grad_(not frozen.start <= index < frozen.stop)
         staged = staged_of(alone)
@@ -168,11 +168,23 @@ def without_a_gradient_before_a_boundary() -> None:
             model(batch(0)[0]).square().sum().backward()
         expected = dict(alone.named_parameters())
         assert all(p.requires_grad == expected[name].requires_grad for name, p in staged.named_parameters())
+        with torch.no_grad():
+            assert not staged(batch(0)[0]).requires_grad
         for name, p in own(staged).items():
             assert (p.grad is None) == (expected[name].grad is None), name
             if p.grad is not None:
                 assert torch.equal(p.grad, expected[name].grad), name
         alone.zero_grad()
+
+
+def complex_numbers_have_gradients_too() -> None:
+    alone = sf.Sequential(ops.Linear(4, 6), ops.Linear(6, 6), ops.Linear(6, 3)).to(torch.complex128)
+    staged = staged_of(alone, ("1", "2"))
+    for model in (staged, alone):
+        model(batch(0)[0].to(torch.complex128)).abs().sum().backward()
+    expected = dict(alone.named_parameters())
+    for name, p in own(staged).items():
+        torch.testing.assert_close(p.grad, expected[name].grad)
 
 
 class Detach(nn.Module):
@@ -466,6 +478,7 @@ THREE = [
     stages_of_other_ranks_hold_and_launch_nothing,
     outputs_say_what_they_are_everywhere,
     without_a_gradient_before_a_boundary,
+    complex_numbers_have_gradients_too,
     gradients_that_end_in_a_stage_are_not_waited_for,
     public_channels_go_with_the_chain,
     several_forwards_before_one_backward,
@@ -521,7 +534,8 @@ def stages_of_shares_give_the_gradients_of_one_process() -> None:
                 loss.backward()
                 losses.append(everywhere(loss, staged) if model is staged else loss.detach())
             torch.testing.assert_close(*losses)
-            norms = [clip_grad_norm_(staged, 0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1)]
+            kind = (2.0, float("inf"))[step]
+            norms = [clip_grad_norm_(staged, 0.1, kind), nn.utils.clip_grad_norm_(alone.parameters(), 0.1, kind)]
             torch.testing.assert_close(*norms)
             gradients = {name: p.grad for name, p in alone.named_parameters()}
             share = shard(divided, gradients)

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqfuse as sf
 from seqfuse import nn, ops
+from seqfuse.fuser.listing import Listing
 from seqfuse.group import Group
 
 from .sharded import share_of
@@ -190,3 +191,12 @@ def test_what_runs_by_itself_on_a_share_of_the_rows_must_know_it(group: Any) -> 
         model.plan()
     model[0].sum_over = Group(group)
     assert model.plan().alone[0].name == "LayerNorm"
+
+
+def test_a_list_that_runs_by_itself_ends_as_its_last_collective_does(group: Any) -> None:
+    inner = sf.Sequential(
+        ops.Linear(8, 8, parallel="column", group=group), ops.GeLU(), ops.Linear(8, 8, parallel="row", group=group)
+    )
+    inner.register_forward_hook(lambda *_: None)
+    listing = Listing(sf.Sequential(inner, ops.Dropout(0.5)))
+    assert [item.rank for item in listing.items] == [0, 0]  # the mask behind it is one for all processes

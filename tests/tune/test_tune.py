@@ -214,6 +214,25 @@ def test_it_holds_for_one_shape_dtype_configuration_and_set_of_gradients() -> No
     assert other.plan(X.clone().requires_grad_()).count("Slow") == 1
 
 
+def test_what_was_measured_without_gradients_says_nothing_where_they_begin_inside_the_fusion() -> None:
+    class Late(sf.ForwardFusion):
+        halve: Halve
+        bias: ops.Bias
+
+        def saves(self, env: sf.Env) -> sf.Savings:
+            return sf.Savings(launches=9)
+
+        def fwd(self, x: Tensor) -> Any:
+            kit.spend(500)
+            return x / 2 + self.bias.bias, {"halve": Halve.Saved(), "bias": ops.Bias.Saved()}
+
+    model = sf.Sequential(Halve(), ops.Bias(4), fusions=(Late,))
+    sf.tune(model, X, modes="eval")
+    assert model.plan(X).count("Late") == 1
+    with torch.no_grad():
+        assert model.plan(X).count("Late") == 0
+
+
 def test_operations_without_parameters_are_known_by_the_width_of_what_enters_them() -> None:
     class Twice(sf.ForwardFusion):
         a: Halve
