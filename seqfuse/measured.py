@@ -19,7 +19,7 @@ import torch
 from . import store
 from .env import Env
 from .errors import CacheWarning
-from .operation import Changes, Moment
+from .operation import Moment, changes
 from .settings import settings
 
 FORMAT = 1
@@ -164,7 +164,7 @@ def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = F
     if known != table(machine):
         _tables[machine] = known
         Epoch.now = Moment()
-        Changes.note()
+        changes.note()
 
 
 def user_file(machine: Machine, *, create: bool) -> Path | None:

@@ -27,14 +27,20 @@ class Moment:
 
 
 class Changes:
-    """When an attribute of any operation was last set: what was compared since then need not be compared again."""
+    """When an attribute of any operation was last set: what was compared since then need not be compared again.
 
-    epoch = Moment()
+    An instance, because torch 2.11 does not trace that a class is set.
+    """
 
-    @classmethod
-    def note(cls) -> None:
+    def __init__(self) -> None:
+        self.epoch = Moment()
+
+    def note(self) -> None:
         """Mark a change, after it was made; who holds a moment keeps it from being used twice."""
-        cls.epoch = Moment()
+        self.epoch = Moment()
+
+
+changes = Changes()
 
 
 class FusableOperation(nn.Module):
@@ -46,6 +52,8 @@ class FusableOperation(nn.Module):
     """
 
     barrier: str | None = None
+    # `vars` by a second name, under which torch 2.11 traces a loop over it.
+    _attributes = property(vars)
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,16 +61,16 @@ class FusableOperation(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        Changes.note()
+        changes.note()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)  # pyright: ignore[reportUnknownMemberType]
-        Changes.note()
+        changes.note()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add a parameter, as in torch."""
         super().register_parameter(name, param)
-        Changes.note()
+        changes.note()
 
     def expand(self) -> tuple[nn.Module, ...]:
         """The operations that stand for this one in the fuser's list; by default itself."""

@@ -9,7 +9,7 @@ import torch.nn.modules.module as hooks_of
 from torch import Tensor, nn
 
 from ..measured import Epoch
-from ..operation import Changes, FusableOperation
+from ..operation import FusableOperation, changes
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in HOOKS if hasattr(hooks_of, f"_global{name}"))
@@ -28,7 +28,7 @@ class Fingerprint:
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
-        self._epoch, self._measured = Changes.epoch, Epoch.now
+        self._epoch, self._measured = changes.epoch, Epoch.now
         self._modules = list(dict.fromkeys(modules))
         self._attributes = [m.__dict__ for m in self._modules]
         self._attributes_then = [dict(now) for now in self._attributes]
@@ -49,7 +49,7 @@ class Fingerprint:
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return (
-            (self._epoch is Changes.epoch or self._compare())
+            (self._epoch is changes.epoch or self._compare())
             and self._children == self._children_then
             and not any(self._empty)
             and all(self._full)
@@ -58,7 +58,7 @@ class Fingerprint:
         )
 
     def _compare(self) -> bool:
-        epoch = Changes.epoch
+        epoch = changes.epoch
         same = self._measured is Epoch.now and self._same(self._attributes_then)
         if same:
             self._epoch = epoch

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -52,7 +53,16 @@ def plain_type(module: nn.Module) -> type:
 def has_own_graph(module: nn.Module) -> bool:
     """Whether a tensor with a graph of its own stands for a parameter: only plain autograd sees it."""
     owners = module.modules() if isinstance(module, UnfusedOperation) else (module,)
-    return any(isinstance(value, Tensor) and value.requires_grad for owner in owners for value in vars(owner).values())
+    values = [value for owner in owners for value in attributes(owner).values()]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, as a trace has set them where it is traced; of operations alone there."""
+    held = vars(module)
+    if isinstance(module, FusableOperation):
+        return {name: held[name] for name in module._attributes if name in held}  # pyright: ignore[reportPrivateUsage]
+    return {} if torch.compiler.is_dynamo_compiling() else held  # torch 2.11 traces no loop over `vars`
 
 
 def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:

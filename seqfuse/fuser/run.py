@@ -251,13 +251,14 @@ class Fuser:
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""
-        from .traced import plannable, run_planned
+        from .traced import has_graph_inside, plannable, run_planned
 
         items = flatten(self.root)
         tell_apart(items)
         random = random_positions(items)
         inputs, outputs = public_channels(items)
-        if type(self) is Fuser and plannable(self._name, items, x):
+        # The name last, and given to nobody else: a graph that has read it is this list's alone.
+        if type(self) is Fuser and plannable(items, x) and self._name and not has_graph_inside(self._name):
             return run_planned(self._name, items, random, inputs, outputs, x, channels)
         return by_reference(items, random, inputs, outputs, x, channels)
 

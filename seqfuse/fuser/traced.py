@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ..env import Env
 from ..errors import StateError
 from ..fusion import FusedOperation
+from ..operation import FusableOperation, UnfusedOperation
 from .enrolled import fusers
 from .fake import recorded
-from .items import Item
+from .items import Item, attributes, has_own_graph
 from .listing import Listing, Region, stretches
 from .reference import check_channels, draw, run_alone, walk_reference
 
@@ -33,15 +34,23 @@ _Constants = tuple[tuple[str, Any], ...]
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def _kernels_run(device: str) -> bool:
-    return Env.of(device).triton
+    # Asked here, in Python that runs: traced, torch 2.11 says that every call is exported.
+    return Env.of(device).triton and not torch.compiler.is_exporting()
 
 
-def plannable(name: str, items: Sequence[Item], x: Tensor) -> bool:
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
+def has_graph_inside(name: str) -> bool:
+    """Whether a tensor with a graph stands for a parameter of a torch module in an operation: a trace sees no such."""
+    operations = [i.operation for i in fusers[name].listing().items if isinstance(i.operation, UnfusedOperation)]
+    inside = [m for operation in operations for m in operation.modules() if not isinstance(m, FusableOperation)]
+    return any(map(has_own_graph, inside))
+
+
+def plannable(items: Sequence[Item], x: Tensor) -> bool:
     """Whether a traced call is planned: kernels run, parameters are their modules' own, no other process is met."""
     if [i for i in items if i.sum_over is not None or getattr(i.operation, "meeting", None) is not None]:
         return False
-    # The name last: a graph that has read it is this list's alone.
-    if torch.compiler.is_exporting() or not _kernels_run(x.device.type) or not name:
+    if not _kernels_run(x.device.type):
         return False
     slots = [slot for item in items for slot in item.slots.values()]
     return not [name for owner, name in slots if name not in owner._parameters]  # pyright: ignore[reportPrivateUsage]
@@ -78,7 +87,8 @@ def run_planned(
 
 def _state(module: nn.Module) -> _Constants:
     """What configures an operation, as the trace has it: it may have set some of that itself."""
-    return tuple([(k, v) for k, v in module.__dict__.items() if v is None or isinstance(v, bool | int | float | str)])
+    held = attributes(module)
+    return tuple([(k, v) for k, v in held.items() if v is None or isinstance(v, bool | int | float | str)])
 
 
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]

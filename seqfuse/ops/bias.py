@@ -71,7 +71,7 @@ class Bias(sf.UnfusedOperation):
 
     def belongs_to(self, owner: nn.Module) -> bool:
         """Whether it reads the bias of this very module."""
-        return bool(self._owner) and self._owner[0] is owner
+        return any(own is owner for own in self._owner)
 
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         return {"bias": (self._owner[0], "bias")} if self._owner else super().parameter_slots()

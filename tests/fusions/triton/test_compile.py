@@ -33,6 +33,27 @@ class Cubed(sf.Pointwise):
         return x * x * x
 
 
+class Wrapped(sf.UnfusedOperation):
+    """A torch module as an operation."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+        weight: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6, bias=False)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return self.inner(x), self.Saved(x=x, weight=self.inner.weight)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return dy @ saved.weight, {"inner.weight": dy.T @ saved.x}
+
+
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
@@ -207,6 +228,21 @@ def test_tied_weights(device: torch.device):
     want = passes(model, x)
     for one, other in zip(passes(torch.compile(model, fullgraph=True, backend=Compiler()), x), want, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_torch_module_in_an_operation_is_planned_unless_a_tensor_with_a_graph_is_its_weight(device: torch.device):
+    model, x = sf.Sequential(Wrapped(), ops.Linear(6, 6), ops.GELU()).to(device), seeded_randn((5, 6), 0).to(device)
+    planned, replaced = Compiler(), Compiler()
+    assert_bitwise_equal(passes(torch.compile(model, fullgraph=True, backend=planned), x), passes(model, x))
+    assert "linear" in planned.operators[0]
+    scale = torch.tensor(2.0, device=device, requires_grad=True)
+    weight = model[0].inner.weight.detach()
+    del model[0].inner.weight
+    model[0].inner.weight = scale * weight
+    y = torch.compile(model, fullgraph=True, backend=replaced)(x)
+    torch.testing.assert_close(y, model(x))
+    (got,) = torch.autograd.grad(y.sum(), scale, retain_graph=True)
+    torch.testing.assert_close(got, torch.autograd.grad(model(x).sum(), scale)[0])
 
 
 def test_an_eager_run_that_is_recorded_calls_operators(device: torch.device):
