@@ -23,6 +23,8 @@ class Segment(Protocol):
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    crossing: frozenset[str]  # of the outputs, those that are read further on in the list
+    frozen: frozenset[str]  # of the outputs, those without a gradient
     consumed: tuple[str, ...]
     device: str
     autocast: torch.dtype | None
@@ -78,13 +80,9 @@ class Seqfuse(torch.autograd.Function):
         ctx.segment, ctx.mark = segment, _mark(segment, ctx.packed, keep) if keep else None
         ctx.save_for_backward(*keep)
         ctx.set_materialize_grads(False)
-        if not segment.outputs:
-            return y
-        outputs = [y]
-        for name in segment.outputs:
-            value = channels[name]
-            outputs.append(value.view_as(value) if any(value is o for o in outputs) else value)
-        return tuple(outputs)
+        if segment.outputs:
+            return _outputs(ctx, segment, [y, *[channels[name] for name in segment.outputs]], (x, *tensors))
+        return _own(y, (x, *tensors)) if y.requires_grad or y._is_view() else y
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
@@ -95,6 +93,28 @@ class Seqfuse(torch.autograd.Function):
         with torch.no_grad():
             grads = _gradients(ctx, segment, douts, tensors)
         return _Once.guard(ctx, grads, (*douts, *tensors))
+
+
+def _outputs(ctx: Any, segment: Segment, values: list[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | int, ...]:
+    """What a node returns: each tensor once, then the place of the first, and none with a gradient it does not have."""
+    found: list[Any] = []
+    for name, value in zip(("", *segment.outputs), values, strict=True):
+        first = next(i for i, other in enumerate(values) if other is value)
+        if first < len(found):
+            found.append(first)
+            continue
+        if name not in segment.crossing and (value.requires_grad or value._is_view()):
+            value = _own(value, [*inputs, *(t for t in values if t is not value)])
+        found.append(value)
+    pairs = zip(segment.outputs, found[1:], strict=True)
+    ctx.mark_non_differentiable(*[v for name, v in pairs if name in segment.frozen and isinstance(v, Tensor)])
+    return tuple(found)
+
+
+def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A tensor that the caller may change in place, as autograd allows for no input and no view that a node returns."""
+    base = value if value._base is None else value._base
+    return value.clone() if any(t is base or t._base is base for t in others) else value.detach()
 
 
 @contextlib.contextmanager
@@ -159,7 +179,7 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def _mark(segment: Segment, packed: dict[int, Any], keep: list[Tensor]) -> torch.Size | None:
+def _mark(segment: Segment, packed: dict[int, Any], keep: list[Any]) -> torch.Size | None:
     """Under a checkpoint, save an empty tensor whose shape says what ran: torch compares it with the recomputed one."""
     hooks: Any = _top_saved_tensors_default_hooks(False)
     if hooks is None or getattr(hooks[1], "__module__", None) != "torch.utils.checkpoint":
@@ -233,8 +253,7 @@ def apply(
 ) -> Tensor:
     """Run a segment behind one autograd node, or plainly where nothing in it wants a gradient."""
     if not segment.live:
-        with torch.no_grad(), _own_casts() if torch.is_grad_enabled() else contextlib.nullcontext():
-            return segment.run(x, channels, seeds)
+        return segment.run(x, channels, seeds)
     if not segment.inputs and not segment.outputs:
         return _apply(segment, seeds, x, *parameters)
     inputs = [channels[name] for name in segment.inputs]
@@ -243,7 +262,7 @@ def apply(
         y = out
     else:
         y, *rest = out
-        channels.update(zip(segment.outputs, rest, strict=True))
+        channels.update(zip(segment.outputs, (out[t] if isinstance(t, int) else t for t in rest), strict=True))
     for name in segment.consumed:
         del channels[name]
     return y

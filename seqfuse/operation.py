@@ -123,6 +123,8 @@ class UnfusedOperation(FusableOperation):
         outputs: names of extra tensors `fwd` returns as `(y, {name: tensor}, Saved)`.
         dy_may_be_none: whether `bwd` takes `None` for a `dy` nobody used, where an extra output was used; else zeros.
         layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
+        is_view: whether y and the outputs are x itself, or views of it. Where nothing else stands between two barriers
+            the reference runs, so that, as in torch, who changes y in place changes x.
         meeting: what processes exchange here, if they do.
         sum_over: processes that each use the parameters for a part of the rows or heads: their gradients are summed.
         shares: which part of a parameter this process holds, of those it does not hold whole.
@@ -136,6 +138,7 @@ class UnfusedOperation(FusableOperation):
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "any"
     dy_may_be_none: ClassVar[bool] = False
+    is_view: bool = False
     meeting: Meeting | None = None
     sum_over: Group | None = None
     shares: Mapping[str, Share] = MappingProxyType({})

@@ -60,8 +60,8 @@ def plan_ahead(
             last: Any = listing.items[part.stop - 1].operation
             if follows and last.y_dtype is not None and shape is not None:
                 here = here.entered_by(shape, last.y_dtype)
-            made = (c for item in listing.items[part.start : part.stop] for _, c in item.outputs)
-            known.update(dict.fromkeys(made, wanted))
+            for position in range(part.start, part.stop):
+                known.update((c, position >= wants.live_from) for _, c in listing.items[position].outputs)
         else:
             item, shape = listing.items[part], None
             alone.append((part, item))

@@ -50,10 +50,11 @@ class Binder:
         """The segments of a plan, ready to run."""
         whole = hash(tuple((s.name, s.covers) for s in (*plan.forward, *plan.backward)))
         ahead, back = ({s.covers.start: s for s in steps} for steps in (plan.forward, plan.backward))
-        return [
-            self._segment(piece, *([s[p] for p in piece if p in s] for s in (ahead, back)), hash((whole, piece)))
-            for piece in plan.segments
-        ]
+        segments: list[Segment] = []
+        for piece in plan.segments:
+            steps = [[one[p] for p in piece if p in one] for one in (ahead, back)]
+            segments.append(self._segment(piece, steps[0], steps[1], hash((whole, piece))))
+        return segments
 
     def _segment(self, piece: range, ahead: Sequence[Step], back: Sequence[Step], signature: int) -> Segment:
         inside = self.items[piece.start : piece.stop]
@@ -93,6 +94,8 @@ class Binder:
             parameters=tuple(parameters.values()),
             inputs=inputs,
             outputs=outputs,
+            crossing=frozenset(c for c in outputs if readers[c]),
+            frozen=frozenset(c for p in piece if p < self.wants.live_from for _, c in self.items[p].outputs),
             consumed=tuple(c for c in inputs if max(readers[c]) < piece.stop),
             device=self.env.device,
             autocast=self.env.autocast,

@@ -200,7 +200,9 @@ class Fuser:
         chosen = [[index[id(owner), name] for owner, name in s.parameters] for s in bound]
         whole = [*range(len(parameters))]
         segments = [(s, None if indices == whole else indices) for s, indices in zip(bound, chosen, strict=True)]
-        return Program(plan, segments, not exact)
+        inside: list[Any] = [item.operation for item in listing.items[region.start : region.stop]]
+        views = not any(plan.fused) and all(operation.is_view for operation in inside)
+        return Program(plan, segments, views or not exact)
 
     def _note_failure(self, fusion: str, at: int, reason: str) -> None:
         with _planning:

@@ -83,6 +83,8 @@ class Segment:
     parameters: tuple[tuple[nn.Module, str], ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    crossing: frozenset[str]  # outputs that are read further on in the list
+    frozen: frozenset[str]  # outputs without a gradient
     consumed: tuple[str, ...]  # inputs that nobody after this segment reads
     device: str
     autocast: torch.dtype | None

@@ -51,6 +51,10 @@ class Dropout(sf.UnfusedOperation):
     def random(self) -> bool:
         return self.training and self.p > 0
 
+    @property
+    def is_view(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.random and (self.mode == "upscale_in_train" or self.p == 0)
+
     def reference(self, x: Tensor, *, seed: Tensor | None = None) -> Tensor:
         return self._dropped(x, seed if self.random else None, self.p)
 

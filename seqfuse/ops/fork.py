@@ -31,6 +31,7 @@ class Fork(sf.UnfusedOperation):
     NOTHING: ClassVar[Saved] = Saved()
 
     dy_may_be_none = True
+    is_view = True
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()

@@ -25,6 +25,8 @@ class Identity(sf.UnfusedOperation):
 
     NOTHING: ClassVar[Saved] = Saved()
 
+    is_view = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
 

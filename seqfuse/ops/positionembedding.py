@@ -78,7 +78,7 @@ class PositionEmbedding(sf.UnfusedOperation):
                 dweight[: dy.shape[-2]] = fit.flatten(0, -3).sum(0) if dy.ndim > 2 else fit
             else:
                 positions = saved.positions.expand(dy.shape[:-1]).reshape(-1)
-                dweight.index_add_(0, positions, fit.reshape(-1, self.embedding_dim))
+                dweight.index_add_(0, positions, fit.flatten(0, -2))
             dweight = dweight.to(owner.dtype)
         return dx, {"weight": dweight}
 

@@ -30,6 +30,8 @@ class Reshape(sf.UnfusedOperation):
     class Saved(sf.Saved):
         trailing: tuple[int, ...]
 
+    is_view = True
+
     def __init__(self, *shape: int, dims: int = 1) -> None:
         super().__init__()
         if not shape or min(shape) < -1 or shape.count(-1) > 1 or dims < 1:

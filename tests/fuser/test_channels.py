@@ -610,3 +610,49 @@ def test_an_extra_input_with_a_default_may_be_left_out_by_an_instance():
     assert torch.equal(torch.func.functional_call(model, {}, (x,), {"by": torch.tensor(2.0)}), 2 * x)
     with pytest.raises(sf.errors.InputError, match="channel 'by'"):
         model(x)
+
+
+FROZEN: dict[str, tuple[Callable[[], sf.Sequential], tuple[bool, ...]]] = {
+    "the input": (lambda: sf.Sequential(ops.Fork("a"), ops.Linear(5, 5)), (True, False)),
+    "the input twice": (lambda: sf.Sequential(ops.Fork("a"), ops.Fork("b"), ops.Linear(5, 5)), (True, False, False)),
+    "a view of the input": (lambda: sf.Sequential(ops.Reshape(5), ops.Fork("a"), ops.Linear(5, 5)), (True, False)),
+    "frozen operations": (
+        lambda: sf.Sequential(ops.Linear(5, 5).requires_grad_(False), ops.Tanh(), ops.Fork("a"), ops.Linear(5, 5)),
+        (True, False),
+    ),
+    "operations that learn": (lambda: sf.Sequential(ops.Linear(5, 5), ops.Fork("a"), ops.Linear(5, 5)), (True, True)),
+    "what comes before both": (
+        lambda: sf.Sequential(ops.Fork("a"), ops.Linear(5, 5), ops.Fork("b"), ops.Tanh()),
+        (True, False, True),
+    ),
+    "before a barrier": (lambda: sf.Sequential(ops.Fork("a"), ops.Linear(5, 5), nn.Softplus()), (True, False)),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_an_output_wants_a_gradient_where_what_made_it_does(name: str):
+    make, wants = FROZEN[name]
+    model, x = make(), torch.randn(3, 5)
+    made = model(x)
+    assert tuple(t.requires_grad for t in made) == wants
+    with torch.no_grad():
+        for t, other in zip(made, model(x), strict=True):
+            assert torch.equal(t, other)
+    sum(t.sum() for t, wanted in zip(made, wants, strict=True) if wanted).backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    for t in made[1:]:
+        t += 1
+
+
+def test_what_a_channel_carries_past_a_barrier_has_a_gradient_only_where_it_was_made_with_one():
+    model, x = (
+        sf.Sequential(ops.Fork("a"), ops.Linear(5, 5), nn.Softplus(), ops.Add("a"), ops.Tanh()),
+        torch.randn(3, 5),
+    )
+    y = model(x)
+    assert "other" not in model.plan(x).needs[4]
+    y.sum().backward()
+    mine = {n: p.grad for n, p in model.named_parameters()}
+    plain = torch.tanh(nn.functional.softplus(nn.functional.linear(x, *model[1].parameters())) + x)
+    for g, w in zip(mine.values(), torch.autograd.grad(plain.sum(), [*model.parameters()]), strict=True):
+        torch.testing.assert_close(g, w)

@@ -127,3 +127,11 @@ def test_positions_that_do_not_fit_are_refused():
         ops.PositionEmbedding(4, 6)(torch.zeros(5, 6))
     with pytest.raises(sf.errors.InputError, match=r"positions that broadcast to \(5,\), got \(3,\)"):
         ops.PositionEmbedding(4, 6, positions="p")(torch.zeros(5, 6), p=torch.arange(3))
+
+
+def test_positions_may_be_of_zero_columns():
+    model = sf.Sequential(ops.Reshape(3, 0), ops.PositionEmbedding(3, 0, positions="positions"))
+    x = torch.zeros(2, 0, requires_grad=True)
+    model(x, positions=torch.tensor([0, 2, 1])).sum().backward()
+    assert x.grad.shape == (2, 0)
+    assert model[1].weight.grad.shape == (3, 0)
