@@ -144,6 +144,8 @@ def _gradients(ctx: Any, segment: Segment, douts: Sequence[Any], tensors: tuple[
 
 def _asked(ctx: Any, segment: Segment) -> Asked | None:
     """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where they are all wanted."""
+    if torch.compiler.is_compiling():
+        return None
     try:
         runs = [fn is None or _executes(fn) for fn, _ in ctx.next_functions]
     except RuntimeError:  # there is a leaf whose gradient is to be returned

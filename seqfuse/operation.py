@@ -22,6 +22,16 @@ Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
 
 
+NOT_GIVEN: Any = ...
+
+
+def named_input(channels: dict[str, Tensor]) -> Tensor:
+    """The input of a call that calls it `input`, as torch does."""
+    if "input" not in channels:
+        raise TypeError("forward() missing 1 required positional argument: 'x'")
+    return channels.pop("input")
+
+
 class Moment:
     """A point in time, which is itself only; `object()` would be that too, but compilers do not trace it."""
 
@@ -76,8 +86,10 @@ class FusableOperation(nn.Module):
         """The operations that stand for this one in the fuser's list; by default itself."""
         return (self,)
 
-    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+    def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
         """Run this operation alone: `y`, or `(y, *outputs)` where it makes public extra outputs."""
+        if x is NOT_GIVEN:
+            x = named_input(channels)
         engine = self._engine[0] if self._engine else None
         if engine is None or engine.root is not self:  # a shallow copy brings its original's along
             engine = alone(self)

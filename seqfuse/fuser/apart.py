@@ -12,7 +12,7 @@ from ..errors import PlanError, StateError
 from ..group import Meeting
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import is_fake
-from .items import Item, flatten
+from .items import Item, inside_of
 
 if TYPE_CHECKING:
     from .listing import Listing, Region
@@ -45,7 +45,7 @@ def _meeting(item: Item) -> Meeting | None:
     if isinstance(operation, UnfusedOperation) and (item.alone is None or operation.meeting is not None):
         met = [operation.meeting]
     elif isinstance(operation, FusableOperation):
-        met = [_meeting(inner) for inner in flatten(operation)]
+        met = [_meeting(inner) for inner in inside_of(operation)]
     else:
         return None
     found = [m for m in met if m is not None and m.group.size > 1]

@@ -30,12 +30,16 @@ def validate(listing: Listing, region: Region, shape: Sequence[int]) -> list[tup
         operation: Any = listing.items[position].operation
         try:
             shape = operation.infer(shapes[-1])
-        except ValueError as error:
-            if isinstance(error, SeqfuseError):
-                raise
-            name, at = listing.items[position].name, position
-            hint = f"in {listing.items[position].path!r}" if listing.items[position].path else None
-            raise InputError(str(error), code="SF101", operation=name, position=at, hint=hint) from None
+        except SeqfuseError:
+            raise
+        except Exception as error:
+            item = listing.items[position]
+            where: dict[str, Any] = {"operation": item.name, "position": position}
+            if not isinstance(error, ValueError):
+                message = f"infer failed for shape {shapes[-1]}: {type(error).__name__}: {error}"
+                raise PluginError(message, code="SF305", **where) from error
+            hint = f"in {item.path!r}" if item.path else None
+            raise InputError(str(error), code="SF101", hint=hint, **where) from None
         if not isinstance(shape, tuple):
             message = f"infer must return a shape, a tuple, not {shape!r}"
             raise PluginError(message, code="SF305", operation=listing.items[position].name, position=position)

@@ -95,8 +95,12 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
     looked_at: list[nn.Module] = [] if seen is None else seen
     nested: list[range] = []
 
-    def visit(module: nn.Module, path: str, top: bool, hidden: bool = False) -> None:
-        kind = plain_type(module)
+    def visit(module: nn.Module, path: str, within: tuple[nn.Module, ...], hidden: bool = False) -> None:
+        kind, top = plain_type(module), not within
+        if any(module is other for other in within):
+            message = "it expands to itself, and has neither fwd nor forward to run"
+            message = "it holds itself" if isinstance(module, nn.Sequential) else message
+            raise PluginError(message, code="SF305", operation=kind.__name__, position=len(items))
         if isinstance(module, FusableOperation):
             looked_at.append(module)
         alone = None if top else _alone(module, kind, hidden)
@@ -113,8 +117,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
         # Told apart by `is`: an `id` would make a compiled graph that of one object, and every layer had its own.
         children, at = [*module._modules.items()], 0  # pyright: ignore[reportPrivateUsage]
         for member in members:
-            if member is module:
-                assert isinstance(module, UnfusedOperation)
+            if member is module and isinstance(module, UnfusedOperation):
                 exact = bool(getattr(kind, "is_final", False)) or module.is_open
                 derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
                 slots = _own_slots(module, members)
@@ -125,11 +128,11 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
                 else:
                     named = next((key for key, child in children if child is member), None)
                 key = type(member).__name__.lower() if named is None else named
-                visit(member, f"{path}.{key}".lstrip("."), False, named is None)
+                visit(member, f"{path}.{key}".lstrip("."), (*within, module), named is None)
         if not top and len(members) > 1:
             nested.append(range(start, len(items)))
 
-    visit(root, "", True)
+    visit(root, "", ())
     _route(items, nested, isinstance(root, UnfusedOperation), looked_at)
     return items
 
@@ -148,6 +151,12 @@ def _among(slots: Sequence[tuple[nn.Module, str]], owner: nn.Module, name: str) 
     return any(other is owner and own == name for other, own in slots)
 
 
+def inside_of(module: FusableOperation, seen: list[nn.Module] | None = None) -> list[Item]:
+    """The items of what runs by itself; none of a `forward` of its own, in which no operation is known."""
+    known = isinstance(module, UnfusedOperation) or plain_type(module).expand is not FusableOperation.expand  # pyright: ignore[reportUnknownMemberType]
+    return flatten(module, seen) if known else []
+
+
 def _channels_of(
     item: Item, seen: list[nn.Module]
 ) -> tuple[Mapping[str, str | None], tuple[str, ...], tuple[str, ...]]:
@@ -157,11 +166,11 @@ def _channels_of(
         absent = signature.optional - set(channels)
         return channels, tuple(name for name in signature.extras if name not in absent), module.outputs
     if isinstance(module, FusableOperation):
-        inside = flatten(module, seen)
+        inside = inside_of(module, seen)
         made = {c for i in inside for _, c in i.outputs}
         read = [c for i in inside for _, c in i.inputs if c not in made]
         inputs = tuple(dict.fromkeys(read))
-        outputs = tuple(c for i in inside for _, c in i.outputs if not inside[0].readers[c])
+        outputs = tuple(c for i in inside for _, c in i.outputs if not i.readers[c])
         return {name: name for name in (*inputs, *outputs)}, inputs, outputs
     return {}, (), ()
 

@@ -16,7 +16,7 @@ from .. import operation as operations
 from ..env import Env, any_autocast, autocast_of
 from ..fusion import FusedOperation, checked
 from ..group import summed_gradient
-from ..operation import FusableOperation
+from ..operation import Changes, FusableOperation
 from ..settings import fusing_now, settings
 from .ahead import plan_ahead
 from .apart import compare, tell_apart
@@ -45,6 +45,10 @@ def _fresh_locks() -> None:
 # A forked child would wait for a thread it does not have; what the locks protect is swapped whole, so it is sound.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fresh_locks)
+
+
+class _Changed(Exception):
+    """A parameter was taken away in place, `_parameters["bias"] = None`, which nobody was told of."""
 
 
 class Fuser:
@@ -86,7 +90,10 @@ class Fuser:
     def run(self, listing: Listing, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """Run the planned list on plain tensors."""
         if listing.whole is not None and not channels:
-            return self.run_region(listing, listing.whole, x, channels, None)
+            try:
+                return self.run_region(listing, listing.whole, x, channels, None)
+            except _Changed:
+                return self.run(self._changed(), x, channels)
         if channels or listing.inputs:
             check_channels(listing.items, listing.inputs, channels)
         seeds = draw(listing.items, listing.random, x) if listing.random else None
@@ -100,10 +107,15 @@ class Fuser:
             return (x, *[channels[name] for name in listing.outputs])
         return x
 
-    def _run_parts(self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
-        for part in listing.parts:
+    def _run_parts(
+        self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
+    ) -> Tensor:
+        for i, part in enumerate(listing.parts[first:], first):
             if part.__class__ is Region:
-                x = self.run_region(listing, part, x, channels, seeds)  # pyright: ignore[reportArgumentType]
+                try:
+                    x = self.run_region(listing, part, x, channels, seeds)  # pyright: ignore[reportArgumentType]
+                except _Changed:
+                    return self._run_parts(self._changed(), x, channels, seeds, i)
             else:
                 x = run_alone(listing.items, part, x, channels)  # pyright: ignore[reportArgumentType]
         return x
@@ -113,10 +125,16 @@ class Fuser:
     ) -> Tensor:
         """Run a region as it is planned for these tensors."""
         plain = region.plain
-        if plain is not None:
-            parameters = [owned[name] for owned, name in plain]
-        else:
-            parameters = [getattr(owner, name) for owner, name in region.slots]
+        try:
+            if plain is not None:
+                parameters = [owned[name] for owned, name in plain]
+            else:
+                parameters = [getattr(owner, name) for owner, name in region.slots]
+            signature = _signature(parameters)
+        except (AttributeError, KeyError):
+            if listing.fingerprint.holds_in_full():
+                raise
+            raise _Changed from None
         for i, group in region.summed:
             if parameters[i].requires_grad and torch.is_grad_enabled():
                 parameters[i] = summed_gradient(group, parameters[i])
@@ -129,7 +147,7 @@ class Fuser:
             torch.are_deterministic_algorithms_enabled(),
             autocast_of(x.device.type) if any_autocast() else None,
             fusing_now(),
-            _signature(parameters),
+            signature,
             _signature([channels[c] for c in region.channels]) if region.channels else None,
         )
         latest, program = region.latest
@@ -204,6 +222,10 @@ class Fuser:
         views = not any(plan.fused) and all(operation.is_view for operation in inside)
         return Program(plan, segments, views or not exact)
 
+    def _changed(self) -> Listing:
+        Changes.note()
+        return self.listing()
+
     def _note_failure(self, fusion: str, at: int, reason: str) -> None:
         with _planning:
             if self._matcher.note_failure(fusion, at, reason):
@@ -234,7 +256,7 @@ class Fuser:
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
         with collecting_later():
-            return plan_ahead(self._run_as, self._matcher, self.listing(), x, env, channels)
+            return plan_ahead(self._run_as, self._matcher, self._changed(), x, env, channels)
 
     def _run_as(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..env import Env
 from ..errors import InputError
 from ..fusion import FusedOperation
-from ..operation import FusableOperation
+from ..operation import NOT_GIVEN, FusableOperation, named_input
 from .plan import Plan
 from .run import Fuser
 
@@ -97,13 +97,15 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
     def expand(self) -> tuple[nn.Module, ...]:
         return tuple(self._modules.values())  # pyright: ignore[reportReturnType] # at once: another thread may append
 
-    def forward(self, x: Tensor, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs.
 
         Args:
-            x: the input.
+            x: the input; by keyword, torch's name `input` does as well.
             channels: the public extra inputs, by channel name.
         """
+        if x is NOT_GIVEN:
+            x = named_input(channels)
         return self._own()(x, **channels)
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:

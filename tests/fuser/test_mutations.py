@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -296,3 +297,22 @@ def test_random_lists_with_channels_compute_what_they_say(
             got[key].double(), value, rtol=1e-3, atol=1e-4 * scale, msg=lambda m, k=key: f"{k}: {m}"
         )
         torch.testing.assert_close(unfused[key].double(), value, rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("where", ["a list", "behind barriers", "under a plan"])
+def test_a_bias_taken_out_of_the_dictionary_of_parameters_is_gone(where: str) -> None:
+    linear = ops.Linear(4, 4)
+    around = [ops.Fork(), ops.Dropout(0.5), nn.Softplus()] if where == "behind barriers" else []
+    end = [ops.Fork(), nn.Softplus(), ops.Add(), ops.Add()] if around else [ops.Tanh()]
+    model, x = sf.Sequential(*around, linear, *end), torch.randn(3, 4)
+    model(x)
+    linear._parameters["bias"] = None
+    if where == "under a plan":
+        assert "Bias" not in model.plan(x).names
+    torch.manual_seed(3)
+    y = model(x)
+    torch.manual_seed(3)
+    fresh = sf.Sequential(*around, linear, *end)(x)
+    torch.testing.assert_close(y, fresh)
+    y.sum().backward()
+    assert linear.weight.grad is not None
