@@ -8,7 +8,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 # The constraints keep every installation at tested versions, torch included.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --timeout 300
+PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

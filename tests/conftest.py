@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 # One thread per process unless asked otherwise. Read when torch starts its pools; children of a test inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,7 +23,15 @@ hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, **
 hypothesis.settings.register_profile("full", max_examples=500, **_PATIENT)
 
 
+HERE = Path(__file__).resolve().parent
+KERNELS = tuple(HERE / folder for folder in ("kernels", "fusions/triton", "gpu"))
+"""Folders whose tests run Triton kernels, in its interpreter where there is no GPU. A process runs these or the others:
+Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what the engine plans on a CPU."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    help = "run the tests of Triton kernels or all others; without it, those that are named (tests/run.py runs both)"
+    parser.addoption("--half", choices=["kernels", "plain"], help=help)
     parser.addoption("--full", action="store_true", help="run the whole numeric matrix, not the pairwise selection")
     parser.addoption("--seed", default="", help="draw other numbers: 7, or 1-20 for every test under each of these")
 
@@ -35,7 +45,24 @@ class Generator(torch.Generator):
         return super().manual_seed(seed + self.distance)
 
 
+def of_kernels(path: Path) -> bool:
+    """Whether a file of tests runs Triton kernels."""
+    return any(path.is_relative_to(folder) for folder in KERNELS)
+
+
+def interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    asked = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
+    alone = config.getoption("--half") is None and all(map(of_kernels, asked))
+    if alone and not torch.cuda.is_available() and "triton" not in sys.modules:
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if interpreted():  # with numpy, which reports what a GPU does not
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:seqfuse.testing.interpreter")
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "ci")
     if config.getoption("--seed"):
         manual_seed = torch.manual_seed
@@ -47,6 +74,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if seeds := metafunc.config.getoption("--seed"):
         first, _, last = seeds.partition("-")
         metafunc.parametrize("_seed", range(int(first), int(last or first) + 1), ids="seed {}".format)
+
+
+class Elsewhere(pytest.File):
+    """A file whose tests belong to the other half."""
+
+    def collect(self) -> list[pytest.Item]:
+        return []
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    belongs = interpreted() == of_kernels(module_path) or (torch.cuda.is_available() and not interpreted())
+    return None if belongs else Elsewhere.from_parent(parent, path=module_path)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.getoption("--half") or interpreted() or torch.cuda.is_available():
+        return None
+    return "half: every test but those of Triton kernels, which `make test` or naming tests/kernels runs"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

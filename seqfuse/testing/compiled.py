@@ -92,6 +92,7 @@ def compile_variants(
     *,
     only: str = "",
     jobs: int | None = None,
+    in_turn: bool = False,
 ) -> Iterator[Compiled]:
     """Compile the `variants()` of modules for targets, in child processes; yields results as they come.
 
@@ -100,22 +101,25 @@ def compile_variants(
         targets: architectures.
         only: a regular expression that the variant's name must contain.
         jobs: child processes at a time; the number of CPUs by default.
+        in_turn: compile the first configuration for the first target, the second for the second and so on, not all for
+            all.
     """
-    tasks = [(module, target) for module in modules for target in targets]
+    together = [",".join(targets)] if in_turn else targets
+    tasks = [(module, target) for module in modules for target in together]
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         futures = [pool.submit(_in_child, module, target, only) for module, target in tasks]
         for future in futures:
             yield from future.result()
 
 
-def _in_child(module: str, target: str, only: str) -> list[Compiled]:
+def _in_child(module: str, targets: str, only: str) -> list[Compiled]:
     results: list[Compiled] = []
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as cache:
         environment.setdefault("TRITON_CACHE_DIR", cache)
         while True:
-            command = [sys.executable, "-m", "seqfuse.testing.compiled", module, target, only, str(len(results))]
+            command = [sys.executable, "-m", "seqfuse.testing.compiled", module, targets, only, str(len(results))]
             with tempfile.TemporaryFile("w+") as errors:
                 child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
                 begun: str | None = None
@@ -137,8 +141,9 @@ def _in_child(module: str, target: str, only: str) -> list[Compiled]:
                 errors.seek(0)
                 tail = errors.read().strip().splitlines()[-1:] or [""]
             if begun is None:
-                raise RuntimeError(f"compiling {module} for {target} ended with {code}: {tail[0]}")
-            results.append(Compiled(module, begun, target, error=f"the compiler ended with {code}: {tail[0]}"))
+                raise RuntimeError(f"compiling {module} for {targets} ended with {code}: {tail[0]}")
+            target, _, variant = begun.partition(" ")
+            results.append(Compiled(module, variant, target, error=f"the compiler ended with {code}: {tail[0]}"))
 
 
 def compile_one(variant: Variant, target: str, module: str = "") -> Compiled:
@@ -249,12 +254,15 @@ def _amd(kernel: Any) -> dict[str, int]:
     }
 
 
-def _child(module: str, target: str, only: str, skip: int) -> None:
-    """Compile what is left of a module for a target; one line as each begins and one as it ends."""
+def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
+    """Compile what is left of a module: all of a target, or a share for each of several; prints each begin and end."""
     variants: Iterable[Variant] = importlib.import_module(module).variants()
-    chosen = [v for v in variants if v.runs_on(target) and re.search(only, v.name)]
-    for variant in chosen[skip:]:
-        print("begin", variant.name, flush=True)
+    chosen = [v for v in variants if re.search(only, v.name)]
+    tasks: list[tuple[Variant, str]] = []
+    for first, target in enumerate(targets):
+        tasks += [(v, target) for v in [v for v in chosen if v.runs_on(target)][first :: len(targets)]]
+    for variant, target in tasks[skip:]:
+        print("begin", target, variant.name, flush=True)
         try:
             result = compile_one(variant, target, module)
         except Exception as error:
@@ -265,4 +273,4 @@ def _child(module: str, target: str, only: str, skip: int) -> None:
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    _child(sys.argv[1], sys.argv[2].split(","), sys.argv[3], int(sys.argv[4]))

