@@ -2,11 +2,11 @@
 
 As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
 makes NaN of float8 overflow, sums a column one number after the other, rounds a product of matrices as the machine's
-BLAS does, otherwise where the factors change places, and patches `triton.language` again at every call of a device
-function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even, float8 saturating,
+BLAS does, otherwise where the factors change places, and patches `triton.language` again at every launch and call of a
+device function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even, float8 saturating,
 columns are summed in pairs, products are made in float64 and rounded before they are added, and the patch is made once
-per launch, which is faster, too. So are the rounds of Philox for whole arrays: the same numbers, without Triton's check
-of every operation's types.
+a block, which is faster, too. So are the rounds of Philox for whole arrays: the same numbers, without Triton's check of
+every operation's types; and what `interpreter_speed` replaces.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -25,6 +25,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from .interpreter_speed import replacements
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {
@@ -49,6 +51,7 @@ _FLOAT8 = {
 }
 
 
+_ABSENT: Any = object()  # the value that an attribute has which a class or module only inherits
 _blocks: list[Any] = []
 
 
@@ -63,15 +66,21 @@ def corrected() -> Generator[None]:
 
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
+    language = _Language(interpreter._patch_lang)
+    parts = (*_replacements(interpreter), *replacements(interpreter), (interpreter, "_patch_lang", language.patch))
     _blocks.append(replaced)
-    for owner, name, value in _replacements(interpreter):
-        replaced.append((owner, name, getattr(owner, name)))
+    for owner, name, value in parts:
+        replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
         setattr(owner, name, value)
     try:
         yield
     finally:
+        language.restore()
         for owner, name, value in reversed(replaced):
-            setattr(owner, name, value)
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
         _blocks.remove(replaced)
 
 
@@ -256,31 +265,34 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         yield builder, method.__name__, method
     yield interpreter.ReduceOps, "sum", total
     yield interpreter.ReduceOps, "min_max", min_max
-    yield interpreter, "_patch_lang", _patch_once(interpreter._patch_lang)
     if isinstance(rounds, interpreter.InterpretedFunction):  # not where kernels are compiled in this process
         yield random, "philox_impl", philox_impl
 
 
-def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`_patch_lang` for everything a launch may call, and nothing for the device functions called inside it."""
-    import triton.language as tl
+class _Language:
+    """`triton.language` as the interpreter needs it, patched at the first launch of a block and restored at its end."""
 
-    everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    open_scopes: list[Any] = []
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        self._patch, self._scope = patch, None
 
-    class Outer:
-        def __init__(self) -> None:
-            self.inner = patch(everything)
+    def patch(self, fn: Any) -> Any:
+        """Stands for `_patch_lang`, which a launch and each call of a device function calls, and then `restore`."""
+        if self._scope is None:
+            import triton.language as tl
+
+            everything: Any = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+            self._scope = self._patch(everything)
             # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
-            self.inner.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-            open_scopes.append(self)
+            self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+        return _Open()
 
-        def restore(self) -> None:
-            open_scopes.remove(self)
-            self.inner.restore()
+    def restore(self) -> None:
+        if self._scope is not None:
+            self._scope.restore()
 
-    class Nested:
-        def restore(self) -> None:
-            """The launch that is under way restores."""
 
-    return lambda fn: Nested() if open_scopes else Outer()
+class _Open:
+    """The patch of a block, which stays until the block ends."""
+
+    def restore(self) -> None:
+        pass
