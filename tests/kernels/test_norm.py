@@ -510,7 +510,7 @@ MUTANTS = {
         "normal",
     ),
     "activation's derivative": (
-        "d = tl.where(mask, d * apply(DERIVATIVE, pre, ACT_P), 0.0)",
+        "d = tl.where(mask, gradient(DERIVATIVE, d, pre, ACT_P), 0.0)",
         "d = tl.where(mask, d * 1.0, 0.0)",
         "layernorm_gelu",
         "normal",
