@@ -3,10 +3,10 @@
 As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
 makes NaN of float8 overflow, sums a column one number after the other, rounds a product of matrices as the machine's
 BLAS does, otherwise where the factors change places, and patches `triton.language` again at every launch and call of a
-device function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even, float8 saturating,
-columns are summed in pairs, products are made in float64 and rounded before they are added, and the patch is made once
-a block, which is faster, too. So are the rounds of Philox for whole arrays: the same numbers, without Triton's check of
-every operation's types; and what `interpreter_speed` replaces.
+device function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even, float8
+saturating, columns are summed in pairs, and products are made in float64 and rounded before they are added. It is
+faster, too: the patch is made once a block, the rounds of Philox are made for whole arrays, with the same numbers, and
+`interpreter_speed` says what else is.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.

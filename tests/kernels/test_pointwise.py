@@ -586,8 +586,8 @@ MUTANTS = {
     ),
     "gate's derivative": (
         pointwise,
-        "gates = gates + (tiles[j] * up * factor,)",
-        "gates = gates + (tiles[j] * factor,)",
+        "gradient(DERIVATIVE, tiles[j] * up, gate, P)",
+        "gradient(DERIVATIVE, tiles[j], gate, P)",
         "d_gated_sum",
     ),
     "derivative of the wrong thing": (
@@ -672,7 +672,7 @@ MUTANTS = {
     ),
     "value for derivative": (
         pointwise,
-        "results = results + (tiles[j] * apply(DERIVATIVE, saved[j], P),)",
+        "results = results + (gradient(DERIVATIVE, tiles[j], saved[j], P),)",
         "results = results + (apply(DERIVATIVE, saved[j], P),)",
         "d_gelu_sum",
     ),
