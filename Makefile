@@ -1,19 +1,23 @@
 PYTHON ?= python3
 VENV ?= .venv
+# Where several files pin a package, the first counts.
 CONSTRAINTS ?= constraints.txt
+# For make test-versions.
+FLOOR_PYTHON ?= python3.12
+NEWEST_PYTHON ?= python3.13
 # Whatever has torch and Triton for the GPU: the verbs that need one install nothing.
 GPU_PYTHON ?= python3
 ARGS ?=
 
 BIN := $(VENV)/bin
 # The constraints keep every installation at tested versions, torch included.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-machines test-seeds test-gpu check format format-check lint types docs bench bench-gpu report kernels clean
+.PHONY: help demo test test-full test-machines test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu report kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +36,17 @@ test-machines: $(VENV)/.has-test  ## run the numeric tests as other processors w
 
 test-seeds: $(VENV)/.has-test  ## run the numeric tests with 20 other seeds and count the alarms
 	$(BIN)/python -m tests.machines --seeds 1-20 $(ARGS)
+
+test-versions:  ## run the tests with the oldest and the newest versions, in .venv-floor and .venv-newest
+	@lines=; status=0; for set in floor=$(FLOOR_PYTHON) newest=$(NEWEST_PYTHON); do \
+		name=$${set%%=*}; result=passed; \
+		$(MAKE) --no-print-directory versions test VENV=.venv-$$name PYTHON=$${set#*=} \
+			CONSTRAINTS="constraints/$$name.txt constraints.txt" || { result=failed; status=1; }; \
+		lines="$$lines$$name $$result: $$(.venv-$$name/bin/python -m tests.versions 2>&1 | tail -n 1)\n"; \
+	done; printf "$$lines"; exit $$status
+
+versions: $(VENV)/.has-test  ## print what the tests run with: Python, torch, Triton, the processor
+	@$(BIN)/python -m tests.versions
 
 check: format-check lint types test docs  ## everything that has to pass
 
@@ -74,6 +89,7 @@ clean:  ## remove what was built; the environment stays
 $(VENV)/.has-pip: $(CONSTRAINTS)
 	@echo "installing into $(VENV): minutes without a word where pip has nothing in its cache"
 	$(PYTHON) -m venv $(VENV)
+	awk -F == '/^[^#]/ && !seen[$$1]++' $(CONSTRAINTS) >$(VENV)/constraints.txt
 	$(INSTALL) hatchling editables
 	@touch $@
 
