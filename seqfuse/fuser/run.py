@@ -16,7 +16,7 @@ from .. import operation as operations
 from ..env import Env, any_autocast, autocast_of
 from ..fusion import FusedOperation, checked
 from ..group import summed_gradient
-from ..operation import Changes, FusableOperation
+from ..operation import FusableOperation, changes
 from ..settings import fusing_now, settings
 from .ahead import plan_ahead
 from .apart import compare, tell_apart
@@ -223,7 +223,7 @@ class Fuser:
         return Program(plan, segments, views or not exact)
 
     def _changed(self) -> Listing:
-        Changes.note()
+        changes.note()
         return self.listing()
 
     def _note_failure(self, fusion: str, at: int, reason: str) -> None:

@@ -1,0 +1,3 @@
+"""Checks run a selection of their cases, all of them under `--full`."""
+
+from tests.selection import some_cases as some_cases
