@@ -96,7 +96,7 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
     nested: list[range] = []
 
     def visit(module: nn.Module, path: str, within: tuple[nn.Module, ...], hidden: bool = False) -> None:
-        kind, top = plain_type(module), not within
+        kind, top = plain_type(module), len(within) == 0  # `not within` is not traced
         if any(module is other for other in within):
             message = "it expands to itself, and has neither fwd nor forward to run"
             message = "it holds itself" if isinstance(module, nn.Sequential) else message
