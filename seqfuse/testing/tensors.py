@@ -156,6 +156,14 @@ def varied(values: Tensor, seed: int) -> Tensor:
     return values * (1 + 0.02 * seeded_randn(tuple(values.shape), seed, dtype=values.dtype).to(values.device))
 
 
+def redrawn(x: Tensor, seed: int) -> Tensor:
+    """`varied` numbers in the same layout, gaps and repetitions included; for seed 0, or of integers, x itself."""
+    if not seed or not x.is_floating_point():
+        return x
+    memory = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.detach().untyped_storage())
+    return varied(memory, seed).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """A detached copy of `x` in memory of its own, seen through a view of the given layout.
 

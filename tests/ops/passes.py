@@ -12,7 +12,9 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.saved import packing
-from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, seeded_randn
+from seqfuse.testing import Untouched, assert_bitwise_equal, seeded_randn
+from seqfuse.testing.judge import judge
+from seqfuse.testing.tensors import redrawn
 
 Tensors = dict[str, Tensor | None]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -100,13 +102,18 @@ def gradient(y: Tensor, seed: int) -> Tensor:
 
 def check_passes(op: sf.UnfusedOperation, x: Tensor) -> None:
     """Both passes by the numeric rule, beside the reference in this dtype and in float64; nothing is modified."""
-    extras = extras_of(op, x)
-    with Untouched([x, *extras.values(), *op.parameters()]):
-        found = by_passes(op, x, extras)
-    # The math in its working dtype and in float64; clones, since identities hand on their input.
-    unfused = by_autograd(op, x, extras)
-    exact = by_autograd(copy.deepcopy(op).double(), x.double(), {name: t.double() for name, t in extras.items()})
-    assert_fused_close(*({n: None if t is None else t.clone() for n, t in r.items()} for r in (found, unfused, exact)))
+    extras, drawn = extras_of(op, x), x
+
+    def measure(seed: int) -> tuple[Tensors, ...]:
+        x = redrawn(drawn, seed)
+        with Untouched([x, *extras.values(), *op.parameters()]):
+            found = by_passes(op, x, extras)
+        # The math in its working dtype and in float64; clones, since identities hand on their input.
+        unfused = by_autograd(op, x, extras)
+        exact = by_autograd(copy.deepcopy(op).double(), x.double(), {name: t.double() for name, t in extras.items()})
+        return tuple({n: None if t is None else t.clone() for n, t in r.items()} for r in (found, unfused, exact))
+
+    judge(measure, 0)
 
 
 def check_needs(op: sf.UnfusedOperation, x: Tensor) -> None:

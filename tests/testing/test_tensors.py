@@ -5,6 +5,7 @@ import torch
 
 from seqfuse.testing import EDGES, EXACT, LAYOUTS, REGIMES, TensorSpec, exact, in_regime, laid_out, seeded_randn
 from seqfuse.testing.structure import bits
+from seqfuse.testing.tensors import redrawn
 
 SHAPES = [(), (1,), (5,), (0, 4), (3, 8), (2, 3, 1), (2, 3, 4, 5)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -84,6 +85,17 @@ def test_layouts_are_what_their_names_say():
         "scalar": ((0, 0), 0),
     }
     assert torch.equal(y["expanded"], x[:1].expand(4, 6))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_drawn_again_keep_their_layout(layout: str):
+    x = laid_out(seeded_randn((4, 6), 0, dtype=torch.float16), layout)
+    y = redrawn(x, 3)
+    assert (y.stride(), y.storage_offset(), y.dtype) == (x.stride(), x.storage_offset(), x.dtype)
+    assert (y != x).float().mean() > 0.8
+    assert torch.allclose(x, y, rtol=0.2)
+    assert torch.equal(redrawn(x, 3), y)
+    assert redrawn(x, 0) is x
 
 
 def test_gaps_between_strided_elements_are_poison():

@@ -14,7 +14,9 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import normbackward
 from seqfuse.fusions.normbackward import NormBackward
-from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
+from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.testing.judge import judge_together
+from seqfuse.testing.tensors import redrawn
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "alone"])
@@ -48,29 +50,34 @@ def test_a_block_trains_to_the_same_gradients(dtype: torch.dtype, device: torch.
     x, dy = (seeded_randn((18, 8), i, dtype=dtype).to(device) for i in range(2))
     assert model.plan(x).count("NormBackward") == 2
 
-    def run(model: sf.Sequential, enabled: bool) -> list[Tensor]:
-        leaf = x.to(model[0][1].weight.dtype, copy=True).requires_grad_()
+    def run(model: sf.Sequential, enabled: bool, seed: int) -> list[Tensor]:
+        leaf = redrawn(x, seed).to(model[0][1].weight.dtype, copy=True).requires_grad_()
         with sf.fusing(enabled, on_error="raise"):
             y = model(leaf)
         return [y.detach(), *torch.autograd.grad(y, [leaf, *model.parameters()], dy.to(y.dtype))]
 
-    assert_fused_close(run(model, True), run(model, False), run(copy.deepcopy(model).double(), False))
+    exact = copy.deepcopy(model).double()
+    judge_together(lambda seed: (run(model, True, seed), run(model, False, seed), run(exact, False, seed)), 0)
 
 
 def test_parameters_in_another_dtype_get_their_own(device: torch.device):
     model = sf.Sequential(ops.LayerNorm(8), fusions=(NormBackward,)).to(device)
     x, dy = (seeded_randn((40, 8), i, dtype=torch.bfloat16).to(device) for i in range(2))
 
-    def run(model: sf.Sequential, enabled: bool, dtype: torch.dtype) -> list[Tensor]:
-        leaf = x.to(dtype, copy=True).requires_grad_()
+    def run(model: sf.Sequential, enabled: bool, dtype: torch.dtype, seed: int) -> list[Tensor]:
+        leaf = redrawn(x, seed).to(dtype, copy=True).requires_grad_()
         with sf.fusing(enabled, on_error="raise"):
             y = model(leaf)
         return list(torch.autograd.grad(y, [leaf, *model.parameters()], dy.to(y.dtype)))
 
-    fused = run(model, True, torch.bfloat16)
-    assert [gradient.dtype for gradient in fused] == [torch.bfloat16, torch.float32, torch.float32]
-    exact = run(copy.deepcopy(model).double(), False, torch.float64)
-    assert_fused_close(fused, run(model, False, torch.bfloat16), exact)
+    wide = copy.deepcopy(model).double()
+
+    def measure(seed: int) -> tuple[list[Tensor], ...]:
+        fused = run(model, True, torch.bfloat16, seed)
+        assert [gradient.dtype for gradient in fused] == [torch.bfloat16, torch.float32, torch.float32]
+        return fused, run(model, False, torch.bfloat16, seed), run(wide, False, torch.float64, seed)
+
+    judge_together(measure, 0)
 
 
 def test_a_norm_without_parameters_is_left_to_the_operation():
