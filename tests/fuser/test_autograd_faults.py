@@ -499,8 +499,8 @@ def test_the_node_has_a_readable_name_in_graphs_and_profiles():
 
 def test_the_graph_can_be_walked():
     model, x = mlp(), draw(3, 5).requires_grad_()
-    node = model(x).grad_fn
-    leaves = [fn.variable for fn, _ in node.next_functions if hasattr(fn, "variable")]
+    y = model(x)  # lives on: with torch 2.11 a node of Python's is no longer than its tensor
+    leaves = [fn.variable for fn, _ in y.grad_fn.next_functions if hasattr(fn, "variable")]
     assert {id(t) for t in leaves} == {id(t) for t in (x, *model.parameters())}
 
 

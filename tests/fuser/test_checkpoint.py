@@ -15,6 +15,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import StateError
 
+from .fusions import Calls
 from .kit_b import KINDS, BiasTanhBackward, BiasTanhForward, BiasTanhJoint, assert_same, draw, mlp, passes, randomize
 
 KIND = pytest.mark.parametrize("reentrant", [False, True], ids=["saved tensors", "reentrant"])
@@ -395,15 +396,19 @@ def test_selective_checkpointing_sees_the_operators(fusions: Any, warm: bool):
     model, x = blocks(3, fusions=fusions), draw(3, 5)
     plain = blocks(3, fusions=fusions)
     torch.manual_seed(11)
-    want = passes(plain, x)
+    with Calls() as calls:
+        want = passes(plain, x)
     if warm:
         passes(model, x)
     seen: list[Any] = []
     torch.manual_seed(11)
-    found = passes(Selective(model, [torch.ops.aten.mm.default], seen), x)
+    with Calls() as again:
+        found = passes(Selective(model, [torch.ops.aten.mm.default], seen), x)
     assert_same(dict(zip(want, found.values(), strict=True)), want, 0.0)
     products = 2 * 3
-    assert [again for again, _ in seen] == [False] * products  # and none of them runs again
+    # torch 2.11 asks again when it recomputes, others do not.
+    assert [recompute for recompute, _ in seen].count(False) == products
+    assert again.count("mm") == calls.count("mm") >= 3 * products  # none of them runs again
     assert all(kind in (Tensor, nn.Parameter) for _, kinds in seen for kind in kinds)
 
 
