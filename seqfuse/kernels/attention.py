@@ -26,7 +26,6 @@ from .activations import tanh, tanh_derivative
 
 MAX_HEAD = 256
 """The widest head."""
-_LOG2_E = tl.constexpr(math.log2(math.e))
 _LN_2 = tl.constexpr(math.log(2))
 _HALF_LN_2 = tl.constexpr(math.log(2) / 2)
 
@@ -117,10 +116,12 @@ def bend(twice, FULL: tl.constexpr):
 def _scores(
     a, b, factor, softcap, mask, own_stride, other_stride, own_block, other_block, owns, others, first, last, full,
     rest,
-    BASE_2: tl.constexpr, SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    SOFTCAP: tl.constexpr, OWN: tl.constexpr, OTHER: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Scores as exponents of e or 2, [OWN, OTHER], -inf where not seen; tanh(score / softcap) where they are bent."""
+    """Scores as exponents of e or 2, [OWN, OTHER], -inf where not seen; tanh(score / softcap) where they are bent.
+
+    A mask is added to exponents of e alone.
+    """
     scores = _dot(a, tl.trans(b), None, PRECISION, INTERPRET) * factor
     bent = scores
     if SOFTCAP:
@@ -132,11 +133,7 @@ def _scores(
         inside = (own < owns)[:, None] & (other < others)[None, :]
         seen = tl.load(mask + own[:, None] * own_stride + other[None, :] * other_stride, mask=inside, other=0)
         if seen.dtype.is_floating():
-            added = seen.to(tl.float32)
-            if BASE_2:
-                # The least number is a mask that people use: it must not become -inf.
-                added = tl.where(added == float("-inf"), added, tl.maximum(added * _LOG2_E, -3.4e38))
-            scores += added
+            scores += seen.to(tl.float32)
         else:
             scores = tl.where(seen != 0, scores, float("-inf"))
     if (other_block < full) | (other_block >= rest):
@@ -170,11 +167,15 @@ def _exp(x, BASE_2: tl.constexpr):
 
 
 @triton.jit
-def _weights(scores, sums, MASK: tl.constexpr):
-    """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents."""
+def _weights(scores, sums, ADDED: tl.constexpr):
+    """Made again from the log-sum-exp: near it nothing is lost in a difference of natural exponents.
+
+    Where a mask is added, they add up to one only once they are divided by their sum: beside a large number that all
+    keys of a row have, the log-sum-exp has no digit left for the logarithm of that.
+    """
     t = scores - sums
-    if MASK:
-        # Of the least numbers it may come out above zero.
+    if ADDED:
+        # A score that another order of summation made may be above the greatest.
         t = tl.minimum(t, 0.0)
     return tl.exp(t)
 
@@ -212,7 +213,7 @@ def _attention_fwd_kernel(
         key = _load(k, at, k_row, keys, D, BLOCK_N, BLOCK_D)
         scores, _ = _scores(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
-            BASE_2, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
         larger = tl.maximum(most, tl.max(scores, 1))
         # A row that has seen nothing yet has weights of zero rather than NaN.
@@ -242,15 +243,18 @@ def _attention_fwd_kernel(
 
 @triton.jit
 def _attention_dq_kernel(
-    dy, q, k, v, y, lse, mask, ends, seed, dq, deltas,
+    dy, q, k, v, y, lse, mask, ends, seed, dq, deltas, parts,
     dy_batch, dy_head, dy_row, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dq_batch, dq_head, dq_row, mask_batch, mask_head, mask_row, mask_col,
     heads, rows, keys, window, sequences, steps, scale, factor, softcap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr,
     GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of one head: dq, and before it delta = dy . y, which the gradients of keys read."""
+    """A block of rows of one head: dq, and delta = dy . y, which the gradients of keys read.
+
+    Where a mask is added, they read too what makes the weights add up to one.
+    """
     blocks = tl.cdiv(rows, BLOCK_M)
     pid = tl.program_id(0)
     block = blocks - 1 - pid % blocks
@@ -272,6 +276,7 @@ def _attention_dq_kernel(
     first, last = _range(block, rows, keys, window, ends, sequences, steps, False, CAUSAL, WINDOW, BLOCK_M)
     begin, end, full, rest = _split(first, last, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
     # From 0: of a lower bound that was loaded, Triton's analysis of addresses knows nothing in the loop.
     for i in tl.range(0, end - begin):
         at = begin + i
@@ -279,9 +284,11 @@ def _attention_dq_kernel(
         value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
         scores, bent = _scores(
             query, key, factor, softcap, mask, mask_row, mask_col, block, at, rows, keys, first, last, full, rest,
-            False, SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
+            SOFTCAP, BLOCK_M, BLOCK_N, PRECISION, INTERPRET,
         )  # fmt: skip
-        weights = _weights(scores, sums[:, None], mask is not None)
+        weights = _weights(scores, sums[:, None], ADDED)
+        if ADDED:
+            total += tl.sum(weights, 1)
         dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
         if P is not None:
             dweights = _dropped(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
@@ -289,18 +296,22 @@ def _attention_dq_kernel(
         if SOFTCAP:
             dscores *= tanh_derivative(bent)
         acc = _dot(dscores.to(key.dtype), key, acc, PRECISION, INTERPRET)
+    if ADDED:
+        part = 1.0 / tl.where(total == 0.0, 1.0, total)
+        tl.store(parts + head * rows + place, part, mask=place < rows)
+        acc *= part[:, None]
     _store(dq + batch * dq_batch + member * dq_head, acc * scale, block, dq_row, rows, D, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def _attention_dkv_kernel(
-    dy, q, k, v, lse, deltas, mask, ends, seed, dk, dv,
+    dy, q, k, v, lse, deltas, parts, mask, ends, seed, dk, dv,
     dy_batch, dy_head, dy_row, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, mask_batch, mask_head, mask_row, mask_col,
     heads, rows, keys, window, sequences, steps, scale, factor, softcap,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, P: tl.constexpr,
     GROUPED: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head: what all heads that share it add, one after the other."""
     blocks = tl.cdiv(keys, BLOCK_N)
@@ -331,9 +342,11 @@ def _attention_dkv_kernel(
             sums = tl.load(lse + head * rows + place, mask=place < rows, other=0.0)
             scores, bent = _scores(
                 key, query, factor, softcap, of_head, mask_col, mask_row, block, at, keys, rows, first, last, full,
-                rest, False, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
+                rest, SOFTCAP, BLOCK_N, BLOCK_M, PRECISION, INTERPRET,
             )  # fmt: skip
-            weights = _weights(scores, sums[None, :], mask is not None)
+            weights = _weights(scores, sums[None, :], ADDED)
+            if ADDED:
+                weights *= tl.load(parts + head * rows + place, mask=place < rows, other=1.0)[None, :]
             dweights = _dot(value, tl.trans(grad), None, PRECISION, INTERPRET)
             kept = weights
             if P is not None:
@@ -372,10 +385,10 @@ _HOPPER: dict[str, dict[int, _Row]] = {
     "dq": {
         64: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
         128: ((128, 64, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
-        256: ((64, 32, 8, 2), (64, 16, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 32, 8, 2), (64, 16, 8, 2), (64, 32, 8, 2), (64, 16, 8, 1)),
     },
     "dkv": {
-        64: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2), (16, 128, 8, 2)),
+        64: ((32, 128, 8, 2), (32, 128, 8, 2), (32, 128, 8, 2), (16, 64, 8, 2)),
         128: ((16, 128, 8, 2), (16, 128, 8, 2), (16, 128, 8, 2), (16, 64, 8, 1)),
         256: ((16, 64, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
     },
@@ -500,8 +513,8 @@ def attention_fwd(
     if keys == 0:
         return y.zero_(), lse.zero_()
     tile = tile_of("fwd", size, q.dtype, architecture(q.device), _load_of(softcap, mask, cu_seqlens, p))
-    # An exponent of 2 saves a product for each score, and costs float32 some of its digits.
-    base_2 = q.dtype is not torch.float32
+    # An exponent of 2 saves a product for each score. It costs float32, and a mask that is added, some of their digits.
+    base_2 = q.dtype is not torch.float32 and not _added(mask)
     _, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, base_2)
     launch(
         _attention_fwd_kernel,
@@ -589,13 +602,14 @@ def attention_bwd(
     read = (*_strides(grad), *_strides(q), *_strides(k), *_strides(v))
     mask_strides = _mask_strides(mask, (batch, heads, rows, keys))
     counts = (*mask_strides, heads, rows, keys, *limits, scale, factor, cap)
-    seed = seed if p else None
+    seed, added = seed if p else None, {"ADDED": _added(mask)}
+    parts = torch.empty_like(deltas) if _added(mask) else None
     tile = tile_of("dq", size, q.dtype, arch, load)
     launch(
         _attention_dq_kernel,
         batch * heads * cdiv(rows, tile.m),
-        (dy, q, k, v, y, lse, mask, cu_seqlens, seed, dq, deltas, *read, *_strides(dq), *counts),
-        _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype),
+        (dy, q, k, v, y, lse, mask, cu_seqlens, seed, dq, deltas, parts, *read, *_strides(dq), *counts),
+        _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype) | added,
         tile.num_warps,
         tile.num_stages,
     )
@@ -604,12 +618,18 @@ def attention_bwd(
         _attention_dkv_kernel,
         batch * k.shape[1] * cdiv(keys, tile.n),
         (
-            dy, q, k, v, lse, deltas, mask, cu_seqlens, seed, dk, dv, *read, *_strides(dk), *_strides(dv), *counts,
+            dy, q, k, v, lse, deltas, parts, mask, cu_seqlens, seed, dk, dv, *read, *_strides(dk), *_strides(dv),
+            *counts,
         ),
-        _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype),
+        _constexprs(tile, group, causal, window, softcap, p, keys, size, q.dtype) | added,
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
+
+
+def _added(mask: Tensor | None) -> bool:
+    """Whether a mask is added to the scores."""
+    return mask is not None and mask.is_floating_point()
 
 
 def takes(dtype: torch.dtype, size: int) -> bool:
@@ -746,15 +766,15 @@ def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[
     tile = tile_of(name, size, dtype, arch, _load_of(softcap, limits.get("mask"), limits.get("ends"), p))
     keys = 4097 if limits.get("odd") else 4096
     fixed = _constexprs(tile, 4, limits.get("causal", False), window, softcap, p, keys, size, dtype, interpret=False)
-    if name == "fwd":
-        fixed["BASE_2"] = dtype is not torch.float32
+    added = limits.get("mask") == "fp32"
+    fixed |= {"BASE_2": dtype is not torch.float32 and not added} if name == "fwd" else {"ADDED": added}
     present = dict.fromkeys(("q", "k", "v", "y", "dy", "dq", "dk", "dv"), f"*{item}")
-    present |= {"lse": "*fp32", "deltas": "*fp32"}
+    present |= {"lse": "*fp32", "deltas": "*fp32"} | ({"parts": "*fp32"} if added else {})
     present |= {"mask": f"*{limits['mask']}"} if "mask" in limits else {}
     present |= {"ends": "*i32"} if "ends" in limits else {}
     present |= {"seed": "*i64"} if p else {}
     present |= dict.fromkeys(("scale", "factor", "softcap"), "fp32")
-    pointers = {"q", "k", "v", "y", "dy", "dq", "dk", "dv", "lse", "deltas", "mask", "ends", "seed"}
+    pointers = {"q", "k", "v", "y", "dy", "dq", "dk", "dv", "lse", "deltas", "parts", "mask", "ends", "seed"}
     signature = {
         n: present.get(n, "i32") for n in kernel.arg_names if n not in fixed and (n in present or n not in pointers)
     }

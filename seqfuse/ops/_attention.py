@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _aten: Any = torch.ops.aten
@@ -33,6 +34,8 @@ _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 interpreting = False
 Kernel = Literal["cpu", "flash", "triton", "blocks"]
 QKV = tuple[Tensor, Tensor, Tensor]
+# The largest rounding error of a log-sum-exp that weights may be made of.
+_ROUNDED = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +82,12 @@ class Scores:
         if plain and fits and self.mask is None and _has_flash(q.device):
             return "flash"
         return "triton" if ours else "blocks"
+
+    def loses_sums(self, lse: Tensor) -> bool:
+        """Whether a large mask leaves so few digits in a log-sum-exp that weights made of it do not add up to one."""
+        if self.mask is None or not self.mask.is_floating_point() or type(lse) is not Tensor or not lse.numel():
+            return False
+        return bool(lse.abs().amax() * torch.finfo(lse.dtype).eps > _ROUNDED)
 
     def arguments(self) -> dict[str, Any]:
         """All but the scale, as our kernels take it."""
@@ -136,10 +145,33 @@ def unflatten(x: Tensor, dim: int, *sizes: int) -> Tensor:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to the scores, in `dtype`, or in float32 as it is given."""
+    """What a mask adds to the scores, in `dtype`, or in float32 where it is given in another than a half `dtype`."""
     if mask.is_floating_point():
-        return mask if mask.dtype is torch.float32 and dtype in _HALF else mask.to(dtype)
+        if dtype in _HALF and mask.dtype is not dtype:
+            dtype = torch.float32
+        narrow = mask.to(dtype)
+        # The least number of float64 stays a number.
+        wide = mask.dtype is torch.float64 and dtype is not torch.float64
+        return narrow.clamp(min=torch.finfo(dtype).min).where(mask != -torch.inf, narrow) if wide else narrow
     return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(mask == 0, -torch.inf)
+
+
+def by_torch(qkv: QKV, how: Scores, causal: bool) -> Tensor | None:
+    """The result [B, H, S, D] by torch's own differentiable attention, where it runs and is right.
+
+    No weight is dropped, and all that limits scores is `causal` or the mask. Float64 is left to plain math, which the
+    rest is compared with, and so is a mask that is added where a gradient may be wanted: torch's kernels make weights
+    from a log-sum-exp, which has no digit left for the sum where all keys of a row have one large mask.
+    """
+    q, k, v = qkv
+    added = how.mask is not None and how.mask.is_floating_point()
+    fits = torch.compiler.is_compiling() or (q.dtype is not torch.float64 and how.kernel(q) in ("cpu", "flash"))
+    if how.softcap is not None or not fits or (added and torch.is_grad_enabled()):
+        return None
+    shared = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(shared, 1) if shared > 1 else t for t in (k, v))
+    mask = additive(how.mask, q.dtype) if how.mask is not None and added else how.mask
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=how.scale)
 
 
 def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash", "triton"]) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,7 @@ def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
     grouped = _grouped(qkv, how)
     for rows, keys in _blocks(qkv, how):
         scores, _ = _scores(grouped, rows, keys, how)
-        sums = scores.logsumexp(-1, keepdim=True)
-        sums = sums.masked_fill_(sums == -torch.inf, 0)
-        weights = (scores - sums).exp_()
+        weights, sums = _weights(scores)
         lse[:, :, rows] = sums.flatten(1, 2).squeeze(-1)
         drop = _drop(qkv, rows, keys, how)
         if drop is not None:
@@ -37,18 +35,15 @@ def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
     return y, lse
 
 
-def attend_blocks_backward(
-    dy: Tensor, qkv: QKV, lse: Tensor, how: Scores, out: QKV | None, needs_mask: bool
-) -> Tensor | None:
+def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, needs_mask: bool) -> Tensor | None:
     """Write dq, dk and dv into `out`, if given; returns the mask's gradient, if asked, in the dtype of the scores."""
     grouped = q, k, v = _grouped(qkv, how)
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dmask = q.new_zeros(how.mask.shape) if needs_mask and how.mask is not None else None
     dy = unflatten(dy.transpose(1, 2), 1, *q.shape[1:3]).to(q.dtype)
-    sums = unflatten(lse, 1, *q.shape[1:3]).unsqueeze(-1)
     for rows, keys in _blocks(qkv, how):
         scores, bent = _scores(grouped, rows, keys, how)
-        weights = (scores - sums[..., rows, :]).exp_()
+        weights, _ = _weights(scores)
         d = dy[..., rows, :]
         dweights, kept = d @ v[..., keys, :].mT, weights
         drop = _drop(qkv, rows, keys, how)
@@ -102,6 +97,21 @@ def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor
         scores = scores + (mask.unsqueeze(2) if mask.shape[1] == 1 else unflatten(mask, 1, *q.shape[1:3]))
     hidden = _hidden(rows, keys, how, scores.device)
     return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), bent
+
+
+def _weights(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of the scores, zeros for a row that sees no key, and the log-sum-exp; the scores are overwritten.
+
+    Greatest score and sum are kept apart: beside a large mask that all keys of a row have, the logarithm of the sum is
+    lost, and weights made of the log-sum-exp would not add up to one.
+    """
+    most = scores.amax(-1, keepdim=True)
+    most.masked_fill_(most == -torch.inf, 0)
+    weights = scores.sub_(most).exp_()
+    total = weights.sum(-1, keepdim=True)
+    # Of an infinite score no more is spoiled than the key that it is of.
+    total.masked_fill_((total == 0) | (most == torch.inf), 1)
+    return weights.div_(total), most + total.log()
 
 
 def _hidden(rows: slice, keys: slice, how: Scores, device: torch.device) -> Tensor | None:

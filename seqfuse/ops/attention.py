@@ -7,13 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import operation as sf
 from ..env import autocast_of
 from ..errors import InputError
-from ._attention import QKV, Scores, attend, attend_backward, broadcasts, head_size, numbers, stats_dtype, unflatten
+from ._attention import (
+    QKV,
+    Scores,
+    additive,
+    attend,
+    attend_backward,
+    broadcasts,
+    by_torch,
+    head_size,
+    numbers,
+    stats_dtype,
+    unflatten,
+)
 from ._attention_blocks import attend_blocks, attend_blocks_backward
 from ._cache import current
 from ._philox import drop_mask
@@ -28,7 +39,7 @@ class Attention(sf.UnfusedOperation):
 
     Backward: with dw = keep (dy . v) / (1 - p), ds = w (dw - sum_j w dw); dq = scale ds k, dk = scale ds^T q,
     dv = (keep w / (1 - p))^T dy, and the gradient of a float mask is the sum of ds over what it was broadcast to.
-    Weights are made again from lse: nothing of size S x S is kept.
+    Weights are made again: nothing of size S x S is kept.
 
     x: [*, S, (H + 2 Hkv) D] with heads outermost in each part, y: [*, S, H D]. Heads H / Hkv at a time share a key
     head. Scores and sums are float32 (float64 for float64); under autocast x is cast to its dtype first.
@@ -111,33 +122,35 @@ class Attention(sf.UnfusedOperation):
         cache = current()
         if cache is not None:
             return cache.attend(self, x)
-        q, k, v = self.heads_of(x)
+        x = self._cast(x)
         dropping = seed is not None and self.random
         mask = self._limits(x, attn_mask, cu_seqlens)
         shared, causal = self.heads // self.kv_heads, self.causal and mask is None
         how = self._how(x, mask, None, seed, self.dropout if dropping else 0.0)
-        traced = torch.compiler.is_compiling() and not dropping and self.softcap is None
-        if traced or how.kernel(q) in ("cpu", "flash"):
-            q, k, v = self._batched(x)  # of four dimensions, else torch takes no kernel of its own
-            k, v = (t.repeat_interleave(shared, -3) if shared > 1 else t for t in (k, v))
-            mask = how.mask if how.mask is None or how.mask.dtype is torch.bool else how.mask.to(q.dtype)
-            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale)
+        y = None if dropping else by_torch(self._batched(x), how, causal)
+        if y is not None:
             return y.transpose(-3, -2).reshape(self.infer(x.shape))
+        q, k, v = self.heads_of(x.to(stats_dtype(x)))
         k, v = (t.repeat_interleave(shared, -3) for t in (k, v))
-        scores = ((q * self.scale_of(x)) @ k.mT).to(stats_dtype(x))
+        scores = ((q * self.scale_of(x)) @ k.mT).to(q.dtype)
         if self.softcap is not None:
             scores = (scores / self.softcap).tanh() * self.softcap
         if causal:
             mask = ~_later(x.shape[-2], x.device)
         if mask is not None:
-            scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+            added = mask.is_floating_point()
+            scores = scores + additive(mask, q.dtype) if added else scores.masked_fill(~mask, -torch.inf)
         blind = (scores == -torch.inf).all(-1, keepdim=True)
-        weights = (scores - scores.masked_fill(blind, 0).logsumexp(-1, keepdim=True)).exp()
+        scores = scores.masked_fill(blind, 0)
+        # Of an infinite score no more is spoiled than the key that it is of, as by the kernels.
+        infinite = (scores == torch.inf).any(-1, keepdim=True)
+        spoiled = (scores - scores.logsumexp(-1, keepdim=True)).exp()
+        weights = torch.where(infinite, spoiled, scores.softmax(-1)).masked_fill(blind, 0)
         if dropping:
             assert seed is not None
             drop = drop_mask(seed, weights.shape, self.dropout)
             weights = weights.masked_fill(drop, 0) * (1 / (1 - self.dropout) if self.dropout < 1 else 0)
-        return (weights.to(v.dtype) @ v).transpose(-3, -2).flatten(-2)
+        return (weights @ v).to(x.dtype).transpose(-3, -2).flatten(-2)
 
     def fwd(
         self,
@@ -175,8 +188,8 @@ class Attention(sf.UnfusedOperation):
         dx = torch.empty_like(fit, memory_format=torch.contiguous_format) if "x" in needs else None
         out = None if dx is None else self._batched(dx)
         y, kernel, dmask = saved.y, how.kernel(q), None
-        if y is None or wants_mask or kernel == "blocks":
-            dmask = attend_blocks_backward(dy, qkv, lse, how, out, wants_mask)
+        if y is None or wants_mask or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse)):
+            dmask = attend_blocks_backward(dy, qkv, how, out, wants_mask)
         elif out is not None:
             attend_backward(dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel, out)
         if dmask is not None and saved.mask is not None:
@@ -195,11 +208,14 @@ class Attention(sf.UnfusedOperation):
         q, k, v = self.heads_of(x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]))
         return q, k, v
 
+    @staticmethod
+    def _cast(x: Tensor) -> Tensor:
+        dtype = autocast_of(x.device.type)
+        return x if dtype is None or x.dtype is torch.float64 or not x.is_floating_point() else x.to(dtype)
+
     def _fit(self, x: Tensor) -> Tensor:
         """The input in the dtype of autocast, laid out as the kernels read it: they skip no element of a head."""
-        dtype = autocast_of(x.device.type)
-        if dtype is not None and x.is_floating_point() and x.dtype is not torch.float64:
-            x = x.to(dtype)
+        x = self._cast(x)
         return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
     def scale_of(self, x: Tensor) -> float:
@@ -208,6 +224,7 @@ class Attention(sf.UnfusedOperation):
 
     def _how(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float) -> Scores:
         if mask is not None:
+            mask = additive(mask, stats_dtype(x)) if mask.dtype is torch.float64 else mask
             mask = mask.reshape((1,) * (x.ndim + 1 - mask.ndim) + mask.shape)
             if x.ndim > 3:
                 mask = mask.expand(*x.shape[:-2], *mask.shape[-3:])

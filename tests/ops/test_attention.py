@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import seqfuse as sf
 from seqfuse import ops
@@ -205,6 +206,75 @@ def test_a_row_that_sees_nothing_gives_zeros_both_ways(length: int, dtype: torch
         assert not x.grad[0, 2, : 2 * 8].any()
         assert y.isfinite().all()
         assert x.grad.isfinite().all()
+
+
+def by_math(x: Tensor, op: ops.Attention, mask: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Torch's attention without a kernel, which keeps its weights: y, dx."""
+    x, size = x.detach().requires_grad_(), x.shape[-1] // (op.heads + 2 * op.kv_heads)
+    heads = x.unflatten(-1, (-1, size)).transpose(-3, -2)
+    q, k, v = heads.split((op.heads, op.kv_heads, op.kv_heads), -3)
+    if op.window is not None:
+        row = torch.arange(x.shape[-2])
+        mask = mask.masked_fill((row.unsqueeze(1) - row).abs() >= op.window, -torch.inf)
+    with sdpa_kernel(SDPBackend.MATH):
+        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(-3, -2).flatten(-2)
+    return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+
+LARGE = {
+    "-1e4": -1e4, "-1e9": -1e9, "least float16": torch.finfo(torch.float16).min,
+    "least bfloat16": torch.finfo(torch.bfloat16).min, "least float32": torch.finfo(torch.float32).min,
+    "least float64": torch.finfo(torch.float64).min,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [6, 32])
+@pytest.mark.parametrize("arguments", [{}, {"window": 3}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("value", LARGE)
+def test_weights_of_a_row_under_one_large_mask_add_up_to_one(
+    value: str, dtype: torch.dtype, arguments: dict[str, Any], length: int
+):
+    number, op = LARGE[value], ops.Attention(4, 2, mask="m", **arguments)
+    kind = dtype if abs(number) <= torch.finfo(dtype).max else torch.float32
+    mask = torch.zeros(length, length, dtype=torch.float64 if value == "least float64" else kind)
+    mask[:, 1] = mask[2] = mask[4] = number
+    x = packed((2, length), 4, 2, 8, dtype=dtype).requires_grad_()
+    dy = seeded_randn((2, length, 32), 5, dtype=dtype)
+    rounding = max(torch.finfo(dtype).eps, min(abs(number) / 2**23, 1e-2) if abs(number) < 1e6 else 0)
+    for found in (sf.Sequential(op)(x, m=mask), op.reference(x, attn_mask=mask)):
+        (dx,) = torch.autograd.grad(found, x, dy)
+        parts = dx.double().split((32, 16, 16), -1)
+        of_v, of_y = parts[2].sum(1).unflatten(-1, (2, 8)), dy.double().sum(1).unflatten(-1, (2, 2, 8)).sum(2)
+        torch.testing.assert_close(of_v, of_y, rtol=0, atol=length * 8 * rounding)
+        if number < -1e6 and not arguments:  # beside it no score is left
+            mean = x.detach()[..., 48:].double().mean(1).unflatten(-1, (2, 1, 8)).expand(-1, -1, 2, -1).flatten(1)
+            torch.testing.assert_close(found[:, 2].double(), mean, rtol=0, atol=4 * rounding)
+        if "softcap" not in arguments:
+            narrow = mask.double().clamp(min=torch.finfo(torch.float32).min).float()
+            want = by_math(x.float(), op, narrow, dy.float())
+            for a, b in zip((found, dx), want, strict=True):
+                torch.testing.assert_close(a.float(), b, rtol=0, atol=length * 4 * rounding)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"window": 3}, {"scale": 8**-0.5}], ids=str)
+def test_the_reference_in_float64_is_plain_math_as_torch_s_is(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Neither a kernel nor a log-sum-exp: the truth that everything else is compared with."""
+    op, dy = ops.Attention(4, 2, mask="m", **arguments), seeded_randn((2, 20, 32), 5, dtype=torch.float64)
+    mask = torch.zeros(20, 20, dtype=torch.float64)
+    mask[:, 1], mask[2], mask[3], mask[4], mask[5] = -1e4, -1e9, -1e300, torch.finfo(torch.float64).min, -torch.inf
+    x = packed((2, 20), 4, 2, 8, dtype=torch.float64)
+    want = by_math(x, op, mask, dy)
+    torch.testing.assert_close(truth(x, op, mask), want[0], rtol=0, atol=1e-6)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", None)
+    x.requires_grad_()
+    y = op.reference(x, attn_mask=mask)
+    for a, b in zip((y, torch.autograd.grad(y, x, dy)[0]), want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # the mask leaves scores of 1e9 that many digits
+    with torch.no_grad():
+        torch.testing.assert_close(op.reference(x, attn_mask=mask), y)
 
 
 @pytest.mark.parametrize("size", [16, 64, 192, 256])

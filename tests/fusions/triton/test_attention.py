@@ -80,9 +80,9 @@ def test_nothing_runs_in_blocks(how: str, monkeypatch: pytest.MonkeyPatch):
 def test_the_gradient_of_a_mask_is_left_to_blocks(monkeypatch: pytest.MonkeyPatch):
     asked: list[bool] = []
 
-    def blocks(dy: Tensor, qkv: Any, lse: Tensor, how: Any, out: Any, needs_mask: bool) -> Any:
+    def blocks(dy: Tensor, qkv: Any, how: Any, out: Any, needs_mask: bool) -> Any:
         asked.append(needs_mask)
-        return _attention_blocks.attend_blocks_backward(dy, qkv, lse, how, out, needs_mask)
+        return _attention_blocks.attend_blocks_backward(dy, qkv, how, out, needs_mask)
 
     monkeypatch.setattr("seqfuse.ops.attention.attend_blocks_backward", blocks)
     mask = seeded_randn((1, 9, 9), 3)
