@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .errors import definition_error
+from .errors import InputError, definition_error
 from .operation import Grads, UnfusedOperation
 from .saved import Saved
 from .signature import check_device_functions
@@ -112,11 +112,11 @@ class Gated(UnfusedOperation, open=True):
         self.activation = chosen
 
     def reference(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, -1)
+        gate, up = self._halves(x)
         return self.activation.reference(gate) * up
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        gate, up = x.chunk(2, -1)
+        gate, up = self._halves(x)
         return self.activation.fwd(gate)[0] * up, self.Saved(x=x)  # pyright: ignore[reportCallIssue]
 
     def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
@@ -125,6 +125,12 @@ class Gated(UnfusedOperation, open=True):
         dgate, _ = self.activation.bwd(dy * up, record)
         assert dgate is not None
         return torch.cat((dgate, dy * activated), -1), {}
+
+    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.is_complex():
+            raise InputError(f"expects x of real numbers, got {x.dtype}", code="SF101", operation=type(self).__name__)
+        gate, up = x.chunk(2, -1)
+        return gate, up
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape or shape[-1] % 2:

@@ -101,6 +101,8 @@ class Bias(sf.UnfusedOperation):
         if "bias" in needs:
             rank = dy.ndim
             dbias = dy.sum(0) if rank == 2 else dy.sum(tuple(range(rank - 1))) if rank > 1 else dy.clone()
+            if dbias.is_complex() and not self.read().is_complex():
+                dbias = dbias.real.contiguous()
         return (dy if "x" in needs else None), {"bias": dbias}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from .. import operation as sf
 from ._aten import layer_norm_backward
 from ._norm import Norm, rounded, stats_dtype
 from ._read import parameter
+from ._takes import floating
 
 
 class LayerNorm(Norm):
@@ -71,12 +72,14 @@ class LayerNorm(Norm):
             nn.init.zeros_(self.bias)
 
     def reference(self, x: Tensor) -> Tensor:
+        floating(x, "LayerNorm")
         stats = stats_dtype(x)
         gain, bias = self.gain(self.weight, stats), self.bias
         gain, bias = (None if t is None else t.to(stats) for t in (gain, bias))
         return rounded(F.layer_norm(x.to(stats), self.normalized_shape, gain, bias, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        floating(x, "LayerNorm")
         weight, bias, sizes = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
         fit, gain, stats = x, weight, torch.float32
         if not (x.dtype is stats and weight is not None and weight.dtype is stats) or self.zero_centered:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
-from ..errors import InputError
-from ._attention import broadcasts
 from ._cache import current
 from ._norm import stats_dtype
 from ._read import parameter
+from ._takes import real, rows_of_table
 
 
 class PositionEmbedding(sf.UnfusedOperation):
@@ -32,7 +32,8 @@ class PositionEmbedding(sf.UnfusedOperation):
         positions: channel of the positions; 0..S-1 by default.
 
     Raises:
-        InputError: (SF101) for positions that do not broadcast.
+        InputError: (SF101) for complex x, and positions that are no integers or do not broadcast, (SF107) for positions
+            outside the table (on a GPU an error of the device).
     """
 
     class Saved(sf.Saved):
@@ -77,19 +78,17 @@ class PositionEmbedding(sf.UnfusedOperation):
             if saved.positions is None:
                 dweight[: dy.shape[-2]] = fit.flatten(0, -3).sum(0) if dy.ndim > 2 else fit
             else:
-                positions = saved.positions.expand(dy.shape[:-1]).reshape(-1)
+                positions = saved.positions.long().expand(dy.shape[:-1]).reshape(-1)
                 dweight.index_add_(0, positions, fit.flatten(0, -2))
             dweight = dweight.to(owner.dtype)
         return dx, {"weight": dweight}
 
     def _rows(self, weight: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
+        real(x, "PositionEmbedding")
         if positions is None:
             cache = current()
             return weight[: x.shape[-2]] if cache is None else weight[cache.positions(x)]
-        if not broadcasts(positions.shape, x.shape[:-1]):
-            message = f"expects positions that broadcast to {tuple(x.shape[:-1])}, got {tuple(positions.shape)}"
-            raise InputError(message, code="SF101", operation="PositionEmbedding")
-        return weight[positions]
+        return F.embedding(rows_of_table(positions, x, self.max_positions, "PositionEmbedding"), weight)
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) < 2 or shape[-1] != self.embedding_dim:

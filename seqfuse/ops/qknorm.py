@@ -11,6 +11,7 @@ from .. import operation as sf
 from ._attention import unflatten
 from ._norm import stats_dtype
 from ._read import parameter
+from ._takes import floating
 
 
 class QKNorm(sf.UnfusedOperation):
@@ -68,6 +69,7 @@ class QKNorm(sf.UnfusedOperation):
             nn.init.ones_(weight)
 
     def reference(self, x: Tensor) -> Tensor:
+        floating(x, "QKNorm")
         stats = stats_dtype(x)
         heads = unflatten(x, -1, -1, self.head_dim)
         known = heads[..., : self.heads + self.kv_heads, :].to(stats)
@@ -77,6 +79,7 @@ class QKNorm(sf.UnfusedOperation):
         return torch.cat((known.to(x.dtype), heads[..., self.heads + self.kv_heads :, :]), -2).flatten(-2)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        floating(x, "QKNorm")
         stats, known = stats_dtype(x), self.heads + self.kv_heads
         q_weight, k_weight = parameter(self, "q_weight"), parameter(self, "k_weight")
         heads = unflatten(x, -1, -1, self.head_dim)

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import pointwise as sf
 from ._aten import sigmoid_backward
 from ._device import device_functions
+from ._takes import real
 
 _K = 1.702
 
@@ -24,6 +25,7 @@ class QuickGeLU(sf.Pointwise):
     value, derivative = device_functions("quickgelu")
 
     def reference(self, x: Tensor) -> Tensor:
+        real(x, "QuickGeLU")
         return x * torch.sigmoid(_K * x)
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:

@@ -14,6 +14,7 @@ from ..env import autocast_of
 from ._aten import fused_rms_norm, fused_rms_norm_backward
 from ._norm import Norm, rounded, rows_summed, stats_dtype
 from ._read import parameter
+from ._takes import floating
 
 
 class RMSNorm(Norm):
@@ -61,12 +62,14 @@ class RMSNorm(Norm):
         self.reset_parameters()
 
     def reference(self, x: Tensor) -> Tensor:
+        floating(x, "RMSNorm")
         stats = stats_dtype(x)
         gain = self.gain(self.weight, stats)
         gain = None if gain is None else gain.to(stats)
         return rounded(F.rms_norm(x.to(stats), self.normalized_shape, gain, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        floating(x, "RMSNorm")
         weight, stats, kind = parameter(self, "weight"), stats_dtype(x), x.device.type
         gain, fit = self.gain(weight, stats), x
         if kind != "cpu" and ((gain is not None and gain.dtype is not x.dtype) or autocast_of(kind) is not None):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import operation as sf
-from ..errors import InputError
-from ._attention import broadcasts, head_size, unflatten
+from ._attention import head_size, unflatten
 from ._cache import current
 from ._norm import stats_dtype
+from ._takes import broadcasting, floating
 
 
 class RotaryEmbedding(sf.UnfusedOperation):
@@ -39,7 +39,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
 
     Raises:
         ValueError: for another style, or a `rotary_dim` that is odd.
-        InputError: (SF101) for positions that do not broadcast.
+        InputError: (SF101) for x that is not floating-point, and positions that are bool or do not broadcast.
     """
 
     class Saved(sf.Saved):
@@ -88,15 +88,15 @@ class RotaryEmbedding(sf.UnfusedOperation):
 
     def angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position and pair, [*, S, 1, R / 2]."""
+        floating(x, "RotaryEmbedding")
         stats = stats_dtype(x)
         length = x.shape[-2]
         size = self._sizes(x)[1]
         cache = current()
         if positions is None:
             positions = torch.arange(length, device=x.device) if cache is None else cache.positions(x)
-        elif not broadcasts(positions.shape, x.shape[:-1]):
-            message = f"expects positions that broadcast to {tuple(x.shape[:-1])}, got {tuple(positions.shape)}"
-            raise InputError(message, code="SF101", operation="RotaryEmbedding")
+        else:
+            broadcasting(positions, x, "RotaryEmbedding")
         powers = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / -size
         angle = positions.to(stats).unsqueeze(-1) * self.base ** powers.to(stats)
         return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)

@@ -145,6 +145,44 @@ def test_runs_on_meta_where_parameters_have_another_dtype(name: str):
         assert all(p.grad is not None and p.grad.is_meta for p in op.parameters())
 
 
+HALF_OF_COMPLEX = ("GEGLU", "GLU", "PositionEmbedding", "QuickGeLU", "ReGLU", "SwiGLU")
+FLOATING = ("Attention", "LayerNorm", "QKNorm", "RMSNorm", "RotaryEmbedding")
+
+
+@pytest.mark.parametrize("name", [*HALF_OF_COMPLEX, *FLOATING])
+def test_what_would_be_lost_in_silence_is_refused_by_name(name: str):
+    op, model = example(name, torch.ones(2, 5, 24)), sf.Sequential(example(name, torch.ones(2, 5, 24)))
+    for dtype in (torch.complex64, torch.complex128, *((torch.int64, torch.bool) if name in FLOATING else ())):
+        x = torch.ones(2, 5, 24, dtype=dtype)
+        with pytest.raises(sf.InputError, match=rf"SF101 position 0 \({name}\): expects .*{dtype}") as caught:
+            model(x)
+        assert caught.value.position == 0
+        if name != "Attention":  # its reference takes what the passes check
+            with pytest.raises(sf.InputError, match=rf"SF101.*{name}.*{dtype}"):
+                op.reference(x)
+
+
+@pytest.mark.parametrize("name", ["Bias", "Dropout", "Linear", "Scale", "Sigmoid", "Tanh"])
+@pytest.mark.parametrize("own", [torch.complex64, torch.float32], ids=str)
+def test_complex_numbers_are_those_of_torch(name: str, own: torch.dtype):
+    x = seeded_randn((5, 6), 0, dtype=torch.complex64).requires_grad_()
+    op = example(name, x.detach().abs())
+    if name == "Linear" and own is torch.float32:
+        pytest.skip("torch multiplies no real matrix by a complex one")
+    for p in op.parameters():
+        p.data = seeded_randn(tuple(p.shape), 3, dtype=own)
+    leaves, found = [x, *op.parameters()], []
+    for engine in (True, False):
+        torch.manual_seed(3)
+        seed = {"seed": torch.randint(2**63 - 1, (1,))[0]} if op.forward_signature.seed and not engine else {}
+        y = sf.Sequential(op)(x) if engine else op.reference(x, **seed)
+        if name == "Linear" and not engine:
+            y = y + op.bias
+        found.append([y, *torch.autograd.grad(y, leaves, seeded_randn(tuple(y.shape), 7, dtype=y.dtype))])
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_matches_by_exact_type(name: str):
     kind = getattr(ops, name)
