@@ -309,6 +309,12 @@ def test_autocast_computes_in_its_dtype(dtype: torch.dtype):
     assert x.grad.dtype is torch.float32
 
 
+def test_autocast_leaves_float64_as_it_is():
+    op, x = ops.Attention(4), packed((2, 20), 4, 4, 4).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(op(x), op.reference(x))
+
+
 def test_no_layout_of_x_is_misread():
     op = ops.Attention(2, causal=True)
     x = packed((2, 20), 2, 2, 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from seqfuse import ops
-from seqfuse.ops._philox import _traceable_mask, drop_mask, philox4x32, round_keys
+from seqfuse.ops._philox import _traceable_mask, drop_mask, drop_spans, philox4x32, round_keys
 from seqfuse.testing import LAYOUTS, Untouched, assert_bitwise_equal, laid_out, seeded_randn
 
 from .passes import check_passes
@@ -216,3 +216,10 @@ def test_refuses_an_unknown_mode():
 
 def test_shows_what_it_does():
     assert repr(ops.Dropout(0.1)) == "Dropout(p=0.1, mode='upscale_in_train')"
+
+
+def test_spans_are_parts_of_the_whole_mask():
+    seed, starts = torch.tensor(3**39), torch.arange(8)
+    mask = drop_mask(seed, torch.Size((32,)), 0.5)
+    for length in range(1, 10):
+        assert torch.equal(drop_spans(seed, starts, length, 0.5), mask.unfold(0, length, 1)[:8])

@@ -92,3 +92,10 @@ def test_refuses_what_does_not_fit():
         ops.RotaryEmbedding(1, style="half", rotary_dim=8)(torch.zeros(2, 12))
     with pytest.raises(sf.errors.InputError, match=r"positions that broadcast to \(2,\), got \(3,\)"):
         ops.RotaryEmbedding(1, style="half", positions="p")(torch.zeros(2, 12), p=torch.arange(3))
+
+
+def test_a_part_of_a_head_of_odd_size_is_turned():
+    op, x = ops.RotaryEmbedding(1, style="half", rotary_dim=2), seeded_randn((4, 9), 0)
+    y = op(x)
+    torch.testing.assert_close(y, op.reference(x))
+    assert torch.equal(y[:, [2, 5, 6, 7, 8]], x[:, [2, 5, 6, 7, 8]])  # what is not turned, and the value head
