@@ -108,6 +108,22 @@ def test_fan_out_reaches_over_several_segments() -> None:
     check(model, plain, tensor(7, 5))
 
 
+def test_a_channel_may_be_read_last_where_a_segment_begins() -> None:
+    model = sf.Sequential(ops.Fork("r"), ops.Fork("s"), *(ops.Tanh() for _ in range(10)), ops.Add("r"))
+    model.extend([*(ops.Tanh() for _ in range(3)), ops.Add("r"), *(ops.Tanh() for _ in range(6)), ops.Add("s")])
+    assert [piece.start for piece in model.plan(tensor(7, 5)).segments] == [0, 8, 16]
+
+    def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = x
+        for runs in (10, 3, 6):
+            for _ in range(runs):
+                y = torch.tanh(y)
+            y = y + x
+        return y
+
+    check(model, plain, tensor(7, 5))
+
+
 def test_a_public_extra_input_is_passed_by_keyword_and_gets_its_gradient() -> None:
     model = sf.Sequential(ops.Linear(5, 3), ops.Add("residual"), ops.Tanh(), fusions=())
     check(model, lambda p, x, residual: torch.tanh(lin(p, "0", x) + residual), tensor(7, 5), residual=tensor(7, 3))
