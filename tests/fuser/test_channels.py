@@ -142,6 +142,11 @@ def test_public_outputs_come_after_y_in_list_order() -> None:
     check(model, lambda p, x: (torch.tanh(lin(p, "1", x)), x, lin(p, "1", x)), tensor(7, 5))
 
 
+def test_public_outputs_that_are_one_tensor_have_gradients_of_their_own() -> None:
+    model = sf.Sequential(ops.Linear(5, 3), ops.Fork("a"), ops.Fork("b"), ops.Tanh(), fusions=())
+    check(model, lambda p, x: (torch.tanh(lin(p, "0", x)), lin(p, "0", x), lin(p, "0", x)), tensor(7, 5))
+
+
 def test_an_extra_input_can_be_handed_to_the_next_list() -> None:
     first = randomized(sf.Sequential(ops.Fork("stream"), ops.Linear(5, 5)))
     second = randomized(sf.Sequential(ops.Add("stream"), ops.Fork("stream2"), ops.Tanh()), 40)

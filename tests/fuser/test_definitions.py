@@ -524,7 +524,7 @@ def test_a_forward_that_saves_what_the_operation_cannot_read_is_named(
     assert_exact(run(model, x), expected)
 
 
-def test_a_forward_is_checked_again_for_another_dtype() -> None:
+def test_a_forward_is_checked_again_for_another_dtype_and_under_autocast() -> None:
     class Narrow(sf.ForwardFusion):
         scale: ops.Scale
         act: ops.Tanh
@@ -532,12 +532,15 @@ def test_a_forward_is_checked_again_for_another_dtype() -> None:
         def fwd(self, x: Tensor) -> Any:
             z, scale = self.scale.fwd(x)
             y = torch.tanh(z)
-            return y, {"scale": scale, "act": ops.Tanh.Saved(y=y.float())}
+            kept = y.bfloat16() if torch.is_autocast_enabled("cpu") else y.float()
+            return y, {"scale": scale, "act": ops.Tanh.Saved(y=kept)}
 
     model = sf.Sequential(ops.Scale(2), ops.Tanh(), fusions=(Narrow,))
     model(tensor(7, 5))
     with pytest.raises(sf.PluginError, match=r"field 'y' of slot 'act' should be float64\[7, 5\]"):
         model(tensor(7, 5).double())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sf.PluginError, match=r"float32\[7, 5\] .* not bfloat16"):
+        model(tensor(7, 5))
 
 
 def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:

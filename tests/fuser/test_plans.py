@@ -85,6 +85,13 @@ def test_inputs_of_one_bucket_and_two_widths_have_gradients_of_their_own_widths(
     torch.testing.assert_close(x.grad, 1 - x.detach().tanh().square())
 
 
+def test_without_gradients_a_plan_has_no_backward_steps():
+    model, x = sf.Sequential(ops.Tanh(), nn.Tanh(), ops.Tanh()), draw(3, 5).requires_grad_()
+    assert len(model.plan(x).backward) == 3
+    with torch.no_grad():
+        assert model.plan(x).backward == ()
+
+
 def test_planning_leaves_garbage_collection_as_it_was():
     collects = gc.isenabled()
     try:

@@ -233,6 +233,14 @@ def test_what_was_measured_without_gradients_says_nothing_where_they_begin_insid
         assert model.plan(X).count("Late") == 0
 
 
+def test_a_dropout_that_draws_a_mask_is_known_apart_from_one_that_does_not() -> None:
+    model = sf.Sequential(ops.Dropout(0.5), ops.Add("other"), fusions=(DropoutAdd,))
+    sf.tune(model, X, modes="eval", other=X)
+    with torch.no_grad():
+        assert model.plan(X, other=X).count("DropoutAdd") == 1
+        assert model.eval().plan(X, other=X).count("DropoutAdd") == 0
+
+
 def test_operations_without_parameters_are_known_by_the_width_of_what_enters_them() -> None:
     class Twice(sf.ForwardFusion):
         a: Halve
