@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.settings import fusing_now
 from seqfuse.settings import settings as read_settings
 
 from .kit_b import BiasTanhForward, BiasTanhInference, BiasTanhJoint, assert_same, counting_plans, draw, mlp, randomize
@@ -568,6 +569,11 @@ def test_environment_variables_are_data(
     assert len(caught) == (says is not None)
     if says is not None:
         assert pytest.importorskip("re").search(says, str(caught[0].message))
+
+
+def test_a_region_inside_another_keeps_what_that_one_says_of_errors():
+    with sf.fusing(on_error="raise"), sf.fusing(exclude=(BiasTanhForward,)):
+        assert fusing_now().on_error == "raise"
 
 
 def test_fusing_regions_nest_and_end_with_an_error():
