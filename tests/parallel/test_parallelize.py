@@ -234,6 +234,13 @@ def test_a_tied_parameter_is_divided_by_all_or_none(group: Any) -> None:
         parallel.parallelize(LanguageModel(), group, {"body.0": "vocab"})
 
 
+def test_a_tied_parameter_is_divided_into_the_same_parts(group: Any) -> None:
+    model = sf.Sequential(ops.Linear(4, 8, bias=False), ops.SwiGLU(), ops.Linear(4, 8, bias=False))
+    model[2].weight = model[0].weight
+    with pytest.raises(sf.InputError, match="one parameter would be used in several ways"):
+        parallel.parallelize(model, group, {"0": "column", "2": "column"})
+
+
 def test_learned_positions_cannot_tell_which_rows_they_see(group: Any) -> None:
     model = sf.Sequential(ops.Embedding(8, 16), ops.PositionEmbedding(8, 16), nn.FeedForward(16, 16))
     with pytest.raises(sf.InputError, match=r"position 1 \(PositionEmbedding\): on a share of the rows"):

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline, shard, stages
+from seqfuse.parallel.elsewhere import Elsewhere
 from tests.processes import failures, raised
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
@@ -704,6 +705,32 @@ def test_a_public_output_crosses_every_boundary_behind_it(one: Any):
     model = sf.Sequential(ops.Linear(4, 6), ops.Fork("out"), ops.Linear(6, 6), ops.Linear(6, 3))
     with pytest.raises(sf.errors.PlanError, match="a list of 2 parts that a single tensor leaves cannot be cut into 3"):
         pipeline(model, one, stages=3)
+
+
+def test_numbers_of_another_rank_cannot_be_written_into_a_tensor_of_this_one():
+    there, here = Elsewhere.of(torch.empty(3, device="meta"), "on rank 1"), torch.zeros(2, 3)
+    with pytest.raises(sf.errors.StateError, match="SF508"):
+        here[0] = there
+
+
+def test_stages_of_one_rank_may_share_a_parameter(one: Any):
+    model = model_of()
+    model[2][4].weight = model[3][4].weight
+    staged = pipeline(model, one, stages=("3",))
+    assert staged[2][4].weight is staged.get_parameter("3.4.weight")
+
+
+def test_channels_are_cut_into_micro_batches_as_the_batch_is(one: Any):
+    staged = pipeline(sf.Sequential(ops.Linear(4, 6), ops.Tanh(), ops.Add("given")).double(), one, stages=("1",))
+    made = stages(staged, batch(0, 4)[0], microbatches=2, given=torch.ones(4, 6, dtype=torch.float64))
+    assert len(made) == 2
+
+
+def test_norms_of_two_dtypes_are_added_in_the_wider_one():
+    model = nn.Sequential(nn.Linear(64, 1, bias=False).bfloat16(), nn.Linear(64, 1, bias=False))
+    for i, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, 1.0 if i else 0.03125)
+    assert clip_grad_norm_(model, 1e9).item() == pytest.approx((64 + 0.0625) ** 0.5, rel=1e-6)
 
 
 def test_four_ranks():

@@ -200,3 +200,12 @@ def test_a_list_that_runs_by_itself_ends_as_its_last_collective_does(group: Any)
     inner.register_forward_hook(lambda *_: None)
     listing = Listing(sf.Sequential(inner, ops.Dropout(0.5)))
     assert [item.rank for item in listing.items] == [0, 0]  # the mask behind it is one for all processes
+
+
+def test_a_group_of_one_process_is_pickled_without_its_name(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        data = pickle.dumps(Group(dist.group.WORLD))
+    finally:
+        dist.destroy_process_group()
+    assert pickle.loads(data).size == 1

@@ -612,3 +612,7 @@ def test_a_forked_child_reads_for_itself(cache: Path) -> None:
         measured._tables.clear()
         os._exit(0 if slow_is_refused() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_what_is_exactly_as_fast_is_not_used() -> None:
+    assert Measurement(2000.0, 2000.0).refusal == "measured 2.0 us against 2.0 us unfused"
