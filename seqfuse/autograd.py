@@ -24,6 +24,7 @@ class Segment(Protocol):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     crossing: frozenset[str]  # of the outputs, those that are read further on in the list
+    followed: bool  # by an operation of this library, which changes no tensor in place
     frozen: frozenset[str]  # of the outputs, those without a gradient
     consumed: tuple[str, ...]
     device: str
@@ -96,16 +97,23 @@ class Seqfuse(torch.autograd.Function):
 
 
 def _outputs(ctx: Any, segment: Segment, values: list[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor | int, ...]:
-    """What a node returns: each tensor once, then the place of the first, and none with a gradient it does not have."""
+    """What a node returns, nothing with a gradient it does not have.
+
+    Other modules may change a tensor in place: before one, each tensor is returned once, then the place of the first.
+    Operations of this library change nothing: before one, each name has a tensor of its own, so that gradients are
+    summed in the same order wherever a list is cut.
+    """
     found: list[Any] = []
     for name, value in zip(("", *segment.outputs), values, strict=True):
         first = next(i for i, other in enumerate(values) if other is value)
-        if first < len(found):
+        if first < len(found) and segment.followed and name in segment.crossing:
+            found.append(value.view_as(value))
+        elif first < len(found):
             found.append(first)
-            continue
-        if name not in segment.crossing and (value.requires_grad or value._is_view()):
-            value = _own(value, [*inputs, *(t for t in values if t is not value)])
-        found.append(value)
+        elif name not in segment.crossing and (value.requires_grad or value._is_view()):
+            found.append(_own(value, [*inputs, *(t for t in values if t is not value)]))
+        else:
+            found.append(value)
     pairs = zip(segment.outputs, found[1:], strict=True)
     ctx.mark_non_differentiable(*[v for name, v in pairs if name in segment.frozen and isinstance(v, Tensor)])
     return tuple(found)

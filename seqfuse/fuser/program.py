@@ -13,7 +13,7 @@ from torch import nn
 from ..autograd import Asked
 from ..env import Env
 from ..fusion import FusedOperation, InferenceFusion, JointFusion
-from ..operation import UnfusedOperation, configured
+from ..operation import FusableOperation, UnfusedOperation, configured
 from ..saved import Saved
 from ..signature import Signature
 from .check import Like, check_backward, check_form, check_forward
@@ -95,6 +95,7 @@ class Binder:
             inputs=inputs,
             outputs=outputs,
             crossing=frozenset(c for c in outputs if readers[c]),
+            followed=piece.stop < len(self.items) and isinstance(self.items[piece.stop].operation, FusableOperation),
             frozen=frozenset(c for p in piece if p < self.wants.live_from for _, c in self.items[p].outputs),
             consumed=tuple(c for c in inputs if max(readers[c]) < piece.stop),
             device=self.env.device,

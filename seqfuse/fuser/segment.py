@@ -84,6 +84,7 @@ class Segment:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     crossing: frozenset[str]  # outputs that are read further on in the list
+    followed: bool  # by an operation of this library, which changes no tensor in place
     frozen: frozenset[str]  # outputs without a gradient
     consumed: tuple[str, ...]  # inputs that nobody after this segment reads
     device: str
