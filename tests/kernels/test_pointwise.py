@@ -664,6 +664,12 @@ MUTANTS = {
         "        return FUNCTION(x + 0.01)\n",
         "bias_gelu",
     ),
+    "a gradient without dy": (
+        activations,
+        "return dy * apply(DERIVATIVE, t, P)",
+        "return apply(DERIVATIVE, t, P)",
+        "d_gelu_sum",
+    ),
     "dropout without its scale": (_philox, "tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "long"),
     "gate without its function": (
         pointwise,
