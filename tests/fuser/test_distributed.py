@@ -2,12 +2,8 @@
 
 # No postponed annotations here: DDP reads those of a communication hook.
 
-import datetime
+import functools
 import gc
-import os
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from tests.processes import failures
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, counting_plans, draw, randomize
 
@@ -309,57 +305,16 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
 }
 
 
-def _process(rank: int, group: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    patience = datetime.timedelta(seconds=20)
-    file = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=WORLD, timeout=patience)
-    try:
-        for work in GROUPS[group]:
-            torch.manual_seed(0)
-            try:
-                work()
-            except Exception:
-                Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
-        gc.collect()  # reducers go before the group they use
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    # Not through the end of the interpreter, where a thread of gloo now and then aborts.
-    os._exit(0)
-
-
 @pytest.fixture(scope="module")
 def outcome() -> Callable[[str], dict[str, str]]:
     """What failed in a group's two processes, which are started once for all its facts."""
-    known: dict[str, dict[str, str]] = {}
-
-    def run(group: str) -> dict[str, str]:
-        if group not in known:
-            with tempfile.TemporaryDirectory() as folder:
-                dead: dict[str, str] = {}
-                context = mp.spawn(_process, (group, folder), nprocs=WORLD, join=False)
-                deadline = time.monotonic() + 120
-                try:
-                    while not context.join(timeout=5):
-                        if time.monotonic() > deadline:
-                            raise TimeoutError("the processes hang")
-                except Exception as error:
-                    dead["the processes"] = str(error)
-                    for process in context.processes:
-                        process.kill()
-                known[group] = {p.stem: p.read_text() for p in Path(folder).glob("*.[01]")} | dead
-        return known[group]
-
-    return run
+    return functools.cache(lambda group: failures(WORLD, GROUPS[group], patience=20))
 
 
 @pytest.mark.parametrize(("group", "work"), [(g, w.__name__) for g, works in GROUPS.items() for w in works])
 def test_two_processes(outcome: Any, group: str, work: str):
-    failures = outcome(group)
-    if work in failures or "the processes" in failures:
-        pytest.fail(failures.get(work) or failures["the processes"], pytrace=False)
+    if work in outcome(group):
+        pytest.fail(outcome(group)[work], pytrace=False)
 
 
 def ddp_of_one() -> None:

@@ -88,7 +88,7 @@ def test_kernels_run_from_the_first_operation_to_the_loss(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_training_ends_where_the_unfused_operations_do(dtype: torch.dtype) -> None:
     exact, farthest = spread(dtype)
     assert 0 < (trained(GPT(), dtype, fused=True) - exact).norm().item() <= 1.5 * farthest

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.settings import settings
-from tests.processes import Facts
+from tests.processes import CONTEXT, Facts
 
 SECONDS = 2
 PATIENCE = 120
@@ -184,9 +183,8 @@ def _process(rank: int, act: Callable[[], None], backward: bool, folder: str) ->
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("act", [dies, is_late], ids=lambda act: act.__name__)
 def test_the_others_get_an_error_in_time(act: Callable[[], None], backward: bool, tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
     args = act, backward, str(tmp_path)
-    processes = [context.Process(target=_process, args=(rank, *args)) for rank in range(2)]
+    processes = [CONTEXT.Process(target=_process, args=(rank, *args)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import seqfuse as sf
 from seqfuse import measured
 from seqfuse.tune import timing
+from tests.processes import Facts
 from tests.tune import kit
 from tests.tune.kit import Quick, Slow, pair
 
@@ -32,7 +30,14 @@ def tables() -> list[Any]:
     return both
 
 
-def ranks_find_opposite_times(folder: Path) -> None:
+def ranks_begin_with_caches_of_their_own() -> None:
+    os.environ["XDG_CACHE_HOME"] = os.path.join(os.environ["XDG_CACHE_HOME"], str(dist.get_rank()))
+    os.makedirs(os.environ["XDG_CACHE_HOME"])
+    timing.clock, timing.ROUNDS = kit.CLOCK, (3, 3)
+    assert tables() == [{}, {}]
+
+
+def ranks_find_opposite_times() -> None:
     rank = dist.get_rank()
     if rank == 1:  # would find the contrary
         timing.clock = lambda device: lambda run: 1e6 - kit.CLOCK(device)(run)
@@ -47,12 +52,12 @@ def ranks_find_opposite_times(folder: Path) -> None:
     assert {r.fusion: r.chosen for r in report.rows} == {"Quick": True, "Slow": False}
 
 
-def what_a_rank_knew_gives_way(folder: Path) -> None:
+def what_a_rank_knew_gives_way() -> None:
     rank = dist.get_rank()
     model = pair(Quick, Slow, width=5)
     x = torch.ones(6, 5)
     if rank == 1:
-        os.environ["XDG_CACHE_HOME"] = str(folder / "other")
+        os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["XDG_CACHE_HOME"], "other"))
         machine = measured.Machine.of(sf.Env.like(x))
         assert machine is not None
         measured.add(machine, {"its own": measured.Measurement(1.0, 2.0)})
@@ -62,14 +67,14 @@ def what_a_rank_knew_gives_way(folder: Path) -> None:
     assert "its own" not in first
 
 
-def a_group_has_its_own_first_rank(folder: Path) -> None:
+def a_group_has_its_own_first_rank() -> None:
     groups = [dist.new_group([0]), dist.new_group([1])]
     mine = groups[dist.get_rank()]
     report = sf.tune(pair(Slow, width=6), torch.ones(6, 6), modes="train", group=mine)
     assert report.measured == 1
 
 
-def an_error_of_the_first_rank_reaches_the_others(folder: Path) -> None:
+def an_error_of_the_first_rank_reaches_the_others() -> None:
     tuning: Any = sys.modules["seqfuse.tune"]
     original = tuning.measure
 
@@ -84,7 +89,7 @@ def an_error_of_the_first_rank_reaches_the_others(folder: Path) -> None:
         tuning.measure = original
 
 
-def an_error_of_another_rank_leaves_the_first_one_alone(folder: Path) -> None:
+def an_error_of_another_rank_leaves_the_first_one_alone() -> None:
     x = torch.ones(6, 8 + dist.get_rank())
     if dist.get_rank():
         with pytest.raises(sf.InputError):
@@ -94,6 +99,7 @@ def an_error_of_another_rank_leaves_the_first_one_alone(folder: Path) -> None:
 
 
 WORKS = [
+    ranks_begin_with_caches_of_their_own,
     ranks_find_opposite_times,
     what_a_rank_knew_gives_way,
     a_group_has_its_own_first_rank,
@@ -102,34 +108,9 @@ WORKS = [
 ]
 
 
-def _process(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(SEQFUSE_TUNE="1", XDG_CACHE_HOME=f"{folder}/{rank}")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timing.clock, timing.ROUNDS = kit.CLOCK, (3, 3)
-    patience = datetime.timedelta(seconds=30)
-    file = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2, timeout=patience)
-    try:
-        for work in WORKS:
-            try:
-                work(Path(folder))
-            except Exception:
-                Path(folder, f"{work.__name__}.{rank}").write_text(traceback.format_exc())
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    os._exit(0)  # not through the end of the interpreter, where a thread of gloo now and then aborts
+FACTS = Facts({2: WORKS}, patience=30)
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_process, (str(folder),), nprocs=2)
-    return folder
-
-
-@pytest.mark.parametrize("work", WORKS, ids=lambda work: work.__name__)
-def test_two_ranks(work: Any, ran: Path) -> None:
-    errors = [path.read_text() for path in sorted(ran.glob(f"{work.__name__}.*"))]
-    assert errors == [], "\n".join(errors)
+@pytest.mark.parametrize(("world", "work"), FACTS.cases)
+def test_two_ranks(world: int, work: str) -> None:
+    FACTS.check(world, work)
