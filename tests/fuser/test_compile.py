@@ -310,6 +310,7 @@ def test_a_member_compiled_by_itself_runs_compiled(which: int):
     ]
 
 
+@pytest.mark.full  # half a minute of a C++ compiler; test_inductor_calls_the_operators runs by default
 def test_inductor_forward_and_backward():
     model, x = mlp(dropout=0.5), draw(5, 5)
     torch.manual_seed(3)
