@@ -27,7 +27,7 @@ POINTWISE = (
 
 
 def test_point_wise_chains_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
-    for one in compiled("seqfuse.kernels.pointwise", POINTWISE, 10):
+    for one in compiled("seqfuse.kernels.pointwise", POINTWISE, 11):
         assert one.spills == 0, one
         # What is left are the seed and a row of partial sums.
         if one.target.startswith("sm_") and "odd" not in one.variant:
@@ -36,8 +36,8 @@ def test_point_wise_chains_compile_without_spills(compiled: Callable[..., list[C
 
 @pytest.mark.parametrize("module", ["layernorm", "rmsnorm"])
 def test_norms_compile_without_spills(module: str, compiled: Callable[..., list[Compiled]]) -> None:
-    only = r"(norm bf16|act bf16) (1024|8192|16384|1001) "
-    for one in compiled(f"seqfuse.kernels.{module}", only, 19):
+    only = r"(norm bf16|act bf16) (1024|16384|1001) "
+    for one in compiled(f"seqfuse.kernels.{module}", only, 14):
         assert one.spills == 0, one
         if one.target.startswith("sm_") and " 1001 " not in one.variant and " sums " not in one.variant:
             assert one.wide > one.narrow, one

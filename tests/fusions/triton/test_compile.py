@@ -263,7 +263,10 @@ def test_a_launch_that_would_be_lost_is_an_error(device: torch.device):
         make_fx(lambda t: _columns.column_sums(t, 4, torch.float32))(torch.ones(3, 4, device=device))
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["attention of torch", "attention of ours"])
+@pytest.mark.parametrize(
+    "ours",
+    [pytest.param(False, marks=pytest.mark.full, id="attention of torch"), pytest.param(True, id="attention of ours")],
+)
 def test_a_transformer(ours: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_attention, "interpreting", ours)
     layer: dict[str, Any] = {"norm": ops.RMSNorm, "activation": ops.SwiGLU, "hidden_dim": 12, "causal": True}
@@ -289,7 +292,7 @@ def test_inductor_calls_the_operators(device: torch.device):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
 def test_under_autocast(dtype: torch.dtype, device: torch.device):
     model, x = mlp().to(device), seeded_randn((5, 6), 0, dtype=dtype).to(device)
     compiled = torch.compile(model, fullgraph=True, backend=Compiler())
