@@ -46,8 +46,8 @@ def limits(how: str, rows: int, device: torch.device) -> dict[str, Any]:
     seen = drawn > -0.5
     seen[0, 0, 3] = False
     added = seeded_randn((1, 2, rows, rows), 8)[:, :1].masked_fill(~seen[:1], -torch.inf)
-    large = torch.zeros(1, 2, rows, rows)
-    large[..., 1] = large[:, 0, 2] = large[:, 1, 40:45] = torch.finfo(torch.float32).min
+    large = torch.zeros(2, 1, rows, rows)
+    large[..., 1] = large[0, :, 2] = large[1, :, 40:45] = torch.finfo(torch.float32).min
     named: dict[str, dict[str, Any]] = {
         "plain": {},
         "causal": {"causal": True},
@@ -118,7 +118,10 @@ def truth(qkv: tuple[Tensor, ...], dy: Tensor, how: dict[str, Any], kind: torch.
     blind = (scores == -torch.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(blind, 0)
     sums = scores.logsumexp(-1, keepdim=True).masked_fill(blind, 0)
-    weights, kept = scores.softmax(-1).masked_fill(blind, 0), 1.0
+    if kind is torch.float64 or (mask is not None and mask.is_floating_point()):
+        weights, kept = scores.softmax(-1).masked_fill(blind, 0), 1.0
+    else:  # torch's own kernel makes them again from the log-sum-exp
+        weights, kept = (scores - sums).exp().masked_fill(blind, 0), 1.0
     if how.get("p"):
         kept = ~drop_mask(how["seed"], weights.shape, how["p"]) * (1 / (1 - how["p"]) if how["p"] < 1 else 0.0)
     y, dy = (weights * kept).to(kind) @ values, dy.to(kind).transpose(1, 2)

@@ -299,12 +299,12 @@ EXACT: dict[str, Any] = {
     "scale, relu": lambda k: (k.Chain(k.scale(2.0), k.act(RELU)), lambda x: (torch.relu(2 * x),)),
     "gated": lambda k: (k.Chain(k.gated(RELU)), lambda x: (torch.relu(halves(x)[0]) * halves(x)[1],)),
     "d relu, sum": lambda k: (
-        k.Chain(k.dact(RELU), k.column_sum()), lambda x, y: (x * (y > 0), (x * (y > 0)).sum(0))
+        k.Chain(k.dact(RELU), k.column_sum()), lambda x, y: (x.where(y > 0, 0.0), x.where(y > 0, 0.0).sum(0))
     ),
     "d gated, sum": lambda k: (
         k.Chain(k.dgated(RELU), k.column_sum()),
         lambda x, z: (lambda d: (d, d.sum(0)))(
-            torch.cat((x * halves(z)[1] * (halves(z)[0] > 0), x * torch.relu(halves(z)[0])), 1)
+            torch.cat(((x * halves(z)[1]).where(halves(z)[0] > 0, 0.0), x * torch.relu(halves(z)[0])), 1)
         ),
     ),
 }  # fmt: skip
