@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -25,6 +26,20 @@ def test_gradients_that_are_not_asked_for_are_not_computed():
         with FlopCounterMode(display=False) as counter:
             torch.autograd.grad(y, wanted, draw(3, 3))
         assert counter.get_total_flops() == flops
+
+
+def test_gradients_are_those_of_the_whole_whichever_were_asked_for_before():
+    """Of one list, several times: what is asked for beside the parameters counts, too."""
+    model = sf.Sequential(ops.Bias(5), ops.Linear(5, 5), ops.Add("side"), ops.Tanh()).double()
+    randomize(model)
+    x, side, dy = draw(3, 5).requires_grad_(), draw(3, 5, seed=2).requires_grad_(), draw(3, 5, seed=3)
+    leaves = {"x": x, "side": side, **dict(model.named_parameters())}
+    whole = dict(zip(leaves, torch.autograd.grad(model(x, side=side), [*leaves.values()], dy), strict=True))
+    subsets = [names for n in range(1, len(leaves) + 1) for names in itertools.combinations(leaves, n)]
+    for names in (*subsets, *reversed(subsets)):
+        found = torch.autograd.grad(model(x, side=side), [leaves[n] for n in names], dy)
+        for name, grad in zip(names, found, strict=True):
+            assert torch.equal(grad, whole[name]), (names, name)
 
 
 Change = tuple[Any, Any]

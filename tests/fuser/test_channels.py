@@ -142,11 +142,9 @@ def test_public_outputs_come_after_y_in_list_order() -> None:
     check(model, lambda p, x: (torch.tanh(lin(p, "1", x)), x, lin(p, "1", x)), tensor(7, 5))
 
 
-def test_public_outputs_that_are_one_tensor_have_gradients_of_their_own() -> None:
+def test_public_outputs_that_are_one_tensor_add_up_their_gradients() -> None:
     model = sf.Sequential(ops.Linear(5, 3), ops.Fork("a"), ops.Fork("b"), ops.Tanh(), fusions=())
     check(model, lambda p, x: (torch.tanh(lin(p, "0", x)), lin(p, "0", x), lin(p, "0", x)), tensor(7, 5))
-    _, a, b = model(tensor(7, 5))
-    assert a is not b
 
 
 def test_an_extra_input_can_be_handed_to_the_next_list() -> None:

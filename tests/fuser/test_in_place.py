@@ -127,6 +127,15 @@ def test_a_public_output_that_is_the_input_leaves_the_input_as_it_was() -> None:
     assert torch.equal(x, before)
 
 
+def test_a_public_output_that_is_a_part_of_a_tensor_leaves_that_tensor_as_it_was() -> None:
+    model, whole = sf.Sequential(ops.Fork("a"), ops.Linear(4, 4).double()), draw(2, 3, 4).requires_grad_() * 1.0
+    before = whole.detach().clone()
+    y, a = model(whole[1])
+    a += 1
+    torch.autograd.grad(y.sum() + a.sum(), [*model.parameters()])
+    assert torch.equal(whole, before)
+
+
 @pytest.mark.parametrize("fusions", [(), (BiasTanhForward,)], ids=["unfused", "fused"])
 def test_a_result_that_the_backward_reads_is_not_changed_in_silence(fusions: Any) -> None:
     model = sf.Sequential(ops.Bias(4), ops.Tanh(), ops.Reshape(2, 2), fusions=fusions).double()

@@ -1,0 +1,202 @@
+"""Whatever a model was called with before, a call computes, saves and launches what one of a fresh model does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import ops
+
+from .fusions import Calls, kept_bytes
+from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhInference, BiasTanhJoint, draw, randomize
+
+Given = tuple[Tensor, Tensor]  # x, and the channel "side"
+State = Callable[[sf.Sequential, Tensor, Tensor], contextlib.AbstractContextManager[Given]]
+
+
+def gives(change: Callable[[Tensor, Tensor], Given]) -> State:
+    """A state of the tensors of a call."""
+    return lambda model, x, side: contextlib.nullcontext(change(x, side))
+
+
+def within(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> State:
+    """A state of what is around a call."""
+
+    @contextlib.contextmanager
+    def state(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
+        with block():
+            yield x, side
+
+    return state
+
+
+def of_model(change: Callable[[sf.Sequential], Any], back: Callable[[sf.Sequential], Any]) -> State:
+    """A state of the model, which is taken back."""
+
+    @contextlib.contextmanager
+    def state(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
+        change(model)
+        try:
+            yield x, side
+        finally:
+            back(model)
+
+    return state
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Nondeterministic(BiasTanhForward):
+    """Refused in one of the states."""
+
+    def requires(self, env: sf.Env) -> sf.Requirements:
+        yield not env.deterministic, "is not deterministic"
+
+
+def frozen(name: str) -> State:
+    return of_model(
+        lambda m: m.get_parameter(name).requires_grad_(False), lambda m: m.get_parameter(name).requires_grad_(True)
+    )
+
+
+@contextlib.contextmanager
+def low_first_bias(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
+    own = model[0].bias.data
+    model[0].bias.data = own.float()
+    try:
+        yield x, side
+    finally:
+        model[0].bias.data = own
+
+
+def low(dtype: torch.dtype | None) -> State:
+    @contextlib.contextmanager
+    def state(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
+        with all_in(model, torch.float32), torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            yield x.float(), side.to(dtype or torch.float32)
+
+    return state
+
+
+@contextlib.contextmanager
+def all_in(model: sf.Sequential, dtype: torch.dtype) -> Iterator[None]:
+    own = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    try:
+        yield
+    finally:
+        for p, data in zip(model.parameters(), own, strict=True):
+            p.data = data
+
+
+RULES = (Nondeterministic, BiasTanhBackward, BiasTanhInference)
+STATES: dict[str, State] = {
+    "as it is": gives(lambda x, side: (x, side)),
+    "other rows of one bucket": gives(lambda x, side: (x[:3], side[:3])),
+    "rows of another bucket": gives(lambda x, side: (x[:1], side[:1])),
+    "no rows": gives(lambda x, side: (x[:0], side[:0])),
+    "one row without a dimension": gives(lambda x, side: (x[0], side[0])),
+    "more dimensions": gives(lambda x, side: (x.view(2, 2, 5), side.view(2, 2, 5))),
+    "x in float32": gives(lambda x, side: (x.float(), side)),
+    "the side in float32": gives(lambda x, side: (x, side.float())),
+    "no gradient of x": gives(lambda x, side: (x.detach(), side)),
+    "no gradient of the side": gives(lambda x, side: (x, side.detach())),
+    "no gradient of either": gives(lambda x, side: (x.detach(), side.detach())),
+    "not contiguous": gives(lambda x, side: (x.t().contiguous().t(), side)),
+    "the weight frozen": frozen("2.weight"),
+    "the first bias frozen": frozen("0.bias"),
+    "the last bias frozen": frozen("2.bias"),
+    "the first bias in float32": low_first_bias,
+    "all frozen": of_model(lambda m: m.requires_grad_(False), lambda m: m.requires_grad_(True)),
+    "evaluation": of_model(lambda m: m.eval(), lambda m: m.train()),
+    "evaluation of one": of_model(lambda m: m[3].eval(), lambda m: m[3].train()),
+    "no gradients": within(torch.no_grad),
+    "inference mode": within(torch.inference_mode),
+    "autocast to bfloat16": low(torch.bfloat16),
+    "autocast to float16": low(torch.float16),
+    "all in float32": low(None),
+    "deterministic": within(deterministic),
+    "no fusing": within(lambda: sf.fusing(False)),
+    "only the backward": within(lambda: sf.fusing(only=[BiasTanhBackward])),
+    "without the backward": within(lambda: sf.fusing(exclude=["BiasTanhBackward"])),
+    "another rule set": of_model(
+        lambda m: setattr(m, "fusions", (BiasTanhJoint,)), lambda m: setattr(m, "fusions", RULES)
+    ),
+}
+
+
+def model_of() -> sf.Sequential:
+    model = sf.Sequential(
+        ops.Bias(5), ops.Tanh(), ops.Linear(5, 5), ops.Dropout(0.4), ops.Add("side"), ops.Tanh(), fusions=RULES
+    )
+    randomize(model.double())
+    return model.double()
+
+
+def facts(model: sf.Sequential, state: State) -> dict[str, Any]:
+    """All that a call in a state gives: numbers, gradients, bytes saved for them, calls of torch, and the plan."""
+    x, side = draw(4, 5).requires_grad_(), draw(4, 5, seed=2).requires_grad_()
+    found: dict[str, Any] = {}
+    with state(model, x, side) as (a, b):
+        for _ in range(2):  # the first may plan and check
+            torch.manual_seed(3)
+            with kept_bytes(model) as kept, Calls() as ahead:
+                y = model(a, side=b)
+            leaves = {"x": x, "side": side, **dict(model.named_parameters())}
+            wanted = {name: t for name, t in leaves.items() if t.requires_grad} if y.requires_grad else {}
+            grads: Sequence[Tensor | None] = ()
+            with Calls() as back:
+                if wanted:
+                    dy = draw(*y.shape, seed=9).to(y.dtype)
+                    grads = torch.autograd.grad(y, [*wanted.values()], dy, allow_unused=True)
+            found |= {"y": y.detach(), "grad": y.requires_grad, "bytes": kept(), "ahead": ahead.names}
+            found |= {"back": back.names, **{f"d_{name}": g for name, g in zip(wanted, grads, strict=False)}}
+        plan = model.plan(a, side=b)
+        found["plan"] = [(step.name, step.covers) for step in (*plan.forward, *plan.backward)], plan.needs
+    return found
+
+
+def differing(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    def unequal(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.dtype is not b.dtype or not torch.equal(a, b)
+        return type(a) is not type(b) or a != b
+
+    return [key for key in {**got, **expected} if unequal(got.get(key), expected.get(key))]
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, dict[str, Any]]:
+    return {name: facts(model_of(), state) for name, state in STATES.items()}
+
+
+def test_each_state_gives_what_it_gives_a_fresh_model(fresh: dict[str, dict[str, Any]]) -> None:
+    model, names = model_of(), list(STATES)
+    order = random.Random(5)
+    for _ in range(2):  # planned, then known, after others than before
+        order.shuffle(names)
+        before = "nothing"
+        for name in names:
+            assert not differing(facts(model, STATES[name]), fresh[name]), f"{name} after {before}"
+            before = name
+
+
+def test_a_state_is_not_that_of_the_others(fresh: dict[str, dict[str, Any]]) -> None:
+    """Else it would prove nothing."""
+    same = [name for name in fresh if not differing(fresh[name], fresh["as it is"])]
+    assert same == ["as it is"]
