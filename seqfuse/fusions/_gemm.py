@@ -171,7 +171,7 @@ def product_flops(linear: Linear, env: Env) -> float:
 
 def as_rows(t: Tensor) -> Tensor:
     """All leading dimensions as one."""
-    return t if t.ndim == 2 else t.reshape(-1, t.shape[-1]) if t.numel() else t.new_empty((0, t.shape[-1]))
+    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
 
 
 def like(dy: Tensor, t: Tensor) -> Tensor:

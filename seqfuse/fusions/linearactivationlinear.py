@@ -166,7 +166,7 @@ class LinearActivationLinear(JointFusion):
         if not before:
             return None, grads, d, self._again(saved), None
         dz, grads["bias.bias"], h, _ = self._inner(d, saved, needs)
-        dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], -1) if "x" in needs else None
+        dx = as_rows(dz).mm(saved.weight).view(*dz.shape[:-1], saved.weight.shape[1]) if "x" in needs else None
         return dx, grads, d, h, dz
 
     def _inner(self, dy: Tensor, saved: context.Saved, needs: frozenset[str]) -> Gradients:

@@ -47,7 +47,7 @@ class LinearBiasBackwardTriton(BackwardFusion):
         dx: Tensor | None = None
         grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
-            dx = like(rows, linear.weight).mm(linear.weight).view(*dy.shape[:-1], -1)
+            dx = like(rows, linear.weight).mm(linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
         summed = "bias.bias" in needs
         if "linear.weight" not in needs:
             return dx, {"bias.bias": rows.sum(0, dtype=self.bias.read().dtype) if summed else None}

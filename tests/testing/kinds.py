@@ -70,7 +70,7 @@ class GeLULinear(sf.ForwardFusion):
 
 
 def rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 class BiasDropout(sf.ForwardFusion):

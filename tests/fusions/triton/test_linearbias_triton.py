@@ -41,6 +41,18 @@ def test_only_wanted_gradients_are_made(device: torch.device):
             torch.testing.assert_close(made, {name: whole[name] for name in needs})
 
 
+@pytest.mark.parametrize("rows", [(), (5,), (2, 3)], ids=str)
+def test_products_of_no_columns_have_the_gradients_of_the_operations(rows: tuple[int, ...], device: torch.device):
+    model = sf.Sequential(ops.Linear(6, 0), ops.Linear(0, 9), fusions=LinearBiasBackwardTriton).to(device)
+    x, dy = seeded_randn((*rows, 6), 0).to(device).requires_grad_(), seeded_randn((*rows, 9), 1).to(device)
+    assert model.plan(x).count("LinearBiasBackwardTriton") == 2
+    found: list[tuple[Tensor, ...]] = []
+    for fusing in (True, False):
+        with sf.fusing(fusing, on_error="raise"):
+            found.append(torch.autograd.grad(model(x), (x, *model.parameters()), dy))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("form", ["by columns", "part of a larger one"])
 def test_a_buffer_in_more_than_one_piece_is_added_to(form: str, device: torch.device):
     model = sf.Sequential(ops.Linear(6, 9), fusions=LinearBiasBackwardTriton).to(device)
