@@ -134,9 +134,9 @@ def _routed(
     fusion: type[FusedOperation], place: str, operation: UnfusedOperation, open_forks: list[str]
 ) -> UnfusedOperation:
     """An operation with channels, made anew: public where the fusion names them, else paired in the list."""
-    inputs, outputs = operation.forward_signature.extras, operation.outputs
-    if not inputs and not outputs:
+    if not operation.channels:  # it has none, or those that it may have are not given
         return operation
+    inputs, outputs = operation.forward_signature.extras, operation.outputs
     named: str | None = None
     for name in (f"{place}_{n}" for n in inputs):
         if name in fusion.forward_signature.extras or not open_forks:

@@ -298,3 +298,9 @@ def test_a_configuration_may_be_refused():
             yield self.act.approximate == "none", "the exact one only"
 
     assert check_fusion(Refuses, X).skipped == ()
+
+
+def test_an_operation_whose_channels_are_not_given_keeps_its_arguments():
+    (first, x), *_ = example_lists(sf.fusions.BiasQKNormRotary, torch.randn(5, 24))
+    assert [type(operation) for operation in first] == [ops.Bias, ops.QKNorm, ops.RotaryEmbedding]
+    assert sf.Sequential(*first)(x).shape == x.shape
