@@ -543,6 +543,23 @@ def test_a_forward_is_checked_again_for_another_dtype_and_under_autocast() -> No
         model(tensor(7, 5))
 
 
+def test_a_forward_is_checked_again_for_a_parameter_of_another_dtype() -> None:
+    class Narrow(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.Tanh
+
+        def fwd(self, x: Tensor) -> Any:
+            z, bias = self.bias.fwd(x)
+            y = torch.tanh(z)
+            return y, {"bias": bias, "act": ops.Tanh.Saved(y=y.float())}
+
+    model = sf.Sequential(ops.Bias(5), ops.Tanh(), fusions=(Narrow,))
+    model(tensor(7, 5))
+    model.double()
+    with pytest.raises(sf.PluginError, match=r"field 'y' of slot 'act' should be float64\[7, 5\]"):
+        model(tensor(7, 5))
+
+
 def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:
     class Wrong(BiasGeLUForward):
         def fwd(self, x: Tensor) -> Any:

@@ -80,6 +80,35 @@ def test_configuration_of_a_module_inside_an_operation_is_asked_for_again() -> N
         assert model.plan(x).count("SmallSlope") == (slope == 0.1)
 
 
+class Twofold(sf.UnfusedOperation):
+    """y = factor x, with the factor of an operation inside."""
+
+    class Saved(sf.Saved):
+        """Empty: the backward pass reads dy alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ops.Scale(2.0)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * self.inner.factor
+
+    def fwd(self, x: Tensor) -> Any:
+        return x * self.inner.factor, self.Saved()
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy * self.inner.factor, {}
+
+
+def test_an_operation_inside_another_is_in_the_backward_as_it_was_in_the_forward() -> None:
+    model, x = sf.Sequential(Twofold(), ops.Identity()), tensor(7, 5)
+    y = model(x)
+    model[0].inner.factor = 3.0
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx, torch.full_like(x, 2.0))
+    assert torch.equal(model(x), 3 * x)
+
+
 def plain_inside(m: Any) -> None:
     weight = m.inner.weight.detach().clone().requires_grad_()
     del m.inner.weight

@@ -49,6 +49,14 @@ def layers() -> tuple[sf.Sequential, nn.Sequential]:
     return mine, its
 
 
+def test_what_does_not_fit_is_refused_after_as_many_rows_that_did() -> None:
+    model = sf.Sequential(ops.Scale(2.0), ops.Reshape(6, dims=2))
+    assert model(tensor(4, 2, 3)).shape == (4, 6)
+    with pytest.raises(sf.InputError, match=r"SF101 position 1 \(Reshape\)"):
+        model(tensor(8, 3))
+    assert model(tensor(4, 2, 3)).shape == (4, 6)
+
+
 def both(mine: nn.Module, its: nn.Module, x: Tensor, **tolerance: float) -> None:
     got, expected = run(mine, x), run(its, x.detach().requires_grad_(x.requires_grad))
     assert got.keys() == expected.keys()

@@ -83,6 +83,20 @@ def low_first_bias(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Gi
         model[0].bias.data = own
 
 
+class Marked(Tensor):
+    """A class of tensors of its own, which only plain operations of torch know."""
+
+
+@contextlib.contextmanager
+def marked_first_bias(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
+    own: Any = model[0].bias
+    model[0]._parameters["bias"] = own.detach().as_subclass(Marked).requires_grad_()
+    try:
+        yield x, side
+    finally:
+        model[0]._parameters["bias"] = own
+
+
 def low(dtype: torch.dtype | None) -> State:
     @contextlib.contextmanager
     def state(model: sf.Sequential, x: Tensor, side: Tensor) -> Iterator[Given]:
@@ -122,6 +136,7 @@ STATES: dict[str, State] = {
     "the first bias frozen": frozen("0.bias"),
     "the last bias frozen": frozen("2.bias"),
     "the first bias in float32": low_first_bias,
+    "the first bias of another class": marked_first_bias,
     "all frozen": of_model(lambda m: m.requires_grad_(False), lambda m: m.requires_grad_(True)),
     "evaluation": of_model(lambda m: m.eval(), lambda m: m.train()),
     "evaluation of one": of_model(lambda m: m[3].eval(), lambda m: m[3].train()),
@@ -149,7 +164,7 @@ def model_of() -> sf.Sequential:
 
 
 def facts(model: sf.Sequential, state: State) -> dict[str, Any]:
-    """All that a call in a state gives: numbers, gradients, bytes saved for them, calls of torch, and the plan."""
+    """All that a call in a state gives: numbers, gradients, their node, bytes saved, calls of torch, and the plan."""
     x, side = draw(4, 5).requires_grad_(), draw(4, 5, seed=2).requires_grad_()
     found: dict[str, Any] = {}
     with state(model, x, side) as (a, b):
@@ -164,7 +179,13 @@ def facts(model: sf.Sequential, state: State) -> dict[str, Any]:
                 if wanted:
                     dy = draw(*y.shape, seed=9).to(y.dtype)
                     grads = torch.autograd.grad(y, [*wanted.values()], dy, allow_unused=True)
-            found |= {"y": y.detach(), "grad": y.requires_grad, "bytes": kept(), "ahead": ahead.names}
+            found |= {
+                "node": type(y.grad_fn).__name__,
+                "y": y.detach(),
+                "grad": y.requires_grad,
+                "bytes": kept(),
+                "ahead": ahead.names,
+            }
             found |= {"back": back.names, **{f"d_{name}": g for name, g in zip(wanted, grads, strict=False)}}
         plan = model.plan(a, side=b)
         found["plan"] = [(step.name, step.covers) for step in (*plan.forward, *plan.backward)], plan.needs

@@ -141,6 +141,19 @@ def test_in_several_processes(world: int, work: str) -> None:
     FACTS.check(world, work)
 
 
+def test_between_collectives_of_one_process_all_is_as_without_them() -> None:
+    model = sf.Sequential(
+        ops.IdentityForwardAllReduceBackward(), ops.Linear(4, 4), ops.Dropout(0.5), ops.AllReduce(), ops.AllGather(),
+        ops.LayerNorm(4), ops.ReduceScatter(),
+    )  # fmt: skip
+    for operation in (model[2], model[5]):
+        operation.register_forward_hook(lambda *_: None)
+    plan = model.plan(torch.randn(2, 4))
+    assert [a.name for a in plan.alone] == ["Dropout", "LayerNorm"]
+    assert "AllReduceLinearBackward" not in [step.name for step in plan.backward]
+    assert model(torch.randn(2, 4)).shape == (2, 4)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_one_process_sends_nothing(name: str) -> None:
     x = torch.randn(4, 4, 4, requires_grad=True)

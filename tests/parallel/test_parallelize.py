@@ -241,6 +241,17 @@ def test_a_tied_parameter_is_divided_into_the_same_parts(group: Any) -> None:
         parallel.parallelize(model, group, {"0": "column", "2": "column"})
 
 
+def test_a_module_in_two_places_has_its_share_in_both(group: Any) -> None:
+    linear = ops.Linear(8, 8)
+    model = sf.Sequential(linear, ops.Tanh(), linear)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    parallel.parallelize(model, group, {"0": "column"})
+    own = parallel.shard(model, state)
+    assert own.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(own[name], value.chunk(4)[1]), name
+
+
 def test_learned_positions_cannot_tell_which_rows_they_see(group: Any) -> None:
     model = sf.Sequential(ops.Embedding(8, 16), ops.PositionEmbedding(8, 16), nn.FeedForward(16, 16))
     with pytest.raises(sf.InputError, match=r"position 1 \(PositionEmbedding\): on a share of the rows"):

@@ -189,7 +189,9 @@ def test_what_runs_by_itself_on_a_share_of_the_rows_must_know_it(group: Any) -> 
     model[0].register_forward_hook(lambda *_: None)
     with pytest.raises(sf.PlanError, match=r"position 0 \(LayerNorm\): it runs by itself on a share of the rows"):
         model.plan()
-    model[0].sum_over = Group(group)
+    model[0].requires_grad_(False)
+    assert model.plan().alone[0].name == "LayerNorm"
+    model[0].requires_grad_(True).sum_over = Group(group)
     assert model.plan().alone[0].name == "LayerNorm"
 
 
