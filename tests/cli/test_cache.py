@@ -58,8 +58,10 @@ def test_files_that_are_not_sound_are_said_to_be_so(cli: Cli, folder: Path) -> N
     (folder / f"{d}.json.bad").write_text("x")
     (folder / f"{e}.json").symlink_to("/etc/passwd")
     (folder / f"{e}.json.new").symlink_to("nowhere")
+    (folder / f"{a}.json.new").write_text("{}")
     states = {f["file"]: f["state"] for f in json.loads(cli("cache", "--json").out)["files"]}
     assert states.pop(f"{a}.json").startswith("cannot be read")
+    assert states.pop(f"{a}.json.new") == "of a writer"
     assert states == {f"{b}.json": "of another form", f"{c}.json": "corrupt", f"{d}.json.bad": "corrupt"}
     cli("cache", "clear")
     assert [*folder.iterdir()] == []

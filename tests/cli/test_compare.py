@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from seqfuse import ops
 from seqfuse.cli.compare import assert_same, compare, runs_of
 from seqfuse.cli.inputs import Spec
 from seqfuse.cli.runs import Place, Run
+from seqfuse.testing.numerics import Check, FusedMismatch, Report
 
 from .conftest import Cli
 
@@ -72,6 +74,20 @@ def test_against_more_digits_it_finds_what_loses_more_than_rounding(cli: Cli) ->
     assert (first["tensor"], first["operation"]) == ("y", "Coarse")
     # Fused and unfused, both lose it: that comparison does not show it.
     assert compared(cli, "M:coarse", "--input", "33x16:bf16")[0] == 0
+
+
+@pytest.mark.parametrize("alarms", [1, 2])
+def test_a_difference_is_one_that_most_draws_show(alarms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = iter([True] * alarms + [False] * 3)
+
+    def judged(*_: object, name: str) -> None:
+        if next(draws):
+            raise FusedMismatch(Report((Check(name, "max", 2.0, 1.0, "[0]", "an alarm"),)))
+
+    monkeypatch.setattr(sys.modules[compare.__module__], "assert_fused_close", judged)
+    model, runs = sf.Sequential(ops.ReLU()), runs_of(Spec((3, 4), torch.float32), CPU, torch.float32, "unfused", None)
+    found = compare(model, Spec((3, 4), torch.float32), {}, runs, grad=False)
+    assert (found.difference is not None) == (alarms == 2)
 
 
 def test_modules_of_others_are_places_too(cli: Cli) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from seqfuse.cli.inputs import spec, vocabulary
+from seqfuse.cli.inputs import cast, spec, vocabulary
 
 
 def test_indices_are_drawn_from_the_smallest_table_of_a_model() -> None:
@@ -14,3 +14,9 @@ def test_indices_are_drawn_from_the_smallest_table_of_a_model() -> None:
     assert vocabulary(model[3:]) == 2
     assert spec("50:int64").draw("cpu", 0, vocabulary(model)).unique().tolist() == [0, 1, 2]
     assert spec("50:int32").draw("cpu", 0).dtype == torch.int32
+
+
+def test_a_model_takes_the_dtype_of_its_input_but_where_autocast_does() -> None:
+    model, given = nn.Linear(2, 2), spec("4x2:bf16")
+    assert cast(model, given, None, "bf16").weight.dtype is torch.float32
+    assert cast(model, given, None, None).weight.dtype is torch.bfloat16

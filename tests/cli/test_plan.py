@@ -62,6 +62,7 @@ def test_options_reach_the_plan(cli: Cli) -> None:
     assert trained["env"]["dtype"] == "float16"
     double = json.loads(cli("plan", "M:build", "--dtype", "f64", "--json", "--device", "cpu").out)
     assert double["env"]["dtype"] == "float64"
+    assert not json.loads(cli("plan", "M:build", "--no-grad", "--json", "--device", "cpu").out)["env"]["grad"]
 
 
 def test_parts_of_other_modules(cli: Cli) -> None:

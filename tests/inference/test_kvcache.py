@@ -381,6 +381,18 @@ def test_a_bad_number_of_what_was_forgotten_does_no_harm(int8: bool):
     assert torch.equal(clean.feed(model, x[:, :1]), new)
 
 
+@pytest.mark.parametrize(("counts", "most"), [((2, 6), 5), ((6, 6), 9)], ids=str)
+def test_what_is_left_of_sequences_is_all_that_is_seen(counts: tuple[int, int], most: int):
+    model, x, new = model_of("GPT"), tokens(2, 6), tokens(2, 1, seed=3)
+    cache = KVCache(2, 20)
+    cache.feed(model, x, torch.tensor(counts) if counts[0] < counts[1] else None)
+    cache.truncate(most)
+    found = cache.feed(model, new)[:, -1]
+    for b, count in enumerate(counts):
+        with torch.no_grad():
+            close(found[b], model(torch.cat((x[b, : min(count, most)], new[b])).unsqueeze(0))[0, -1])
+
+
 @pytest.mark.parametrize("most", [1, 2, 7, 31])
 def test_a_cache_of_any_length_can_be_filled_to_its_end(most: int):
     model, x = model_of("Llama"), tokens(2, most)

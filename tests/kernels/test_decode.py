@@ -199,6 +199,7 @@ def test_a_new_row_is_written_where_there_is_room() -> None:
     tensors = drawn(4, 2, 24, torch.bfloat16)
     k, v, lengths = (tensors[name].clone() for name in ("k", "v", "lengths"))
     new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i, dtype=torch.bfloat16).to(DEVICE) for i in range(2)]
+    new[1] = F.pad(new[1], (0, 8), value=torch.nan)[..., :24]
     decode.cache_write(*new, k, v, lengths)
     for b, length in enumerate(LENGTHS):
         for mine, row, before in ((k, new[0], tensors["k"]), (v, new[1], tensors["v"])):
@@ -239,6 +240,10 @@ def test_what_does_not_fit_is_refused() -> None:
         decode.decode_attention(**{name: t.to(torch.int8) if name in "kv" else t for name, t in tensors.items()})
     with pytest.raises(ValueError, match="float32 queries of at most 128 elements, got 136"):
         decode.decode_attention(**drawn(2, 1, 136, torch.float32, int8=True))
+    quantized = drawn(4, 2, 16, torch.float16, int8=True)
+    quantized["v_scale"] = quantized["v_scale"].mT.contiguous().mT
+    with pytest.raises(ValueError, match="k_scale and v_scale must have one layout"):
+        decode.decode_attention(**quantized)
     with pytest.raises(ValueError, match="window and softcap must be positive"):
         decode.decode_attention(**tensors, window=0)
 

@@ -616,6 +616,7 @@ def test_the_dtype_of_results_can_be_chosen(device: torch.device) -> None:
     torch.testing.assert_close(y, o.x.float() @ o.weight.float().t(), rtol=1e-4, atol=1e-4)
     dz, total, *_ = gemm.linear_dgrad(o.dy, o.weight, sums=True, sums_dtype=torch.float32)
     assert (dz.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    assert gemm.linear_dgrad(o.dy[:0], o.weight, sums=True, sums_dtype=torch.float32).sum.dtype is torch.float32
 
 
 REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {

@@ -253,6 +253,11 @@ def test_a_row_that_is_too_wide_is_refused() -> None:
         rmsnorm_fwd(torch.ones(1, 65537), None, EPS)
 
 
+def test_a_weight_that_is_not_contiguous_is_refused() -> None:
+    with pytest.raises(ValueError, match="weight must be contiguous in its last dimension"):
+        rmsnorm_fwd(torch.ones(1, 8, device=DEVICE), torch.ones(16, device=DEVICE)[::2], EPS)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_float64_is_computed_in_float64(name: str) -> None:
     tensors = drawn(CASES[name], (5,), 12, torch.float64)

@@ -482,6 +482,8 @@ def test_results_take_the_dtypes_asked_for(device: torch.device) -> None:
     y, z, total = k.pointwise(x, chain, (b,), dtype=torch.float32, dtypes=(torch.float16, torch.float64))
     assert [t.dtype for t in (y, z, total) if t is not None] == [torch.float32, torch.float16, torch.float64]
     assert_bitwise_equal([y, z], [x.float() + b, (x.float() + b).half()])
+    z = k.pointwise(x, chain, (b,), dtype=torch.float32, result=False)[1]
+    assert_bitwise_equal(z, x.float() + b)
 
 
 def test_the_result_may_be_left_out(device: torch.device) -> None:

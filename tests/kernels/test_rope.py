@@ -232,6 +232,12 @@ def test_the_largest_numbers_overflow_no_more_than_in_torch(dtype: torch.dtype) 
             assert (ours[key].isfinite() | ~t.isfinite()).all(), (name, key)
 
 
+def test_a_norm_may_add_nothing_to_the_mean_square() -> None:
+    x = drawn(CASES["norm"], (2,), torch.float32)["x"]
+    heads = rope.rope_fwd(x, HEADS, KV, norm_eps=0.0).y.unflatten(-1, (HEADS + 2 * KV, -1))[:, : HEADS + KV]
+    torch.testing.assert_close(heads.square().mean(-1), torch.ones(heads.shape[:-1], device=heads.device))
+
+
 def test_values_pass_bit_for_bit() -> None:
     tensors = drawn(CASES["norm"], (9,), torch.bfloat16)
     ours, values = run(CASES["norm"], tensors), slice((HEADS + KV) * 8, None)

@@ -101,7 +101,7 @@ def test_a_layer_is_that_of_torch(norm_first: bool, bias: bool, activation: Any,
 
 def test_a_stack_is_the_encoder_of_torch():
     layer = nn.TransformerEncoderLayer(24, 4, 40, 0.0, batch_first=True, norm_first=True)
-    its: Any = randomized(nn.TransformerEncoder(layer, 3, nn.LayerNorm(24), enable_nested_tensor=False))
+    its: Any = randomized(nn.TransformerEncoder(layer, 3, nn.LayerNorm(24, 0.1), enable_nested_tensor=False))
     mine = from_torch(its)
     agree(mine, its, torch.float32, ours={}, theirs=call_layer)
     assert list(mine.state_dict())[-2:] == ["norm.weight", "norm.bias"]

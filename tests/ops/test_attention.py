@@ -374,10 +374,10 @@ def test_errors_name_the_place_and_what_was_expected():
         with pytest.raises(sf.errors.InputError, match=rf"SF101 position 1 .* expects floating-point x.* got {said}"):
             model(x, m=mask)
     packed_model = sf.Sequential(ops.Attention(2, 1, cu_seqlens="ends"))
-    with pytest.raises(
-        sf.errors.InputError, match=r"position 0 \(Attention\): expects cu_seqlens that run from 0 to 3"
-    ):
-        packed_model(torch.zeros(3, 12), ends=torch.tensor([0, 2]))
+    for ends in ([0, 2], [1, 3], [0, 2, 1, 3], []):
+        message = r"SF107 position 0 \(Attention\): expects cu_seqlens that run from 0 to 3"
+        with pytest.raises(sf.errors.InputError, match=message):
+            packed_model(torch.zeros(3, 12), ends=torch.tensor(ends, dtype=torch.int32))
     with pytest.raises(sf.errors.InputError, match=r"expects x \[S, C\]"):
         packed_model(torch.zeros(1, 3, 12), ends=torch.tensor([0, 3]))
 

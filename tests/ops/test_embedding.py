@@ -122,6 +122,14 @@ def test_given_positions_get_their_gradients(shape: tuple[int, ...], dtype: torc
     assert_bitwise_equal(x.grad, dy)
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_gradients_of_a_position_are_summed_in_float32(dtype: torch.dtype):
+    op = ops.PositionEmbedding(9, 6, positions="p", dtype=dtype)
+    y = sf.Sequential(op)(torch.zeros(4096, 6, dtype=dtype), p=torch.full((4096,), 2))
+    y.backward(torch.ones_like(y))
+    assert op.weight.grad[2].eq(4096).all()
+
+
 def test_positions_that_do_not_fit_are_refused():
     with pytest.raises(sf.errors.InputError, match="expects at most 4 positions, got 5"):
         ops.PositionEmbedding(4, 6)(torch.zeros(5, 6))

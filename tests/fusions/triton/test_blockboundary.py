@@ -103,13 +103,17 @@ def test_nothing_is_dropped_in_evaluation(device: torch.device):
     assert_fused_close(model(x).detach(), unfused, exact)
 
 
-def test_the_stream_takes_the_dtype_of_the_sum(device: torch.device):
-    model = sf.Sequential(ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8), fusions=ALL).to(device)
+@pytest.mark.parametrize("wide", ["residual", "bias"])
+def test_the_stream_takes_the_dtype_of_the_sum(wide: str, device: torch.device):
+    bias = [ops.Bias(8)] if wide == "bias" else []
+    model = sf.Sequential(*bias, ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8), fusions=ALL).to(device)
     x, other = seeded_randn((5, 8), 0, dtype=torch.bfloat16).to(device), seeded_randn((5, 8), 1).to(device)
+    other = other.bfloat16() if bias else other
     with sf.fusing(on_error="raise"):
+        assert model.plan(x, other=other).count("BlockBoundary") == 1
         y, stream = model(x, other=other)
     assert y.dtype is stream.dtype is torch.float32
-    assert_bitwise_equal(stream.detach(), x + other)
+    assert_bitwise_equal(stream.detach(), x.float() + other)
 
 
 def test_leaves_the_residual_as_it_was(device: torch.device):

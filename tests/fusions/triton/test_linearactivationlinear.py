@@ -46,15 +46,38 @@ def test_with_the_end_of_a_block(bias: bool, device: torch.device):
     check_fusion(LinearActivationLinear, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])
 
 
-def test_a_float32_residual_stays_one(device: torch.device):
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_a_residual_may_be_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype], device: torch.device):
     list_ = [ops.Linear(6, 5), ops.SiLU(), ops.Linear(5, 6), ops.Add("other")]
-    model = sf.Sequential(*list_, fusions=LinearActivationLinear).to(device, torch.bfloat16)
-    x, other = seeded_randn((5, 6), 0, dtype=torch.bfloat16).to(device), seeded_randn((5, 6), 1).to(device)
+    model = sf.Sequential(*list_, fusions=LinearActivationLinear).to(device, dtypes[0])
+    x, other = (seeded_randn((5, 6), i, dtype=dtype).to(device) for i, dtype in enumerate(dtypes))
     assert model.plan(x, other=other).count("LinearActivationLinear") == 1
     with sf.fusing(on_error="raise"):
         y = model(x, other=other)
         assert y.dtype is torch.float32
         y.sum().backward()
+
+
+@pytest.mark.parametrize("trained", ["", "0.bias"])
+def test_what_was_dropped_stays_so_where_the_model_evaluates_before_the_backward_pass(
+    trained: str, device: torch.device
+):
+    """Of a first product that is frozen the activation is made again, and its bias alone may be trained."""
+    model = sf.Sequential(*layers(ops.SiLU(), ops.Dropout(0.3)), fusions=LinearActivationLinear).to(device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in ("3.weight", trained))
+    x, found = seeded_randn((5, 6), 0).to(device), list[list[Tensor | None]]()
+    for fused, evaluated in ((True, False), (True, True), (False, False)):
+        torch.manual_seed(0)
+        model.train().zero_grad()
+        with sf.fusing(fused, on_error="raise"):
+            assert model.plan(x).count("LinearActivationLinear") == fused
+            y = model(x)
+            model.train(not evaluated)
+            y.backward(seeded_randn((5, 7), 1).to(device))
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    torch.testing.assert_close(found[0], found[2])
 
 
 def test_trains_to_the_same_gradients(device: torch.device):
