@@ -150,7 +150,10 @@ def outputs_say_what_they_are_everywhere() -> None:
                 y, expected = staged(x), alone(x)
             assert y.is_meta is not last
             assert (y.shape, y.dtype, y.requires_grad) == (expected.shape, expected.dtype, grad)
-            assert torch.equal(everywhere(y, staged), expected)
+            numbers = everywhere(y, staged)
+            assert torch.equal(numbers, expected)
+            numbers += 1  # they are a copy
+            assert not last or torch.equal(y, expected)
     with torch.inference_mode():
         assert torch.equal(everywhere(staged(x), staged), alone(x))
     y = staged(torch.empty(0, 4, dtype=DTYPE))
@@ -178,6 +181,25 @@ def without_a_gradient_before_a_boundary() -> None:
         alone.zero_grad()
 
 
+def freezing_between_calls_is_seen_on_every_rank() -> None:
+    alone = model_of()
+    staged = staged_of(alone)
+    names = [{}, {"0"}, {}, {"2", "3"}, {"0", "2", "3", "5", "6"}, {"5", "6"}]
+    for frozen in map(set, names):
+        for model in (staged, alone):
+            model.zero_grad()
+            for name, p in model.named_parameters():
+                p.requires_grad_(name.partition(".")[0] not in frozen)
+            y = model(batch(0)[0])
+            assert y.requires_grad == (len(frozen) < 5)
+            if y.requires_grad:
+                y.square().sum().backward()
+        expected = dict(alone.named_parameters())
+        for name, p in own(staged).items():
+            assert (p.grad is None) == (expected[name].grad is None), (frozen, name)
+            assert p.grad is None or torch.equal(p.grad, expected[name].grad), (frozen, name)
+
+
 def complex_numbers_have_gradients_too() -> None:
     alone = sf.Sequential(ops.Linear(4, 6), ops.Linear(6, 6), ops.Linear(6, 3)).to(torch.complex128)
     staged = staged_of(alone, ("1", "2"))
@@ -200,6 +222,49 @@ def gradients_that_end_in_a_stage_are_not_waited_for() -> None:
         model(batch(0)[0]).sum().backward()
     for name, p in own(staged).items():
         assert (p.grad is None) == (name.startswith("0")), name
+
+
+def a_channel_may_pass_a_stage_in_which_the_chain_ends() -> None:
+    for shapes in ("infer", "broadcast"):
+        alone = sf.Sequential(
+            ops.Linear(4, 6), ops.Fork("skip"), Detach(), ops.Linear(6, 6), ops.Add("skip"), ops.Linear(6, 3)
+        ).to(DTYPE)
+        staged = staged_of(alone, ("2", "4"), shapes=shapes)
+        for model in (staged, alone):
+            model(batch(0)[0]).sum().backward()
+        expected = dict(alone.named_parameters())
+        for name, p in own(staged).items():
+            assert torch.equal(p.grad, expected[name].grad), (shapes, name)
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        return None
+
+
+class GivesNone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return NoGradient.apply(x)
+
+
+def a_stage_may_give_back_no_gradient_at_all() -> None:
+    alone = sf.Sequential(
+        ops.Linear(4, 6), ops.Fork("skip"), ops.Tanh(), ops.Add("skip"), GivesNone(), ops.Linear(6, 3)
+    ).to(DTYPE)
+    staged = staged_of(alone, ("2", "5"), shapes="broadcast")
+    for model in (staged, alone):
+        model(batch(0)[0]).sum().backward()
+    expected = dict(alone.named_parameters())
+    for name, p in own(staged).items():
+        if name.startswith("0"):
+            assert p.grad is None or not p.grad.any()
+        else:
+            assert torch.equal(p.grad, expected[name].grad)
 
 
 def public_channels_go_with_the_chain() -> None:
@@ -258,7 +323,11 @@ def a_tensor_of_this_rank_gets_no_gradient_from_the_loss() -> None:
     if dist.get_rank() < 2:
         with pytest.raises(sf.errors.StateError, match=r"SF508.*gradient of a tensor of this rank"):
             (y.detach() * scale).sum().backward()
-        for ask in (lambda: torch.autograd.grad(y.sum(), [scale]), lambda: y.sum().backward(inputs=[scale])):
+        for ask in (
+            lambda: torch.autograd.grad(y.sum(), [scale]),
+            lambda: y.sum().backward(inputs=[scale]),
+            lambda: y.sum().backward(None, None, None, [scale]),
+        ):
             with pytest.raises(sf.errors.StateError, match=r"SF508.*backward"):
                 ask()
 
@@ -483,8 +552,11 @@ THREE = [
     stages_of_other_ranks_hold_and_launch_nothing,
     outputs_say_what_they_are_everywhere,
     without_a_gradient_before_a_boundary,
+    freezing_between_calls_is_seen_on_every_rank,
     complex_numbers_have_gradients_too,
     gradients_that_end_in_a_stage_are_not_waited_for,
+    a_channel_may_pass_a_stage_in_which_the_chain_ends,
+    a_stage_may_give_back_no_gradient_at_all,
     public_channels_go_with_the_chain,
     several_forwards_before_one_backward,
     reading_the_loss_elsewhere_raises,
@@ -579,7 +651,11 @@ class InBFloat16:
             DTYPE = before
 
 
-_OF_ONE_DTYPE = (stages_of_other_ranks_hold_and_launch_nothing, under_autocast, a_parameter_on_two_ranks_is_refused)
+_OF_ONE_DTYPE = (
+    stages_of_other_ranks_hold_and_launch_nothing, under_autocast, a_parameter_on_two_ranks_is_refused,
+    freezing_between_calls_is_seen_on_every_rank, a_channel_may_pass_a_stage_in_which_the_chain_ends,
+    a_stage_may_give_back_no_gradient_at_all,
+)  # fmt: skip
 for works in (THREE, TWO):
     works += [InBFloat16(work) for work in works if work not in _OF_ONE_DTYPE]
 
@@ -731,6 +807,20 @@ def test_norms_of_two_dtypes_are_added_in_the_wider_one():
     for i, p in enumerate(model.parameters()):
         p.grad = torch.full_like(p, 1.0 if i else 0.03125)
     assert clip_grad_norm_(model, 1e9).item() == pytest.approx((64 + 0.0625) ** 0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_a_norm_that_is_not_finite_is_an_error_where_that_is_asked_for(wrong: float):
+    model = nn.Linear(2, 1, bias=False)
+    model.weight.grad = torch.tensor([[1.0, wrong]])
+    with pytest.raises(RuntimeError, match=r"total norm of order 2\.0"):
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert not clip_grad_norm_(model, 1.0).isfinite()
+
+
+def test_parameters_of_other_modules_count_where_stages_are_balanced(one: Any):
+    staged = pipeline(sf.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 200)), one, stages=2)
+    assert [*staged._modules].index("boundary1") == 3
 
 
 def test_four_ranks():
