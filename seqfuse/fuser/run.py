@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from .. import operation as operations
 from ..env import Env, any_autocast, autocast_of
+from ..errors import StateError
 from ..fusion import FusedOperation, checked
 from ..group import summed_gradient
 from ..operation import FusableOperation, changes
@@ -47,7 +48,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_fresh_locks)
 
 
-class _Changed(Exception):
+class _Changed(StateError):
     """A parameter was taken away in place, `_parameters["bias"] = None`, which nobody was told of."""
 
 
@@ -134,7 +135,7 @@ class Fuser:
         except (AttributeError, KeyError):
             if listing.fingerprint.holds_in_full():
                 raise
-            raise _Changed from None
+            raise _Changed("a parameter was taken away in place from a model in stages", code="SF506") from None
         for i, group in region.summed:
             if parameters[i].requires_grad and torch.is_grad_enabled():
                 parameters[i] = summed_gradient(group, parameters[i])

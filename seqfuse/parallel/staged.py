@@ -99,7 +99,9 @@ class StagedFuser(Fuser):
         listing = self.listing()
         return [*dict.fromkeys(listing.items[at].operation for at in self.stages(listing)[index].positions)]
 
-    def _run_parts(self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+    def _run_parts(
+        self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
+    ) -> Tensor:
         given, tensors = channels.copy(), [x]  # what is in or between stages: the chain's tensor, then channels
         tells = self.placement.tells or any_autocast()
         stages = self.stages(listing)
