@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,18 +23,19 @@ from .plan import Plan, Wants, merge, plan_region
 from .reference import check_channels, draw, walk_reference
 from .show import Memory, measure
 
-RunRegion = Callable[[Listing, Region, Tensor, dict[str, Tensor], Tensor | None, Plan | None], Tensor]
+if TYPE_CHECKING:
+    from .run import Fuser
 
 
 def plan_ahead(
-    run_region: RunRegion,
+    fuser: Fuser,
     matcher: Matcher,
     listing: Listing,
     x: Tensor | None,
     env: Env | None,
     channels: dict[str, Tensor],
 ) -> Plan:
-    """The plan of a whole list, for an input or for an environment; `run_region` only measures what it keeps."""
+    """The plan of a whole list, for an input or for an environment; the fuser only measures what it keeps."""
     if x is not None:
         if listing.items:
             expect_tensor(listing.items[0], x)
@@ -74,10 +75,10 @@ def plan_ahead(
     tensors = [x, *channels.values()] + [t for item in listing.items for t in item.operation.parameters()]
     asked = [t.requires_grad for t in tensors]
 
-    def memory(_: Plan) -> Memory | None:
+    def memory(_: Plan, held: Any = fuser.root) -> Memory | None:  # the plan holds the model
         if [t.requires_grad for t in tensors] != asked:
             return None  # what is kept now is not what this plan says
-        return measure(functools.partial(_run_regions, run_region, listing, plans), x, channels, env)
+        return measure(functools.partial(_run_regions, fuser, listing, plans), x, channels, env)
 
     return dataclasses.replace(plan, measure=memory)
 
@@ -97,14 +98,14 @@ def _validate_channels(listing: Listing, x: Tensor, channels: Mapping[str, Tenso
                 try:
                     walk_reference(listing.items, run, listing.random, entering, {**given}, None)
                 except InputError as error:
-                    raise clearer(listing, run, error, entering) from None
+                    raise clearer(listing.items, run, error, entering) from None
                 except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
                     continue
         shape = shapes[-1]
 
 
 def _run_regions(
-    run_region: RunRegion,
+    fuser: Fuser,
     listing: Listing,
     plans: Sequence[Plan],
     x: Tensor,
@@ -117,7 +118,12 @@ def _run_regions(
     for part in listing.parts:
         if isinstance(part, Region):
             plan = next(left)
-            x = run_region(listing, part, x, channels, seeds, plan if planned else None)
+            if planned:
+                parameters = [getattr(owner, name) for owner, name in part.slots]
+                program = fuser.bind(listing, part, x, channels, parameters, plan=plan)
+                x = program.run(x, channels, seeds, parameters)
+            else:
+                x = fuser.run_region(listing, part, x, channels, seeds)
             continue
         item = listing.items[part]
         wanted = x.requires_grad or any(p.requires_grad for p in item.operation.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from ..measured import Epoch
 from ..operation import FusableOperation, changes
 
+# Of the attributes of a module, those that hold the engine.
+OWN = ("_fuser", "_engine")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(getattr(hooks_of, f"_global{name}") for name in HOOKS if hasattr(hooks_of, f"_global{name}"))
 
@@ -20,30 +23,42 @@ def global_hooks() -> bool:
     return any(_GLOBAL_HOOKS)
 
 
+class _Anything:
+    """Equals everything."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
 class Fingerprint:
     """What a list was read from, compared with what it is now.
 
     Attributes (configuration, training, class, a forward put on an instance, a parameter that is `None`) are compared
     only if one of any operation was set since they last were; children and hooks, which change in place, always.
+
+    The root holds the fuser that holds this, which therefore holds neither the root nor its attributes.
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
         self._epoch, self._measured = changes.epoch, Epoch.now
-        self._modules = list(dict.fromkeys(modules))
-        self._attributes = [m.__dict__ for m in self._modules]
-        self._attributes_then = [dict(now) for now in self._attributes]
-        self._types_then = [type(m) for m in self._modules]
-        self._children = [m._modules for m in self._modules if m._modules or isinstance(m, nn.Sequential)]  # pyright: ignore[reportPrivateUsage]
+        self._root, every = weakref.ref(root), list(dict.fromkeys((root, *modules)))
+        self._modules = every[1:]
+        self._attributes_then = [dict(m.__dict__) for m in every]
+        self._attributes_then[0].update((name, _Anything()) for name in OWN if name in root.__dict__)
+        self._types_then = [type(m) for m in every]
+        self._children = [m._modules for m in every if m._modules or isinstance(m, nn.Sequential)]  # pyright: ignore[reportPrivateUsage]
         self._children_then = [dict(children) for children in self._children]
         self._keys_then = [list(children) for children in self._children]
-        self._tensors = [v for now in self._attributes for v in now.values() if isinstance(v, Tensor)]
+        self._tensors = [v for now in self._attributes_then for v in now.values() if isinstance(v, Tensor)]
         self._tensors_then = [t.requires_grad for t in self._tensors]
         # A torch module inside an operation tells nobody when it is set.
-        self._others = not all(isinstance(m, FusableOperation) for m in self._modules)
-        hooked = [getattr(m, name) for m in self._modules if m is not root for name in HOOKS]
+        self._others = not all(isinstance(m, FusableOperation) for m in every)
+        hooked = [getattr(m, name) for m in self._modules for name in HOOKS]
         self._empty = [h for h in (*hooked, *_GLOBAL_HOOKS) if not h]
         self._full = [h for h in (*hooked, *_GLOBAL_HOOKS) if h]
-        self._parameters = [(m._parameters, name) for m in self._modules for name in m._parameters]  # pyright: ignore[reportPrivateUsage]
+        self._parameters = [(m._parameters, name) for m in every for name in m._parameters]  # pyright: ignore[reportPrivateUsage]
         self._absent_then = [parameters[name] is None for parameters, name in self._parameters]
 
     def holds(self) -> bool:
@@ -64,12 +79,17 @@ class Fingerprint:
             self._epoch = epoch
         return same
 
+    def _now(self) -> list[nn.Module]:
+        root = self._root()
+        return self._modules if root is None else [root, *self._modules]
+
     def _same(self, attributes: list[dict[str, Any]]) -> bool:
         try:
+            modules = self._now()
             return (
-                self._attributes == attributes
+                [m.__dict__ for m in modules] == attributes
                 and [*map(list, self._children)] == self._keys_then
-                and [*map(type, self._modules)] == self._types_then
+                and [*map(type, modules)] == self._types_then
                 and [parameters[name] is None for parameters, name in self._parameters] == self._absent_then
             )
         except Exception:  # a replaced tensor or array has no truth value, a parameter is gone: it has changed
@@ -83,6 +103,6 @@ class Fingerprint:
         """Whether what changed is training flags and nothing else, so that it may come back."""
         if self._measured is not Epoch.now:
             return False
-        pairs = zip(self._attributes, self._attributes_then, strict=True)
-        rest = self._same([{**then, "training": now.get("training")} for now, then in pairs])
+        pairs = zip(self._now(), self._attributes_then, strict=True)
+        rest = self._same([{**then, "training": now.__dict__.get("training")} for now, then in pairs])
         return rest and self._children == self._children_then and not any(self._empty) and all(self._full)

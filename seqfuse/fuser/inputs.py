@@ -55,13 +55,13 @@ def validate_all(listing: Listing, shape: Sequence[int]) -> None:
         shape = validate(listing, part, shape)[-1]
 
 
-def check_devices(listing: Listing, item: Item, x: Tensor) -> None:
+def check_devices(items: Sequence[Item], item: Item, x: Tensor) -> None:
     """Check that an operation's parameters are where the input is."""
     for name, (owner, attribute) in item.slots.items():
         parameter: Tensor = getattr(owner, attribute)
         if parameter.device != x.device:
             message = f"expects its input on {parameter.device}, where its {name} is, got {x.device}"
-            raise InputError(message, code="SF102", operation=item.name, position=listing.items.index(item))
+            raise InputError(message, code="SF102", operation=item.name, position=items.index(item))
 
 
 def check_channel_devices(listing: Listing, region: Region, x: Tensor, channels: Mapping[str, Tensor]) -> None:
@@ -74,9 +74,9 @@ def check_channel_devices(listing: Listing, region: Region, x: Tensor, channels:
                 raise InputError(message, code="SF102", operation=listing.items[position].name, position=position)
 
 
-def clearer(listing: Listing, positions: range, error: BaseException, tensor: Any) -> BaseException:
+def clearer(items: Sequence[Item], positions: range, error: BaseException, tensor: Any) -> BaseException:
     """The error of a failed step, or one that says better what was wrong with its input, with its place."""
-    item = listing.items[positions.start]
+    item = items[positions.start]
     if isinstance(error, SeqfuseError):
         if error.operation is None or error.position is None:
             error.operation, error.position = item.name, positions.start
@@ -84,17 +84,19 @@ def clearer(listing: Listing, positions: range, error: BaseException, tensor: An
     if isinstance(error, RuntimeError) and isinstance(tensor, Tensor):
         try:
             for position in positions:
-                check_devices(listing, listing.items[position], tensor)
+                check_devices(items, items[position], tensor)
         except InputError as clear:
             return clear
     return error
 
 
-def dtypes_of(listing: Listing, region: Region, x: Tensor, channels: Mapping[str, Tensor]) -> list[torch.dtype | None]:
+def dtypes_of(
+    items: Sequence[Item], random: Mapping[int, int], positions: range, x: Tensor, channels: Mapping[str, Tensor]
+) -> list[torch.dtype | None]:
     """Dtype of the tensor entering each position, from a run of the references on fake tensors; `None` from where
     they cannot run so.
     """
-    found: list[torch.dtype | None] = [x.dtype] * region.start
+    found: list[torch.dtype | None] = [x.dtype] * positions.start
     fake = is_fake(x)
     # Where only shapes are wanted, who counts what runs must not count this as well.
     own = getattr(x, "fake_mode", None)
@@ -102,10 +104,10 @@ def dtypes_of(listing: Listing, region: Region, x: Tensor, channels: Mapping[str
         with faking(own) if own is not None or not fake else contextlib.nullcontext() as mode, torch.no_grad():
             convert: Callable[[Tensor], Tensor] = (lambda t: t) if fake or mode is None else mode.from_tensor
             y, given = convert(x), {name: convert(value) for name, value in channels.items()}
-            seeds = torch.zeros(len(listing.random), dtype=torch.int64, device=x.device)
-            for position in range(region.start, region.stop):
+            seeds = torch.zeros(len(random), dtype=torch.int64, device=x.device)
+            for position in positions:
                 found.append(y.dtype)
-                y = walk_reference(listing.items, range(position, position + 1), listing.random, y, given, seeds)
+                y = walk_reference(items, range(position, position + 1), random, y, given, seeds)
     except Exception:
-        found += [None] * (region.stop - len(found))
+        found += [None] * (positions.stop - len(found))
     return found

@@ -94,47 +94,56 @@ def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list
     items: list[Item] = []
     looked_at: list[nn.Module] = [] if seen is None else seen
     nested: list[range] = []
-
-    def visit(module: nn.Module, path: str, within: tuple[nn.Module, ...], hidden: bool = False) -> None:
-        kind, top = plain_type(module), len(within) == 0  # `not within` is not traced
-        if any(module is other for other in within):
-            message = "it expands to itself, and has neither fwd nor forward to run"
-            message = "it holds itself" if isinstance(module, nn.Sequential) else message
-            raise PluginError(message, code="SF305", operation=kind.__name__, position=len(items))
-        if isinstance(module, FusableOperation):
-            looked_at.append(module)
-        alone = None if top else _alone(module, kind, hidden)
-        if alone is not None:
-            items.append(Item(module, path, kind.__name__, alone=alone))
-            return
-        assert isinstance(module, FusableOperation)
-        if isinstance(module, UnfusedOperation):
-            looked_at.extend(module.modules())
-        members, start = module.expand(), len(items)
-        if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):  # pyright: ignore[reportUnnecessaryIsInstance]
-            message = f"expand() must return a tuple of modules, not {members!r}"
-            raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
-        # Told apart by `is`: an `id` would make a compiled graph that of one object, and every layer had its own.
-        children, at = [*module._modules.items()], 0  # pyright: ignore[reportPrivateUsage]
-        for member in members:
-            if member is module and isinstance(module, UnfusedOperation):
-                exact = bool(getattr(kind, "is_final", False)) or module.is_open
-                derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
-                slots = _own_slots(module, members)
-                items.append(Item(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))
-            else:
-                if at < len(children) and children[at][1] is member:  # as a container has them
-                    named, at = children[at][0], at + 1
-                else:
-                    named = next((key for key, child in children if child is member), None)
-                key = type(member).__name__.lower() if named is None else named
-                visit(member, f"{path}.{key}".lstrip("."), (*within, module), named is None)
-        if not top and len(members) > 1:
-            nested.append(range(start, len(items)))
-
-    visit(root, "", ())
+    _visit((items, looked_at, nested), root, "", ())
     _route(items, nested, isinstance(root, UnfusedOperation), looked_at)
     return items
+
+
+def _visit(
+    into: tuple[list[Item], list[nn.Module], list[range]],
+    module: nn.Module,
+    path: str,
+    within: tuple[nn.Module, ...],
+    hidden: bool = False,
+) -> None:
+    """Add a module's items, the modules looked at and the stretches of containers to the three lists."""
+    # No function inside `flatten`: one that calls itself is a cycle, which would keep all of this alive.
+    items, looked_at, nested = into
+    kind, top = plain_type(module), len(within) == 0  # `not within` is not traced
+    if any(module is other for other in within):
+        message = "it expands to itself, and has neither fwd nor forward to run"
+        message = "it holds itself" if isinstance(module, nn.Sequential) else message
+        raise PluginError(message, code="SF305", operation=kind.__name__, position=len(items))
+    if isinstance(module, FusableOperation):
+        looked_at.append(module)
+    alone = None if top else _alone(module, kind, hidden)
+    if alone is not None:
+        items.append(Item(module, path, kind.__name__, alone=alone))
+        return
+    assert isinstance(module, FusableOperation)
+    if isinstance(module, UnfusedOperation):
+        looked_at.extend(module.modules())
+    members, start = module.expand(), len(items)
+    if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):  # pyright: ignore[reportUnnecessaryIsInstance]
+        message = f"expand() must return a tuple of modules, not {members!r}"
+        raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
+    # Told apart by `is`: an `id` would make a compiled graph that of one object, and every layer had its own.
+    children, at = [*module._modules.items()], 0  # pyright: ignore[reportPrivateUsage]
+    for member in members:
+        if member is module and isinstance(module, UnfusedOperation):
+            exact = bool(getattr(kind, "is_final", False)) or module.is_open
+            derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
+            slots = _own_slots(module, members)
+            items.append(Item(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))
+        else:
+            if at < len(children) and children[at][1] is member:  # as a container has them
+                named, at = children[at][0], at + 1
+            else:
+                named = next((key for key, child in children if child is member), None)
+            key = type(member).__name__.lower() if named is None else named
+            _visit(into, member, f"{path}.{key}".lstrip("."), (*within, module), named is None)
+    if not top and len(members) > 1:
+        nested.append(range(start, len(items)))
 
 
 def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict[str, tuple[nn.Module, str]]:

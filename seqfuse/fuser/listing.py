@@ -21,6 +21,8 @@ from .plan import Plan
 from .reference import random_positions
 from .segment import Segment
 
+KEPT_PROGRAMS = 512
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Program:
@@ -35,6 +37,11 @@ class Program:
         for segment, indices in self.segments:
             x = apply(segment, x, channels, seeds, parameters if indices is None else [parameters[i] for i in indices])
         return x
+
+
+def with_entry(programs: dict[Any, Program], key: Any, program: Program) -> dict[Any, Program]:
+    """A copy with one more entry: readers hold no lock. A full one starts anew."""
+    return {**(programs if len(programs) < KEPT_PROGRAMS else {}), key: program}
 
 
 @dataclasses.dataclass(slots=True, eq=False)

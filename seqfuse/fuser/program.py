@@ -39,7 +39,7 @@ class Binder:
         entering: Mapping[int, Like],
         dtypes_now: Callable[[], Sequence[torch.dtype | None]],
         clearer: Callable[[range, BaseException, Any], BaseException],
-        note: Callable[[str, int, str], None],
+        note: Callable[[], Callable[[str, int, str], None] | None],
     ) -> None:
         self.items, self.random, self.wants, self.env = listing.items, listing.random, wants, env
         self.configured = listing.configured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,12 +27,12 @@ from .enrolled import enroll
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate
 from .items import flatten, has_own_graph, public_channels
 from .known import Known
-from .listing import Listing, Program, Region, collecting_later
+from .listing import Listing, Program, Region, collecting_later, with_entry
 from .match import Matcher
 from .plan import Plan, Wants, plan_region
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
 
-KEPT_LISTS, KEPT_PROGRAMS = 8, 512
+KEPT_LISTS = 8
 _requires, _dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 _PLAIN = (Tensor, nn.Parameter)
 _one_at_a_time = threading.RLock()
@@ -58,10 +59,14 @@ class Fuser:
     Args:
         root: a container, or one operation.
         fusions: the rule set, in order of preference between equals.
+        owned: whether `root` holds this fuser, which then does not keep it alive.
     """
 
-    def __init__(self, root: FusableOperation, fusions: Sequence[type[FusedOperation]] = ()) -> None:
-        self.root, self.fusions = root, checked(fusions)
+    def __init__(
+        self, root: FusableOperation, fusions: Sequence[type[FusedOperation]] = (), owned: bool = False
+    ) -> None:
+        self._root, self._held = weakref.ref(root), None if owned else root
+        self.fusions = checked(fusions)
         self._reset()
 
     def _reset(self) -> None:
@@ -70,11 +75,16 @@ class Fuser:
         self._matcher = Matcher(self.fusions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "fusions": self.fusions}
+        return {"_root": self.root, "_held": self._held, "fusions": self.fusions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _root=weakref.ref(state["_root"]))
         self._reset()
+
+    @property
+    def root(self) -> Any:
+        """The container, or the one operation: there as long as somebody holds it."""
+        return self._root()
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs."""
@@ -181,8 +191,8 @@ class Fuser:
                 if program is None:
                     with collecting_later():
                         program = self.bind(listing, region, x, channels, parameters)
-                    region.programs = _with(region.programs, bucket_key, program)
-                region.shapes = _with(region.shapes, exact_key, program)
+                    region.programs = with_entry(region.programs, bucket_key, program)
+                region.shapes = with_entry(region.shapes, exact_key, program)
             region.latest = key, program
             return program
 
@@ -203,7 +213,7 @@ class Fuser:
             exact = exact and all(channels[c].__class__ in plain for c in region.channels)
         exact = exact and not has_own_graph(self.root)
         for item in listing.items[region.start : region.stop]:
-            check_devices(listing, item, x)
+            check_devices(listing.items, item, x)
         check_channel_devices(listing, region, x, channels)
         given = {c: channels[c].requires_grad for c in region.channels}
         wants = Wants.of(listing.items, region.start, region.stop, x.requires_grad, given, env.grad)
@@ -211,9 +221,8 @@ class Fuser:
         if plan is None:
             known = Known(listing.items, wants, env, region.start, None if env.rows is None else shapes)
             plan = plan_region(listing.items, region.start, region.stop, wants, env, fusing, self._matcher, known)
-        binder = binder_of(
-            listing, region, x, channels, parameters, shapes, wants, env, fusing.on_error, self._note_failure
-        )
+        note = weakref.WeakMethod(self._note_failure)
+        binder = binder_of(listing, region, x, channels, parameters, shapes, wants, env, fusing.on_error, note)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = binder.segments(plan) if exact else []
         chosen = [[index[id(owner), name] for owner, name in s.parameters] for s in bound]
@@ -257,22 +266,7 @@ class Fuser:
         tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
         """
         with collecting_later():
-            return plan_ahead(self._run_as, self._matcher, self._changed(), x, env, channels)
-
-    def _run_as(
-        self,
-        listing: Listing,
-        region: Region,
-        x: Tensor,
-        channels: dict[str, Tensor],
-        seeds: Tensor | None,
-        plan: Plan | None,
-    ) -> Tensor:
-        """Run a region by a plan made before, by other costs it may be; by that of now where there is none."""
-        if plan is None:
-            return self.run_region(listing, region, x, channels, seeds)
-        parameters = [getattr(owner, name) for owner, name in region.slots]
-        return self.bind(listing, region, x, channels, parameters, plan=plan).run(x, channels, seeds, parameters)
+            return plan_ahead(self, self._matcher, self._changed(), x, env, channels)
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""
@@ -290,11 +284,6 @@ class Fuser:
 
 def _signature(tensors: Sequence[Tensor]) -> list[Any]:
     return [*map(_requires, tensors), *map(_dtype, tensors), *map(type, tensors)]
-
-
-def _with(programs: dict[Any, Program], key: Any, program: Program) -> dict[Any, Program]:
-    """A copy with one more entry: readers hold no lock. A full one starts anew."""
-    return {**(programs if len(programs) < KEPT_PROGRAMS else {}), key: program}
 
 
 operations.alone = Fuser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -71,12 +70,14 @@ class Back:
     together: bool
     unfused: Callable[[], tuple[Back, ...]] | None
     recover: Callable[[Any], Any] | None  # a joint fusion's record as the records of its operations
-    apart: Callable[..., Tensor | None] | None = None  # runs its operations in its place
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
-    """A run of steps behind one autograd node."""
+    """A run of steps behind one autograd node.
+
+    The code made for it is passed the segment at each call: it holds none, since the segment holds the code.
+    """
 
     forward_calls: tuple[Call, ...]
     backward_calls: Callable[[Asked | None], tuple[Back, ...]]
@@ -93,7 +94,7 @@ class Segment:
     can_fall_back: bool
     live: bool
     clearer: Callable[[range, BaseException, Any], BaseException]
-    note: Callable[[str, int, str], None]  # is told each failure
+    note: Callable[[], Callable[[str, int, str], None] | None]  # what is told each failure, while it is there
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
     # Steps by what they are of: those of the segment, of a fusion that failed, of what comes after it.
     made: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=lambda: dict[Any, Callable[..., Any]]())
@@ -103,18 +104,18 @@ class Segment:
     def run(self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
         """Run the forward steps; `channels` gains what they emit and loses what nobody reads any more."""
         if self.plain is None:
-            self.plain = self._ahead(self.forward_calls, False)
-        return self.plain(x, channels, seeds, None, None)
+            self.plain = ahead(self.forward_calls, False)
+        return self.plain(self, x, channels, seeds, None, None)
 
     def run_keeping(
         self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
     ) -> tuple[Tensor, list[Any], Packed]:
         """Run the forward steps: with y, the tensors to save, each once, and the records as entries into them."""
         if self.keeping is None:
-            self.keeping = self._ahead(self.forward_calls, True)
+            self.keeping = ahead(self.forward_calls, True)
         flat: list[Any] = []
         packed: Packed = {}
-        y = self.keeping(x, channels, seeds, flat, packed)
+        y = self.keeping(self, x, channels, seeds, flat, packed)
         ids = [*map(id, flat)]
         if len(set(ids)) < len(flat):
             unique = dict(zip(ids, flat, strict=True))
@@ -141,8 +142,8 @@ class Segment:
             tensors = tuple([tensors[i] for i in order])
         run = self.made.get(asked)
         if run is None:
-            run = self.made[asked] = self._back(self.backward_calls(asked))
-        dx = run(dy, sides, packed, tensors, sums)
+            run = self.made[asked] = back(self.backward_calls(asked))
+        dx = run(self, dy, sides, packed, tensors, sums)
         if buffers is not None:
             buffers.settle(sums)
         return dx if asked is None or asked[1] else None, sums
@@ -157,10 +158,7 @@ class Segment:
         """A number for what ran: the plan, and the fusions that fell back."""
         return hash((self.signature, packed.get(FELL)))
 
-    def _ahead(self, calls: Sequence[Call], keep: bool) -> Callable[..., Tensor]:
-        return ahead(calls, keep, functools.partial(self._failed, calls, keep))
-
-    def _failed(
+    def failed(
         self,
         calls: Sequence[Call],
         keep: bool,
@@ -176,33 +174,28 @@ class Segment:
         call = calls[at]
         self._may_fall_back(call, error, x)
         assert call.unfused is not None
-        x = self._rest((call, keep), call.unfused, keep)(x, channels, seeds, flat, packed)
+        x = self._rest((call, keep), call.unfused, keep)(self, x, channels, seeds, flat, packed)
         self._warn(call, error, x)
         if packed is not None:
             packed[FELL] = (*packed.get(FELL, ()), call.start)
         if at + 1 == len(calls):
             return x
         rest = self._rest((calls[at + 1], len(calls), keep), lambda: calls[at + 1 :], keep)
-        return rest(x, channels, seeds, flat, packed)
+        return rest(self, x, channels, seeds, flat, packed)
 
     def _rest(self, key: Any, calls: Callable[[], Sequence[Call]], keep: bool) -> Callable[..., Tensor]:
         if key not in self.made:
-            self.made[key] = self._ahead(calls(), keep)
+            self.made[key] = ahead(calls(), keep)
         return self.made[key]
 
-    def _back(self, backs: Sequence[Back]) -> Callable[..., Tensor | None]:
-        for step in backs:
-            if step.unfused is not None:
-                step.apart = functools.partial(self._apart, step)
-        return back(backs, functools.partial(self._failed_back, backs))
-
-    def _apart(self, step: Back, *state: Any) -> Tensor | None:
+    def apart(self, step: Back, *state: Any) -> Tensor | None:
+        """Run the operations of a fused step in its place."""
         if step not in self.made:
             assert step.unfused is not None
-            self.made[step] = self._back(step.unfused())
-        return self.made[step](*state)
+            self.made[step] = back(step.unfused())
+        return self.made[step](self, *state)
 
-    def _failed_back(
+    def failed_back(
         self,
         backs: Sequence[Back],
         at: int,
@@ -213,6 +206,7 @@ class Segment:
         tensors: tuple[Tensor, ...],
         sums: list[Any],
     ) -> Tensor | None:
+        """Go on where a backward step failed, as `failed` does."""
         if at < 0:
             raise error  # of the operations that ran in place of a fusion
         step = backs[at]
@@ -227,14 +221,14 @@ class Segment:
             self._may_fall_back(step, error, d)
             if step.kind == "joint":
                 packed = {**packed, **self._recovered(step, error, packed, tensors)}
-        d = self._apart(step, d, sides, packed, tensors, sums)
+        d = self.apart(step, d, sides, packed, tensors, sums)
         self._warn(step, error, d)
         if at + 1 == len(backs):
             return d
         key = step, len(backs)
         if key not in self.made:
-            self.made[key] = self._back(backs[at + 1 :])
-        return self.made[key](d, sides, packed, tensors, sums)
+            self.made[key] = back(backs[at + 1 :])
+        return self.made[key](self, d, sides, packed, tensors, sums)
 
     def _recovered(self, step: Back, error: Exception, packed: Packed, tensors: tuple[Tensor, ...]) -> Packed:
         """A joint fusion's record as the records of the operations it replaced."""
@@ -277,7 +271,8 @@ class Segment:
         if isinstance(error, InputError | ForwardFellBack) or is_fake(tensor):
             return
         reason = step.name, f"{type(error).__name__}: {error}"
-        self.note(step.name, step.start, reason[1])
+        if (note := self.note()) is not None:
+            note(step.name, step.start, reason[1])
         if reason not in self.warned:
             self.warned.add(reason)
             message = f"{step.name} at position {step.start} failed ({reason[1]}); its operations ran unfused"

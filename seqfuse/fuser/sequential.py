@@ -90,7 +90,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fusions":
-            self._fuser = Fuser(self, value)
+            self._fuser = Fuser(self, value, owned=True)
             value = self._fuser.fusions
         super().__setattr__(name, value)
 

@@ -30,13 +30,13 @@ class ForwardFellBack(Exception):
     """The forward of a joint fusion ran unfused, so its backward must as well."""
 
 
-def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`run(x, channels, seeds, flat, packed)`: the forward steps; with `keep`, records go to `flat` and `packed`.
+def ahead(calls: Sequence[Call], keep: bool) -> Callable[..., Tensor]:
+    """`run(segment, x, channels, seeds, flat, packed)`: the forward steps; with `keep`, records go to the last two.
 
-    `failed(at, error, ...)` takes over where a step raises.
+    `segment.failed(...)` takes over where a step raises.
     """
-    s = Source("forward", "x, channels, seeds, flat, packed")
-    s.constants.update(failed=failed, fit=fit, look=_look)
+    s = Source("forward", "segment, x, channels, seeds, flat, packed")
+    s.constants.update(calls=calls, keep=keep, fit=fit, look=_look, checked=_checked)
     s.add("at = 0", "try:")
     s.depth += 1
     for i, call in enumerate(calls):
@@ -66,7 +66,10 @@ def ahead(calls: Sequence[Call], keep: bool, failed: Callable[..., Tensor]) -> C
         s.add("x = y")
     s.add("return x")
     s.depth -= 1
-    s.add("except Exception as error:", "    return failed(at, error, x, channels, seeds, flat, packed)")
+    s.add(
+        "except Exception as error:",
+        "    return segment.failed(calls, keep, at, error, x, channels, seeds, flat, packed)",
+    )
     return s.define()
 
 
@@ -92,30 +95,33 @@ def _pack(s: Source, place: Any, position: int, record: type[Saved], kept: tuple
 
 
 def _first(s: Source, step: Call | Back) -> str:
-    """The name by which the code calls a step: until its contract check has passed, through that."""
-    name = s.put(step.fn)
-    if step.check is not None:
-
-        def checked(x: Any, *args: Any, **kwargs: Any) -> Any:
-            out = step.fn(x, *args, **kwargs)
-            check = step.check
-            if check is None or check(step, x, out, kwargs):
-                step.check = None
-                s.constants[name] = step.fn
-            return out
-
-        s.constants[name] = checked
-    return name
+    """What the code calls for a step: until its contract check has passed, `fn` through that."""
+    if step.check is None:
+        return s.put(step.fn)
+    name = s.put(step)
+    return f"({name}.fn if {name}.check is None else checked({name}))"
 
 
-def back(backs: Sequence[Back], failed: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """`run(d, sides, packed, tensors, sums)`: the backward steps; gradients of parameters go to `sums`.
+def _checked(step: Call | Back) -> Callable[..., Any]:
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        out = step.fn(x, *args, **kwargs)
+        check = step.check
+        if check is None or check(step, x, out, kwargs):
+            step.check = None
+        return out
 
-    A step none of whose outputs the loss uses is passed by. `failed(at, error, ...)` takes over where a step raises:
-    until then, the step has changed nothing.
+    return run
+
+
+def back(backs: Sequence[Back]) -> Callable[..., Tensor | None]:
+    """`run(segment, d, sides, packed, tensors, sums)`: the backward steps; gradients of parameters go to `sums`.
+
+    A step none of whose outputs the loss uses is passed by. `segment.failed_back(...)` takes over where a step
+    raises: until then, the step has changed nothing.
     """
-    s = Source("backward", "d, sides, packed, tensors, sums")
-    s.constants.update(failed=failed, fit=fit, zeros=_zeros, plus=_plus, fell=ForwardFellBack, accumulated=accumulated)
+    s = Source("backward", "segment, d, sides, packed, tensors, sums")
+    s.constants.update(backs=backs, fit=fit, zeros=_zeros, plus=_plus, fell=ForwardFellBack, checked=_checked)
+    s.constants["accumulated"] = accumulated
     s.add("at = 0", "try:")
     s.depth += 1
     for i, step in enumerate(backs):
@@ -124,7 +130,10 @@ def back(backs: Sequence[Back], failed: Callable[..., Tensor | None]) -> Callabl
         _one(s, step)
     s.add("return d")
     s.depth -= 1
-    s.add("except Exception as error:", "    return failed(at, error, d, sides, packed, tensors, sums)")
+    s.add(
+        "except Exception as error:",
+        "    return segment.failed_back(backs, at, error, d, sides, packed, tensors, sums)",
+    )
     return s.define()
 
 
@@ -142,7 +151,8 @@ def _one(s: Source, step: Back) -> None:
     if came and step.kind == "backward":
         # Fusions are written for tensors; operations know a gradient that nobody gave.
         absent = " or ".join(f"{name} is None" for name, _ in [("d", ""), *came])
-        s.add(f"if {absent}:", "    at = -1", f"    d = {s.put(step.apart)}(d, sides, packed, tensors, sums)", "else:")
+        apart = f"segment.apart({s.put(step)}, d, sides, packed, tensors, sums)"
+        s.add(f"if {absent}:", "    at = -1", f"    d = {apart}", "else:")
         s.depth += 1
     elif came and step.zeros:
         s.add(f"if d is None: d = zeros(packed[{SHAPES - step.stop}][''])")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar, cast
 
 import torch
@@ -35,8 +36,9 @@ class Bias(sf.UnfusedOperation):
 
     NOTHING: ClassVar[Saved] = Saved()
 
-    # A tuple, so that the owner is not registered as a submodule.
-    _owner: tuple[nn.Module, ...] = ()
+    # The owner holds its member, which therefore does not hold it; who runs a member holds the owner as well. A tuple,
+    # because torch 2.11 traces no branch on a reference.
+    _owner: tuple[weakref.ref[nn.Module], ...] = ()
     _parts = 1
 
     def __init__(self, size: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -51,7 +53,7 @@ class Bias(sf.UnfusedOperation):
         self = cls.__new__(cls)
         super().__init__(self)
         self.size = size
-        self._owner, self._parts = (owner,), parts
+        self._owner, self._parts = (weakref.ref(owner),), parts
         return self
 
     def reset_parameters(self) -> None:
@@ -65,20 +67,33 @@ class Bias(sf.UnfusedOperation):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "bias" and self._owner:
-            setattr(self._owner[0], name, value)
+            setattr(self._holder(), name, value)
         else:
             super().__setattr__(name, value)
 
     def belongs_to(self, owner: nn.Module) -> bool:
         """Whether it reads the bias of this very module."""
-        return any(own is owner for own in self._owner)
+        return self._holder() is owner
+
+    def _holder(self) -> Any:
+        """The module whose bias this is."""
+        return self._owner[0]() if self._owner else self
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "_owner": self._holder()} if self._owner else state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        owner = state.get("_owner")
+        state = state if owner is None else {**state, "_owner": (weakref.ref(owner),)}
+        super().__setstate__(state)  # pyright: ignore[reportUnknownMemberType]
 
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
-        return {"bias": (self._owner[0], "bias")} if self._owner else super().parameter_slots()
+        return {"bias": (self._holder(), "bias")} if self._owner else super().parameter_slots()
 
     def read(self) -> Tensor:
         """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
-        bias = parameter(self._owner[0] if self._owner else self, "bias")
+        bias = parameter(self._holder(), "bias")
         assert bias is not None
         if self._parts > 1:
             bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]

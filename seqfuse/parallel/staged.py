@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 from ..env import any_autocast
 from ..errors import InputError, StateError
 from ..fuser.inputs import validate
-from ..fuser.listing import Listing, Region
+from ..fuser.listing import KEPT_PROGRAMS, Listing, Region
 from ..fuser.reference import check_channels, draw, run_alone, transformed, walk_reference
-from ..fuser.run import KEPT_PROGRAMS, Fuser
+from ..fuser.run import Fuser
 from ..fuser.sequential import Sequential
 from ..ops._cache import current
 from .elsewhere import Elsewhere, blank
@@ -54,7 +54,7 @@ class StagedFuser(Fuser):
     """Runs a list in stages: this rank's own as ever, those of others on shapes alone."""
 
     def __init__(self, root: Sequential, fusions: Any, placement: Placement) -> None:
-        super().__init__(root, fusions)
+        super().__init__(root, fusions, owned=True)
         self.placement = placement
         self.device: torch.device | None = None  # of the latest input
         self._cuts: WeakKeyDictionary[Listing, tuple[Stage, ...]] = WeakKeyDictionary()

@@ -1,0 +1,162 @@
+"""What nobody holds is freed at once, without a garbage collection."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.fuser.fusions import PAIR, tensor
+
+
+class BrokenBiasReLU(sf.ForwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def fwd(self, x: Tensor) -> Any:
+        raise RuntimeError("broken")
+
+
+class BrokenBiasReLUBack(sf.BackwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
+        raise RuntimeError("broken")
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Generator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def plain() -> sf.Sequential:
+    return sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 5))
+
+
+def fused() -> sf.Sequential:
+    return sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 5), fusions=PAIR)
+
+
+def broken() -> sf.Sequential:
+    fusions = BrokenBiasReLU, BrokenBiasReLUBack
+    return sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 5), fusions=fusions)
+
+
+def nested() -> sf.Sequential:
+    inner = sf.Sequential(ops.LayerNorm(5), sf.Sequential(ops.Linear(5, 5), ops.Dropout(0.5)))
+    return sf.Sequential(ops.Residual(inner, ops.GeLU()), nn.Linear(5, 5), ops.RMSNorm(5))
+
+
+def uncalled(model: sf.Sequential) -> None:
+    pass
+
+
+def trained(model: sf.Sequential) -> None:
+    model(tensor(3, 5)).sum().backward()
+
+
+def evaluated(model: sf.Sequential) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(tensor(3, 5))
+    model(tensor(3, 5)).sum().backward()
+
+
+def switched(model: sf.Sequential) -> None:
+    trained(model)
+    evaluated(model)
+    model.train()
+    trained(model)
+
+
+def planned(model: sf.Sequential) -> None:
+    model.plan(tensor(3, 5))
+    trained(model)
+
+
+def changed(model: sf.Sequential) -> None:
+    trained(model)
+    model.append(ops.Tanh())
+    trained(model)
+
+
+def copied(model: sf.Sequential) -> None:
+    trained(model)
+    trained(copy.deepcopy(model))
+    trained(pickle.loads(pickle.dumps(model)))
+    trained(copy.copy(model))
+
+
+def alive(model: nn.Module) -> Callable[[], list[str]]:
+    """Which of a model, its modules and its parameters are left."""
+    named: list[tuple[str, Any]] = [*model.named_modules(), *model.named_parameters()]
+    held = {name: weakref.ref(value) for name, value in named}
+    return lambda: [name for name, ref in held.items() if ref() is not None]
+
+
+@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        *[(plain, uncalled), (plain, evaluated), (plain, changed), (fused, trained), (fused, planned), (fused, copied)],
+        *[(broken, trained), (nested, planned), (nested, switched)],
+    ],
+)
+def test_a_model_is_freed_with_its_parameters_when_nobody_holds_it(
+    make: Callable[[], sf.Sequential], use: Callable[[sf.Sequential], None]
+) -> None:
+    model = make()
+    left = alive(model)
+    use(model)
+    assert left()
+    del model
+    assert left() == []
+
+
+def test_an_operation_that_was_not_called_is_freed_though_it_has_a_member() -> None:
+    linear = ops.Linear(5, 4)
+    left = alive(linear)
+    del linear
+    assert left() == []
+
+
+def test_a_graph_keeps_what_its_backward_needs_and_no_more() -> None:
+    model, x = fused(), tensor(3, 5)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    root, left, y = weakref.ref(model), alive(model), model(x)
+    del model
+    assert root() is None
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+    del y
+    assert left() == []
+
+
+def test_a_plan_holds_its_model_to_measure_its_memory() -> None:
+    model, x = fused(), tensor(3, 5)
+    expected, plan, root = str(model.plan(x)), model.plan(x), weakref.ref(model)
+    del model
+    assert root() is not None
+    assert "saved for backward" in expected
+    assert str(plan) == expected
+
+
+def test_a_fuser_of_its_own_holds_the_list() -> None:
+    fuser = sf.Fuser(fused())
+    assert fuser(tensor(3, 5)).shape == (3, 5)
+    left = alive(fuser.root)
+    del fuser
+    assert left() == []
