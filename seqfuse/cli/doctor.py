@@ -21,10 +21,10 @@ import torch
 
 from .. import fusions, plugins, store
 from ..env import Env
-from ..fuser import Sequential, flatten
-from ..fuser.items import public_channels
+from ..fuser import Sequential
 from ..fusion import FusedOperation, InferenceFusion
 from ..settings import settings
+from ..testing.cases import Case, Specimen
 from ..testing.patterns import example_lists
 from ..testing.tensors import seeded_randn
 from .output import tell
@@ -195,7 +195,8 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
             try:
                 for operations, entering in itertools.islice(example_lists(fusion, x), _EXAMPLES):
                     chain = Sequential(*operations, fusions=(fusion,)).to(device, dtype)
-                    inputs: Any = {c: torch.empty_like(entering) for c in public_channels(flatten(chain))[0]}
+                    drawn = Specimen(operations, entering, {}, 0).inputs_for(Case(tuple(entering.shape), dtype), 0)
+                    inputs: Any = {name: t for name, t in drawn.items() if name != "x"}
                     with torch.set_grad_enabled(grad):
                         plan = chain.plan(entering.requires_grad_(grad), **inputs)
                     if plan.fused != (0, 0) or any(r.outbid for r in plan.refused):

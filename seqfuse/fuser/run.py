@@ -62,6 +62,8 @@ class Fuser:
         owned: whether `root` holds this fuser, which then does not keep it alive.
     """
 
+    views = True  # stretches of nothing but views run under plain autograd
+
     def __init__(
         self, root: FusableOperation, fusions: Sequence[type[FusedOperation]] = (), owned: bool = False
     ) -> None:
@@ -229,7 +231,7 @@ class Fuser:
         whole = [*range(len(parameters))]
         segments = [(s, None if indices == whole else indices) for s, indices in zip(bound, chosen, strict=True)]
         inside: list[Any] = [item.operation for item in listing.items[region.start : region.stop]]
-        views = not any(plan.fused) and all(operation.is_view for operation in inside)
+        views = self.views and not any(plan.fused) and all(operation.is_view for operation in inside)
         return Program(plan, segments, views or not exact)
 
     def _changed(self) -> Listing:

@@ -88,7 +88,8 @@ def _blocks(qkv: QKV, how: Scores) -> Iterator[tuple[slice, slice]]:
 def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor, Tensor | None]:
     """Scores [B, Hkv, G, rows, keys], -inf where not seen, and tanh(score / softcap) where they are bent."""
     q, k, _ = grouped
-    scores, bent = q[..., rows, :] @ k[..., keys, :].mT, None
+    # Autocast makes products in 16 bits, in which weights would lose more than they do.
+    scores, bent = (q[..., rows, :] @ k[..., keys, :].mT).to(q.dtype), None
     if how.softcap is not None:
         bent = (scores / how.softcap).tanh_()
         scores = bent * how.softcap

@@ -50,6 +50,8 @@ class Bench(Fuser):
     `prepare` sees each instance of a fusion before it is used.
     """
 
+    views = False
+
     def __init__(
         self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), prepare: Prepare | None = None
     ) -> None:

@@ -22,7 +22,7 @@ def test_takes_the_place_of_what_it_replaces(act: sf.Pointwise, bias: bool, monk
         checked = check_fusion(
             fusions.LinearBiasActOneDNN, seeded_randn(shape, 0), linear, act, dtypes=(torch.bfloat16,)
         )
-        assert checked.cases > 20
+        assert checked.cases > 6
 
 
 def refusals(linear: ops.Linear, act: sf.Pointwise, env: sf.Env) -> list[str]:
