@@ -23,8 +23,7 @@ from ..operation import UnfusedOperation
 from .structure import Tree, Untouched, assert_bitwise_equal
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
-HUGE = "huge"
-_MOST_SUBSETS = 32
+HUGE, _MOST_SUBSETS = "huge", 32
 _ROWS = 33  # enough for the bias part of the rule, and no power of two
 Prepare = Callable[[FusedOperation], None]
 
@@ -50,7 +49,7 @@ class Bench(Fuser):
     `prepare` sees each instance of a fusion before it is used.
     """
 
-    views = False
+    views = False  # a stretch of views is tested behind a node as all others are
 
     def __init__(
         self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), prepare: Prepare | None = None
@@ -146,8 +145,7 @@ class Specimen:
 
     def at(self, dtype: torch.dtype, *, wide: bool = False) -> Sequential:
         """A copy of the list with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
-        made = copy.deepcopy(self.root).to(dtype)
-        return made.double() if wide else made
+        return copy.deepcopy(self.root).to(dtype).to(torch.float64 if wide else dtype)
 
     def named(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """Parameters of a copy by name, under the places of their operations."""
@@ -179,8 +177,7 @@ class Specimen:
         last = given[-1:]
         main = given if torch.Size(given[:-1]).numel() >= _ROWS else (_ROWS, *last)
         wanted = [main, given, last, (1, *last), (7, *last), (2, 3, 5, *last), (0, *last)]
-        accepted = [shape for shape in dict.fromkeys(wanted) if self._accepts(shape)]
-        return accepted or [given]
+        return [shape for shape in dict.fromkeys(wanted) if self._accepts(shape)] or [given]
 
     def _accepts(self, shape: Shape) -> bool:
         try:

@@ -10,31 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from seqfuse.integrations.huggingface import from_huggingface
+from tests.alterations import Doubled, Twice
 from tests.integrations.test_huggingface import gpt2, llama
 
 transformers = pytest.importorskip("transformers")
 
 X = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(3))
-
-
-class Twice(nn.Module):
-    """A hand-made change of what a module gives, as adapters are."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return 2 * self.base(*given, **named)
-
-
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
 
 
 class Quantized(nn.Parameter):

@@ -14,24 +14,9 @@ from torch.nn.utils import parametrize, prune
 
 from seqfuse.nn import from_torch
 from seqfuse.testing import seeded_randn
+from tests.alterations import Doubled, Twice
 
 X = seeded_randn((2, 5, 24), 1)
-
-
-class Twice(nn.Module):
-    """A hand-made change of what a module gives, as adapters are."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return 2 * self.base(*given, **named)
-
-
-class Doubled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * x
 
 
 class OwnLinear(nn.Linear):
