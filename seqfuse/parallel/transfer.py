@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import PlanError, StateError
-from ..operation import FusableOperation
+from ..operation import NOT_GIVEN, FusableOperation
 from .elsewhere import Elsewhere
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
@@ -103,7 +103,7 @@ class Boundary(FusableOperation):
     def expand(self) -> tuple[FusableOperation, ...]:
         return ()
 
-    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+    def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
         message = "runs only in the whole list that pipeline() cut, on plain tensors, neither compiled nor transformed"
         raise PlanError(message, code="SF202", operation="Boundary", hint="keep the model's fusions as they were then")
 

@@ -82,13 +82,9 @@ def _stretch(
     given = {c: channels[c].requires_grad for c in region.channels}
     wants = Wants.of(items, start, stop, x.requires_grad, given, env.grad)
     shapes = validate(site.listing, region, x.shape)
-    binder = binder_of(site.listing, region, x, channels, parameters, shapes, wants, env, "raise", _ignore)
+    binder = binder_of(site.listing, region, x, channels, parameters, shapes, wants, env, "raise", lambda: None)
     found, _ = Matcher(site.fuser.fusions).find(items, start, stop, wants.live_from, env, fusing_now())
     return Stretch(site, region, env, wants, Known(items, wants, env, start, shapes), binder, found)
-
-
-def _ignore(fusion: str, at: int, reason: str) -> None:
-    pass
 
 
 def passes(stretch: Stretch, candidate: Candidate) -> Passes:
