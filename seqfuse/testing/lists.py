@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from .. import ops
 from ..fuser import Sequential
@@ -17,7 +17,8 @@ from ..fuser.sequential import Fusions
 from ..operation import UnfusedOperation
 from ..ops.residual import Residual
 from .cases import seeded
-from .tensors import seeded_randn
+from .plain import plain
+from .tensors import generator, laid_out, seeded_randn
 
 HEADED = ("QKNorm", "RotaryEmbedding", "Attention")
 CONTAINERS: dict[str, type[Sequential]] = {"Sequential": Sequential, "Residual": Residual}
@@ -35,6 +36,19 @@ def _look_on(module: nn.Module, *given: Any) -> None:
     return None
 
 
+class Checkpointed(nn.Module):
+    """A `Sequential` under non-reentrant activation checkpointing."""
+
+    def __init__(self, *members: nn.Module) -> None:
+        super().__init__()
+        self.inner = Sequential(*members)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # pyright: ignore[reportUnknownVariableType]
+
+
+MASKS = ("min", "-1e9", "-1e4", "-inf", "bool")
+"""What masks a key: a large finite number added to its score (`"min"` is the least of the dtype), -inf, or False."""
 HOOKS = ("forward", "forward pre", "full backward")
 
 
@@ -43,12 +57,15 @@ class Node:
     """A module of a random list: an operation, a container, or a plain `torch.nn` module, which is a barrier.
 
     Args:
-        kind: a name in `seqfuse.ops`, `"Sequential"`, `"Residual"`, or one of `torch.nn` behind `"nn."`.
+        kind: a name in `seqfuse.ops`, `"Sequential"`, `"Residual"`, `"Checkpointed"`, or one of `torch.nn` behind
+            `"nn."`; `"Checkpointed"` is a barrier as well.
         arguments: of its constructor.
         members: of a container.
         hook: one of `HOOKS`, or none; the first two halve what passes.
         frozen: whether its own parameters want no gradient.
         named: the remaining arguments of its constructor.
+        other: names of its own parameters that have the second dtype, where the list has two.
+        layout: memory layout of its own parameters, as in `laid_out`.
     """
 
     kind: str
@@ -57,11 +74,15 @@ class Node:
     hook: str = ""
     frozen: bool = False
     named: tuple[tuple[str, Any], ...] = ()
+    other: tuple[str, ...] = ()
+    layout: str = "contiguous"
 
     def __str__(self) -> str:
         given = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named)]
         inside = ", ".join(map(str, self.members) if self.members else given)
         marks = [f"{self.hook} hook"] * bool(self.hook) + ["frozen"] * self.frozen
+        marks += [f"{' and '.join(self.other)} of the other dtype"] if self.other else []
+        marks += [self.layout] if self.layout != "contiguous" else []
         return f"{self.kind}({inside})" + (f" <{', '.join(marks)}>" if marks else "")
 
     @property
@@ -71,8 +92,10 @@ class Node:
 
     def build(self) -> nn.Module:
         """The module, with fresh parameters."""
-        if self.kind in CONTAINERS:
-            module: nn.Module = CONTAINERS[self.kind](*(member.build() for member in self.members))
+        if self.kind == "Checkpointed":
+            module: nn.Module = Checkpointed(*(member.build() for member in self.members))
+        elif self.kind in CONTAINERS:
+            module = CONTAINERS[self.kind](*(member.build() for member in self.members))
         elif self.kind.startswith("nn."):
             module = getattr(nn, self.kind.removeprefix("nn."))(*self.arguments)
         else:
@@ -98,6 +121,7 @@ class ListSpec:
         inputs: public extra inputs by name, with the width of each.
         outputs: public extra outputs by name, in order.
         training: its mode.
+        masks: public extra inputs that are attention masks, by name, with one of `MASKS` each.
     """
 
     width: int
@@ -105,6 +129,7 @@ class ListSpec:
     inputs: tuple[tuple[str, int], ...] = ()
     outputs: tuple[str, ...] = ()
     training: bool = True
+    masks: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         mode = "training" if self.training else "evaluation"
@@ -115,58 +140,109 @@ class ListSpec:
         """Whether attention is in it, so that it takes x of at least two dimensions."""
         return any(member.attends for member in self.members)
 
-    def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float32, fusions: Fusions | None = None) -> Sequential:
-        """The list, with random numbers also where fresh parameters are constant."""
+    def build(
+        self,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        other: torch.dtype | None = None,
+        fusions: Fusions | None = None,
+    ) -> Sequential:
+        """The list, with random numbers also where fresh parameters are constant; `other` is its second dtype."""
         with seeded(seed, torch.device("cpu")):
             model = Sequential(*(member.build() for member in self.members), fusions=fusions)
             for i, p in enumerate(model.parameters()):
                 if p.numel() and bool((p == p.flatten()[0]).all()):
                     p.data.add_(0.5 * seeded_randn(tuple(p.shape), seed + i))
-        return model.to(dtype).train(self.training)
+        model.to(dtype).train(self.training)
+        for node, module in _nodes(Node("Sequential", members=self.members), model):
+            for name, p in module.named_parameters(recurse=False):
+                p.data = laid_out(p.data.to(other if other is not None and name in node.other else dtype), node.layout)
+        return model
 
-    def reference(self, model: nn.Module, x: Tensor, **channels: Tensor) -> dict[str, Tensor]:
-        """`y` and the public outputs, by references and plain torch alone, with the seeds the engine would draw."""
+    def masked(self, length: int, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Attention masks [length, length]; the whole first row is masked."""
+        draw = generator(seed)
+        found: dict[str, Tensor] = {}
+        for name, kind in self.masks:
+            hidden = torch.rand((length, length), generator=draw) < 0.4
+            hidden[:1] = True
+            value = torch.finfo(dtype).min if kind == "min" else float("nan" if kind == "bool" else kind)
+            found[name] = (
+                ~hidden if kind == "bool" else torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, value)
+            )
+        return found
+
+    def reference(
+        self, model: nn.Module, x: Tensor, *, stats: torch.dtype = torch.float64, **channels: Tensor
+    ) -> dict[str, Tensor]:
+        """`y` and the public outputs in plain torch, with the dropout seeds that the engine would draw.
+
+        `stats` is the dtype in which `model` computes attention scores, where x is wider: see `plain`.
+        """
         made = dict(channels)
-        y = _call(Node("Sequential", members=self.members), model, x, made)
+        y = _call(Node("Sequential", members=self.members), model, x, made, stats)
         return {"y": y, **{name: made[name] for name in self.outputs}}
 
 
-def _call(node: Node, module: nn.Module, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
-    """A module that is called by itself: it draws seeds of its own, and its hooks run."""
+def _nodes(node: Node, module: nn.Module) -> Iterator[tuple[Node, nn.Module]]:
+    yield node, module
+    for pair in _pairs(node, module) if node.members else ():
+        yield from _nodes(*pair)
+
+
+def _call(node: Node, module: nn.Module, x: Tensor, channels: dict[str, Tensor], stats: torch.dtype) -> Tensor:
+    """A module that runs through its own `__call__`: it draws seeds of its own, and its hooks run."""
     if node.hook == "forward pre":
         x = 0.5 * x
-    count = _active(node, module)
-    y = _walk(node, module, x, channels, iter(random_seeds(count, x) if count else ()))
+    if node.kind == "Checkpointed":
+        y = _call(Node("Sequential", members=node.members), _inner(module), x, {}, stats)
+    else:
+        count = _active(node, module)
+        y = _walk(node, module, x, channels, iter(random_seeds(count, x) if count else ()), stats)
     return 0.5 * y if node.hook == "forward" else y
 
 
+def _inner(module: Any) -> nn.Module:
+    return module.inner if isinstance(module, Checkpointed) else module
+
+
 def _pairs(node: Node, module: nn.Module) -> Iterator[tuple[Node, nn.Module]]:
-    return zip(node.members, module.children(), strict=True)
+    return zip(node.members, _inner(module).children(), strict=True)
+
+
+def _apart(node: Node) -> bool:
+    """Whether a module runs through its own `__call__`."""
+    return bool(node.hook) or node.kind == "Checkpointed"
 
 
 def _active(node: Node, module: nn.Module) -> int:
     """Random operations that share the seeds of a call."""
     if node.kind in CONTAINERS:
-        return sum(_active(*pair) for pair in _pairs(node, module) if not pair[0].hook)
+        return sum(_active(*pair) for pair in _pairs(node, module) if not _apart(pair[0]))
     return int(isinstance(module, UnfusedOperation) and module.random)
 
 
-def _walk(node: Node, module: Any, x: Tensor, channels: dict[str, Tensor], seeds: Iterator[Tensor]) -> Tensor:
+def _walk(
+    node: Node, module: Any, x: Tensor, channels: dict[str, Tensor], seeds: Iterator[Tensor], stats: torch.dtype
+) -> Tensor:
     if node.kind in CONTAINERS:
         shortcut = x
         for member, child in _pairs(node, module):
-            x = _call(member, child, x, channels) if member.hook else _walk(member, child, x, channels, seeds)
+            if _apart(member):
+                x = _call(member, child, x, channels, stats)
+            else:
+                x = _walk(member, child, x, channels, seeds, stats)
         return x + shortcut if node.kind == "Residual" else x
-    if node.kind == "Linear":
-        return F.linear(x, module.weight, module.bias)
     if node.kind == "Fork":
         channels[module.name] = x
         return x
     if node.kind == "Add":
         return x + channels[module.name]
-    if node.kind in ("Dropout", "Attention"):
-        return module.reference(x, seed=next(seeds) if module.random else None)
-    return module.reference(x) if isinstance(module, UnfusedOperation) else module.forward(x)  # without its hooks
+    if not isinstance(module, UnfusedOperation):
+        return module.forward(x)  # without its hooks
+    mask = channels.get(dict(node.named).get("mask", ""))
+    return plain(module, x, next(seeds) if module.random else None, mask, stats)
 
 
 class Routing:

@@ -90,6 +90,9 @@ class LinearBias(sf.BackwardFusion):
     linear: ops.Linear
     bias: ops.Bias
 
+    def requires(self, env):
+        yield self.linear.weight.dtype == self.bias.bias.dtype, "weight and bias must have one dtype"
+
     def bwd(self, dy, *, linear, bias, needs):
         dx = dy @ linear.weight if "x" in needs else None
         dweight = rows(dy).t() @ rows(linear.x) if "linear.weight" in needs else None
@@ -178,6 +181,10 @@ class NormLinear(sf.InferenceFusion):
     norm: ops.LayerNorm
     linear: ops.Linear
     bias: ops.Bias | None
+
+    def requires(self, env):
+        alike = self.bias is None or self.linear.weight.dtype == self.bias.bias.dtype
+        yield alike, "weight and bias must have one dtype"
 
     def fwd(self, x):
         y, _ = self.norm.fwd(x)

@@ -1,4 +1,4 @@
-"""Random lists: fused, unfused and their references under plain autograd give the same results."""
+"""Random lists give the same results fused, unfused, and in plain torch in float64."""
 
 from __future__ import annotations
 
@@ -13,65 +13,105 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqfuse as sf
-from seqfuse.testing import ListSpec, assert_bitwise_equal
+from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal
 from seqfuse.testing import strategies as sfst
-from seqfuse.testing.judge import judge
 
 from .kinds import KINDS
-from .listed import results
+from .listed import Results, judge_again, results
 
 FUSIONS = (*KINDS, *sf.fusions.default)
-# Said by torch of a hook on the first module where the input wants no gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+AMPLIFIED = 1e4
+"""Bound on the error of a result in units of eps: norms of rows that are nearly constant amplify roundings."""
+FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples * 2 // 5)
+FIRST = hypothesis.settings(phases=[hypothesis.Phase.generate])
+# Torch warns of a hook on the first module where the input needs no gradient, and of a weight of no columns.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
+]
 
 
-def assert_agreement(spec: ListSpec, seed: int, dtype: torch.dtype, **how: Any):
+def assert_agreement(
+    spec: ListSpec, seed: int, dtypes: tuple[torch.dtype, torch.dtype | None], checkpointed: str, **how: Any
+):
+    dtype, other = dtypes
     hypothesis.note(str(spec))
-    model = spec.build(seed=seed, dtype=dtype, fusions=FUSIONS)
+    model = spec.build(seed=seed, dtype=dtype, other=other, fusions=FUSIONS)
     plain, wide = copy.deepcopy(model), copy.deepcopy(model).double()
 
+    @functools.cache
     def measure(seed: int):
-        fused = results(model, model, spec, seed, dtype=dtype, **how)
+        with sf.fusing(on_error="raise"):
+            fused = results(model, model, spec, seed, dtype=dtype, checkpointed=checkpointed, **how)
         with sf.fusing(False):
-            unfused = results(plain, plain, spec, seed, dtype=dtype, **how)
-        by_reference = functools.partial(spec.reference, wide)
-        return fused, unfused, results(by_reference, wide, spec, seed, wide=True, dtype=dtype, **how)
+            unfused = results(plain, plain, spec, seed, dtype=dtype, checkpointed=checkpointed, **how)
+        by_plain_torch = functools.partial(spec.reference, wide, stats=torch.promote_types(dtype, torch.float32))
+        return fused, unfused, results(by_plain_torch, wide, spec, seed, wide=True, dtype=dtype, **how)
 
-    judge(measure, seed)
-    if dtype is torch.float64:
-        # The rule asks no more of fused results than of unfused ones, so those have to be right first.
-        _, own, exact = measure(seed)
-        for name, r in exact.items():
-            torch.testing.assert_close(own[name], r, rtol=1e-9, atol=1e-9 * (1 + r.abs().amax().item()), msg=name)
-
-
-DTYPES = st.sampled_from([torch.float64, torch.float32])
+    # The few elements of a gradient may share a rounding to 16 bits, or to float32 where `judge` sees float64 alone.
+    judge_again(measure, seed, draws=1 if other is None else 3)
+    if dtype is not torch.bfloat16:
+        _, unfused, exact = measure(seed)
+        assert_right(unfused, exact, spec, torch.finfo(dtype).eps)
 
 
+def assert_right(unfused: Results, exact: Results, spec: ListSpec, eps: float):
+    """The error bound of `judge` is relative to the error of the unfused operations, which has to be small itself."""
+    # In a row that is masked whole by a large number, scores and their log-sum-exp are rounded to |mask| eps / 2, by
+    # which every weight of the row is off. From |mask| eps = 1 on nothing is left of the scores: all weights are equal.
+    lost = max((-float(kind) * eps for _, kind in spec.masks if kind in ("-1e9", "-1e4")), default=0.0)
+    close = AMPLIFIED * eps + (lost if lost < 1 else 0)
+    for name, r in exact.items():
+        u = unfused[name]
+        assert u.shape == r.shape
+        if r.numel():
+            torch.testing.assert_close(u.double(), r, rtol=close, atol=close * (1 + r.abs().amax().item()), msg=name)
+
+
+HOW = st.fixed_dictionaries(
+    {
+        "dtypes": st.sampled_from(
+            [
+                *((torch.float64, None), (torch.float32, None)),
+                *((torch.float32, torch.float64), (torch.bfloat16, torch.float32)),
+            ]
+        ),
+        "layout": st.sampled_from(("contiguous", *LAYOUTS)),
+        "dy_layout": st.sampled_from(("contiguous", *LAYOUTS)),
+        "checkpointed": st.sampled_from(("", "", "", "reentrant", "non-reentrant")),
+        "seed": st.integers(0, 99),
+    }
+)
+"""Dtypes of parameters, memory layouts of inputs and incoming gradients, and how the whole is checkpointed."""
+
+
+@FEWER
 @given(
     spec=sfst.lists(attention=False),
-    rows=st.sampled_from([(3,), (2, 5), ()]),
+    rows=st.sampled_from([(3,), (2, 5), (), (0,), (2, 0)]),
     x_wants=st.booleans(),
     grad=st.sampled_from([True, True, False]),
-    dtype=DTYPES,
-    seed=st.integers(0, 99),
+    how=HOW,
 )
-def test_fused_unfused_and_reference_agree(
-    spec: ListSpec, rows: tuple[int, ...], x_wants: bool, grad: bool, dtype: torch.dtype, seed: int
+def test_fused_unfused_and_plain_torch_agree(
+    spec: ListSpec, rows: tuple[int, ...], x_wants: bool, grad: bool, how: dict[str, Any]
 ):
-    assert_agreement(spec, seed, dtype, rows=rows, x_wants=x_wants, grad=grad)
+    if how["checkpointed"] == "reentrant" and not (x_wants and grad):  # it needs an input that wants a gradient
+        how |= {"checkpointed": "non-reentrant"}
+    assert_agreement(spec, rows=rows, x_wants=x_wants, grad=grad, **how)
 
 
+@FEWER
 @given(
     spec=sfst.lists(steps=5).filter(lambda spec: spec.attends),
-    rows=st.sampled_from([(5,), (2, 3), (17,)]),
-    dtype=DTYPES,
-    seed=st.integers(0, 99),
+    rows=st.sampled_from([(5,), (2, 3), (17,), (0,)]),
+    how=HOW,
 )
-def test_they_agree_with_attention_in_them(spec: ListSpec, rows: tuple[int, ...], dtype: torch.dtype, seed: int):
-    assert_agreement(spec, seed, dtype, rows=rows)
+def test_they_agree_with_attention_in_them(spec: ListSpec, rows: tuple[int, ...], how: dict[str, Any]):
+    assert_agreement(spec, rows=rows, **how)
 
 
+@FEWER
 @given(spec=sfst.lists(), seed=st.integers(0, 99))
 def test_a_run_is_repeated_bit_for_bit(spec: ListSpec, seed: int):
     hypothesis.note(str(spec))
@@ -84,7 +124,8 @@ def test_a_run_is_repeated_bit_for_bit(spec: ListSpec, seed: int):
 def test_a_plan_covers_every_position_once_in_each_pass(spec: ListSpec):
     model = spec.build(fusions=FUSIONS)
     x = torch.randn(4, spec.width, requires_grad=True)
-    plan = model.plan(x, **{name: torch.randn(4, width, requires_grad=True) for name, width in spec.inputs})
+    inputs = {name: torch.randn(4, width, requires_grad=True) for name, width in spec.inputs}
+    plan = model.plan(x, **inputs, **spec.masked(4, 0, torch.float32))
     for cover in (plan.forward, plan.backward):
         assert [at for step in cover for at in step.covers] == list(range(len(plan.names)))
     assert [at for piece in plan.segments for at in piece] == list(range(len(plan.names)))
@@ -92,6 +133,6 @@ def test_a_plan_covers_every_position_once_in_each_pass(spec: ListSpec):
 
 @pytest.mark.parametrize("options", [{}, {"channels": False, "hooks": False, "dropout": False}], ids=["all", "plain"])
 def test_lists_print_what_they_are_made_of(options: dict[str, bool]):
-    spec = hypothesis.find(sfst.lists(**options), lambda _: True)
+    spec = hypothesis.find(sfst.lists(**options), lambda _: True, settings=FIRST)
     assert str(spec).startswith("Sequential(")
     assert isinstance(spec.build(), sf.Sequential)

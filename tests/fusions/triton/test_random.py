@@ -15,14 +15,13 @@ import seqfuse as sf
 from seqfuse.ops import _attention
 from seqfuse.testing import ListSpec
 from seqfuse.testing import strategies as sfst
-from seqfuse.testing.judge import judge
-from seqfuse.testing.numerics import FusedMismatch
-from tests.testing.listed import Results, results
+from tests.testing.listed import Results, judge_again, results
 
-# Said by torch of a hook on the first module where the input wants no gradient.
+# Torch warns of a hook on the first module where the input needs no gradient, and of a weight of no columns.
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the lists are on the CPU"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.filterwarnings("ignore:Initializing zero-element tensors"),
 ]
 FORWARD = tuple(f for f in sf.fusions.default if issubclass(f, sf.ForwardFusion))
 BACKWARD = tuple(f for f in sf.fusions.default if issubclass(f, sf.BackwardFusion))
@@ -30,7 +29,7 @@ HEADED = (
     *(sf.fusions.BiasQKNorm, sf.fusions.BiasQKNormRotary, sf.fusions.BiasQKNormRotaryInference),
     *(sf.fusions.BiasQKNormBackward, sf.fusions.BiasQKNormRotaryBackward, sf.fusions.BiasQKNormRotaryAttention),
 )
-FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)
+FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)
 FIRST = hypothesis.settings(max_examples=500, phases=[hypothesis.Phase.generate])
 LISTS = sfst.lists(steps=4, depth=1, hooks=False).filter(lambda spec: spec.attends)
 
@@ -53,30 +52,24 @@ def _by_our_kernels():
 )
 def test_any_two_covers_agree(spec: ListSpec, rows: tuple[int, ...], grad: bool, dtype: torch.dtype, seed: int):
     hypothesis.note(str(spec))
-    model = spec.build(seed=seed, dtype=dtype)
+    model = spec.build(seed=seed, dtype=dtype, other=torch.float32)
     wide = copy.deepcopy(model).double()
 
+    @functools.cache
     def run(fusions: tuple[type[sf.FusedOperation], ...], seed: int) -> Results:
         own = copy.deepcopy(model)
         with sf.fusing(only=fusions, on_error="raise"):
             return results(own, own, spec, seed, rows=rows, dtype=dtype, grad=grad)
 
-    def measure(fusions: tuple[type[sf.FusedOperation], ...], seed: int) -> tuple[Results, Results, Results]:
-        by_reference = functools.partial(spec.reference, wide)
-        exact = results(by_reference, wide, spec, seed, rows=rows, dtype=dtype, grad=grad, wide=True)
-        return run(fusions, seed), run((), seed), exact
+    @functools.cache
+    def exact(seed: int) -> Results:
+        by_plain_torch = functools.partial(spec.reference, wide, stats=torch.float32)
+        return results(by_plain_torch, wide, spec, seed, rows=rows, dtype=dtype, grad=grad, wide=True)
 
     for fusions in (FORWARD, BACKWARD, sf.fusions.default) if grad else (sf.fusions.default,):
-        # Far down a chain of 16-bit roundings the few elements of a gradient share one, and one list of some hundreds
-        # alarms by chance. A fault alarms under every seed.
-        seeds = (seed, seed + 1, seed + 2) if dtype is torch.bfloat16 else (seed,)
-        for other in seeds:
-            try:
-                judge(functools.partial(measure, fusions), other)
-                break
-            except FusedMismatch as mismatch:
-                if other == seeds[-1] or any(check.part == "structure" for check in mismatch.report.failures):
-                    raise
+        # Far down a chain of 16-bit roundings the few elements of a gradient share one.
+        draws = 3 if dtype is torch.bfloat16 else 1
+        judge_again(lambda seed, fusions=fusions: (run(fusions, seed), run((), seed), exact(seed)), seed, draws)
 
 
 @pytest.mark.parametrize("fusion", HEADED, ids=lambda fusion: fusion.__name__)
@@ -86,6 +79,6 @@ def test_lists_hold_what_each_fusion_of_heads_covers(fusion: type[sf.FusedOperat
     def holds(spec: ListSpec) -> bool:
         with torch.set_grad_enabled(grad), sf.fusing(only=(fusion,)):
             inputs = {name: torch.randn(4, width) for name, width in (("x", spec.width), *spec.inputs)}
-            return spec.build().plan(**inputs).count(fusion.__name__) > 0
+            return spec.build().plan(**inputs, **spec.masked(4, 0, torch.float32)).count(fusion.__name__) > 0
 
     assert holds(hypothesis.find(LISTS, holds, settings=FIRST))
