@@ -125,7 +125,9 @@ def judge_together(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int,
         f, u, r = (dict(named_tensors(tree)) for tree in sides)
         for name in f:
             mine, own, exact = f[name], u[name], r[name]
-            if mine is not None and own is not None and exact is not None and mine.is_floating_point():
+            if mine is None or own is None or exact is None or not mine.numel():
+                continue
+            if mine.is_floating_point():
                 samples.setdefault(name, []).append(Sample(name, mine.detach(), own.detach(), exact.detach()))
     report = Report(tuple(check for name in samples for check in _together(name, samples[name])))
     if report.failures:

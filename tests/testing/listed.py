@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqfuse.testing import FusedMismatch, ListSpec, in_regime, laid_out, seeded_randn
+from seqfuse.testing import ListSpec, in_regime, laid_out, seeded_randn
 from seqfuse.testing.cases import seeded
-from seqfuse.testing.judge import judge
 
 Results = dict[str, Tensor | None]
 CPU = torch.device("cpu")
@@ -78,18 +77,3 @@ def results(
 def _zeros_for_none(g: Tensor | None, like: Tensor) -> Tensor:
     # Autograd says None where nothing leads back, and zeros where something does that adds nothing.
     return torch.zeros_like(like) if g is None else g
-
-
-def judge_again(measure: Callable[[int], tuple[Results, Results, Results]], seed: int, draws: int) -> None:
-    """`judge` under up to `draws` seeds, until one passes.
-
-    For results whose few elements share a rounding, where one sequence of some hundreds alarms by chance. A fault
-    alarms under every seed; a wrong structure is an error at once.
-    """
-    for i in range(draws):
-        try:
-            judge(measure, seed + i)
-            break
-        except FusedMismatch as mismatch:
-            if i == draws - 1 or any(check.part == "structure" for check in mismatch.report.failures):
-                raise

@@ -104,6 +104,12 @@ def test_right_results_of_a_deep_model_agree_over_many_draws_and_not_in_each():
     assert alarms >= 10
 
 
+def test_tensors_without_elements_are_passed_over():
+    right = Deep(lambda draw, f, r: f[1, 2].add_(draw == 0))
+    judge_together(lambda seed: tuple({**side, "d_x": side["y"][:, :0]} for side in right(seed)), 0)
+    assert right.draws == 9
+
+
 def test_faults_of_a_deep_model_are_found():
     def twice(draw: int, f: Tensor, r: Tensor) -> None:
         f.copy_(r + 2.5 * (f - r))

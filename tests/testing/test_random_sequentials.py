@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import seqfuse as sf
 from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal
 from seqfuse.testing import strategies as sfst
+from seqfuse.testing.judge import judge_together
 
 from .kinds import KINDS
-from .listed import Results, judge_again, results
+from .listed import Results, results
 
 FUSIONS = (*KINDS, *sf.fusions.default)
 AMPLIFIED = 1e4
@@ -48,15 +49,14 @@ def assert_agreement(
         by_plain_torch = functools.partial(spec.reference, wide, stats=torch.promote_types(dtype, torch.float32))
         return fused, unfused, results(by_plain_torch, wide, spec, seed, wide=True, dtype=dtype, **how)
 
-    # The few elements of a gradient may share a rounding to 16 bits, or to float32 where `judge` sees float64 alone.
-    judge_again(measure, seed, draws=1 if other is None else 3)
+    judge_together(measure, seed)
     if dtype is not torch.bfloat16:
         _, unfused, exact = measure(seed)
         assert_right(unfused, exact, spec, torch.finfo(dtype).eps)
 
 
 def assert_right(unfused: Results, exact: Results, spec: ListSpec, eps: float):
-    """The error bound of `judge` is relative to the error of the unfused operations, which has to be small itself."""
+    """Fused results are bounded by the error of the unfused operations, which has to be small itself."""
     # In a row that is masked whole by a large number, scores and their log-sum-exp are rounded to |mask| eps / 2, by
     # which every weight of the row is off. From |mask| eps = 1 on nothing is left of the scores: all weights are equal.
     lost = max((-float(kind) * eps for _, kind in spec.masks if kind in ("-1e9", "-1e4")), default=0.0)
