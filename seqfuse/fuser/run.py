@@ -95,6 +95,8 @@ class Fuser:
         listings = self._listings
         listing = listings[0] if listings and listings[0].fingerprint.holds() else self.listing()
         if x.__class__ not in _PLAIN or transformed():
+            if not listing.fingerprint.holds_in_full():  # a parameter was taken away in place
+                listing = self._changed()
             if listing.items and listing.items[0].fusable:
                 expect_tensor(listing.items[0], x)
             return by_reference(listing.items, listing.random, listing.inputs, listing.outputs, x, channels)

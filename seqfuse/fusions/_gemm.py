@@ -11,7 +11,7 @@ from ..env import Env, Savings
 from ..fusion import Requirements
 from ..maingrad import Accumulated
 from ..ops import Bias, Dropout, Linear
-from ..ops._read import parameter
+from ..ops._read import required
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
@@ -147,9 +147,7 @@ def tf32() -> bool:
 
 def weight_of(linear: Linear) -> Tensor:
     """The weight as it is now."""
-    weight = parameter(linear, "weight")
-    assert weight is not None
-    return weight
+    return required(linear, "weight")
 
 
 def bias_of(bias: Bias | None) -> Tensor | None:

@@ -10,7 +10,7 @@ from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
-from ..ops._read import parameter
+from ..ops._read import required
 from ..ops.linear import weight_grad
 from ._linear import one_dtype, output_bytes
 
@@ -33,8 +33,7 @@ class LinearBias(ForwardFusion):
         return Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
-        weight = parameter(self.linear, "weight")
-        assert weight is not None
+        weight = required(self.linear, "weight")
         y = F.linear(x, weight, self.bias.read())
         return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING}
 

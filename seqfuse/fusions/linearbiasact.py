@@ -12,7 +12,7 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Bias, Linear, ReLU, Sigmoid, Tanh
-from ..ops._read import parameter
+from ..ops._read import required
 from ._linear import one_dtype, output_bytes
 
 _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
@@ -45,8 +45,7 @@ class LinearBiasAct(ForwardFusion):
         return Savings(launches=0 if self.bias is None else 1, bytes=tensors * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        weight, bias = parameter(self.linear, "weight"), self.bias
-        assert weight is not None
+        weight, bias = required(self.linear, "weight"), self.bias
         y = F.linear(x, weight, None if bias is None else bias.read())
         y = _IN_PLACE[type(self.act)](y)
         record = self.act.Saved(y=y)  # pyright: ignore[reportCallIssue]

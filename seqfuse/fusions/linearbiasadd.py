@@ -10,7 +10,7 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Linear
-from ..ops._read import parameter
+from ..ops._read import required
 from ._linear import one_dtype, output_bytes
 
 
@@ -37,8 +37,7 @@ class LinearBiasAdd(ForwardFusion):
         return Savings(launches=0 if self.bias is None else 1, bytes=tensors * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        weight, bias = parameter(self.linear, "weight"), self.bias
-        assert weight is not None
+        weight, bias = required(self.linear, "weight"), self.bias
         y = F.linear(x, weight, None if bias is None else bias.read())
         if y.shape == add_other.shape and y.dtype is add_other.dtype:
             y.add_(add_other)

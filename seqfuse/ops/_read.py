@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..group import Share
 
 
@@ -19,6 +20,21 @@ def parameter(module: nn.Module, name: str) -> Tensor | None:
     """
     found = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
     return getattr(module, name) if found is None else found
+
+
+def required(module: nn.Module, name: str) -> Tensor:
+    """`parameter`, of an operation that cannot run without it.
+
+    Raises:
+        InputError: (SF106) if it is None.
+    """
+    found = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+    if found is not None:
+        return found
+    found = getattr(module, name)
+    if found is None:
+        raise InputError(f"its {name} is None", code="SF106", operation=type(module).__name__)
+    return found
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..env import autocast_of
-from ._read import parameter
+from ._read import required
 
 
 class Bias(sf.UnfusedOperation):
@@ -93,8 +93,7 @@ class Bias(sf.UnfusedOperation):
 
     def read(self) -> Tensor:
         """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
-        bias = parameter(self._holder(), "bias")
-        assert bias is not None
+        bias = required(self._holder(), "bias")
         if self._parts > 1:
             bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]
         return bias

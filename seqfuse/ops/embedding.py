@@ -13,7 +13,7 @@ from .. import operation as sf
 from ..errors import InputError
 from ..group import Group, Share, vocabulary_share
 from ._norm import stats_dtype
-from ._read import divide, initial, parameter
+from ._read import divide, initial, required
 from .allreduce import AllReduce
 from .reducescatter import ReduceScatter
 
@@ -102,7 +102,7 @@ class Embedding(sf.UnfusedOperation):
 
     @property
     def y_dtype(self) -> torch.dtype:
-        return self.weight.dtype
+        return required(self, "weight").dtype
 
     @property
     def _rows(self) -> range:
@@ -132,8 +132,7 @@ class Embedding(sf.UnfusedOperation):
         return F.embedding(x, self.weight, self.padding_idx)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        weight = parameter(self, "weight")
-        assert weight is not None
+        weight = required(self, "weight")
         if self.shares:
             own, absent = self._own(x)
             return F.embedding(own, weight).masked_fill_(absent.unsqueeze(-1), 0), self.Saved(x=x)

@@ -15,7 +15,7 @@ from ..env import autocast_of
 from ..errors import InputError
 from ..group import Group, Share
 from ..maingrad import Accumulated, accumulated
-from ._read import divide, initial, parameter
+from ._read import divide, initial, required
 from .allgather import AllGather
 from .allreduce import AllReduce
 from .bias import Bias
@@ -176,8 +176,7 @@ class Linear(sf.UnfusedOperation):
         return F.linear(x, self.weight)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        weight = parameter(self, "weight")
-        assert weight is not None
+        weight = required(self, "weight")
         return F.linear(x, weight), self.Saved(x=x, weight=weight)
 
     def bwd(

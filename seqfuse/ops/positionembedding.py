@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import operation as sf
 from ._cache import current
 from ._norm import stats_dtype
-from ._read import parameter
+from ._read import parameter, required
 from ._takes import real, rows_of_table
 
 
@@ -65,8 +65,7 @@ class PositionEmbedding(sf.UnfusedOperation):
         return x + self._rows(self.weight, x, position_ids)
 
     def fwd(self, x: Tensor, *, position_ids: Tensor | None = None) -> tuple[Tensor, Saved]:
-        weight = parameter(self, "weight")
-        assert weight is not None
+        weight = required(self, "weight")
         return x + self._rows(weight, x, position_ids), self.Saved(positions=position_ids)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:

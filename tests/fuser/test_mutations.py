@@ -316,3 +316,31 @@ def test_a_bias_taken_out_of_the_dictionary_of_parameters_is_gone(where: str) ->
     torch.testing.assert_close(y, fresh)
     y.sum().backward()
     assert linear.weight.grad is not None
+
+
+def test_a_bias_taken_out_of_the_dictionary_of_parameters_is_gone_under_vmap() -> None:
+    linear, x = ops.Linear(4, 4), torch.randn(3, 4)
+    model = torch.func.vmap(sf.Sequential(linear, ops.Tanh()))
+    model(x)
+    linear._parameters["bias"] = None
+    torch.testing.assert_close(model(x), (x @ linear.weight.t()).tanh())
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "x"),
+    [
+        ([ops.Linear(4, 4, bias=False)], "weight", torch.randn(3, 4)),
+        ([ops.Bias(4), ops.GeLU()], "bias", torch.randn(3, 4)),
+        ([ops.PositionEmbedding(3, 4)], "weight", torch.randn(3, 4)),
+        ([ops.Embedding(3, 4)], "weight", torch.tensor([0, 2])),
+    ],
+    ids=["Linear", "Bias", "PositionEmbedding", "Embedding"],
+)
+def test_a_parameter_that_an_operation_cannot_do_without_is_missed_by_name(
+    model: list[nn.Module], name: str, x: Tensor
+) -> None:
+    run = sf.Sequential(*model)
+    run(x)
+    model[0]._parameters[name] = None
+    with pytest.raises(sf.errors.InputError, match=rf"SF106.*{type(model[0]).__name__}.*{name} is None"):
+        run(x)
