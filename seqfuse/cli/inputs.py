@@ -147,8 +147,8 @@ def vocabulary(model: nn.Module) -> int:
 @contextlib.contextmanager
 def surroundings(kind: str, autocast: str | None, grad: bool) -> Generator[None]:
     """A block under autocast and with or without gradients, as asked."""
-    low = None if autocast is None else floating(autocast)
-    with torch.set_grad_enabled(grad), torch.autocast(kind, low, enabled=low is not None):
+    low = contextlib.nullcontext() if autocast is None else torch.autocast(kind, floating(autocast))
+    with torch.set_grad_enabled(grad), low:
         yield
 
 

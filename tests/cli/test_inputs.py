@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from seqfuse.cli.inputs import cast, spec, vocabulary
+from seqfuse.cli.inputs import cast, spec, surroundings, vocabulary
 
 
 def test_indices_are_drawn_from_the_smallest_table_of_a_model() -> None:
@@ -20,3 +20,8 @@ def test_a_model_takes_the_dtype_of_its_input_but_where_autocast_does() -> None:
     model, given = nn.Linear(2, 2), spec("4x2:bf16")
     assert cast(model, given, None, "bf16").weight.dtype is torch.float32
     assert cast(model, given, None, None).weight.dtype is torch.bfloat16
+
+
+def test_a_device_without_autocast_is_not_asked_for_it() -> None:
+    with surroundings("meta", None, False):
+        assert not torch.is_grad_enabled()
