@@ -53,7 +53,8 @@ class Elsewhere(Tensor):
         name: str = getattr(func, "__name__", "")
         if name in _READS or (name == "__format__" and args[1]):
             raise _absent(where, name)
-        if func is torch.autograd.grad or (func is _BACKWARD and (len(args) > 4 or named.get("inputs"))):
+        # Torch hands on the arguments of both backward functions by name.
+        if func is torch.autograd.grad or (func in _BACKWARD and named.get("inputs")):
             message = "gradients of some tensors alone would not reach the stages before them"
             raise StateError(message, code="SF508", hint="call backward() on every rank, and read .grad")
         if name == "__repr__":
@@ -119,5 +120,5 @@ class _Down(torch.autograd.Function):
 
 
 _down: Callable[..., Any] = _Down.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-_BACKWARD: Any = Tensor.backward  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+_BACKWARD: Any = (Tensor.backward, torch.autograd.backward)  # pyright: ignore[reportUnknownMemberType]
 _plainly: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore[reportPrivateUsage]

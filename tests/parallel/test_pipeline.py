@@ -789,6 +789,21 @@ def test_numbers_of_another_rank_cannot_be_written_into_a_tensor_of_this_one():
         here[0] = there
 
 
+def test_gradients_of_some_tensors_of_another_rank_are_refused_however_they_are_asked_for():
+    there = Elsewhere.of(torch.empty(3, device="meta", requires_grad=True), "on rank 1")
+    asks = [
+        lambda: torch.autograd.grad(there.sum(), [there]),
+        lambda: there.sum().backward(inputs=[there]),
+        lambda: there.sum().backward(None, None, None, [there]),
+    ]
+    if "has_torch_function" in torch.autograd.backward.__code__.co_names:  # not in every version
+        asks.append(lambda: torch.autograd.backward(there.sum(), inputs=[there]))
+    for ask in asks:
+        with pytest.raises(sf.errors.StateError, match=r"SF508.*backward"):
+            ask()
+    there.sum().backward()
+
+
 def test_stages_of_one_rank_may_share_a_parameter(one: Any):
     model = model_of()
     model[2][4].weight = model[3][4].weight
