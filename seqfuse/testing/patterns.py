@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
@@ -12,6 +13,7 @@ from ..fusion import FusedOperation, Slot
 from ..operation import UnfusedOperation
 from .tensors import seeded_randn
 
+_MORE_COLUMNS = 5  # RoPE on query, key and value heads of an even size takes a multiple of six
 _VARIADIC = (2, 1, 3)  # the first is that of the list in which no slot is varied
 Choice = tuple[type[UnfusedOperation], ...]
 Pick = Callable[[int, type[UnfusedOperation], Tensor], UnfusedOperation]
@@ -24,8 +26,8 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[lis
 
     A slot of an open type or a union takes each of the classes known to match; an optional one is also left empty; a
     variadic one takes two, one and three operations. Each operation is its class's `example(x)`, x threaded through
-    the shapes that `infer` gives. Where they do not fit together, as an odd width and a gated unit, x gets one more
-    column. Channels that the fusion's signatures name (`fork_out`, `add_other`) are public under these names, the
+    the shapes that `infer` gives. Where they do not fit together, as an odd width and a gated unit, x gets up to five
+    more columns. Channels that the fusion's signatures name (`fork_out`, `add_other`) are public under these names, the
     others pair within the list.
 
     Raises AssertionError where the first list cannot be made; a variant that cannot is left out.
@@ -113,8 +115,11 @@ def _build(
     try:
         return _thread(fusion, choice, x, pick), x
     except ValueError:
-        wider = seeded_randn((*x.shape[:-1], x.shape[-1] + 1), 0, dtype=x.dtype).to(x.device)
-        return _thread(fusion, choice, wider, pick), wider
+        for columns in range(x.shape[-1] + 1, x.shape[-1] + 1 + _MORE_COLUMNS):
+            wider = seeded_randn((*x.shape[:-1], columns), 0, dtype=x.dtype).to(x.device)
+            with contextlib.suppress(ValueError):
+                return _thread(fusion, choice, wider, pick), wider
+        raise
 
 
 def _thread(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, pick: Pick) -> list[UnfusedOperation]:

@@ -232,7 +232,9 @@ def test_channels_are_public_where_signatures_name_them_and_paired_where_not():
     assert (add.name, fork.name) == (None, None)
 
 
-def test_x_gets_a_column_where_the_examples_do_not_fit_together():
+def test_x_gets_columns_where_the_examples_do_not_fit_together():
+    _, x = next(example_lists(sf.fusions.BiasQKNormRotary, torch.randn(3, 8)))
+    assert x.shape == (3, 12)  # query, key and value heads of an even size
     (linear, gated), x = next(example_lists(LinearGated, X))
     assert (linear.in_features, linear.out_features, x.shape) == (7, 10, (4, 7))
     assert isinstance(gated, ops.GEGLU)
