@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import hypothesis
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import seqfuse as sf
 from seqfuse.ops import _attention
-from seqfuse.testing import ListSpec
+from seqfuse.testing import LAYOUTS, ListSpec
 from seqfuse.testing import strategies as sfst
 from seqfuse.testing.judge import judge_together
 from tests.testing.listed import Results, results
@@ -30,7 +31,7 @@ HEADED = (
     *(sf.fusions.BiasQKNorm, sf.fusions.BiasQKNormRotary, sf.fusions.BiasQKNormRotaryInference),
     *(sf.fusions.BiasQKNormBackward, sf.fusions.BiasQKNormRotaryBackward, sf.fusions.BiasQKNormRotaryAttention),
 )
-FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)
+FEWER = hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 5)
 FIRST = hypothesis.settings(max_examples=500, phases=[hypothesis.Phase.generate])
 LISTS = sfst.lists(steps=3, depth=1, hooks=False).filter(lambda spec: spec.attends)
 
@@ -46,26 +47,30 @@ def _by_our_kernels():
 @FEWER
 @given(
     spec=LISTS,
-    rows=st.sampled_from([(3,), (2, 5), (17,)]),
+    rows=st.sampled_from([(3,), (2, 5), (17,), (0,)]),
     grad=st.sampled_from([True, True, False]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    layouts=st.tuples(*2 * [st.sampled_from(("contiguous", *LAYOUTS))]),
     seed=st.integers(0, 99),
 )
-def test_any_two_covers_agree(spec: ListSpec, rows: tuple[int, ...], grad: bool, dtype: torch.dtype, seed: int):
+def test_any_two_covers_agree(
+    spec: ListSpec, rows: tuple[int, ...], grad: bool, dtype: torch.dtype, layouts: tuple[str, str], seed: int
+):
     hypothesis.note(str(spec))
     model = spec.build(seed=seed, dtype=dtype, other=torch.float32)
     wide = copy.deepcopy(model).double()
+    how: dict[str, Any] = {"rows": rows, "dtype": dtype, "grad": grad, "layout": layouts[0], "dy_layout": layouts[1]}
 
     @functools.cache
     def run(fusions: tuple[type[sf.FusedOperation], ...], seed: int) -> Results:
         own = copy.deepcopy(model)
         with sf.fusing(only=fusions, on_error="raise"):
-            return results(own, own, spec, seed, rows=rows, dtype=dtype, grad=grad)
+            return results(own, own, spec, seed, **how)
 
     @functools.cache
     def exact(seed: int) -> Results:
         by_plain_torch = functools.partial(spec.reference, wide, stats=torch.float32)
-        return results(by_plain_torch, wide, spec, seed, rows=rows, dtype=dtype, grad=grad, wide=True)
+        return results(by_plain_torch, wide, spec, seed, wide=True, **how)
 
     for fusions in (FORWARD, BACKWARD, sf.fusions.default) if grad else (sf.fusions.default,):
         judge_together(lambda seed, fusions=fusions: (run(fusions, seed), run((), seed), exact(seed)), seed)
