@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqfuse.testing import ListSpec, in_regime, laid_out, seeded_randn
+from seqfuse.testing import LAYOUTS, ListSpec, in_regime, laid_out, seeded_randn
 from seqfuse.testing.cases import seeded
 
 Results = dict[str, Tensor | None]
 CPU = torch.device("cpu")
+DISTINCT = tuple(layout for layout in LAYOUTS if layout not in ("expanded", "scalar"))
+"""Layouts whose rows differ: attention over equal rows has gradients of queries and keys that are roundings alone."""
 
 
 def results(
