@@ -20,13 +20,13 @@ import importlib.util
 import inspect
 import os
 import types
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from .interpreter_speed import replacements
+from .interpreter_speed import operators, replacements
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {
@@ -66,7 +66,7 @@ def corrected() -> Generator[None]:
 
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
-    language = _Language(interpreter._patch_lang)
+    language = _Language(interpreter)
     parts = (*_replacements(interpreter), *replacements(interpreter), (interpreter, "_patch_lang", language.patch))
     _blocks.append(replaced)
     for owner, name, value in parts:
@@ -272,8 +272,8 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 class _Language:
     """`triton.language` as the interpreter needs it, patched at the first launch of a block and restored at its end."""
 
-    def __init__(self, patch: Callable[[Any], Any]) -> None:
-        self._patch, self._scope = patch, None
+    def __init__(self, interpreter: Any) -> None:
+        self._interpreter, self._patch, self._scope = interpreter, interpreter._patch_lang, None
 
     def patch(self, fn: Any) -> Any:
         """Stands for `_patch_lang`, which a launch and each call of a device function calls, and then `restore`."""
@@ -284,6 +284,8 @@ class _Language:
             self._scope = self._patch(everything)
             # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
             self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+            for name, of in operators(self._interpreter):
+                self._scope.set_attr(tl.tensor, name, of(getattr(tl.tensor, name)))
         return _Open()
 
     def restore(self) -> None:
