@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -86,6 +87,11 @@ class Elsewhere(pytest.File):
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
     belongs = interpreted() == of_kernels(module_path) or (torch.cuda.is_available() and not interpreted())
     return None if belongs else Elsewhere.from_parent(parent, path=module_path)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # no collection of garbage visits modules and tests again
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -13,8 +13,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,6 +30,9 @@ CONTEXT.set_forkserver_preload([
     "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
     "torch.nn.parallel", "seqfuse.parallel", "seqfuse.testing", "tests.processes",
 ])  # fmt: skip
+# For what imports this library or Triton in its own way.
+BARE = forkserver.ForkServer()
+BARE.set_forkserver_preload(["tests.processes"])
 
 
 class Facts:
@@ -126,22 +131,29 @@ def _process(
 
 
 class Script:
-    """`python <arguments>` under way, in a process that has imported torch and this library already.
+    """`python <arguments>` under way, in a process that has imported torch already, and this library unless `bare`.
 
     Args:
         arguments: a file, `-m` and a module, or `-c` and code, with what it finds in `sys.argv`.
         folder: where it runs.
         environment: its variables, instead of those of this process.
+        bare: whether it imports this library itself.
     """
 
     def __init__(
-        self, *arguments: str, folder: Path | None = None, environment: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        bare: bool = False,
     ) -> None:
         self._arguments, self._written = arguments, tempfile.TemporaryDirectory()
         environment = os.environ if environment is None else environment
         args = arguments, str(folder or Path.cwd()), dict(environment), self._written.name
         self._process = CONTEXT.Process(target=_script, args=args)
-        self._process.start()
+        connect = BARE.connect_to_new_process if bare else forkserver.connect_to_new_process
+        with patch.object(forkserver, "connect_to_new_process", connect):
+            self._process.start()
 
     def done(self, seconds: float = 280) -> subprocess.CompletedProcess[str]:
         """Its exit status and what it wrote, once it has ended; a script that hangs is killed."""

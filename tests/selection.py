@@ -10,7 +10,7 @@ import pytest
 
 from seqfuse.testing import operations, probe
 
-SHARE = 4
+SHARE = 8
 """Every list gets the first case, those without gradients, and one of this many of the others, another list others."""
 
 

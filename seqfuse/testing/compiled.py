@@ -101,8 +101,8 @@ def compile_variants(
         targets: architectures.
         only: a regular expression that the variant's name must contain.
         jobs: child processes at a time; the number of CPUs by default.
-        in_turn: compile the first configuration for the first target, the second for the second and so on, not all for
-            all.
+        in_turn: compile the first configuration for the first target, the second for the second and so on, and of all
+            that follow one in four, not all for all.
     """
     together = [",".join(targets)] if in_turn else targets
     tasks = [(module, target) for module in modules for target in together]
@@ -259,8 +259,9 @@ def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
     variants: Iterable[Variant] = importlib.import_module(module).variants()
     chosen = [v for v in variants if re.search(only, v.name)]
     tasks: list[tuple[Variant, str]] = []
+    step = 4 * len(targets) if len(targets) > 1 else 1
     for first, target in enumerate(targets):
-        tasks += [(v, target) for v in [v for v in chosen if v.runs_on(target)][first :: len(targets)]]
+        tasks += [(v, target) for v in [v for v in chosen if v.runs_on(target)][first::step]]
     for variant, target in tasks[skip:]:
         print("begin", target, variant.name, flush=True)
         try:

@@ -106,14 +106,15 @@ def operators(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     import numpy as np
     import triton.language.core as core
 
-    tensor, constexpr, pointer_type, handle = core.tensor, core.constexpr, core.pointer_type, interpreter.TensorHandle
+    tensor: Any = core.tensor
+    constexpr, pointer_type, handle = core.constexpr, core.pointer_type, interpreter.TensorHandle
     semantic, bool_type = interpreter.interpreter_semantic, core.int1
-    numbers = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
+    numbers: dict[str, Any] = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
     joined: dict[tuple[int, int], tuple[Any, ...]] = {}
     sliced: dict[tuple[int, ...], tuple[Any, Any]] = {}
     block_type, every = core.block_type, slice(None)
 
-    def join(self: Any, other: Any) -> tuple[Any, ...]:
+    def join(self: Any, other: Any) -> Any:
         """The type of the result, of a comparison, numpy's where operands are converted, and both types, kept alive."""
         key = id(self.type), id(other.type)
         found = joined.get(key)

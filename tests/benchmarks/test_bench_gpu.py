@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from gpu.sizes import MODELS, real, tiny
 from targets import TARGETS
 
 import seqfuse as sf
+from tests.processes import Script
 
 pytest.importorskip("triton")
 
@@ -158,8 +158,8 @@ def test_a_row_may_not_take_all_the_time() -> None:
 
 def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
-    command = [sys.executable, str(SCRIPT), "--tiny", "--seconds", "0", "--out", str(out), "--only"]
-    done = subprocess.run([*command, "norm forward: RMSNorm"], capture_output=True, text=True, cwd=tmp_path)
+    command = [str(SCRIPT), "--tiny", "--seconds", "0", "--out", str(out), "--only"]
+    done = Script(*command, "norm forward: RMSNorm", folder=tmp_path, bare=True).done()
     assert done.returncode == 0, done.stderr
     first = json.loads(out.read_text())
     assert {"commit", "device", "torch", "triton"} <= first["about"].keys()
@@ -167,7 +167,7 @@ def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path)
     assert set(first["planned"]) == set(first["rows"]) == {
         "norm forward: RMSNorm 24 x 40", "norm forward: RMSNorm 17 x 72", "add + norm forward: RMSNorm 24 x 40",
     }  # fmt: skip
-    done = subprocess.run([*command, "norm forward", "--resume"], capture_output=True, text=True, cwd=tmp_path)
+    done = Script(*command, "norm forward", "--resume", folder=tmp_path, bare=True).done()
     second = json.loads(out.read_text())
     assert {key: second["rows"][key] for key in first["rows"]} == first["rows"]
     assert len(second["rows"]) == 6, done.stdout + done.stderr
@@ -176,6 +176,6 @@ def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path)
 def test_says_so_where_there_is_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
+    done = Script(str(SCRIPT), bare=True).done()
     assert done.returncode == 2
     assert "there is no GPU here" in done.stderr

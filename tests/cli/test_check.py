@@ -8,12 +8,13 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import Script
 
 from .conftest import Cli
 
@@ -45,10 +46,8 @@ def reproduced_elsewhere(path: str) -> str:
     """What a process of its own prints where such a script fails."""
     ast.parse(Path(path).read_text())
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    elsewhere = str(ROOT.parent)  # it has to find its module wherever it is run
-    done = subprocess.run(
-        [sys.executable, str(Path(path).resolve())], env=environment, cwd=elsewhere, capture_output=True, text=True
-    )
+    # It has to find its module wherever it is run.
+    done = Script(str(Path(path).resolve()), environment=environment, folder=ROOT.parent).done()
     assert done.returncode == 1, done.stderr
     return done.stderr
 

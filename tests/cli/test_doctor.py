@@ -77,12 +77,14 @@ DANGEROUS = {
 }
 
 
-@pytest.mark.parametrize("name", DANGEROUS)
-def test_variables_that_name_code_are_warnings(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, DANGEROUS[name])
-    (warning,) = found(cli, 1)["warnings"]
-    assert warning.startswith(f"{name} is set: ")
-    monkeypatch.setenv(name, "")
+def test_variables_that_name_code_are_warnings(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in DANGEROUS.items():
+        monkeypatch.setenv(name, value)
+    warnings = found(cli, 1)["warnings"]
+    assert {warning.partition(" is set: ")[0] for warning in warnings} == DANGEROUS.keys()
+    assert len(warnings) == len(DANGEROUS)
+    for name in DANGEROUS:
+        monkeypatch.setenv(name, "")
     assert found(cli)["warnings"] == []
 
 

@@ -192,7 +192,7 @@ def test_only_the_first_rank_works(name: str, cli: Cli, monkeypatch: pytest.Monk
     assert cli("plan", "M:raising").status == 2
 
 
-@pytest.mark.parametrize("arguments", ["doctor", "plan --help"])
+@pytest.mark.parametrize("arguments", ["doctor", pytest.param("plan --help", marks=pytest.mark.full)])
 def test_a_reader_that_goes_away_is_no_error(arguments: str) -> None:
     command = f"{sys.executable} -m seqfuse {arguments}; echo $? >&2"
     # The reader is gone before anything is written.
@@ -230,7 +230,7 @@ def test_colors_are_for_terminals_only(cli: Cli, monkeypatch: pytest.MonkeyPatch
 
 def test_importing_the_library_imports_no_command() -> None:
     code = "import sys, seqfuse; print([m for m in sys.modules if m.startswith(('seqfuse.cli', 'cyclopts', 'rich'))])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = Script("-c", code, bare=True).done()
     assert done.stdout == "[]\n"
 
 

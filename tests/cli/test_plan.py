@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 import seqfuse as sf
+from tests.processes import Script
 
 from .conftest import Cli
 
@@ -50,8 +49,8 @@ def test_an_operation_that_fails_without_data_leaves_memory_out_and_prints_no_tr
     # In a process of its own: torch writes to the error stream that it found when it was imported.
     text = "from seqfuse import Sequential, ops\nmodel = Sequential(ops.LayerNorm(16))"
     code = f"{text}; import torch; print(model.plan(torch.ones(4, 16).long()).memory)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("None\n", "")
+    done = Script("-c", code).done()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "None\n", "")
 
 
 def test_options_reach_the_plan(cli: Cli) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import zipfile
 from pathlib import Path
@@ -25,12 +23,8 @@ def run(*command: str, folder: Path, warned: str = "", **environment: str) -> li
     """The lines that `python <command>` prints in a folder; it ends well and warns of nothing else than `warned`."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET" and not k.startswith("PYTEST_")}
     # A process is interpreted from its first import of Triton on.
-    if "TRITON_INTERPRET" in environment or "pytest" in command:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=folder, env=inherited | environment, capture_output=True, text=True
-        )
-    else:
-        done = Script(*command, folder=folder, environment=inherited | environment).done()
+    bare = "TRITON_INTERPRET" in environment or "pytest" in command
+    done = Script(*command, folder=folder, environment=inherited | environment, bare=bare).done()
     assert done.returncode == 0, done.stdout + done.stderr
     warnings = [line for line in done.stderr.splitlines() if "Warning" in line]
     assert bool(warnings) == bool(warned), done.stderr

@@ -51,7 +51,7 @@ def forked(folder: Path, processes: int, *options: str) -> subprocess.CompletedP
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "options", "gap", "share"),
-    [(torchrun, "--pp 2", 0.0, 0.7), (forked, "--fsdp 2", 1e-5, 0.6), (forked, "--tp 2", 1e-5, 0.8)],
+    [(forked, "--pp 2", 0.0, 0.7), (forked, "--fsdp 2", 1e-5, 0.6), (forked, "--tp 2", 1e-5, 0.8)],
     ids=["pp", "fsdp", "tp"],
 )
 def test_losses_are_those_of_one_process(

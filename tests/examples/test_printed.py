@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.examples import faults, printed
+from tests.processes import Script
+
+
+def forked(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` gives, from a process that has imported torch already."""
+    assert command[0] == sys.executable
+    environment = options.get("env", os.environ)
+    return Script(*command[1:], environment=environment, bare="TRITON_INTERPRET" in environment).done()
 
 
 @pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
-def test_shown_output_is_what_is_printed(page: Path) -> None:
+def test_shown_output_is_what_is_printed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", forked)
     assert printed.regenerated(page) == page.read_text(), "run: .venv/bin/python -m tests.examples.printed"
 
 

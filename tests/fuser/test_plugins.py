@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
+from tests.processes import Script
 
 from .kit_b import BiasTanhForward, assert_same, draw, passes, randomize
 
@@ -117,7 +117,7 @@ def test_importing_the_library_with_a_broken_plug_in_installed_imports_none(tmp_
         sf.Sequential(sf.ops.Bias(3), sf.ops.Tanh())(torch.ones(2, 3)).sum().backward()
         print([p.name for p in sf.plugins.available()], "broken_fusions" in sys.modules)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = Script("-c", textwrap.dedent(code), bare=True).done()
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['broken'] False"
 

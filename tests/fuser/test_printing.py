@@ -7,8 +7,6 @@ import dataclasses
 import os
 import pickle
 import re
-import subprocess
-import sys
 import unicodedata
 from collections import OrderedDict
 from pathlib import Path
@@ -34,6 +32,7 @@ from tests.fuser.fusions import (
     fused_names,
     tensor,
 )
+from tests.processes import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 80
@@ -483,7 +482,7 @@ print(sorted(n for n in sys.modules if n.split(".")[0] == "triton"))
 
 
 def test_a_plan_for_hopper_touches_neither_triton_nor_cuda() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True)
+    done = Script("-c", CODE, bare=True).done()
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
+from tests.processes import Script
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -57,7 +56,7 @@ def run_with(tmp_path: Path, **variables: str) -> list[str]:
     code = CODE.format(root=str(ROOT))
     path = tmp_path / "main.py"
     path.write_text(code)
-    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
+    done = Script(str(path), environment=environment, bare=True).done()
     assert done.returncode == 0, done.stderr
     assert "modules []" in done.stdout
     return done.stdout.splitlines()

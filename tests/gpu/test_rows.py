@@ -33,7 +33,12 @@ def cases(dtype: torch.dtype) -> list[Case]:
     return [case for case in rows.cases(few) if "tuned" not in case.group and "optimizer" not in case.group]
 
 
-ALL = [pytest.param(case, id=f"{case.key} {case.dtype}") for dtype in DTYPES for case in cases(dtype)]
+# Interpreted, each row in one dtype in turn; under --full in both.
+ALL = [
+    pytest.param(case, id=f"{case.key} {case.dtype}", marks=[pytest.mark.full] * (not HERE and (i + at) % 2))
+    for at, dtype in enumerate(DTYPES)
+    for i, case in enumerate(cases(dtype))
+]
 
 
 @pytest.mark.parametrize("case", ALL)

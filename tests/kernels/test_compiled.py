@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 
 from seqfuse.testing.compiled import Compiled, compile_variants, kernel_modules
 from seqfuse.testing.ttir import int32_multiplications
+from tests.processes import Script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -151,8 +150,8 @@ def test_over_shared_memory_depends_on_the_target() -> None:
 
 def test_the_table_ends_with_what_was_found() -> None:
     pytest.importorskip("rich")
-    command = [sys.executable, "benchmarks/kernels_table.py", "_columns", "--targets", "sm_90", "--only", "bf16 (1|8)$"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["benchmarks/kernels_table.py", "_columns", "--targets", "sm_90", "--only", "bf16 (1|8)$"]
+    done = Script(*command, folder=ROOT, bare=True).done()
     last = done.stdout.strip().splitlines()[-1]
     assert last == "kernels: 2 variants, 0 spilled, 0 over shared memory, 0 dots without wgmma on sm_90", done.stderr
     assert done.returncode == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -16,6 +14,8 @@ from triton.runtime import interpreter
 
 from seqfuse.kernels._launch import launch
 from seqfuse.testing.interpreter import as_on_a_gpu, corrected
+from seqfuse.testing.interpreter_speed import operators
+from tests.processes import Script
 
 from .conftest import DEVICE
 
@@ -110,6 +110,47 @@ def test_columns_are_summed_in_pairs() -> None:
 
 
 @triton.jit
+def _operators_kernel(x, y, z, N: tl.constexpr, WHOLE: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b, at = tl.load(x + i), tl.load(y + i), z + i[:, None] * N + i[None, :]
+    empty = tl.zeros((N, N), tl.float64)
+    found = (
+        a[:, None] + b[None, :], b[:, None] - a[None, :], a[None, :] * b[:, None], a[:, None] / b[None, :], a + b,
+        a < b, b <= a[:, None], a > b, a >= b, a == b[:, None], a != b, (a < b) & (b < 2), (a < b) | (a[:, None] < 1),
+        a + 3, 3 - a, 2 * a, a < 1, a >= 2, 1 + tl.sum(b, 0), tl.sum(a, 0) * b, a * 1e39, a + 100,
+    )  # fmt: skip
+    for k in tl.static_range(22):
+        tl.store(at + k * N * N, found[k].to(tl.float64) + empty)
+    if WHOLE:
+        tl.store(at + 22 * N * N, ((a & 3) | (b & 5)).to(tl.float64) + empty)
+    else:
+        tl.store(at + 22 * N * N, (a * 0.1 - b).to(tl.float64) + empty)
+        tl.store(at + 23 * N * N, (0.3 / a < 0.7).to(tl.float64) + empty)
+
+
+DTYPES = (torch.float16, torch.float32, torch.float64, torch.int32, torch.int64, torch.int8)
+
+
+def test_operators_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [(one, DTYPES[(i + step) % 6]) for i, one in enumerate(DTYPES) for step in (0, 1, 3)]
+
+    def results() -> list[torch.Tensor]:
+        found = torch.zeros(len(pairs), 24, 16, 16, dtype=torch.float64)
+        for z, (one, other) in zip(found, pairs, strict=True):
+            x, y = torch.arange(16).to(one), (torch.arange(16).flip(0) / 2 + 1).to(other)
+            whole = not (one.is_floating_point or other.is_floating_point)
+            launch(_operators_kernel, 1, (x, y, z), {"N": 16, "WHOLE": whole})
+        return [*found]
+
+    with monkeypatch.context() as patch:  # before the first launch of a block, at which its operators are replaced
+        patch.setattr("seqfuse.testing.interpreter.operators", lambda _: ())
+        theirs = results()
+    for name, quick in operators(interpreter):
+        monkeypatch.setattr(tl.tensor, name, quick(getattr(tl.tensor, name)))
+    torch.testing.assert_close(results(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
 def _draw_kernel(offsets, seed, y, N: tl.constexpr):
     i = tl.arange(0, N)
     a, b, c, d = tl.randint4x(tl.load(seed), tl.load(offsets + i))
@@ -157,5 +198,5 @@ def test_the_test_kit_corrects_it_once() -> None:
     )
     for interprets, printed in (("1", "False\nTrue\n"), ("0", "True\nTrue\n")):
         environment = {**os.environ, "TRITON_INTERPRET": interprets}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        assert done.stdout == printed
+        done = Script("-c", code, environment=environment, bare=True).done()
+        assert done.stdout == printed, done.stderr

@@ -164,8 +164,8 @@ def test_it_is_the_cross_entropy_of_the_product(change: dict[str, Any], dtype: t
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_options_go_together_in_pairs(dtype: torch.dtype) -> None:
     for number, change in enumerate(PAIRS):
-        # All of them in some dtype, each dtype a part of them.
-        if number % len(DTYPES) == DTYPES.index(dtype):
+        # Every other one in some dtype, each dtype a part of them.
+        if number % (2 * len(DTYPES)) == 2 * DTYPES.index(dtype):
             check(dataclasses.replace(Case(dtype=dtype), **change))
 
 

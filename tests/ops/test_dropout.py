@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from seqfuse import ops
 from seqfuse.ops._philox import _traceable_mask, drop_mask, drop_spans, philox4x32, round_keys
 from seqfuse.testing import LAYOUTS, Untouched, assert_bitwise_equal, laid_out, seeded_randn
+from tests.processes import Script
 
 from .passes import check_passes
 
@@ -90,9 +89,7 @@ def test_words_are_those_of_triton(tmp_path: Path):
     pytest.importorskip("triton")
     script = tmp_path / "words.py"  # a kernel is compiled from its source file
     script.write_text(TRITON)
-    done = subprocess.run(
-        [sys.executable, script], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    done = Script(str(script), environment={**os.environ, "TRITON_INTERPRET": "1"}, bare=True).done()
     assert done.returncode == 0, done.stderr
     for seed, words in json.loads(done.stdout):
         for p in (0.25, 0.5, 0.9):

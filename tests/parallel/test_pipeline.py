@@ -696,7 +696,7 @@ def a_rank_that_dies() -> None:
 def a_rank_that_sleeps() -> None:
     staged = staged_of(model_of())
     if dist.get_rank() == 0:
-        time.sleep(12)
+        time.sleep(7)
         return
     staged(batch(0)[0])
 

@@ -1,11 +1,9 @@
-import subprocess
-import sys
-
 import torch
 from hypothesis import given
 
 from seqfuse.testing import LAYOUTS, TensorSpec
 from seqfuse.testing import strategies as sfst
+from tests.processes import Script
 
 
 @given(sfst.specs())
@@ -35,7 +33,9 @@ def test_tensors_follow_the_given_strategies(x: torch.Tensor):
 
 
 def child(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    done = Script("-c", code, bare=True).done()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_kit_does_not_import_hypothesis():

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import re
 import stat
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -23,6 +21,7 @@ import torch
 import seqfuse as sf
 from seqfuse import measured, store
 from seqfuse.measured import Machine, Measurement
+from tests.processes import CONTEXT, Script
 from tests.tune.kit import Quick, Slow, pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -528,9 +527,7 @@ def test_a_limit_of_the_file_size_is_a_full_disk(tmp_path: Path) -> None:
         print(report.measured > 0, report.file, [w.category.__name__ for w in seen])
     """
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "SEQFUSE_TUNE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
+    done = Script("-c", textwrap.dedent(code), environment=environment, bare=True).done()
     assert done.stdout == "True None ['CacheWarning']\n", done.stderr
 
 
@@ -544,9 +541,7 @@ def test_importing_reads_and_writes_nothing_here(cache: Path) -> None:
         print(touched, os.listdir(os.environ["XDG_CACHE_HOME"]))
     """
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parent.parent), "SEQFUSE_TUNE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", textwrap.dedent(code)], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
+    done = Script("-c", textwrap.dedent(code), environment=environment, bare=True).done()
     assert done.stdout == "[] []\n", done.stderr
 
 
@@ -562,8 +557,7 @@ def _write(folder: str, number: int, count: int) -> None:
 def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "together"
     folder.mkdir()
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_write, args=(str(folder), n, 12)) for n in range(3)]
+    workers = [CONTEXT.Process(target=_write, args=(str(folder), n, 12)) for n in range(3)]
     for worker in workers:
         worker.start()
     path = folder / machine().file_name

@@ -82,11 +82,13 @@ class Compiler:
         return aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)(graph, inputs)
 
 
-def mlp() -> sf.Sequential:
+def small() -> sf.Sequential:
     inner = (ops.LayerNorm(6), ops.Linear(6, 8), ops.GELU("tanh"), ops.Dropout(0.3), ops.Linear(8, 6), ops.Dropout(0.2))
-    return sf.Sequential(
-        ops.Residual(*inner), ops.Residual(ops.RMSNorm(6), ops.Linear(6, 16), ops.SwiGLU(), ops.Linear(8, 6))
-    )
+    return sf.Sequential(ops.Residual(*inner))
+
+
+def mlp() -> sf.Sequential:
+    return sf.Sequential(*small(), ops.Residual(ops.RMSNorm(6), ops.Linear(6, 16), ops.SwiGLU(), ops.Linear(8, 6)))
 
 
 def with_a_barrier_and_channels() -> nn.Module:
@@ -146,7 +148,7 @@ def test_the_plan_is_in_the_graph_and_gives_the_bits_of_the_eager_one(name: str,
 
 
 def test_nothing_is_saved_where_nothing_needs_a_gradient(device: torch.device):
-    model, compiler = mlp().to(device).eval(), Compiler()
+    model, compiler = small().to(device).eval(), Compiler()
     x = seeded_randn((5, 6), 0).to(device)
     with torch.no_grad():
         want = model(x)
@@ -156,9 +158,9 @@ def test_nothing_is_saved_where_nothing_needs_a_gradient(device: torch.device):
 
 
 def test_any_number_of_rows_is_compiled_once(device: torch.device):
-    model, compiler = mlp().to(device), Compiler()
+    model, compiler = small().to(device), Compiler()
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    for rows in (3, 7, 16, 33):
+    for rows in (3, 33):
         x = seeded_randn((rows, 6), rows).to(device)
         torch._dynamo.mark_dynamic(x, 0)
         torch.manual_seed(3)
@@ -170,7 +172,7 @@ def test_any_number_of_rows_is_compiled_once(device: torch.device):
 
 
 def test_what_the_compiled_function_sets_is_what_is_planned(device: torch.device):
-    model, x = mlp().to(device), seeded_randn((40, 6), 0).to(device)
+    model, x = small().to(device), seeded_randn((40, 6), 0).to(device)
 
     def both(t: Tensor) -> tuple[Tensor, Tensor]:
         model.train()
@@ -207,7 +209,7 @@ def test_slices_made_while_tracing_go_by_their_references(device: torch.device):
 
 
 def test_with_fusing_off_the_references_are_compiled(device: torch.device):
-    model, compiler = mlp().to(device).eval(), Compiler()
+    model, compiler = small().to(device).eval(), Compiler()
     x = seeded_randn((5, 6), 0).to(device)
     with sf.fusing(False):
         got = torch.compile(model, fullgraph=True, backend=compiler)(x)
@@ -216,7 +218,7 @@ def test_with_fusing_off_the_references_are_compiled(device: torch.device):
 
 
 def test_a_backend_that_keeps_the_graph_runs_the_engine(device: torch.device):
-    model, x = mlp().to(device), seeded_randn((5, 6), 0).to(device)
+    model, x = small().to(device), seeded_randn((5, 6), 0).to(device)
     want = passes(model, x)
     assert_bitwise_equal(passes(torch.compile(model, fullgraph=True, backend="eager"), x), want)
 
@@ -294,7 +296,7 @@ def test_inductor_calls_the_operators(device: torch.device):
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.full), torch.bfloat16], ids=str)
 def test_under_autocast(dtype: torch.dtype, device: torch.device):
-    model, x = mlp().to(device), seeded_randn((5, 6), 0, dtype=dtype).to(device)
+    model, x = small().to(device), seeded_randn((5, 6), 0, dtype=dtype).to(device)
     compiled = torch.compile(model, fullgraph=True, backend=Compiler())
     with torch.autocast(device.type, torch.bfloat16):
         torch.manual_seed(3)
@@ -306,7 +308,7 @@ def test_under_autocast(dtype: torch.dtype, device: torch.device):
 
 
 def test_a_copy_and_a_pickle_are_found_by_names_of_their_own(device: torch.device):
-    model, x = mlp().to(device).eval(), seeded_randn((5, 6), 0).to(device)
+    model, x = small().to(device).eval(), seeded_randn((5, 6), 0).to(device)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with torch.no_grad():
             other[0][1].weight.mul_(2)
