@@ -129,8 +129,10 @@ def operators(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
 
     def constant(kind: Any, value: Any) -> Any:
         number = numbers.get(kind.name)
+        if number is None:
+            return None
         if value.__class__ is int:
-            return None if number is None or not -(2**24) <= value <= 2**24 else number(value)
+            return number(value) if -(2**24) <= value <= 2**24 else None
         if value.__class__ is not float or kind.name != "fp32":
             return None
         return number(value or 0.0) if value == 0 or 1e-30 < abs(value) < 1e30 else None
