@@ -25,11 +25,11 @@ LLAMA: dict[str, Any] = {
 FORMS = {"GPT": GPT, "Llama": LLAMA, "window": {**LLAMA, "window": 5}, "softcap": {**GPT, "softcap": 4.0}}
 
 
-def model_of(form: str, **changed: Any) -> sf.Sequential:
+def model_of(form: str, layers: int = 2, **changed: Any) -> sf.Sequential:
     torch.manual_seed(0)
     learned = [] if "rotary" in FORMS[form] else [ops.PositionEmbedding(96, 32)]
     model = sf.Sequential(
-        ops.Embedding(41, 32), *learned, TransformerStack(2, 32, 4, causal=True, **{**FORMS[form], **changed}),
+        ops.Embedding(41, 32), *learned, TransformerStack(layers, 32, 4, causal=True, **{**FORMS[form], **changed}),
         ops.Linear(32, 41, bias=False),
     )  # fmt: skip
     return model.eval()
@@ -112,7 +112,7 @@ def test_a_cache_that_is_full_refuses_and_nothing_changes():
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_a_compiled_model_which_meets_no_cache_is_refused_and_nothing_changes(where: str):
     torch.compiler.reset()
-    model, cache, x = model_of("Llama"), KVCache(2, 10), tokens(2, 4)
+    model, cache, x = model_of("Llama", layers=1), KVCache(2, 10), tokens(2, 4)
     if where == "inside":
         model[1].compile(backend="eager")
     fed = torch.compile(model, backend="eager") if where == "around" else model

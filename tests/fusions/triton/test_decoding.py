@@ -105,7 +105,7 @@ def test_a_step_that_is_recorded_calls_operators_and_goes_on_in_the_cache(form: 
 
 
 def test_a_compiled_model_meets_a_cache_where_its_graph_runs_the_engine_and_is_refused_elsewhere():
-    model, x = model_of("Llama"), tokens(2, 6)
+    model, x = model_of("Llama", layers=1), tokens(2, 6)
     cache = KVCache(2, 12)
     with torch.no_grad(), sf.fusing(False):
         want = model(x)
