@@ -100,7 +100,7 @@ def transforms_see_the_references() -> None:
 def a_compiler_traces_a_divided_stack() -> None:
     x, dy = draw(2, 8, 16), draw(2, 8, 16, seed=3)
     for dim in (None, -2):
-        model = parallel.parallelize(stack(), dist.group.WORLD, PLAN, sequence_dim=dim)
+        model = parallel.parallelize(stack(layers=1), dist.group.WORLD, PLAN, sequence_dim=dim)
         y, grads = results(model, x, dy)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         y_compiled, traced = results(compiled, x, dy)

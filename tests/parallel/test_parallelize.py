@@ -26,9 +26,9 @@ PLAN = {"*attention.mixer": "heads", "*feedforward.mixer": "features"}
 rotary = functools.partial(ops.RotaryEmbedding, style="half")
 
 
-def stack() -> sf.Sequential:
+def stack(layers: int = 2) -> sf.Sequential:
     model = nn.TransformerStack(
-        2, 16, 4, kv_heads=2, activation=ops.SwiGLU, norm=ops.RMSNorm, qk_norm=True, rotary=rotary,
+        layers, 16, 4, kv_heads=2, activation=ops.SwiGLU, norm=ops.RMSNorm, qk_norm=True, rotary=rotary,
         dtype=torch.float64,
     )  # fmt: skip
     randomize(model)
