@@ -253,6 +253,7 @@ def test_examples_that_cannot_be_made_ask_for_the_operations():
         one: ops.GLU
         two: ops.GLU
         three: ops.GLU
+        four: ops.GLU  # sixteen columns: x is not widened that far
 
         def fwd(self, x): ...
 
