@@ -82,12 +82,12 @@ def planning() -> list[dict[str, Any]]:
         began = time.perf_counter()
         model.plan(x)
         first = time.perf_counter() - began
-        listing = model._fuser.listing()
+        op_list = model._fuser.op_list()
         times = []
         for _ in range(20):
             began = time.perf_counter()
             for _ in range(10):
-                listing.fingerprint.holds()
+                op_list.fingerprint.holds()
             times.append((time.perf_counter() - began) / 10)
         rows.append({"operations": count, "plan_seconds": first, "lookup_microseconds": statistics.median(times) * 1e6})
         print(

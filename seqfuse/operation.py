@@ -32,7 +32,7 @@ def named_input(channels: dict[str, Tensor]) -> Tensor:
     return channels.pop("input")
 
 
-class Moment:
+class Version:
     """A point in time, which is itself only; `object()` would be that too, but compilers do not trace it."""
 
 
@@ -43,11 +43,11 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self.epoch = Moment()
+        self.epoch = Version()
 
     def note(self) -> None:
         """Mark a change, after it was made; who holds a moment keeps it from being used twice."""
-        self.epoch = Moment()
+        self.epoch = Version()
 
 
 changes = Changes()
@@ -137,6 +137,8 @@ class UnfusedOperation(FusableOperation):
         layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
         is_view: whether y and the outputs are x itself, or views of it. Where nothing else stands between two barriers
             the reference runs, so that, as in torch, who changes y in place changes x.
+        native: whether the reference is one differentiable call of torch, which saves what the record does. Where such
+            an operation is not fused and stands between two barriers, its reference runs.
         meeting: what processes exchange here, if they do.
         sum_over: processes that each use the parameters for a part of the rows or heads: their gradients are summed.
         shares: which part of a parameter this process holds, of those it does not hold whole.
@@ -151,6 +153,7 @@ class UnfusedOperation(FusableOperation):
     layout: ClassVar[Layout] = "any"
     dy_may_be_none: ClassVar[bool] = False
     is_view: bool = False
+    native: ClassVar[bool] = False
     meeting: Meeting | None = None
     sum_over: Group | None = None
     shares: Mapping[str, Share] = MappingProxyType({})
@@ -198,6 +201,11 @@ class UnfusedOperation(FusableOperation):
     def random(self) -> bool:
         """Whether a call reads its seed now."""
         return self.forward_signature.seed
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a pass may run a second time, after a fusion beside it failed: processes exchange nothing in it."""
+        return self.meeting is None
 
     @property
     def channels(self) -> Mapping[str, str | None]:

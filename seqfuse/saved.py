@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import keyword
-import operator
 import sys
 import types
 import typing
@@ -71,7 +70,6 @@ class Saved:
 
     fields: ClassVar[tuple[str, ...]] = ()
     _plain: ClassVar[frozenset[str]] = frozenset()
-    _single: ClassVar[frozenset[str]] = frozenset()
     _for: ClassVar[Mapping[str, frozenset[str]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -88,7 +86,6 @@ class Saved:
         declared = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         cls.fields = tuple(f.name for f in declared)
         cls._plain = cls._plain | {name for name, hint in hints.items() if not _holds_tensor(hint)}
-        cls._single = cls._single | {name for name, hint in hints.items() if _is_single(hint)}
         cls._for = {f.name: f.metadata["for"] for f in declared if f.metadata.get("for")}
         cls.__init__ = _make_init(cls, {f.name: f.default for f in declared})
 
@@ -123,14 +120,14 @@ class Saved:
         """The fields read by at least one of the wanted gradients `needs`."""
         return tuple(f for f in cls.fields if f not in cls._for or cls._for[f] & needs) if needs else ()
 
+    @classmethod
+    def has_data(cls, names: Sequence[str]) -> bool:
+        """Whether any of these fields is plain data rather than tensors."""
+        return not cls._plain.isdisjoint(names)
+
 
 def _holds_tensor(hint: Any) -> bool:
     return (isinstance(hint, type) and issubclass(hint, Tensor)) or any(map(_holds_tensor, typing.get_args(hint)))
-
-
-def _is_single(hint: Any) -> bool:
-    parts = [h for h in typing.get_args(hint) if h is not type(None)] or [hint]
-    return typing.get_origin(hint) is not tuple and all(isinstance(h, type) and issubclass(h, Tensor) for h in parts)
 
 
 def _is_known(hint: Any) -> bool:
@@ -218,40 +215,6 @@ def packing(cls: type[Saved], kept: tuple[str, ...]) -> tuple[Pack, Unpack]:
     pack.add(f"return ({''.join(f'i{i}, ' for i in range(len(kept)))})")
     unpack.add("return r")
     return pack.define(), unpack.define()
-
-
-Entry = int | tuple[Any, ...] | Saved | None
-Rebuild = Callable[[Entry, Sequence[Any]], Saved]
-
-
-@functools.cache
-def reader(cls: type[Saved], kept: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]] | None:
-    """What reads the kept fields of a record's dictionary at once, where each of them is one tensor or `None`."""
-    if not kept or not cls._single.issuperset(kept):  # pyright: ignore[reportPrivateUsage]
-        return None
-    if len(kept) == 1:
-        name = kept[0]
-        return lambda d: (d[name],)
-    return operator.itemgetter(*kept)  # pyright: ignore[reportUnknownVariableType]
-
-
-@functools.cache
-def rebuilder(cls: type[Saved], kept: tuple[str, ...]) -> Rebuild:
-    """What makes a record again from its entry: where its tensors begin, tokens, or the record itself."""
-    new, length = cls.__new__, len(kept)
-    _, unpack = packing(cls, kept)
-    empty = new(cls)
-
-    def rebuild(entry: Any, tensors: Any) -> Saved:
-        if entry.__class__ is int:
-            record = new(cls)
-            record.__dict__.update(zip(kept, tensors[entry : entry + length], strict=False))
-            return record
-        if entry is None:
-            return empty
-        return unpack(entry, tensors) if entry.__class__ is tuple else entry
-
-    return rebuild
 
 
 def _put(value: Any, d: dict[str, Any], name: str, memo: dict[int, int], tensors: list[Tensor]) -> Any:

@@ -83,16 +83,17 @@ def _among(fusion: type, chosen: Chosen) -> bool:
     return fusion in chosen or fusion.__name__ in chosen
 
 
-_fusing: ContextVar[Fusing | None] = ContextVar("seqfuse_fusing", default=None)
+current_fusing: ContextVar[Fusing | None] = ContextVar("seqfuse_fusing", default=None)
 
 
 def fusing_now() -> Fusing:
     """The innermost `fusing` region, or what the settings say."""
-    return _fusing.get() or _default_fusing()
+    return current_fusing.get() or default_fusing()
 
 
 @functools.cache
-def _default_fusing() -> Fusing:
+def default_fusing() -> Fusing:
+    """What the settings say."""
     return _fusing_of(settings().fusing, settings().on_error, (), Chosen())
 
 
@@ -128,11 +129,13 @@ def fusing(
     outer = fusing_now()
     chosen = outer.only if only is None else tuple(dict.fromkeys((*outer.only, _several(only))))
     allowed = outer.enabled if enabled is None else enabled
-    token = _fusing.set(_fusing_of(allowed, on_error or outer.on_error, chosen, outer.exclude | _several(exclude)))
+    token = current_fusing.set(
+        _fusing_of(allowed, on_error or outer.on_error, chosen, outer.exclude | _several(exclude))
+    )
     try:
         yield
     finally:
-        _fusing.reset(token)
+        current_fusing.reset(token)
 
 
 def _several(fusions: Any) -> Chosen:

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "settings", "maingrad", "autograd", "operation",
-    "pointwise", "fusion", "store", "measured", "pictures",
+    "pointwise", "fusion", "store", "cost_table", "pictures",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fusion": {"saved", "signature", "env", "operation", "errors"},
     "store": set(),
     "pictures": set(),
-    "measured": {"store", "env", "settings", "operation", "errors"},
+    "cost_table": {"store", "env", "settings", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
     "ops": SINGULAR | {"kernels", "fuser.sequential"},

@@ -127,6 +127,6 @@ def of_block(model: Any, x: Tensor) -> list[Launch]:
     fuser = model._fuser  # which fake tensors pass by otherwise, as all that is not plain does
     with as_on_an_h200() as found, faking() as mode:
         leaf = mode.from_tensor(x).requires_grad_()
-        y = fuser.run(fuser.listing(), leaf, {})
+        y = fuser.run(fuser.op_list(), leaf, {})
         torch.autograd.grad(y, [leaf, *model.parameters()], torch.empty_like(y))
     return found

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import seqfuse as sf
-from seqfuse import measured
+from seqfuse import cost_table
 
 from .blocks import GROUPS, Models, block_case, spec_of, trained
 from .case import Case, Contender, Inputs, Run
@@ -52,6 +52,6 @@ def _after_tuning(models: Models) -> Contender:
 
 
 def _forget(sizes: Sizes) -> None:
-    machine = measured.Machine.of(sf.Env.of(sizes.device, dtype=sizes.dtype))
+    machine = cost_table.Machine.of(sf.Env.of(sizes.device, dtype=sizes.dtype))
     if machine is not None:
-        measured.add(machine, {}, instead=True)
+        cost_table.add(machine, {}, instead=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import store
-from ..measured import FORMAT, sources
+from ..cost_table import FORMAT, sources
 from .output import tell
 from .target import Unable
 

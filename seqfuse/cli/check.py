@@ -177,10 +177,10 @@ class _Job:
         extra = inputs.channels(self.channels)
         shapes = self._shapes(model, extra)
         foreign: dict[type, tuple[str, nn.Module, Spec]] = {}
-        for at, item in enumerate(flatten(model)):
-            own = type(item.operation).__module__.startswith("seqfuse.")
-            if item.fusable and isinstance(item.operation, UnfusedOperation) and not own and at in shapes:
-                foreign.setdefault(type(item.operation), (item.path, item.operation, shapes[at]))
+        for at, node in enumerate(flatten(model)):
+            own = type(node.operation).__module__.startswith("seqfuse.")
+            if node.fusable and isinstance(node.operation, UnfusedOperation) and not own and at in shapes:
+                foreign.setdefault(type(node.operation), (node.path, node.operation, shapes[at]))
         for path, operation, spec in foreign.values():
             which = f"{made}.get_submodule({path!r})"
             yield self._operation(lambda x, found=operation: found, which, type(operation).__name__, spec, False)

@@ -92,13 +92,13 @@ def compare(
                 alarms.setdefault(place, []).append(failures)
         if not alarms:
             break
-    items = flatten(model)
+    nodes = flatten(model)
     differing = {place: found[0] for place, found in alarms.items() if len(found) > DRAWS // 2}
     seen = (
         Seen(
             place,
-            items[place.at].name,
-            items[place.at].path,
+            nodes[place.at].name,
+            nodes[place.at].path,
             names.get(place.at if place.tensor == "y" else ~place.at, ""),
             differing.get(place, ()),
         )

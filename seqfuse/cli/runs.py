@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Fuser, Sequential, flatten
-from ..fuser.cover import Candidate
 from ..fuser.fake import is_fake
-from ..fuser.items import Item
-from ..fuser.listing import Region
+from ..fuser.flatten import Node
 from ..fuser.match import Matcher, Refusal
+from ..fuser.op_list import Region
 from ..fuser.plan import Step
 from ..fuser.reference import draw, random_positions, run_alone, walk_reference
+from ..fuser.schedule import Candidate
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from ..settings import Fusing, fusing
@@ -122,9 +122,9 @@ def _backward(outputs: Sequence[Tensor], seed: int) -> None:
 
 def _gradients(model: Sequential) -> Values:
     readers: dict[int, int] = {}
-    for at, item in enumerate(flatten(model)):
-        slots = [getattr(owner, name) for owner, name in item.slots.values()]
-        for p in slots if item.fusable else item.operation.parameters():
+    for at, node in enumerate(flatten(model)):
+        slots = [getattr(owner, name) for owner, name in node.slots.values()]
+        for p in slots if node.fusable else node.operation.parameters():
             readers.setdefault(id(p), at)
     named = model.named_parameters()
     return {Place.grad(readers.get(id(p), 0), name): p.grad for name, p in named if p.grad is not None}
@@ -138,9 +138,9 @@ class _Noting(Matcher):
         self._attach = attach
 
     def find(
-        self, items: Sequence[Item], start: int, stop: int, live_from: int, env: Any, fusing: Fusing, known: Any = None
+        self, nodes: Sequence[Node], start: int, stop: int, live_from: int, env: Any, fusing: Fusing, known: Any = None
     ) -> tuple[list[Candidate], list[Refusal]]:
-        found, refused = super().find(items, start, stop, live_from, env, fusing, known)
+        found, refused = super().find(nodes, start, stop, live_from, env, fusing, known)
         for candidate in found:
             self._attach(candidate.fusion)
         return found, refused
@@ -149,15 +149,17 @@ class _Noting(Matcher):
 class _Recorder(Fuser):
     """A fuser that keeps what the passes of operations and fusions return."""
 
+    by_reference = False
+
     def __init__(self, root: Sequential, fusions: Sequence[type[FusedOperation]]) -> None:
         self._seen: dict[tuple[int, str], list[Tensor | None]] = {}
         self._alone: Values = {}
         super().__init__(root, fusions)
-        for at, item in enumerate(flatten(root)):
-            if item.fusable and isinstance(item.operation, UnfusedOperation):
-                self._attach(item.operation)
+        for at, node in enumerate(flatten(root)):
+            if node.fusable and isinstance(node.operation, UnfusedOperation):
+                self._attach(node.operation)
             else:
-                _watch_alone(item.operation, at, self._alone)
+                _watch_alone(node.operation, at, self._alone)
 
     def _reset(self) -> None:
         super()._reset()
@@ -180,9 +182,10 @@ class _Recorder(Fuser):
     def collect(self, values: Values) -> dict[int, str]:
         """Give what was kept its places in the plans that ran; returns the fusions at `at` ahead, and back at `~at`."""
         names: dict[int, str] = {}
-        for part in self.listing().parts:
+        for part in self.op_list().parts:
             if isinstance(part, Region):
-                plan = part.latest[1].plan
+                assert part.program is not None  # it ran
+                plan = part.program.plan
                 for step in plan.forward:
                     self._take(step, "fwd", Place.y(step.covers.stop - 1), values)
                     names.update(dict.fromkeys(step.covers, step.name) if step.fused else {})
@@ -229,9 +232,9 @@ def _walked(
     model: Sequential, x: Tensor, channels: dict[str, Tensor], values: Values, low: torch.dtype | None
 ) -> tuple[Tensor, ...]:
     """Run the references, each on a view of its own, so that the gradient of what enters it is its own."""
-    items = flatten(model)
-    random = random_positions(items)
-    seeds = draw(items, random, x) if random else None
+    nodes = flatten(model)
+    random = random_positions(nodes)
+    seeds = draw(nodes, random, x) if random else None
 
     def border(t: Tensor) -> Tensor:
         if low is None or not t.is_floating_point():
@@ -239,18 +242,18 @@ def _walked(
         return _Round.apply(t, low)  # pyright: ignore[reportReturnType, reportUnknownMemberType, reportUnknownVariableType]
 
     made = dict(channels)
-    for at, item in enumerate(items):
+    for at, node in enumerate(nodes):
         x = border(x)
         if x.requires_grad:
             _keep_gradient(x, Place.dx(at), values)
-        if item.alone is not None:
-            x = run_alone(items, at, x, made)
+        if node.alone is not None:
+            x = run_alone(nodes, at, x, made)
         else:
-            x = walk_reference(items, range(at, at + 1), random, x, made, seeds)
-        made.update({channel: border(made[channel]) for _, channel in item.outputs})
+            x = walk_reference(nodes, range(at, at + 1), random, x, made, seeds)
+        made.update({channel: border(made[channel]) for _, channel in node.outputs})
         values[Place.y(at)] = x.detach()
-    read = {channel for item in items for _, channel in item.inputs}
-    outputs = dict.fromkeys(channel for item in items for _, channel in item.outputs if channel not in read)
+    read = {channel for node in nodes for _, channel in node.inputs}
+    outputs = dict.fromkeys(channel for node in nodes for _, channel in node.outputs if channel not in read)
     return x, *(made[channel] for channel in outputs)
 
 

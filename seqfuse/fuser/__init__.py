@@ -1,6 +1,6 @@
 """The engine: matches fusions, chooses the cheapest covers, plans and runs."""
 
-from .items import flatten
+from .flatten import flatten
 from .match import Refusal
 from .plan import Alone, Plan, Step
 from .run import Fuser

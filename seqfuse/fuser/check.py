@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +15,30 @@ from ..maingrad import accumulated
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .fake import faking, is_fake
-from .segment import Back, Call
-
-if TYPE_CHECKING:
-    from .plan import Step
-    from .program import Binder
+from .inputs import Like
+from .lowering import Context
+from .step import Step
 
 _passed: set[Any] = set()
 
 
-def check_forward(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
-    """Compare what a fused forward returned with what the operations themselves give; `False` to be asked again.
+def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
+    """Check what a forward returned, of a fusion against what the operations give; `False` to be asked again.
 
     Raises:
         PluginError: naming fusion, slot and field.
     """
+    if not step.fused:
+        _check_form(step, out)
+        return True
     fusion: FusedOperation = step.operation
     if is_fake(x):
         return False
-    key = _key(binder, fusion, step.covers, x)
+    key = _key(context, step, x)
     if key in _passed:
         return True
-    y, extra, saved = _unpack(fusion, call, out)
-    expected = _expected(binder, step, x, {name: given[name] for name, _ in call.inputs})
+    y, extra, saved = _unpack(fusion, step, out)
+    expected = _expected(context, step, x, {name: given[name] for name, _ in step.reads})
     if expected is None:
         return True
     y_own, extra_own, records = expected
@@ -66,12 +67,8 @@ def check_forward(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, g
     return True
 
 
-def check_form(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
-    """Check that an operation's own forward returns what its class declares.
-
-    Raises:
-        PluginError: naming the operation.
-    """
+def _check_form(step: Step, out: Any) -> None:
+    """Check that an operation's own forward returns what its class declares."""
     operation: UnfusedOperation = step.operation
     names, record = operation.outputs, type(operation).Saved
     right = _is_tuple(out, 3 if names else 2) and isinstance(out[0], Tensor)
@@ -81,8 +78,7 @@ def check_form(binder: Binder, step: Step, call: Call, x: Tensor, out: Any, give
     if not right or type(out[-1]) is not record:
         form = f"(y, {{{', '.join(names)}}}, {record.__qualname__})" if names else f"(y, {record.__qualname__})"
         message = f"fwd must return {form}, not {_form(out)}"
-        raise PluginError(message, code="SF302", operation=call.name, position=call.start)
-    return True
+        raise PluginError(message, code="SF302", operation=step.name, position=step.start)
 
 
 def _is_tuple(value: Any, length: int | None = None) -> TypeGuard[tuple[Any, ...]]:
@@ -97,7 +93,7 @@ def _form(out: Any) -> str:
     return f"({', '.join(type(o).__name__ for o in out)})" if _is_tuple(out) else type(out).__name__
 
 
-def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
+def _unpack(fusion: FusedOperation, step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
     none: dict[str, Any] = {}
     parts: tuple[Any, Any, Any] | None
     if isinstance(fusion, InferenceFusion) and not fusion.outputs:
@@ -110,20 +106,19 @@ def _unpack(fusion: FusedOperation, call: Call, out: Any) -> tuple[Any, Mapping[
         form, parts = "(y, saved)", (out[0], none, out[1]) if _is_tuple(out, 2) else None
     if parts is None or not isinstance(parts[0], Tensor):
         message = f"fwd must return {form}"
-        raise PluginError(message, code="SF302", operation=call.name, position=call.start)
+        raise PluginError(message, code="SF302", operation=step.name, position=step.start)
     joint, saved = isinstance(fusion, JointFusion), parts[2]
     if not isinstance(fusion, InferenceFusion) and not (isinstance(saved, Saved) if joint else _is_mapping(saved)):
         what = "its own Saved record" if joint else "a dictionary {slot: Saved}"
         message = f"fwd must return {what} last, not a {type(saved).__name__}"
-        raise PluginError(message, code="SF302", operation=call.name, position=call.start)
+        raise PluginError(message, code="SF302", operation=step.name, position=step.start)
     return parts
 
 
 def _expected(
-    binder: Binder, step: Step, x: Tensor, inputs: Mapping[str, Tensor]
+    context: Context, step: Step, x: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
     """What the operations themselves return, run on fake tensors; `None` if they cannot run so."""
-    fusion: FusedOperation = step.operation
     records: dict[str, Saved] = {}
     outputs: dict[str, Tensor] = {}
     try:
@@ -131,22 +126,22 @@ def _expected(
             y: Tensor = mode.from_tensor(x)
             given = {name: mode.from_tensor(value) for name, value in inputs.items()}
             made: dict[str, Tensor] = {}
-            for position, (place, operation) in zip(step.covers, fusion.named_operations(), strict=True):
-                item, prefix = binder.items[position], f"{place.replace('.', '_')}_"
-                extras: dict[str, Any] = {n: made[c] if c in made else given[prefix + n] for n, c in item.inputs}
+            for place, prefix, position, node, needs in step.members:
+                operation: Any = node.operation
+                extras: dict[str, Any] = {n: made[c] if c in made else given[prefix + n] for n, c in node.inputs}
                 signature = operation.forward_signature
                 if signature.needs:
-                    extras["needs"] = binder.wants.needs[position]
+                    extras["needs"] = needs
                 if signature.env:
-                    extras["env"] = binder.env
+                    extras["env"] = context.env
                 if signature.seed:
-                    active = position in binder.random
+                    active = position in context.random
                     extras["seed"] = torch.zeros((), dtype=torch.int64, device=x.device) if active else None
                 y, *rest = operation.fwd(y, **extras)
                 records[place] = rest[-1]
                 if operation.outputs:
-                    made.update({c: rest[0][n] for n, c in item.outputs})
-                    outputs.update({prefix + n: rest[0][n] for n, _ in item.outputs})
+                    made.update({c: rest[0][n] for n, c in node.outputs})
+                    outputs.update({prefix + n: rest[0][n] for n, _ in node.outputs})
     except Exception:
         return None
     return y, outputs, records
@@ -170,23 +165,6 @@ def _compare(fusion: FusedOperation, step: Step, what: str, got: Any, own: Any) 
         raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
 
 
-class Like(NamedTuple):
-    """What a gradient must look like: its parameter, without holding on to it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, t: Tensor) -> Like:
-        """What is like this tensor."""
-        return cls(t.shape, t.dtype, t.device)
-
-    def empty(self) -> Tensor:
-        """A tensor that looks so."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor | Like):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
@@ -194,13 +172,12 @@ def _describe(value: Any) -> str:
 
 
 def _wrong(fusion: FusedOperation, step: Step, message: str) -> PluginError:
-    return PluginError(message, code="SF302", operation=type(fusion).__name__, position=step.covers.start)
+    return PluginError(message, code="SF302", operation=type(fusion).__name__, position=step.start)
 
 
-def _key(binder: Binder, fusion: FusedOperation, covers: range, x: Tensor) -> Any:
-    configs = tuple(_config(op) for op in fusion.operations())
-    needs = tuple(binder.wants.needs[p] for p in covers)
-    return type(fusion), configs, needs, x.shape[1:], x.dtype, x.device, binder.env.autocast
+def _key(context: Context, step: Step, x: Tensor) -> Any:
+    configs = tuple(_config(op) for op in step.operation.operations())
+    return type(step.operation), configs, step.needs, x.shape[1:], x.dtype, x.device, context.env.autocast
 
 
 def _config(operation: UnfusedOperation) -> Any:
@@ -221,10 +198,8 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
 
 
 def check_backward(
-    binder: Binder,
+    context: Context,
     step: Step,
-    needs_of: Mapping[int, frozenset[str]],
-    back: Back,
     d: Tensor | None,
     out: Any,
     given: Mapping[str, Any],
@@ -236,10 +211,10 @@ def check_backward(
     """
     if is_fake(d) or (d is not None and is_batchedtensor(d)):
         return False
-    fused = isinstance(step.operation, FusedOperation)
+    fused = step.fused
 
     def wrong(message: str) -> PluginError:
-        return PluginError(message, code="SF303", operation=step.name, position=step.covers.start)
+        return PluginError(message, code="SF303", operation=step.name, position=step.start)
 
     if not (_is_tuple(out, 2) and _is_mapping(out[1])):
         raise wrong(f"bwd must return (dx, {{name: gradient}}), not {_form(out)}")
@@ -247,26 +222,23 @@ def check_backward(
     known: dict[str, Like | None] = {}
     owners: dict[str, tuple[nn.Module, str]] = {}
     wanted: set[str] = set()
-    inside = {c for position in step.covers for _, c in binder.items[position].outputs}
-    for position, (place, _) in zip(
-        step.covers, step.operation.named_operations() if fused else [("", None)], strict=True
-    ):
-        item, prefix = binder.items[position], f"{place}." if fused else ""
-        known |= {prefix + n: binder.parameters[id(owner), name] for n, (owner, name) in item.slots.items()}
-        owners |= {prefix + n: slot for n, slot in item.slots.items()}
-        known |= {prefix + n: None for n, _ in item.inputs}
-        needs = needs_of[position]
-        wanted |= {prefix + n for n in item.slots if n in needs}
-        wanted |= {prefix + n for n, c in item.inputs if n in needs and not (fused and c in inside)}
+    inside = {c for node in step.nodes for _, c in node.outputs}
+    for place, _, _, node, needs in step.members:
+        prefix = f"{place}." if fused else ""
+        known |= {prefix + n: context.parameters[id(owner), name] for n, (owner, name) in node.slots.items()}
+        owners |= {prefix + n: slot for n, slot in node.slots.items()}
+        known |= {prefix + n: None for n, _ in node.inputs}
+        wanted |= {prefix + n for n in node.slots if n in needs}
+        wanted |= {prefix + n for n, c in node.inputs if n in needs and not (fused and c in inside)}
     unknown = sorted(name for name, g in grads.items() if g is not None and name not in known)
     if unknown:
         raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
-    if not isinstance(dx, Tensor) and "x" in needs_of[step.covers.start]:
+    if not isinstance(dx, Tensor) and "x" in step.needs[0]:
         raise wrong("bwd returned no gradient of x, which is wanted")
-    if isinstance(dx, Tensor) and "x" in needs_of[step.covers.start]:
-        own, leaving = binder.entering[step.covers.start], binder.entering[step.covers.stop]
+    if isinstance(dx, Tensor) and "x" in step.needs[0]:
+        own, leaving = context.entering[step.start], context.entering[step.stop]
         dims = slice(None) if d is not None and d.shape == leaving.shape else slice(-1, None)
-        same = binder.dtypes is not None or dx.dtype == own.dtype or dx.dtype == binder.dtypes_now()[step.covers.start]
+        same = context.dtypes is not None or dx.dtype == own.dtype or dx.dtype == context.dtypes_now()[step.start]
         if dx.shape[dims] != own.shape[dims] or dx.device != own.device or not same:
             raise wrong(f"the gradient of x should be like {_describe(own)}, not {_describe(dx)}")
     seen: list[tuple[Any, str]] = []
@@ -278,7 +250,7 @@ def check_backward(
             raise wrong(f"bwd returned no gradient {name!r}, which is wanted")
         if parameter is None:  # an extra input, whose shape is not known here
             continue
-        same_dtype = g.dtype == parameter.dtype or binder.dtypes is not None
+        same_dtype = g.dtype == parameter.dtype or context.dtypes is not None
         if g.shape != parameter.shape or g.device != parameter.device or not same_dtype:
             raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")
         if fused and g.numel():

@@ -2,89 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 
 from ..env import Env
-from ..fusion import FusedOperation, InferenceFusion, JointFusion
-from ..operation import UnfusedOperation
+from ..fusion import JointFusion
+from ..pictures import summary
 from ..pictures.data import FORMAT, EnvData, Kind, OperationData, PlanData, StepData
-from .show import head, memory_line
-
-if TYPE_CHECKING:
-    from .plan import Plan, Step
+from .step import Step
 
 
-def describe(plan: Plan) -> PlanData:
+def describe(plan: Any) -> PlanData:
     """Everything that a plan says, as dictionaries, lists, strings and numbers."""
     alone = {a.at for a in plan.alone}
-    # A joint fusion that stands in both covers keeps a record of its own in place of its operations'.
-    joint = {id(s.operation) for s in plan.backward} & {
-        id(s.operation) for s in plan.forward if isinstance(s.operation, JointFusion)
-    }
-    own = {i for s in plan.forward if id(s.operation) in joint for i in s.covers}
-    runs = {i: s.operation for s in plan.forward if not s.fused for i in s.covers}
-    members = {i: op for s in plan.forward if s.fused for i, (_, op) in zip(s.covers, _members(s), strict=True)}
-    operations: list[OperationData] = []
-    for at, (name, path) in enumerate(zip(plan.names, plan.paths, strict=True)):
-        operation, needs = runs.get(at) or members.get(at), plan.needs[at] if plan.needs else frozenset[str]()
-        saves: tuple[str, ...] = ()
-        if at not in alone and at not in own and isinstance(operation, UnfusedOperation):
-            saves = operation.Saved.kept(needs)
-        operations.append(OperationData(at=at, name=name, path=path, saves=[*saves], wants=sorted(needs)))
-    memory = plan.memory
-    return PlanData(
+    forward = [_step(s, alone) for s in plan.forward]
+    saves = _saves([s for s in plan.forward if s.start not in alone])
+    operations = [
+        OperationData(at=at, name=name, path=path, saves=[*saves.get(at, ())], wants=sorted(needs))
+        for at, (name, path, needs) in enumerate(zip(plan.names, plan.paths, plan.needs, strict=True))
+    ]
+    data = PlanData(
         format=FORMAT,
         env=_environment(plan.env),
         operations=operations,
-        forward=[_step(s, plan, alone, id(s.operation) in joint) for s in plan.forward],
-        backward=[_step(s, plan, alone, id(s.operation) in joint, backward=True) for s in plan.backward],
+        forward=forward,
+        backward=[_step(s, alone, backward=True) for s in plan.backward],
         segments=[(piece.start, piece.stop) for piece in plan.segments],
-        refused=[{"fusion": r.fusion, "at": r.at, "reason": r.reason, "outbid": r.outbid} for r in plan.refused],
-        alone=[{"at": a.at, "name": a.name, "reason": a.reason} for a in plan.alone],
-        memory=None
-        if memory is None
-        else {"saved": memory.saved, "saved_unfused": memory.saved_unfused, "flops": memory.flops},
-        summary=[*head(plan), *([] if memory is None else [memory_line(plan, memory)])],
+        refused=[dataclasses.asdict(r) for r in plan.refused],  # pyright: ignore[reportArgumentType]
+        alone=[dataclasses.asdict(a) for a in plan.alone],  # pyright: ignore[reportArgumentType]
+        memory=None if plan.memory is None else dataclasses.asdict(plan.memory),  # pyright: ignore[reportArgumentType]
+        summary=[],
     )
+    data["summary"] = summary(data)
+    return data
+
+
+def _saves(steps: Sequence[Step]) -> Mapping[int, tuple[str, ...]]:
+    """The fields that are saved at each position; of a joint fusion they are its own."""
+    found: dict[int, tuple[str, ...]] = {}
+    for step in steps:
+        if not (isinstance(step.operation, JointFusion) and any(step.needs)):
+            members: Any = zip(step.covers, step.nodes, step.needs, strict=True)
+            found.update((at, node.operation.Saved.kept(needs)) for at, node, needs in members)
+    return found
 
 
 def _environment(env: Env) -> EnvData:
-    return EnvData(
-        device=env.device,
-        arch=env.arch,
-        dtype=_short(env.dtype),
-        autocast=None if env.autocast is None else _short(env.autocast),
-        grad=env.grad,
-        deterministic=env.deterministic,
-        recipe=None if env.recipe is None else str(env.recipe),
-        triton=env.triton,
-        rows=env.rows,
-        text=str(env),
-    )
+    said = {f.name: getattr(env, f.name) for f in dataclasses.fields(env)}
+    said |= {k: str(v).removeprefix("torch.") for k, v in said.items() if isinstance(v, torch.dtype)}
+    said |= {"recipe": None if env.recipe is None else str(env.recipe), "text": str(env)}
+    return said  # pyright: ignore[reportReturnType]
 
 
-def _short(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _members(step: Step) -> list[tuple[str, UnfusedOperation]]:
-    fusion: FusedOperation = step.operation
-    return [*fusion.named_operations()]
-
-
-def _step(step: Step, plan: Plan, alone: set[int], joint: bool, backward: bool = False) -> StepData:
-    saves: tuple[str, ...] = ()
-    start, stop = step.covers.start, step.covers.stop
-    if joint and not backward:
-        wanted = {"x"} & plan.needs[start]
-        for at, (place, _) in zip(step.covers, _members(step), strict=True):
-            wanted |= {f"{place}.{name}" for name in plan.needs[at] if name != "x"}
-        saves = step.operation.Saved.kept(frozenset(wanted))
-    kind: Kind = "alone" if start in alone else "unfused"
+def _step(step: Step, alone: set[int], backward: bool = False) -> StepData:
+    kind: Kind = "alone" if step.start in alone else "unfused"
     if step.fused:
-        kind = "backward" if backward else "forward"
-        if isinstance(step.operation, JointFusion):
-            kind = "joint"
-        elif isinstance(step.operation, InferenceFusion):
-            kind = "inference"
-    return StepData(name=step.name, start=start, stop=stop, kind=kind, saves=[*saves])
+        kind = "joint" if step.joint else "inference" if step.inference else "backward" if backward else "forward"
+    own = step.saves if step.fused and step.joint and not backward else ()
+    return StepData(name=step.name, start=step.start, stop=step.stop, kind=kind, saves=[*own[0].kept] if own else [])

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.modules.module as hooks_of
 from torch import Tensor, nn
 
-from ..measured import Epoch
+from ..cost_table import Epoch
 from ..operation import FusableOperation, changes
 
 # Of the attributes of a module, those that hold the engine.

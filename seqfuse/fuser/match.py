@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..cost_table import Measurement
 from ..env import Env, Savings
 from ..errors import InputError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
-from ..measured import Measurement
 from ..settings import Fusing
-from .cover import Candidate
-from .items import Item
+from .flatten import Node
+from .schedule import Candidate
 
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 """What was measured of a fusion on positions `a..b`."""
@@ -60,7 +60,7 @@ class Matcher:
 
     def find(
         self,
-        items: Sequence[Item],
+        nodes: Sequence[Node],
         start: int,
         stop: int,
         live_from: int,
@@ -68,7 +68,7 @@ class Matcher:
         fusing: Fusing,
         known: Lookup | None = None,
     ) -> tuple[list[Candidate], list[Refusal]]:
-        """Candidates and refusals on `items[start:stop]`; operations before `live_from` want no gradient.
+        """Candidates and refusals on `nodes[start:stop]`; operations before `live_from` want no gradient.
 
         What is `known` of a candidate by measurement takes the place of the cost that it declares.
         """
@@ -76,7 +76,7 @@ class Matcher:
         found: list[Candidate] = []
         refused: list[Refusal] = []
         still = dataclasses.replace(env, grad=False)
-        kinds = tuple(item.derives or item.kind for item in items[start:stop])
+        kinds = tuple(node.derives or node.kind for node in nodes[start:stop])
         for a in range(start, stop):
             # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
             window = kinds[a - start : a - start + self._reach]
@@ -85,7 +85,7 @@ class Matcher:
                 matches = self._matches[window] = tuple(self._matching(window))
             for cls, rank, lengths, length in matches:
                 b = a + length
-                inexact = next((item for item in items[a:b] if item.derives), None)
+                inexact = next((node for node in nodes[a:b] if node.derives), None)
                 if inexact is not None:
                     base = inexact.derives.__name__ if inexact.derives else ""
                     reason = f"{inexact.name} derives from {base}, and only exact types match"
@@ -93,8 +93,8 @@ class Matcher:
                     continue
                 reason = self._excludes(cls, a, b, live_from, env, fusing)
                 if reason is None:
-                    bound = _bind(cls, lengths, items, a)
-                    reason = self._refuses(bound, items, a, b, live_from, env)
+                    bound = _bind(cls, lengths, nodes, a)
+                    reason = self._refuses(bound, nodes, a, b, live_from, env)
                     measured = known(bound, a, b) if known is not None and reason is None else None
                     if reason is None:
                         # Where nothing wants a gradient a joint fusion is worth its forward only.
@@ -135,9 +135,9 @@ class Matcher:
         return None
 
     def _refuses(
-        self, fusion: FusedOperation, items: Sequence[Item], a: int, b: int, live_from: int, env: Env
+        self, fusion: FusedOperation, nodes: Sequence[Node], a: int, b: int, live_from: int, env: Env
     ) -> str | None:
-        reason = _refuses_channels(fusion, items, a, b, b <= live_from)
+        reason = _refuses_channels(fusion, nodes, a, b, b <= live_from)
         if reason is not None:
             return reason
         try:
@@ -199,27 +199,27 @@ def _lengths(slots: Sequence[Slot], k: int, kinds: Sequence[type], i: int) -> It
                 yield (taken, *rest)
 
 
-def _bind(cls: type[FusedOperation], lengths: Sequence[int], items: Sequence[Item], at: int) -> FusedOperation:
+def _bind(cls: type[FusedOperation], lengths: Sequence[int], nodes: Sequence[Node], at: int) -> FusedOperation:
     bound: dict[str, Any] = {}
     for slot, taken in zip(cls.slots, lengths, strict=True):
         if slot.variadic:
-            bound[slot.name] = tuple(item.operation for item in items[at : at + taken])
+            bound[slot.name] = tuple(node.operation for node in nodes[at : at + taken])
         else:
-            bound[slot.name] = items[at].operation if taken else None
+            bound[slot.name] = nodes[at].operation if taken else None
         at += taken
     return cls(**bound)
 
 
-def _refuses_channels(fusion: FusedOperation, items: Sequence[Item], a: int, b: int, dead: bool) -> str | None:
+def _refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: int, dead: bool) -> str | None:
     """Channels that cross the fusion's border must be named in its signatures."""
-    if not any(item.inputs or item.outputs for item in items[a:b]):
+    if not any(node.inputs or node.outputs for node in nodes[a:b]):
         return None
     places = [name.replace(".", "_") for name, _ in fusion.named_operations()]
-    inside = {channel for item in items[a:b] for _, channel in item.outputs}
+    inside = {channel for node in nodes[a:b] for _, channel in node.outputs}
     forward, backward = fusion.forward_signature.extras, fusion.backward_signature.extras
     made = False
-    for place, item in zip(places, items[a:b], strict=True):
-        for name, channel in item.inputs:
+    for place, node in zip(places, nodes[a:b], strict=True):
+        for name, channel in node.inputs:
             full = f"{place}_{name}"
             if not fusion.replaces_forward and (channel in inside) != made:
                 # It has no fwd to name the input in: the pattern says where it comes from, by what stands before it.
@@ -227,15 +227,15 @@ def _refuses_channels(fusion: FusedOperation, items: Sequence[Item], a: int, b: 
             if fusion.replaces_forward and (channel in inside) == (full in forward):
                 side = "comes from inside it" if channel in inside else "is not in the signature of its fwd"
                 return f"the extra input {full} {side}"
-        made = made or bool(item.outputs)
-        for name, channel in item.outputs:
+        made = made or bool(node.outputs)
+        for name, channel in node.outputs:
             full = f"{place}_{name}"
-            readers = items[a].readers[channel]
+            readers = nodes[a].readers[channel]
             if readers and readers <= set(range(a, b)):
                 continue
-            needs_dy = not getattr(item.operation, "dy_may_be_none", False)
-            if isinstance(fusion, ForwardFusion) and needs_dy and not dead and item is not items[b - 1]:
-                return f"{item.name} needs a gradient of its y, whose shape is not kept where its {full} alone is used"
+            needs_dy = not getattr(node.operation, "dy_may_be_none", False)
+            if isinstance(fusion, ForwardFusion) and needs_dy and not dead and node is not nodes[b - 1]:
+                return f"{node.name} needs a gradient of its y, whose shape is not kept where its {full} alone is used"
             if fusion.replaces_forward and full not in fusion.outputs:
                 return f"the extra output {full} is read elsewhere and is not among its outputs"
             if fusion.replaces_backward and not dead and f"d_{full}" not in backward:

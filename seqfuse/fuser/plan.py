@@ -15,23 +15,14 @@ from .. import pictures
 from ..env import Env
 from ..pictures import PlanData
 from ..settings import Fusing
-from .cover import Candidate, cheapest
 from .describe import describe
-from .items import Item
+from .flatten import Node
 from .match import Lookup, Matcher, Refusal
-from .show import Memory, render
+from .memory import Memory
+from .schedule import Candidate, cheapest
+from .step import Step
 
 SEGMENT = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of a cover: an operation, a fusion, or a module that runs through its own `__call__`."""
-
-    operation: Any
-    covers: range
-    name: str
-    fused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +75,7 @@ class Plan:
         return None if self.measure is None else self.measure(self)
 
     def __str__(self) -> str:
-        return render(self)
+        return pictures.render(self.as_dict())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memory": self.memory, "measure": None}
@@ -116,10 +107,10 @@ class Plan:
         return pictures.fragment(self.as_dict())
 
 
-def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Item]], env: Env, items: Sequence[Item]) -> Plan:
+def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Node]], env: Env, nodes: Sequence[Node]) -> Plan:
     """One plan of a whole list, from those of its regions and its barriers."""
-    steps = [Step(item.operation, range(at, at + 1), item.name) for at, item in alone]
-    needs = [frozenset[str]()] * len(items)
+    steps = [Step(node.operation, range(at, at + 1), node.name) for at, node in alone]
+    needs = [frozenset[str]()] * len(nodes)
     for plan in plans:
         at = plan.forward[0].covers.start
         needs[at : at + len(plan.needs)] = plan.needs
@@ -133,9 +124,9 @@ def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Item]], env: Env, it
         tuple(backward),
         tuple(s for p in plans for s in p.segments),
         tuple(r for p in plans for r in p.refused),
-        tuple(Alone(at, item.name, item.alone or "") for at, item in alone),
-        tuple(item.name for item in items),
-        tuple(item.path for item in items),
+        tuple(Alone(at, node.name, node.alone or "") for at, node in alone),
+        tuple(node.name for node in nodes),
+        tuple(node.path for node in nodes),
         tuple(needs),
     )
 
@@ -149,17 +140,17 @@ class Wants:
 
     @classmethod
     def of(
-        cls, items: Sequence[Item], start: int, stop: int, x: bool, channels: Mapping[str, bool], grad: bool
+        cls, nodes: Sequence[Node], start: int, stop: int, x: bool, channels: Mapping[str, bool], grad: bool
     ) -> Wants:
         """Follow requires_grad through positions `start..stop`."""
         needs: dict[int, frozenset[str]] = {}
         carries = dict(channels)
         live_from = stop
         for position in range(start, stop):
-            item = items[position]
+            node = nodes[position]
             wanted = {"x"} if x else set[str]()
-            wanted |= {name for name, channel in item.inputs if carries.get(channel)}
-            for name, (owner, attribute) in item.slots.items():
+            wanted |= {name for name, channel in node.inputs if carries.get(channel)}
+            for name, (owner, attribute) in node.slots.items():
                 if _requires_grad(owner, attribute):
                     wanted.add(name)
             wanted = wanted if grad else set[str]()
@@ -167,7 +158,7 @@ class Wants:
             x = bool(wanted)
             if wanted and live_from == stop:
                 live_from = position
-            carries.update((channel, x) for _, channel in item.outputs)
+            carries.update((channel, x) for _, channel in node.outputs)
         return cls(live_from, needs)
 
 
@@ -183,7 +174,7 @@ def _requires_grad(owner: nn.Module, attribute: str) -> bool:
 
 
 def plan_region(
-    items: Sequence[Item],
+    nodes: Sequence[Node],
     start: int,
     stop: int,
     wants: Wants,
@@ -194,7 +185,7 @@ def plan_region(
 ) -> Plan:
     """Plan positions `start..stop`, which hold operations only."""
     live = wants.live_from
-    found, refused = matcher.find(items, start, stop, live, env, fusing, known=known)
+    found, refused = matcher.find(nodes, start, stop, live, env, fusing, known=known)
     forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     used = {id(c) for c in (*forward, *backward)}
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
@@ -207,10 +198,10 @@ def plan_region(
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()]), True))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
-    ahead, back = _steps(items, start, stop, forward), _steps(items, live, stop, backward, live)
+    ahead, back = _steps(nodes, start, stop, forward, wants), _steps(nodes, live, stop, backward, wants, live)
     return Plan(
-        env, ahead, back, _segments(items, ahead, back, start, stop), tuple(refused), (),
-        tuple(item.name for item in items[start:stop]), tuple(item.path for item in items[start:stop]),
+        env, ahead, back, _segments(nodes, ahead, back, start, stop), tuple(refused), (),
+        tuple(node.name for node in nodes[start:stop]), tuple(node.path for node in nodes[start:stop]),
         tuple(wants.needs[i] for i in range(start, stop)),
     )  # fmt: skip
 
@@ -226,22 +217,26 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate]) -> str:
 
 
 def _steps(
-    items: Sequence[Item], start: int, stop: int, chosen: Sequence[Candidate], live: int = 0
+    nodes: Sequence[Node], start: int, stop: int, chosen: Sequence[Candidate], wants: Wants, live: int = 0
 ) -> tuple[Step, ...]:
     steps: list[Step] = []
     at = start
     for c in chosen:
         if c.stop <= live:
             continue
-        steps += [Step(items[i].operation, range(i, i + 1), items[i].name) for i in range(at, c.start)]
-        steps.append(Step(c.fusion, range(c.start, c.stop), c.name, True))
+        steps += [_single(nodes[i], i, wants) for i in range(at, c.start)]
+        needs = tuple(wants.needs[p] for p in range(c.start, c.stop))
+        steps.append(Step(c.fusion, range(c.start, c.stop), c.name, True, tuple(nodes[c.start : c.stop]), needs))
         at = c.stop
-    steps += [Step(items[i].operation, range(i, i + 1), items[i].name) for i in range(at, stop)]
-    return tuple(steps)
+    return tuple(steps + [_single(nodes[i], i, wants) for i in range(at, stop)])
+
+
+def _single(node: Node, at: int, wants: Wants) -> Step:
+    return Step(node.operation, range(at, at + 1), node.name, False, (node,), (wants.needs[at],))
 
 
 def _segments(
-    items: Sequence[Item], forward: Sequence[Step], backward: Sequence[Step], start: int, stop: int
+    nodes: Sequence[Node], forward: Sequence[Step], backward: Sequence[Step], start: int, stop: int
 ) -> tuple[range, ...]:
     """Cut where both covers have a border: near every eighth position, rather where a single tensor crosses."""
     if start == stop:
@@ -256,7 +251,7 @@ def _segments(
         near = [b for b in reach if b in borders]
         if not near:
             near = [next((b for b in range(reach.stop, stop) if b in borders), stop)]
-        cut = min(near, key=lambda b: (items[b].crossing > 0, abs(b - aim)))
+        cut = min(near, key=lambda b: (nodes[b].crossing > 0, abs(b - aim)))
         if cut == stop:
             break
         cuts.append(cut)

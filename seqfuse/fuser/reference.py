@@ -15,7 +15,7 @@ from torch.nn.utils import stateless
 from ..errors import InputError
 from ..group import summed_gradient
 from ..operation import UnfusedOperation
-from .items import Item, call_name
+from .flatten import Node, call_name
 
 
 def transformed() -> bool:
@@ -29,12 +29,12 @@ def transformed() -> bool:
 _interpreter: Callable[[], Any] = peek_interpreter_stack
 
 
-def random_positions(items: Sequence[Item]) -> dict[int, int]:
+def random_positions(nodes: Sequence[Node]) -> dict[int, int]:
     """Position to index into the seed vector, for the operations that read a seed now."""
     random: dict[int, int] = {}
-    for position, item in enumerate(items):
-        if item.alone is None and isinstance(item.operation, UnfusedOperation) and item.operation.random:
-            random[position] = len(random)
+    for position, node in enumerate(nodes):
+        if node.alone is None and isinstance(node.operation, UnfusedOperation) and node.operation.random:
+            random[position] = node.seed = len(random)
     return random
 
 
@@ -43,20 +43,20 @@ def random_seeds(count: int, x: Tensor) -> Tensor:
     return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=x.device)
 
 
-def draw(items: Sequence[Item], random: Mapping[int, int], x: Tensor) -> Tensor:
+def draw(nodes: Sequence[Node], random: Mapping[int, int], x: Tensor) -> Tensor:
     """One 63-bit seed per active random operation, on x's device, from torch's generator.
 
     Processes with one state of it draw the same; where they have different rows or features, their seeds differ.
     """
     seeds = random_seeds(len(random), x)
     for position, index in random.items():
-        if items[position].rank:
-            seeds[index].bitwise_xor_(items[position].rank)
+        if nodes[position].rank:
+            seeds[index].bitwise_xor_(nodes[position].rank)
     return seeds
 
 
 def by_reference(
-    items: Sequence[Item],
+    nodes: Sequence[Node],
     random: Mapping[int, int],
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -64,38 +64,38 @@ def by_reference(
     channels: dict[str, Tensor],
 ) -> Any:
     """Run every operation's reference under plain autograd."""
-    check_channels(items, inputs, channels)
-    seeds = draw(items, random, x) if random else None
-    x = walk_reference(items, range(len(items)), random, x, channels, seeds)
+    check_channels(nodes, inputs, channels)
+    seeds = draw(nodes, random, x) if random else None
+    x = walk_reference(nodes, range(len(nodes)), random, x, channels, seeds)
     return (x, *[channels[name] for name in outputs]) if outputs else x
 
 
-def _summing(item: Item) -> contextlib.AbstractContextManager[Any]:
+def _summing(node: Node) -> contextlib.AbstractContextManager[Any]:
     """While it is open, the parameters of an operation are read such that their gradients are summed."""
-    group = item.sum_over
+    group = node.sum_over
     if group is None or group.size == 1:
         return contextlib.nullcontext()
-    owners = {id(owner): owner for owner, _ in item.slots.values()}
+    owners = {id(owner): owner for owner, _ in node.slots.values()}
     (owner,) = owners.values()
-    swapped = {name: summed_gradient(group, getattr(owner, name)) for _, name in item.slots.values()}
+    swapped = {name: summed_gradient(group, getattr(owner, name)) for _, name in node.slots.values()}
     return cast(Any, stateless)._reparametrize_module(owner, swapped)
 
 
-def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
+def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
     """Check that a call passed the public extra inputs and no others."""
     for name in inputs:
         if name not in channels:
-            at = next(i for i, item in enumerate(items) if any(c == name for _, c in item.inputs))
+            at = next(i for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
-            raise InputError(message, code="SF103", operation=items[at].name, position=at)
+            raise InputError(message, code="SF103", operation=nodes[at].name, position=at)
         if not isinstance(channels[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            at, item = next((i, item) for i, item in enumerate(items) if any(c == name for _, c in item.inputs))
+            at, node = next((i, node) for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
             message = f"channel {name!r} must be a tensor, not {type(channels[name]).__name__}"
-            raise InputError(message, code="SF103", operation=item.name, position=at)
+            raise InputError(message, code="SF103", operation=node.name, position=at)
     for name in channels:
         if name not in inputs:
-            readers = [(i, item) for i, item in enumerate(items) for _, c in item.inputs if c in inputs]
-            known = [f"{c!r} ({item.name} at position {i})" for i, item in readers for _, c in item.inputs]
+            readers = [(i, node) for i, node in enumerate(nodes) for _, c in node.inputs if c in inputs]
+            known = [f"{c!r} ({node.name} at position {i})" for i, node in readers for _, c in node.inputs]
             listed = (
                 f"what can be passed is {', '.join(known)}" if known else "no operation reads a channel from the call"
             )
@@ -104,33 +104,33 @@ def check_channels(items: Sequence[Item], inputs: Sequence[str], channels: Mappi
             raise InputError(message, code="SF103", operation=where and where.name, position=at)
 
 
-def run_alone(items: Sequence[Item], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
+def run_alone(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     """Call a module through its own `__call__`, with the channels it reads and makes; an error is told its place."""
     try:
-        return _alone(items[position], x, channels)
+        return _alone(nodes[position], x, channels)
     except Exception as error:
         if not torch.compiler.is_compiling():
-            error.add_note(f"in {items[position].name} at position {position}")
+            error.add_note(f"in {nodes[position].name} at position {position}")
         raise
 
 
-def _alone(item: Item, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
-    if not item.inputs and not item.outputs:
-        y = item.operation(x)
+def _alone(node: Node, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
+    if not node.inputs and not node.outputs:
+        y = node.operation(x)
         if not isinstance(y, Tensor):
             message = f"it must return a tensor, not {type(y).__name__}"
-            raise InputError(message, code="SF105", operation=item.name, hint=f"in {item.path!r}")
+            raise InputError(message, code="SF105", operation=node.name, hint=f"in {node.path!r}")
         return y
-    operation = item.operation
-    out = operation(x, **{call_name(operation, name): channels[channel] for name, channel in item.inputs})
-    if not item.outputs:
+    operation = node.operation
+    out = operation(x, **{call_name(operation, name): channels[channel] for name, channel in node.inputs})
+    if not node.outputs:
         return out
-    channels.update(zip((channel for _, channel in item.outputs), out[1:], strict=True))
+    channels.update(zip((channel for _, channel in node.outputs), out[1:], strict=True))
     return out[0]
 
 
 def walk_reference(
-    items: Sequence[Item],
+    nodes: Sequence[Node],
     positions: range,
     random: Mapping[int, int],
     x: Tensor,
@@ -139,19 +139,19 @@ def walk_reference(
 ) -> Tensor:
     """Run the references at `positions`; `channels` gains what they make."""
     for position in positions:
-        item = items[position]
-        if item.alone is not None:
-            x = run_alone(items, position, x, channels)
+        node = nodes[position]
+        if node.alone is not None:
+            x = run_alone(nodes, position, x, channels)
             continue
-        operation: Any = item.operation
-        extras: dict[str, Any] = {name: channels[channel] for name, channel in item.inputs}
+        operation: Any = node.operation
+        extras: dict[str, Any] = {name: channels[channel] for name, channel in node.inputs}
         if operation.forward_signature.seed:
             extras["seed"] = seeds[random[position]] if seeds is not None and position in random else None
-        with _summing(item):
+        with _summing(node):
             out = operation.reference(x, **extras)
-        if item.outputs:
+        if node.outputs:
             x, made = out
-            channels.update((channel, made[name]) for name, channel in item.outputs)
+            channels.update((channel, made[name]) for name, channel in node.outputs)
         else:
             x = out
     return x

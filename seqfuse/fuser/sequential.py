@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
+from .. import operation as operations
 from ..env import Env
 from ..errors import InputError
 from ..fusion import FusedOperation
@@ -106,7 +107,10 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         """
         if x is NOT_GIVEN:
             x = named_input(channels)
-        return self._own()(x, **channels)
+        fuser = self._fuser
+        if fuser.owner() is not self:
+            fuser = self._own()
+        return fuser(x, **channels)
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
         """What is fused for this input (or in this environment), forward and backward, and what was refused and why.
@@ -121,7 +125,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return self._own().plan(x, env=env, **channels)
 
     def _own(self) -> Fuser:
-        if self._fuser.root is not self:  # a shallow copy brought its original's along
+        if self._fuser.owner() is not self:  # a shallow copy brought its original's along
             self.fusions = self.fusions
         return self._fuser
 
@@ -154,3 +158,15 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Self:
         return super().__iadd__(other)  # pyright: ignore[reportUnknownMemberType]
+
+
+def install(model: Sequential, fuser: Fuser) -> None:
+    """Let another fuser run a model from now on; `fuser.root` is the model. A rule set that is assigned ends it."""
+    model.__dict__["_fuser"] = fuser
+
+
+def _alone(operation: FusableOperation) -> Fuser:
+    return Fuser(operation, Sequential.default_fusions)
+
+
+operations.alone = _alone

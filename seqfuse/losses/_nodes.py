@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import _executes, _Once  # pyright: ignore[reportPrivateUsage]
+from ..autograd import Once, executes
 from ..maingrad import main_grads
 from ._ask import How
 from ._chunks import counted_rows, flat, reduced, walk, wide_dtype
@@ -68,7 +68,7 @@ def _delivered(ctx: Any, grads: Sequence[Tensor | None], dtypes: Sequence[torch.
     """Gradients of x, weight and bias, rounded to their dtypes once; those with a `main_grad` are added to it as is."""
     dx, *sums = grads
     nodes = [fn for fn, _ in ctx.next_functions[2:]]  # those before are of targets and x
-    buffers = main_grads(nodes, _executes, lambda i: (("weight", "bias")[i], ctx.how.operation, None))
+    buffers = main_grads(nodes, executes, lambda i: (("weight", "bias")[i], ctx.how.operation, None))
     if buffers is not None:
         buffers.settle(sums)
     return [None if t is None else t.to(dtype) for t, dtype in zip((dx, *sums), dtypes, strict=True)]
@@ -79,5 +79,5 @@ def _guarded(ctx: Any, grads: list[Any], read: tuple[Any, ...]) -> tuple[Any, ..
     if found[0] is not None:
         found = (found[0].view(ctx.shape), *found[1:])
     if torch.is_grad_enabled():
-        found = _Once.guard(ctx, found, read)
+        found = Once.guard(ctx, found, read)
     return (None, None, None, *found)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .attention import Attention
 
 
 class Cache(Protocol):
@@ -20,11 +17,11 @@ class Cache(Protocol):
         """The positions of the rows of x [B, S, C], int64 [B, S]."""
         ...
 
-    def attend(self, attention: Attention, x: Tensor) -> Tensor:
+    def attend(self, attention: Any, x: Tensor) -> Tensor:
         """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
         ...
 
-    def decode(self, attention: Attention, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
+    def decode(self, attention: Any, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
         """The same of one row of each sequence by kernels; `None` where they do not do it, and nothing has changed.
 
         `write(row, k=, v=, lengths=, k_scale=, v_scale=)` keeps the keys and values of rows [B, C] and gives queries

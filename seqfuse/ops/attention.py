@@ -107,6 +107,10 @@ class Attention(sf.UnfusedOperation):
         return self.training and self.dropout > 0
 
     @property
+    def repeatable(self) -> bool:
+        return current() is None  # a second run would write its keys and values behind those of the first
+
+    @property
     def channels(self) -> Mapping[str, str | None]:
         given = {"attn_mask": self.mask, "cu_seqlens": self.cu_seqlens}
         return {name: channel for name, channel in given.items() if channel is not None}

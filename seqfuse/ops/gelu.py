@@ -30,6 +30,7 @@ class GeLU(sf.Pointwise):
         ValueError: for any other `approximate`.
     """
 
+    native = True
     value, derivative = device_functions()
 
     @property

@@ -19,6 +19,7 @@ class ReLU(sf.Pointwise):
     Source: Nair and Hinton 2010, ICML.
     """
 
+    native = True
     value, derivative = device_functions("relu")
 
     reads = "output"

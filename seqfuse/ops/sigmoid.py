@@ -19,6 +19,7 @@ class Sigmoid(sf.Pointwise):
     Source: Rumelhart, Hinton and Williams 1986, Nature 323.
     """
 
+    native = True
     value, derivative = device_functions("sigmoid")
 
     reads = "output"

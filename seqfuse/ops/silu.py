@@ -19,6 +19,7 @@ class SiLU(sf.Pointwise):
     Source: Elfwing et al. 2017, arXiv:1702.03118.
     """
 
+    native = True
     value, derivative = device_functions("silu")
 
     def reference(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ class Tanh(sf.Pointwise):
     Source: LeCun et al. 1998, Efficient BackProp.
     """
 
+    native = True
     value, derivative = device_functions("tanh")
 
     reads = "output"

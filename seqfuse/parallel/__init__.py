@@ -1,9 +1,9 @@
 """Models over several processes of torch.distributed: in shares, in stages, and checkpoints of them."""
 
 from .checkpoint import dtensors, shard, unshard
+from .collectives import clip_grad_norm_, everywhere
 from .microbatches import stages
 from .pipeline import pipeline
 from .tensor import parallelize
-from .together import clip_grad_norm_, everywhere
 
 __all__ = ["clip_grad_norm_", "dtensors", "everywhere", "parallelize", "pipeline", "shard", "stages", "unshard"]

@@ -10,22 +10,22 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import PlanError
-from ..fuser.items import Item
+from ..fuser.flatten import Node
 from ..operation import UnfusedOperation
 
 
-def begins(root: nn.Module, items: Sequence[Item], stages: int | Sequence[str]) -> dict[str, int]:
+def begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) -> dict[str, int]:
     """The names of the modules at which the second stage and those after it begin, and their positions.
 
     Raises:
         PlanError: (SF202) for a name at which none can begin, or names that are not in the order of the list.
     """
-    places = _places(root, items)
+    places = _places(root, nodes)
     if isinstance(stages, int):
-        return _balanced(items, places, stages)
+        return _balanced(nodes, places, stages)
     for name in stages:
         if name not in places:
-            inside = next((item for item in items if item.alone and name.startswith(f"{item.path}.")), None)
+            inside = next((node for node in nodes if node.alone and name.startswith(f"{node.path}.")), None)
             close = difflib.get_close_matches(name, places, 1)
             why = f": {inside.path!r} runs through its own call ({inside.alone})" if inside else ""
             hint = f"did you mean {close[0]!r}?" if close else None
@@ -34,18 +34,18 @@ def begins(root: nn.Module, items: Sequence[Item], stages: int | Sequence[str]) 
     for name, position, before in zip(stages, at, [0, *at], strict=False):
         if position <= before:
             message = f"stages begin in the order of the list, and each has operations; {name!r} does not fit"
-            raise PlanError(message, code="SF202", operation=items[position].name, position=position)
+            raise PlanError(message, code="SF202", operation=nodes[position].name, position=position)
     return dict(zip(stages, at, strict=True))
 
 
-def _places(root: nn.Module, items: Sequence[Item]) -> dict[str, int]:
+def _places(root: nn.Module, nodes: Sequence[Node]) -> dict[str, int]:
     """The names of the modules a stage can begin at, and the positions they begin at; the outermost comes first."""
     first: dict[str, int] = {}
-    for position, item in enumerate(items):
-        parts = item.path.split(".")
+    for position, node in enumerate(nodes):
+        parts = node.path.split(".")
         for depth in range(1, len(parts) + 1):
             first.setdefault(".".join(parts[:depth]), position)
-    operations = {item.path for item in items}
+    operations = {node.path for node in nodes}
     places: dict[str, int] = {}
     for name, _ in cast(Iterable[tuple[str, Any]], root.named_modules(remove_duplicate=False)):
         parts = name.split(".")
@@ -55,17 +55,17 @@ def _places(root: nn.Module, items: Sequence[Item]) -> dict[str, int]:
     return places
 
 
-def _balanced(items: Sequence[Item], places: dict[str, int], stages: int) -> dict[str, int]:
+def _balanced(nodes: Sequence[Node], places: dict[str, int], stages: int) -> dict[str, int]:
     """Begin stages where a single tensor crosses, so that the most parameters in one of them are as few as can be."""
     names: dict[int, str] = {}
     for name, position in places.items():
-        if position and not items[position].crossing:
+        if position and not nodes[position].crossing:
             names.setdefault(position, name)
-    at = [0, *sorted(names), len(items)]
+    at = [0, *sorted(names), len(nodes)]
     if stages > len(at) - 1:
         message = f"a list of {len(at) - 1} parts that a single tensor leaves cannot be cut into {stages} stages"
         raise PlanError(message, code="SF202", hint="name the modules that stages begin at, inside of residuals too")
-    weight = [sum(_weight(item) for item in items[a:b]) for a, b in itertools.pairwise(at)]
+    weight = [sum(_weight(node) for node in nodes[a:b]) for a, b in itertools.pairwise(at)]
     ends = [0]
     for total in weight:
         ends.append(ends[-1] + total)
@@ -79,7 +79,7 @@ def _balanced(items: Sequence[Item], places: dict[str, int], stages: int) -> dic
     return {names[at[k]]: at[k] for k in best[len(at) - 1][1]}
 
 
-def _weight(item: Item) -> int:
-    if isinstance(item.operation, UnfusedOperation) and item.fusable:
-        return 1 + sum(getattr(owner, name).numel() for owner, name in item.slots.values())
-    return 1 + sum(p.numel() for p in item.operation.parameters())
+def _weight(node: Node) -> int:
+    if isinstance(node.operation, UnfusedOperation) and node.fusable:
+        return 1 + sum(getattr(owner, name).numel() for owner, name in node.slots.values())
+    return 1 + sum(p.numel() for p in node.operation.parameters())

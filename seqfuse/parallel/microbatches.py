@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..fuser.sequential import Sequential
-from .elsewhere import blank
+from .collectives import staged
+from .remote_tensor import blank
 from .staged import StagedFuser
-from .together import staged
 
 
 class StageModule(nn.Module):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, PlanError
-from ..fuser.items import Item, flatten
-from ..fuser.sequential import Sequential
+from ..fuser.flatten import Node, flatten
+from ..fuser.sequential import Sequential, install
 from .cuts import begins
 from .staged import StagedFuser
 from .transfer import Boundary, Placement
@@ -48,17 +48,17 @@ def pipeline(
         raise PlanError(f"a pipeline takes one dimension of a mesh, not {mesh.ndim}", code="SF202", hint='mesh["pp"]')
     if shapes not in ("infer", "broadcast"):
         raise InputError(f'shapes must be "infer" or "broadcast", not {shapes!r}', code="SF106")
-    items = flatten(model)
-    if any(isinstance(item.operation, Boundary) for item in items):
+    nodes = flatten(model)
+    if any(isinstance(node.operation, Boundary) for node in nodes):
         raise PlanError("the model is in stages already", code="SF202")
     ranks: tuple[int, ...] = tuple(mesh.mesh.flatten().tolist())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType, reportUnknownVariableType]
-    cuts = begins(model, items, len(ranks) if stages is None else stages)
+    cuts = begins(model, nodes, len(ranks) if stages is None else stages)
     count = len(cuts) + 1
     if count % len(ranks):
         raise PlanError(f"{count} stages cannot be dealt evenly to {len(ranks)} ranks", code="SF202")
     name = (mesh.mesh_dim_names or ("pipeline",))[0]
     placement = Placement(mesh.get_group(), name, ranks, mesh.get_local_rank(), count, shapes == "broadcast")
-    elsewhere = _others(items, [*cuts.values()], placement)
+    elsewhere = _others(nodes, [*cuts.values()], placement)
     names = [f"boundary{stage}" for stage in range(1, count)]
     taken = {name for name in names for module in model.modules() if name in module._modules}  # pyright: ignore[reportPrivateUsage]
     if taken:
@@ -67,7 +67,7 @@ def pipeline(
         above, _, before = path.rpartition(".")
         _insert(model.get_submodule(above), before, key, Boundary(stage, placement))
     _clip(model, elsewhere)
-    model._fuser = StagedFuser(model, model.fusions, placement)  # pyright: ignore[reportPrivateUsage]
+    install(model, StagedFuser(model, model.fusions, placement))
     return model
 
 
@@ -79,19 +79,19 @@ def _insert(container: nn.Module, before: str, key: str, module: nn.Module) -> N
         children[name] = children.pop(name)
 
 
-def _others(items: Sequence[Item], cuts: Sequence[int], placement: Placement) -> list[nn.Module]:
+def _others(nodes: Sequence[Node], cuts: Sequence[int], placement: Placement) -> list[nn.Module]:
     """The modules of the stages of other ranks."""
     stage_of: dict[int, int] = {}
     modules: dict[nn.Module, None] = {}
-    for position, item in enumerate(items):
+    for position, node in enumerate(nodes):
         stage = bisect.bisect_right(cuts, position)
-        for owner in dict.fromkeys([*item.operation.modules(), *(owner for owner, _ in item.slots.values())]):
+        for owner in dict.fromkeys([*node.operation.modules(), *(owner for owner, _ in node.slots.values())]):
             for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):  # pyright: ignore[reportPrivateUsage]
                 first = stage if tensor is None else stage_of.setdefault(id(tensor), stage)
                 if placement.rank(first) != placement.rank(stage):
                     message = f"its {name} is in stages {first} and {stage}, which are on different ranks"
                     hint = "share it within one stage"
-                    raise PlanError(message, code="SF202", operation=item.name, position=position, hint=hint)
+                    raise PlanError(message, code="SF202", operation=node.name, position=position, hint=hint)
             if not placement.own(stage):
                 modules[owner] = None
     return [*modules]

@@ -14,12 +14,12 @@ from torch.nn.utils import parametrize
 from ..env import any_autocast
 from ..errors import InputError, StateError
 from ..fuser.inputs import validate
-from ..fuser.listing import KEPT_PROGRAMS, Listing, Region
+from ..fuser.op_list import KEPT_PROGRAMS, OpList, Region
 from ..fuser.reference import check_channels, draw, run_alone, transformed, walk_reference
 from ..fuser.run import Fuser
 from ..fuser.sequential import Sequential
 from ..ops._cache import current
-from .elsewhere import Elsewhere, blank
+from .remote_tensor import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
 
 
@@ -57,7 +57,7 @@ class StagedFuser(Fuser):
         super().__init__(root, fusions, owned=True)
         self.placement = placement
         self.device: torch.device | None = None  # of the latest input
-        self._cuts: WeakKeyDictionary[Listing, tuple[Stage, ...]] = WeakKeyDictionary()
+        self._cuts: WeakKeyDictionary[OpList, tuple[Stage, ...]] = WeakKeyDictionary()
         self.forget_draws()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -76,70 +76,70 @@ class StagedFuser(Fuser):
         self.device = x.device
         return super().__call__(x, **channels)
 
-    def stages(self, listing: Listing) -> tuple[Stage, ...]:
+    def stages(self, op_list: OpList) -> tuple[Stage, ...]:
         """The list as it was cut."""
-        if listing not in self._cuts:
-            items = listing.items
-            begin = [p for p in listing.parts if isinstance(p, int) and isinstance(items[p].operation, Boundary)]
+        if op_list not in self._cuts:
+            nodes = op_list.nodes
+            begin = [p for p in op_list.parts if isinstance(p, int) and isinstance(nodes[p].operation, Boundary)]
             crossing: list[tuple[str, ...]] = [()]
             for at in begin:
-                made = [c for item in items[:at] for _, c in item.outputs]
-                crossing.append(tuple(c for c in made if max(items[0].readers[c], default=at) >= at))
-            crossing.append(listing.outputs)
+                made = [c for node in nodes[:at] for _, c in node.outputs]
+                crossing.append(tuple(c for c in made if max(nodes[0].readers[c], default=at) >= at))
+            crossing.append(op_list.outputs)
             found: list[Stage] = []
-            for index, (start, stop) in enumerate(zip([-1, *begin], [*begin, len(items)], strict=True)):
-                parts = tuple(p for p in listing.parts if start < (p.start if isinstance(p, Region) else p) < stop)
-                boundary: Any = items[start].operation if index else None
+            for index, (start, stop) in enumerate(zip([-1, *begin], [*begin, len(nodes)], strict=True)):
+                parts = tuple(p for p in op_list.parts if start < (p.start if isinstance(p, Region) else p) < stop)
+                boundary: Any = nodes[start].operation if index else None
                 found.append(Stage(index, parts, boundary, crossing[index], crossing[index + 1]))
-            self._cuts[listing] = tuple(found)
-        return self._cuts[listing]
+            self._cuts[op_list] = tuple(found)
+        return self._cuts[op_list]
 
     def operations(self, index: int) -> list[nn.Module]:
         """The operations of a stage, each once."""
-        listing = self.listing()
-        return [*dict.fromkeys(listing.items[at].operation for at in self.stages(listing)[index].positions)]
+        op_list = self.op_list()
+        return [*dict.fromkeys(op_list.nodes[at].operation for at in self.stages(op_list)[index].positions)]
 
     def _run_parts(
-        self, listing: Listing, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
+        self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
     ) -> Tensor:
         given, tensors = channels.copy(), [x]  # what is in or between stages: the chain's tensor, then channels
         tells = self.placement.tells or any_autocast()
-        stages = self.stages(listing)
+        stages = self.stages(op_list)
         for stage in stages:
             own = self.placement.own(stage.index)
             if own:
                 if stage.boundary is not None and not self.placement.own(stage.index - 1):
                     tensors = stage.boundary.enter(tensors, x.device)
-                tensors = self._own(listing, stage, tensors, given, seeds)
+                tensors = self._own(op_list, stage, tensors, given, seeds)
             told = None
             if tells:
                 told = self.placement.tell(stage.index, tensors if own else None, 1 + len(stage.leaves), x.device)
             if not own:
-                tensors = self._others(listing, stage, tensors, given, seeds, told)
+                tensors = self._others(op_list, stage, tensors, given, seeds, told)
             elif stage is stages[-1]:
                 tensors = together(tensors)
             elif not self.placement.own(stage.index + 1):
                 following = stages[stage.index + 1].boundary
                 assert following is not None
                 tensors = following.leave(tensors)
-        channels.update(zip(listing.outputs, tensors[1:], strict=True))
+        channels.update(zip(op_list.outputs, tensors[1:], strict=True))
         return tensors[0]
 
     def _own(
-        self, listing: Listing, stage: Stage, tensors: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
+        self, op_list: OpList, stage: Stage, tensors: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
     ) -> list[Tensor]:
         x, *rest = tensors
         channels = {**given, **dict(zip(stage.enters, rest, strict=True))}
         for part in stage.parts:
             if isinstance(part, Region):
-                x = self.run_region(listing, part, x, channels, seeds)
+                x = self.run_region(op_list, part, x, channels, seeds)
             else:
-                x = run_alone(listing.items, part, x, channels)
+                x = run_alone(op_list.nodes, part, x, channels)
         return [x, *[channels[c] for c in stage.leaves]]
 
     def _others(
         self,
-        listing: Listing,
+        op_list: OpList,
         stage: Stage,
         tensors: list[Tensor],
         given: dict[str, Tensor],
@@ -154,12 +154,12 @@ class StagedFuser(Fuser):
             passes = any(p for *_, p in told)
         else:
             leaves = [_leaf(t, where) for t in entries]
-            outs = self._inferred(listing, stage, leaves, given, seeds)
+            outs = self._inferred(op_list, stage, leaves, given, seeds)
             passes = any(t.requires_grad and sources(t, leaves) for t in outs)
         return through(entries, outs, passes, where)
 
     def _inferred(
-        self, listing: Listing, stage: Stage, leaves: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
+        self, op_list: OpList, stage: Stage, leaves: list[Tensor], given: dict[str, Tensor], seeds: Tensor | None
     ) -> list[Tensor]:
         where = self.placement.where(stage.index)
         x, *rest = leaves
@@ -168,14 +168,14 @@ class StagedFuser(Fuser):
         seeds = None if seeds is None else seeds.to("meta")
         for part in stage.parts:
             if isinstance(part, Region):
-                x = self._clip(listing, stage, part, x, channels, seeds)
+                x = self._clip(op_list, stage, part, x, channels, seeds)
             else:
-                x = _walk(listing, range(part, part + 1), x, channels, seeds)
+                x = _walk(op_list, range(part, part + 1), x, channels, seeds)
         return [x, *[channels[c] for c in stage.leaves]]
 
     def _clip(
         self,
-        listing: Listing,
+        op_list: OpList,
         stage: Stage,
         region: Region,
         x: Tensor,
@@ -189,12 +189,12 @@ class StagedFuser(Fuser):
         key = region.start, torch.is_grad_enabled(), *state
         where = self.placement.where(stage.index)
         if key not in stage.clipped:
-            validate(listing, region, x.shape)
+            validate(op_list.nodes, region.positions, x.shape)
             leaves = [_leaf(t, where) for t in got]
             inside = dict(zip(region.channels, leaves[1:], strict=True))
-            y = _walk(listing, range(region.start, region.stop), leaves[0], inside, seeds)
-            readers = listing.items[0].readers
-            made = [c for item in listing.items[region.start : region.stop] for _, c in item.outputs]
+            y = _walk(op_list, range(region.start, region.stop), leaves[0], inside, seeds)
+            readers = op_list.nodes[0].readers
+            made = [c for node in op_list.nodes[region.start : region.stop] for _, c in node.outputs]
             outs = [(None, y), *((c, inside[c]) for c in made if max(readers[c], default=region.stop) >= region.stop)]
             if len(stage.clipped) == KEPT_PROGRAMS:
                 stage.clipped.clear()
@@ -208,33 +208,33 @@ class StagedFuser(Fuser):
 
     def infer(self, x: Tensor, channels: dict[str, Tensor]) -> list[list[Tensor]]:
         """What stands for what enters the first stage, and for what leaves each."""
-        listing = self.listing()
-        check_channels(listing.items, listing.inputs, channels)
-        seeds = torch.zeros(len(listing.random), dtype=torch.int64, device="meta")
+        op_list = self.op_list()
+        check_channels(op_list.nodes, op_list.inputs, channels)
+        seeds = torch.zeros(len(op_list.random), dtype=torch.int64, device="meta")
         found = [[_leaf(x, "nowhere")]]
-        for stage in self.stages(listing):
+        for stage in self.stages(op_list):
             leaves = [_leaf(t, "nowhere") for t in found[-1]]
-            found.append(self._inferred(listing, stage, leaves, channels, seeds))
+            found.append(self._inferred(op_list, stage, leaves, channels, seeds))
         return found
 
     def run_stage(self, index: int, tensors: list[Tensor], given: dict[str, Tensor]) -> list[Tensor]:
         """Run one of this rank's stages by itself on one of several micro-batches."""
-        listing = self.listing()
-        given = {name: value for name, value in given.items() if name in listing.inputs}
-        seeds = self._draw(index, listing, tensors[0]) if listing.random else None
-        with parametrize.cached() if listing.parametrized else contextlib.nullcontext():
-            return self._own(listing, self.stages(listing)[index], tensors, given, seeds)
+        op_list = self.op_list()
+        given = {name: value for name, value in given.items() if name in op_list.inputs}
+        seeds = self._draw(index, op_list, tensors[0]) if op_list.random else None
+        with parametrize.cached() if op_list.parametrized else contextlib.nullcontext():
+            return self._own(op_list, self.stages(op_list)[index], tensors, given, seeds)
 
     def forget_draws(self) -> None:
         """Begin anew with micro-batches: each stage's n-th call reads the n-th draw."""
         self._drawn, self._ran = dict[int, Tensor](), dict[int, int]()
 
-    def _draw(self, index: int, listing: Listing, x: Tensor) -> Tensor:
+    def _draw(self, index: int, op_list: OpList, x: Tensor) -> Tensor:
         """The seeds of the micro-batch that a stage now runs: one vector for all stages, as in one process."""
         batch = self._ran.get(index, 0)
         self._ran[index] = batch + 1
         if batch not in self._drawn:
-            self._drawn[batch] = draw(listing.items, listing.random, x)
+            self._drawn[batch] = draw(op_list.nodes, op_list.random, x)
         own = [s for s in range(self.placement.stages) if self.placement.own(s)]
         done = all(self._ran.get(s, 0) > batch for s in own)
         return self._drawn.pop(batch) if done else self._drawn[batch]
@@ -245,14 +245,14 @@ def _leaf(tensor: Tensor, where: str) -> Tensor:
     return Elsewhere.of(blank(tensor), where).requires_grad_(tensor.requires_grad)
 
 
-def _walk(listing: Listing, positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+def _walk(op_list: OpList, positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
     """Run references and modules on what stands for their inputs."""
     for at in positions:
         try:
-            x = walk_reference(listing.items, range(at, at + 1), listing.random, x, channels, seeds)
+            x = walk_reference(op_list.nodes, range(at, at + 1), op_list.random, x, channels, seeds)
         except StateError as error:
             if error.code == "SF508":
-                error.operation, error.position = listing.items[at].name, at
+                error.operation, error.position = op_list.nodes[at].name, at
                 error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
             raise
     return x

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import ops
 from ..errors import InputError
-from ..fuser.items import flatten
+from ..fuser.flatten import flatten
 from ..group import Group, Share
 from ..losses import LinearCrossEntropy
 from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
@@ -162,7 +162,7 @@ def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
     """Both halves of what a gated unit reads, if one follows."""
     if not isinstance(model, FusableOperation):
         return None
-    listed = [item.operation for item in flatten(model)]
+    listed = [node.operation for node in flatten(model)]
     after = listed[listed.index(linear) + 1 :] if linear in listed else []
     follows = next((m for m in after if not isinstance(m, ops.Bias)), None)
     half = linear.out_features // 2
@@ -201,7 +201,7 @@ def _placed(error: InputError, model: nn.Module, module: nn.Module, path: str) -
     """The error with the place of the module in the list, and its name."""
     if isinstance(model, FusableOperation):
         among = {id(m) for m in module.modules()}
-        places = [(i, item.name) for i, item in enumerate(flatten(model)) if id(item.operation) in among]
+        places = [(i, node.name) for i, node in enumerate(flatten(model)) if id(node.operation) in among]
         named = [i for i, name in places if name == error.operation]
         error.position = next(iter((*named, *(i for i, _ in places))), None)
     error.operation = error.operation or type(module).__name__

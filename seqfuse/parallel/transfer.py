@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import PlanError, StateError
 from ..operation import NOT_GIVEN, FusableOperation
-from .elsewhere import Elsewhere
+from .remote_tensor import Elsewhere
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DIMENSIONS = 16

@@ -8,6 +8,7 @@ from .data import AloneData, EnvData, MemoryData, OperationData, PlanData, Refus
 from .html import fragment, page
 from .mermaid import mermaid
 from .svg import svg
+from .text import render, summary
 
 __all__ = [
     "AloneData",
@@ -20,5 +21,7 @@ __all__ = [
     "fragment",
     "mermaid",
     "page",
+    "render",
+    "summary",
     "svg",
 ]

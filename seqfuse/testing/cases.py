@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Fuser, Sequential, flatten
-from ..fuser.cover import Candidate
-from ..fuser.items import Item, public_channels
+from ..fuser.flatten import Node, public_channels
 from ..fuser.match import Matcher, Refusal
 from ..fuser.reference import by_reference
+from ..fuser.schedule import Candidate
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from .structure import Tree, Untouched, assert_bitwise_equal
@@ -49,7 +49,7 @@ class Bench(Fuser):
     `prepare` sees each instance of a fusion before it is used.
     """
 
-    views = False  # a stretch of views is tested behind a node as all others are
+    by_reference = False  # a stretch of views is tested behind a node as all others are
 
     def __init__(
         self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), prepare: Prepare | None = None
@@ -63,8 +63,8 @@ class Bench(Fuser):
 
     def references(self, x: Tensor, **channels: Tensor) -> Any:
         """Run every operation's `reference` under plain autograd, with the seeds that a call would draw."""
-        listing = self.listing()
-        return by_reference(listing.items, listing.random, listing.inputs, listing.outputs, x, channels)
+        op_list = self.op_list()
+        return by_reference(op_list.nodes, op_list.random, op_list.inputs, op_list.outputs, x, channels)
 
 
 @contextlib.contextmanager
@@ -132,9 +132,9 @@ class Specimen:
     def __init__(self, operations: Sequence[nn.Module], x: Tensor, channels: Mapping[str, Tensor], seed: int) -> None:
         self.root = Sequential(*copy.deepcopy(list(operations)), fusions=())
         self.x, self.channels, self.seed = x.detach(), dict(channels), seed
-        self.items = flatten(self.root)
-        self.inputs, self.outputs = public_channels(self.items)
-        self.places = dict.fromkeys(range(len(self.items)), "")
+        self.nodes = flatten(self.root)
+        self.inputs, self.outputs = public_channels(self.nodes)
+        self.places = dict.fromkeys(range(len(self.nodes)), "")
         self._perturb()
 
     def _perturb(self) -> None:
@@ -147,11 +147,11 @@ class Specimen:
         """A copy of the list with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
         return copy.deepcopy(self.root).to(dtype).to(torch.float64 if wide else dtype)
 
-    def named(self, items: Sequence[Item]) -> dict[str, Tensor]:
+    def named(self, nodes: Sequence[Node]) -> dict[str, Tensor]:
         """Parameters of a copy by name, under the places of their operations."""
         found: dict[str, Tensor] = {}
-        for at, item in enumerate(items):
-            for name, (owner, attribute) in item.slots.items():
+        for at, node in enumerate(nodes):
+            for name, (owner, attribute) in node.slots.items():
                 place = self.places[at]
                 parameter: Tensor = getattr(owner, attribute)
                 if not any(parameter is known for known in found.values()):
@@ -161,14 +161,14 @@ class Specimen:
 
     def names(self) -> tuple[str, ...]:
         """Everything a gradient can be wanted of: `x`, channels, parameters."""
-        return ("x", *self.inputs, *self.named(self.items))
+        return ("x", *self.inputs, *self.named(self.nodes))
 
     def shape_at(self, shape: Shape) -> list[Shape]:
         """Shape of what enters each operation, and of what leaves the last; raises `ValueError` where one refuses."""
         shapes = [shape]
-        for item in self.items:
-            assert isinstance(item.operation, UnfusedOperation)
-            shapes.append(tuple(item.operation.infer(shapes[-1])))
+        for node in self.nodes:
+            assert isinstance(node.operation, UnfusedOperation)
+            shapes.append(tuple(node.operation.infer(shapes[-1])))
         return shapes
 
     def shapes(self) -> list[Shape]:
@@ -195,7 +195,7 @@ class Specimen:
             like = self.channels.get(name)
             if like is None:
                 shapes = shapes or self.shape_at(case.shape)
-                at = next(p for p, item in enumerate(self.items) if any(c == name for _, c in item.inputs))
+                at = next(p for p, node in enumerate(self.nodes) if any(c == name for _, c in node.inputs))
                 shape = shapes[at]
             else:
                 follows = like.shape[:-1] == self.x.shape[:-1]

@@ -53,8 +53,8 @@ class DeviceFunctions(JointFusion):
 
 def activations(specimen: Specimen) -> Iterator[Pointwise]:
     """The element-wise operations of a list, and those inside its gated units."""
-    for item in specimen.items:
-        found = item.operation.activation if isinstance(item.operation, Gated) else item.operation
+    for node in specimen.nodes:
+        found = node.operation.activation if isinstance(node.operation, Gated) else node.operation
         if isinstance(found, Pointwise):
             yield found
 

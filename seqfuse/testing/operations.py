@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..fuser.items import Item
+from ..fuser.flatten import Node
 from ..fuser.plan import Wants
 from ..operation import UnfusedOperation
 from ..saved import Saved, packing
@@ -118,24 +118,24 @@ def _check(
 
 
 def _check_declarations(specimen: Specimen) -> None:
-    for item in specimen.items:
-        operation = item.operation
-        if item.alone is not None or not isinstance(operation, UnfusedOperation):
-            raise AssertionError(f"{item.name} cannot be fused or checked: {item.alone}")
+    for node in specimen.nodes:
+        operation = node.operation
+        if node.alone is not None or not isinstance(operation, UnfusedOperation):
+            raise AssertionError(f"{node.name} cannot be fused or checked: {node.alone}")
         absent: dict[str, Any] = vars(operation)["_parameters"]
-        known = {"x", *item.slots, *absent, *(name for name, _ in item.inputs)}
+        known = {"x", *node.slots, *absent, *(name for name, _ in node.inputs)}
         for field, names in operation.Saved._for.items():  # pyright: ignore[reportPrivateUsage]
             if names - known:
                 unknown = ", ".join(map(repr, sorted(names - known)))
                 raise AssertionError(
-                    f"field {field!r} is declared for {unknown}; gradients of {item.name} are {sorted(known)}"
+                    f"field {field!r} is declared for {unknown}; gradients of {node.name} are {sorted(known)}"
                 )
 
 
 def _observed(specimen: Specimen, case: Case, seed: int | None = None) -> tuple[Outcome, Bench, Observer]:
     bench, observer = Bench(specimen.at(case.dtype)), Observer()
-    for item in bench.listing().items:
-        observer.attach(item.operation, (owner for owner, _ in item.slots.values()))
+    for node in bench.op_list().nodes:
+        observer.attach(node.operation, (owner for owner, _ in node.slots.values()))
     return specimen.run(bench, case, specimen.seed if seed is None else seed), bench, observer
 
 
@@ -168,31 +168,31 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
         with saying(f"gradients wanted {[n for n in names if n in subset]}"):
             found, bench, observer = _observed(specimen, some)
             assert_bitwise_equal(found.tree, {name: full.tree[name] for name in found.tree})
-            items = bench.listing().items
-            wants = Wants.of(items, 0, len(items), "x" in subset, {c: c in subset for c in specimen.inputs}, True)
-            for at, item in enumerate(items):
-                (ahead,) = observer.passes("fwd", item.operation)
+            nodes = bench.op_list().nodes
+            wants = Wants.of(nodes, 0, len(nodes), "x" in subset, {c: c in subset for c in specimen.inputs}, True)
+            for at, node in enumerate(nodes):
+                (ahead,) = observer.passes("fwd", node.operation)
                 saved.setdefault(at, set()).update(_fields(ahead.out[-1]))
-                _check_parameters(ahead.out[-1], item)
-                for back in observer.passes("bwd", item.operation):
+                _check_parameters(ahead.out[-1], node)
+                for back in observer.passes("bwd", node.operation):
                     if "needs" in back.kwargs:
-                        assert_only_wanted(back, wants.needs[at], (*item.slots, *(name for name, _ in item.inputs)))
+                        assert_only_wanted(back, wants.needs[at], (*node.slots, *(name for name, _ in node.inputs)))
                     _check_dx(back.out[0], ahead.args[0])
                     if not some.frozen:
-                        assert_reads_records(back, item.slots)
+                        assert_reads_records(back, node.slots)
                     read.setdefault(at, set()).update(_fields_read(back))
     for at, fields in read.items():
         unread = sorted(saved[at] - fields)
         if unread:
-            raise AssertionError(f"{specimen.items[at].name} saves {unread[0]!r} and its bwd never reads it")
+            raise AssertionError(f"{specimen.nodes[at].name} saves {unread[0]!r} and its bwd never reads it")
     return full
 
 
-def _check_parameters(record: Saved, item: Item) -> None:
+def _check_parameters(record: Saved, node: Node) -> None:
     """A parameter is kept as itself: a copy would not be seen to change, and is kept beside it."""
     for name in _fields(record):
         value = vars(record)[name]
-        for parameter, (owner, attribute) in item.slots.items():
+        for parameter, (owner, attribute) in node.slots.items():
             own: Tensor = getattr(owner, attribute)
             if not isinstance(value, Tensor) or value is own or value.shape != own.shape or own.numel() < 2:
                 continue
@@ -232,7 +232,7 @@ def _fields_read(back: Pass) -> set[str]:
 def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
     bench, case = Bench(specimen.at(torch.float64)), Case(shape, torch.float64)
     inputs = specimen.inputs_for(case, specimen.seed)
-    tensors = (*inputs.values(), *specimen.named(bench.listing().items).values())
+    tensors = (*inputs.values(), *specimen.named(bench.op_list().nodes).values())
 
     def call(*perturbed: Tensor) -> Any:  # parameters are perturbed in place
         with seeded(specimen.seed, specimen.x.device):

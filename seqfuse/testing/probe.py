@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..env import Savings
 from ..errors import FallbackWarning, KernelError
-from ..fuser.items import Item
+from ..fuser.flatten import Node
 from ..fuser.plan import Plan, Step
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
 from ..saved import Saved
@@ -69,7 +69,7 @@ class Probe:
         if not isinstance(savings, Savings):
             raise AssertionError(f"saves must return sf.Savings, not {savings!r}")
         places = (place for place, _ in step.operation.named_operations())
-        outside = {i: f"{item.name.lower()}@{i}" for i, item in enumerate(self.specimen.items)}
+        outside = {i: f"{node.name.lower()}@{i}" for i, node in enumerate(self.specimen.nodes)}
         self.specimen.places = outside | dict(enumerate(places, step.covers.start))
         self.start = step.covers.start
         return None
@@ -141,8 +141,8 @@ class Probe:
     def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
         """Unfused, with the records of the operations in list order."""
         bench, observer = Bench(self.specimen.at(self.dtype, wide=wide)), Observer()
-        for item in bench.listing().items:
-            observer.attach(item.operation, (owner for owner, _ in item.slots.values()))
+        for node in bench.op_list().nodes:
+            observer.attach(node.operation, (owner for owner, _ in node.slots.values()))
         outcome = self.specimen.run(bench, case, seed, wide=wide)
         return outcome, [ahead.out[-1] for ahead in observer.passes("fwd")]
 
@@ -189,23 +189,23 @@ class Probe:
         for name, runs in (("fwd", self.fusion.replaces_forward), ("bwd", self.fusion.replaces_backward and case.grad)):
             if plain and runs and not observer.passes(name):
                 raise AssertionError(f"its {name} did not run")
-        items = bench.listing().items
+        nodes = bench.op_list().nodes
         for back in observer.passes("bwd"):
             if "needs" in back.kwargs:
                 places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
-                inside = items[self.start : self.start + len(places)]
-                own = {channel for item in inside for _, channel in item.outputs}
+                inside = nodes[self.start : self.start + len(places)]
+                own = {channel for node in inside for _, channel in node.outputs}
                 names = [
-                    f"{place}.{n}" for place, item in zip(places, inside, strict=True) for n in _wanted_of(item, own)
+                    f"{place}.{n}" for place, node in zip(places, inside, strict=True) for n in _wanted_of(node, own)
                 ]
                 assert_only_wanted(back, back.kwargs["needs"], names)
 
     def _check_reads(self, observer: Observer, bench: Bench) -> None:
         for back in observer.passes("bwd"):
             places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
-            inside = zip(places, bench.listing().items[self.start :], strict=False)
+            inside = zip(places, bench.op_list().nodes[self.start :], strict=False)
             assert_reads_records(
-                back, {f"{place}.{n}": slot for place, item in inside for n, slot in item.slots.items()}
+                back, {f"{place}.{n}": slot for place, node in inside for n, slot in node.slots.items()}
             )
 
     def _changed(self, case: Case, called: bool) -> Tree:
@@ -251,6 +251,6 @@ class Probe:
             raise AssertionError("it did not run")
 
 
-def _wanted_of(item: Item, own: set[str]) -> tuple[str, ...]:
+def _wanted_of(node: Node, own: set[str]) -> tuple[str, ...]:
     """Names of the gradients that an operation in a fusion can owe to others: not of channels made in the fusion."""
-    return (*item.slots, *(name for name, channel in item.inputs if channel not in own))
+    return (*node.slots, *(name for name, channel in node.inputs if channel not in own))

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import measured, store
+from .. import cost_table, store
+from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError
-from ..fuser.cover import Candidate
 from ..fuser.fingerprint import global_hooks
 from ..fuser.reference import transformed
-from ..measured import Machine, Measurement
+from ..fuser.schedule import Candidate
 from ..settings import settings
 from .candidates import Stretch, passes, real, stretches
 from .ranks import Ranks
@@ -158,9 +158,9 @@ class _Search:
 
     def _take(self, stretch: Stretch) -> None:
         machine = Machine.of(stretch.env)
-        items = stretch.site.listing.items
+        nodes = stretch.site.op_list.nodes
         for candidate in stretch.found:
-            inside: list[Any] = [item.operation for item in items[candidate.start : candidate.stop]]
+            inside: list[Any] = [node.operation for node in nodes[candidate.start : candidate.stop]]
             if any(operation.meeting is not None for operation in inside):
                 self._skipped.append(f"{candidate.name}: processes exchange tensors in it, and one alone measures")
                 continue
@@ -173,7 +173,7 @@ class _Search:
         """Time those that are not known yet, the most promising first, until the budget has run out."""
         begun = time.perf_counter()
         files = {machine: self._file(machine) for machine in self._machines()}
-        todo = [job for job in self._jobs.values() if job.key not in measured.table(job.machine)]
+        todo = [job for job in self._jobs.values() if job.key not in cost_table.table(job.machine)]
         todo.sort(key=lambda job: job.candidate.cost)
         found: dict[Machine, dict[str, Measurement]] = {}
         try:
@@ -189,7 +189,7 @@ class _Search:
                     self._ranks.beat()
         finally:
             for machine, several in found.items():
-                measured.add(machine, several)
+                cost_table.add(machine, several)
 
     def _one(self, job: _Job, file: Path | None) -> Measurement | None:
         lost: KernelError | None = None
@@ -205,7 +205,7 @@ class _Search:
         if result is not None:
             self._measured += 1
             if file is not None and not is_passing(result):
-                measured.save(file, job.machine, {job.key: result}, own=self._path is None)
+                cost_table.save(file, job.machine, {job.key: result}, own=self._path is None)
         if lost is not None:
             raise lost
         return result
@@ -217,13 +217,13 @@ class _Search:
         """Where a machine's measurements are kept; what other processes have put there is known from now on."""
         path = self._path
         if path is None and settings().tune:
-            path = measured.user_file(machine, create=True)
+            path = cost_table.user_file(machine, create=True)
         if self._path is not None and not self._path.parent.is_dir():
             message = f"measurements cannot be kept in {self._path}: there is no folder {self._path.parent}"
             raise InputError(message, code="SF106")
         if path is not None:
             try:
-                measured.add(machine, measured.load(path, machine, own=self._path is None))
+                cost_table.add(machine, cost_table.load(path, machine, own=self._path is None))
             except (store.Corrupt, OSError) as error:
                 why = error.strerror if isinstance(error, OSError) and error.strerror else error
                 hint = "name a file that sf.tune has written, or one that is not there yet"
@@ -236,12 +236,12 @@ class _Search:
         if not self._ranks.several:
             return
         if self._ranks.first:
-            self._ranks.send({_tag(m): measured.stated(measured.table(m)) for m in self._machines()})
+            self._ranks.send({_tag(m): cost_table.stated(cost_table.table(m)) for m in self._machines()})
             return
         told = self._ranks.receive()
         for machine in self._machines():
             if _tag(machine) in told:
-                measured.add(machine, measured.entries(told[_tag(machine)]), instead=True)
+                cost_table.add(machine, cost_table.entries(told[_tag(machine)]), instead=True)
 
     def report(self) -> TuneReport:
         """What is known now."""
@@ -253,7 +253,7 @@ class _Search:
                     steps[id(stretch)] = {(s.name, s.covers) for s in (*plan.forward, *plan.backward) if s.fused}
         rows: list[Row] = []
         for job in self._jobs.values():
-            known = measured.table(job.machine).get(job.key)
+            known = cost_table.table(job.machine).get(job.key)
             times = (None, None) if known is None or known.failed else (known.fused / 1000, known.unfused / 1000)
             used = any((c.name, range(c.start, c.stop)) in steps[id(s)] for s, c in job.places)
             note = known.refusal or "" if known is not None and known.failed else job.note
@@ -261,7 +261,7 @@ class _Search:
         machines = self._machines()
         path = self._path
         if path is None and settings().tune and machines:
-            path = measured.user_file(machines[0], create=False)
+            path = cost_table.user_file(machines[0], create=False)
         kept = path if path is not None and path.exists() and self._ranks.first else None
         return TuneReport(
             tuple(rows), self._measured, tuple(self._skipped), ", ".join(map(str, machines)), kept

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..env import Env
-from ..fuser.bind import binder_of
-from ..fuser.cover import Candidate
+from ..fuser import interpret
+from ..fuser.cost_lookup import Known
+from ..fuser.flatten import has_own_graph
 from ..fuser.inputs import validate
-from ..fuser.items import has_own_graph
-from ..fuser.known import Known
-from ..fuser.listing import Region
+from ..fuser.lowering import Context, Segment, lower
 from ..fuser.match import Matcher
-from ..fuser.plan import Plan, Step, Wants, plan_region
-from ..fuser.program import Binder
-from ..fuser.segment import Segment
+from ..fuser.op_list import Region
+from ..fuser.plan import Plan, Wants, plan_region
+from ..fuser.schedule import Candidate
+from ..fuser.step import Step
 from ..fusion import BackwardFusion, JointFusion
 from ..settings import fusing_now
 from .shadow import Site
@@ -37,12 +37,12 @@ class Stretch:
     env: Env
     wants: Wants
     known: Known
-    binder: Binder
+    context: Context
     found: list[Candidate]
 
     def plan(self) -> Plan:
         """Its plan, with what is known now."""
-        stretch = self.site.listing.items, self.region.start, self.region.stop
+        stretch = self.site.op_list.nodes, self.region.start, self.region.stop
         # Made anew: what a table holds is looked up when it is made.
         known = Known(stretch[0], self.wants, self.env, self.region.start, self.known.shapes)
         return plan_region(*stretch, self.wants, self.env, fusing_now(), Matcher(self.site.fuser.fusions), known)
@@ -50,8 +50,8 @@ class Stretch:
 
 def stretches(site: Site) -> Generator[Stretch | str]:
     """The regions of a container that ran, or why one cannot be measured."""
-    listing = site.listing
-    for part in listing.parts:
+    op_list = site.op_list
+    for part in op_list.parts:
         if not isinstance(part, Region) or len(site.entering) <= part.stop:
             continue
         x, channels = site.entering[part.start]
@@ -70,21 +70,23 @@ def stretches(site: Site) -> Generator[Stretch | str]:
 
 
 def _modules(site: Site, region: Region) -> list[nn.Module]:
-    inside = site.listing.items[region.start : region.stop]
-    return [m for item in inside for m in item.operation.modules()] + [owner for owner, _ in region.slots]
+    inside = site.op_list.nodes[region.start : region.stop]
+    return [m for node in inside for m in node.operation.modules()] + [owner for owner, _ in region.slots]
 
 
 def _stretch(
     site: Site, region: Region, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
 ) -> Stretch:
-    items, start, stop = site.listing.items, region.start, region.stop
+    nodes, start, stop = site.op_list.nodes, region.start, region.stop
     env = Env.like(x)
     given = {c: channels[c].requires_grad for c in region.channels}
-    wants = Wants.of(items, start, stop, x.requires_grad, given, env.grad)
-    shapes = validate(site.listing, region, x.shape)
-    binder = binder_of(site.listing, region, x, channels, parameters, shapes, wants, env, "raise", lambda: None)
-    found, _ = Matcher(site.fuser.fusions).find(items, start, stop, wants.live_from, env, fusing_now())
-    return Stretch(site, region, env, wants, Known(items, wants, env, start, shapes), binder, found)
+    wants = Wants.of(nodes, start, stop, x.requires_grad, given, env.grad)
+    shapes = validate(nodes, region.positions, x.shape)
+    entering = {c: channels[c] for c in region.channels}
+    about = nodes, site.op_list.random, region.positions, region.slots, x, entering, parameters
+    context = Context.of(*about, shapes, wants, env, "raise", lambda: None)
+    found, _ = Matcher(site.fuser.fusions).find(nodes, start, stop, wants.live_from, env, fusing_now())
+    return Stretch(site, region, env, wants, Known(nodes, wants, env, start, shapes), context, found)
 
 
 def passes(stretch: Stretch, candidate: Candidate) -> Passes:
@@ -105,46 +107,39 @@ def passes(stretch: Stretch, candidate: Candidate) -> Passes:
     entering, dy = scratch(x), scratch(y)
     sides = {c: scratch(channels[c]) for c in fused.inputs}
     d_sides = {c: scratch(after[c]) for c in fused.outputs}
-    count = len(site.listing.random)
+    count = len(site.op_list.random)
     seeds = torch.randint(2**63 - 1, (count,), device=x.device, generator=generator) if count else None
 
-    def forward(segment: Segment) -> Any:
-        if not live:
-            return segment.run(entering, dict(sides), seeds)
-        return segment.run_keeping(entering, dict(sides), seeds)
+    def forward(segment: Segment) -> interpret.Forward:
+        return interpret.forward(segment, entering, dict(sides), seeds)
 
-    def backward(segment: Segment, packed: Any, tensors: list[Any]) -> Any:
-        return segment.run_backward(dy, dict(d_sides), packed, tuple(tensors), None)
+    def backward(segment: Segment, run: interpret.Forward) -> Any:
+        return interpret.backward(segment, run.kept, run.tensors, run.like, (), dy, dict(d_sides))
 
     if isinstance(fusion, BackwardFusion):
-        _, tensors, packed = unfused.run_keeping(entering, dict(sides), seeds)
-        return lambda: backward(fused, packed, tensors), lambda: backward(unfused, packed, tensors)
+        run = forward(unfused)
+        return lambda: backward(fused, run), lambda: backward(unfused, run)
     if isinstance(fusion, JointFusion) and live:
-
-        def both(segment: Segment) -> Any:
-            _, tensors, packed = forward(segment)
-            return backward(segment, packed, tensors)
-
-        return lambda: both(fused), lambda: both(unfused)
+        return lambda: backward(fused, forward(fused)), lambda: backward(unfused, forward(unfused))
     return lambda: forward(fused), lambda: forward(unfused)
 
 
 def _segment(stretch: Stretch, a: int, b: int, candidate: Candidate, ahead: bool, back: bool) -> Segment:
     """A segment of a candidate's positions alone, covered by it in the passes that are asked for."""
-    items = stretch.site.listing.items
-    own = (Step(candidate.fusion, range(a, b), candidate.name, True),)
-    singles = tuple(Step(items[p].operation, range(p, p + 1), items[p].name) for p in range(a, b))
-    live = tuple(s for s in singles if s.covers.start >= stretch.wants.live_from)
-    plan = Plan(stretch.env, own if ahead else singles, own if back else live, (range(a, b),), (), (), (), ())
-    (segment,) = stretch.binder.segments(plan)
+    nodes, needs = tuple(stretch.site.op_list.nodes[a:b]), tuple(stretch.wants.needs[p] for p in range(a, b))
+    own = Step(candidate.fusion, range(a, b), candidate.name, True, nodes, needs)
+    forward = (own,) if ahead else own.unfused()
+    backward = (own,) if back else own.unfused(backward=True)[::-1]
+    plan = Plan(stretch.env, forward, backward, (range(a, b),), (), (), (), ())
+    (segment,) = lower(plan, stretch.context, stretch.site.op_list.configured)
     return segment
 
 
 @contextlib.contextmanager
 def real(stretch: Stretch, candidate: Candidate) -> Generator[None]:
     """Within the block, the parameters that a candidate reads are copies of the model's, rather than fake."""
-    inside = stretch.site.listing.items[candidate.start : candidate.stop]
-    owners = [m for item in inside for m in item.operation.modules()]
-    owners += [owner for item in inside for owner, _ in item.slots.values()]
+    inside = stretch.site.op_list.nodes[candidate.start : candidate.stop]
+    owners = [m for node in inside for m in node.operation.modules()]
+    owners += [owner for node in inside for owner, _ in node.slots.values()]
     with stretch.site.shadow.real(owners):
         yield

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SeqfuseError
-from ..fuser import Sequential
 from ..fuser.fake import faking
 from ..fuser.inputs import validate
-from ..fuser.listing import Listing, Region
+from ..fuser.op_list import OpList, Region
 from ..fuser.reference import check_channels, draw, walk_reference
 from ..fuser.run import Fuser
+from ..fuser.sequential import Sequential, install
 
 MODES = ("train", "eval")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -32,7 +32,7 @@ class Site:
     mode: str
     shadow: Shadow
     fuser: Fuser
-    listing: Listing
+    op_list: OpList
     entering: list[tuple[Tensor, dict[str, Tensor]]]
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
@@ -40,27 +40,27 @@ class Site:
         return self.shadow.tracing()
 
 
-class _Recorder:
-    """Takes the place of a container's fuser: runs the references, and notes what enters them."""
+class _Recorder(Fuser):
+    """Runs the references, and notes what enters them."""
 
-    def __init__(self, path: str, mode: str, shadow: Shadow, fuser: Fuser, sites: list[Site]) -> None:
-        self.root, self._fuser, self._sites = fuser.root, fuser, sites
-        self._about = path, mode, shadow
+    def __init__(self, root: Sequential, about: tuple[str, str, Shadow], sites: list[Site]) -> None:
+        super().__init__(root, root.fusions, owned=True)
+        self._about, self._sites = about, sites
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
-        listing = self._fuser.listing()
-        items = listing.items
-        check_channels(items, listing.inputs, channels)
-        seeds = draw(listing.items, listing.random, x) if listing.random else None
-        site = Site(*self._about, self._fuser, listing, [(x, dict(channels))])
+        op_list = self.op_list()
+        nodes = op_list.nodes
+        check_channels(nodes, op_list.inputs, channels)
+        seeds = draw(op_list.nodes, op_list.random, x) if op_list.random else None
+        site = Site(*self._about, self, op_list, [(x, dict(channels))])
         self._sites.append(site)
-        starts = {part.start: part for part in listing.parts if isinstance(part, Region)}
-        for position in range(len(items)):
+        starts = {part.start: part for part in op_list.parts if isinstance(part, Region)}
+        for position in range(len(nodes)):
             if position in starts:
-                validate(listing, starts[position], x.shape)
-            x = walk_reference(items, range(position, position + 1), listing.random, x, channels, seeds)
+                validate(nodes, starts[position].positions, x.shape)
+            x = walk_reference(nodes, range(position, position + 1), op_list.random, x, channels, seeds)
             site.entering.append((x, dict(channels)))
-        return (x, *[channels[name] for name in listing.outputs]) if listing.outputs else x
+        return (x, *[channels[name] for name in op_list.outputs]) if op_list.outputs else x
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -111,7 +111,7 @@ class Shadow:
         sites: list[Site] = []
         for path, module in cast(Iterable[tuple[str, nn.Module]], self.model.named_modules()):
             if isinstance(module, Sequential):
-                module.__dict__["_fuser"] = _Recorder(path, self.mode, self, Fuser(module, module.fusions), sites)
+                install(module, _Recorder(module, (path, self.mode, self), sites))
         with self.tracing():
             try:
                 self.model(self._fake(x), **{name: self._fake(value) for name, value in channels.items()})

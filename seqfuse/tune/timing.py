@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..cost_table import Measurement
 from ..errors import KernelError
-from ..measured import Measurement
 
 LIMIT = 30.0
 """Seconds that one candidate may take, compilation of its kernels among them."""

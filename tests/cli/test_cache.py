@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse import measured
+from seqfuse import cost_table
 from seqfuse.cli import bench
 from seqfuse.settings import settings
 
@@ -19,8 +19,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where measurements are kept, in a home of its own, with tuning on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
-    monkeypatch.setattr(measured, "_tables", {})
-    monkeypatch.setattr(measured, "_given_up", set())
+    monkeypatch.setattr(cost_table, "_tables", {})
+    monkeypatch.setattr(cost_table, "_given_up", set())
     settings.cache_clear()
     yield tmp_path / "cache" / "seqfuse" / "tune"  # pyright: ignore[reportReturnType]
     settings.cache_clear()

@@ -147,7 +147,7 @@ class Planned:
 @contextlib.contextmanager
 def counting_plans() -> Iterator[Planned]:
     """Count the planning that calls of any model do."""
-    seen, plan_region, listing = Planned(), planning.plan_region, running.Listing
+    seen, plan_region, op_list = Planned(), planning.plan_region, running.OpList
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         seen.plans.append(args)
@@ -155,10 +155,10 @@ def counting_plans() -> Iterator[Planned]:
 
     def read(*args: Any, **kwargs: Any) -> Any:
         seen.lists += 1
-        return listing(*args, **kwargs)
+        return op_list(*args, **kwargs)
 
-    running.plan_region, running.Listing = counted, read
+    running.plan_region, running.OpList = counted, read
     try:
         yield seen
     finally:
-        running.plan_region, running.Listing = plan_region, listing
+        running.plan_region, running.OpList = plan_region, op_list

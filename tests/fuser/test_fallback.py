@@ -164,7 +164,7 @@ def test_a_failing_pass_ends_in_the_unfused_result(fusion: Any, where: str, firs
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             assert_same(passes(model, x), want)
-    assert Faults.calls[where] == 6
+    assert Faults.calls[where] in (6, 7)  # where the second of them fails, the segment is run again, with the first
 
 
 @CASES

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline, shard, stages
-from seqfuse.parallel.elsewhere import Elsewhere
+from seqfuse.parallel.remote_tensor import Elsewhere
 from tests.processes import failures, raised
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqfuse as sf
 from seqfuse import nn, ops
-from seqfuse.fuser.listing import Listing
+from seqfuse.fuser.op_list import OpList
 from seqfuse.group import Group
 
 from .sharded import share_of
@@ -200,8 +200,8 @@ def test_a_list_that_runs_by_itself_ends_as_its_last_collective_does(group: Any)
         ops.Linear(8, 8, parallel="column", group=group), ops.GeLU(), ops.Linear(8, 8, parallel="row", group=group)
     )
     inner.register_forward_hook(lambda *_: None)
-    listing = Listing(sf.Sequential(inner, ops.Dropout(0.5)))
-    assert [item.rank for item in listing.items] == [0, 0]  # the mask behind it is one for all processes
+    op_list = OpList(sf.Sequential(inner, ops.Dropout(0.5)))
+    assert [item.rank for item in op_list.nodes] == [0, 0]  # the mask behind it is one for all processes
 
 
 def test_a_group_of_one_process_is_pickled_without_its_name(tmp_path: Any) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fuser import Plan
-from seqfuse.fuser.listing import Region
+from seqfuse.fuser.op_list import Region
 from seqfuse.pictures import PlanData, style, svg
 from seqfuse.pictures.markup import cut, cut_before, escaped, tag, width
 from seqfuse.pictures.score import LONG, columns_of, fold, lines_of
@@ -118,11 +118,11 @@ def kept_by_engine(model: sf.Sequential) -> dict[int, tuple[str, ...]]:
     """What the steps of a model that has run put by, by position; a joint fusion's own under `~position`."""
     model(X)
     kept: dict[int, tuple[str, ...]] = {}
-    for part in model._own().listing().parts:
+    for part in model._own().op_list().parts:
         if isinstance(part, Region):
-            program = part.latest[1]
+            program = part.program
             for segment, _ in program.segments:
-                kept |= {at: fields for call in segment.forward_calls for _, at, _, fields in call.packs}
+                kept |= {record.position: record.kept for step in segment.forward for record in step.saves}
     return kept
 
 

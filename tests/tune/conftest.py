@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqfuse import measured
+from seqfuse import cost_table
 from seqfuse.settings import settings
 from seqfuse.tune import timing
 from tests.tune import kit
@@ -20,8 +20,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     home.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
-    monkeypatch.setattr(measured, "_tables", {})
-    monkeypatch.setattr(measured, "_given_up", set())
+    monkeypatch.setattr(cost_table, "_tables", {})
+    monkeypatch.setattr(cost_table, "_given_up", set())
     settings.cache_clear()
     yield home / "seqfuse" / "tune"
     settings.cache_clear()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import seqfuse as sf
-from seqfuse import measured
+from seqfuse import cost_table
 from seqfuse.tune import timing
 from tests.processes import Facts
 from tests.tune import kit
@@ -23,10 +23,10 @@ X = torch.ones(6, 4)
 
 
 def tables() -> list[Any]:
-    machine = measured.Machine.of(sf.Env.like(X))
+    machine = cost_table.Machine.of(sf.Env.like(X))
     assert machine is not None
     both: list[Any] = [None, None]
-    dist.all_gather_object(both, measured.stated(measured.table(machine)))
+    dist.all_gather_object(both, cost_table.stated(cost_table.table(machine)))
     return both
 
 
@@ -58,9 +58,9 @@ def what_a_rank_knew_gives_way() -> None:
     x = torch.ones(6, 5)
     if rank == 1:
         os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["XDG_CACHE_HOME"], "other"))
-        machine = measured.Machine.of(sf.Env.like(x))
+        machine = cost_table.Machine.of(sf.Env.like(x))
         assert machine is not None
-        measured.add(machine, {"its own": measured.Measurement(1.0, 2.0)})
+        cost_table.add(machine, {"its own": cost_table.Measurement(1.0, 2.0)})
     sf.tune(model, x, modes="train")
     first, second = tables()
     assert first == second

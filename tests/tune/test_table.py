@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import seqfuse as sf
-from seqfuse import measured, store
-from seqfuse.measured import Machine, Measurement
+from seqfuse import cost_table, store
+from seqfuse.cost_table import Machine, Measurement
 from tests.processes import CONTEXT, Script
 from tests.tune.kit import Quick, Slow, pair
 
@@ -37,8 +37,8 @@ def machine() -> Machine:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process would start."""
-    monkeypatch.setattr(measured, "_tables", {})
-    monkeypatch.setattr(measured, "_given_up", set())
+    monkeypatch.setattr(cost_table, "_tables", {})
+    monkeypatch.setattr(cost_table, "_given_up", set())
 
 
 @contextlib.contextmanager
@@ -198,13 +198,13 @@ def test_what_stands_beside_a_file_of_the_users_stays_as_it_is(tmp_path: Path) -
 def test_a_file_of_the_users_that_changes_while_it_is_in_use_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, whole = tmp_path / "own", measured.save
+    path, whole = tmp_path / "own", cost_table.save
 
     def meanwhile(*given: Any, **more: Any) -> None:
         path.write_text("theirs")
         whole(*given, **more)
 
-    monkeypatch.setattr(measured, "save", meanwhile)
+    monkeypatch.setattr(cost_table, "save", meanwhile)
     with cache_warnings() as caught:
         assert sf.tune(pair(Slow), X, modes="train", file=path).measured == 1
     assert len(caught) == 1
@@ -262,7 +262,7 @@ def test_measurements_of_other_sources_do_not_count_and_are_replaced(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(cache)
-    monkeypatch.setattr(measured, "sources", lambda: "written anew")
+    monkeypatch.setattr(cost_table, "sources", lambda: "written anew")
     forget(monkeypatch)
     assert pair(Slow).plan(X).count("Slow") == 1
     assert sf.tune(pair(Slow), X, modes="train").measured == 1
@@ -273,15 +273,15 @@ def test_measurements_of_other_sources_do_not_count_and_are_replaced(
 def test_the_sources_are_those_of_kernels_operations_and_fusions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured, "__file__", str(tmp_path / "measured.py"))
+    monkeypatch.setattr(cost_table, "__file__", str(tmp_path / "measured.py"))
     seen = set()
     for room in ("kernels", "ops", "fusions", "nn"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "one.py").write_text(room)
-        measured.sources.cache_clear()
-        seen.add(measured.sources())
+        cost_table.sources.cache_clear()
+        seen.add(cost_table.sources())
     monkeypatch.undo()
-    measured.sources.cache_clear()
+    cost_table.sources.cache_clear()
     assert len(seen) == 3  # layers are not measured
 
 
@@ -307,7 +307,7 @@ def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.Monk
         lambda i: SimpleNamespace(name=cards[i][0], gcnArchName="", major=cards[i][1], minor=0),
     )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    caches = env._architecture, env._triton_runs, measured._machine
+    caches = env._architecture, env._triton_runs, cost_table._machine
     for cache in caches:
         cache.cache_clear()
     try:
@@ -346,10 +346,10 @@ def test_two_machines_do_not_write_over_each_others_measurements(tmp_path: Path)
     import dataclasses
 
     path, found = tmp_path / "own.json", {"a": Measurement(1.0, 2.0)}
-    measured.save(path, dataclasses.replace(machine(), device="an abacus"), found, own=False)
+    cost_table.save(path, dataclasses.replace(machine(), device="an abacus"), found, own=False)
     text = path.read_text()
     with pytest.warns(sf.CacheWarning, match="left as it is: it was measured on another machine"):
-        measured.save(path, machine(), found, own=False)
+        cost_table.save(path, machine(), found, own=False)
     assert path.read_text() == text
 
 
@@ -551,7 +551,7 @@ def test_importing_reads_and_writes_nothing_here(cache: Path) -> None:
 def _write(folder: str, number: int, count: int) -> None:
     path = Path(folder) / machine().file_name
     for i in range(count):
-        measured.save(path, machine(), {f"{number} {i}": Measurement(1.0 + i, 2.0)})
+        cost_table.save(path, machine(), {f"{number} {i}": Measurement(1.0 + i, 2.0)})
 
 
 def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
@@ -563,9 +563,9 @@ def test_processes_that_write_together_lose_nothing(tmp_path: Path) -> None:
     path = folder / machine().file_name
     while any(worker.is_alive() for worker in workers):
         found = store.read(path)  # whole at any time
-        assert found is None or measured.parse(found[0], machine()) is not None
+        assert found is None or cost_table.parse(found[0], machine()) is not None
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    assert measured.load(path, machine()).keys() == {f"{n} {i}" for n in range(3) for i in range(12)}
+    assert cost_table.load(path, machine()).keys() == {f"{n} {i}" for n in range(3) for i in range(12)}
     assert {p.name for p in folder.iterdir()} <= {path.name, f"{path.name}.lock"}
 
 
@@ -586,11 +586,11 @@ def test_a_file_that_was_replaced_meanwhile_is_not_set_aside(cache: Path) -> Non
 
 def test_what_another_process_has_measured_is_found_by_the_next_call(cache: Path) -> None:
     path = written(cache)
-    entries = measured.load(path, machine())
+    entries = cost_table.load(path, machine())
     path.unlink()
-    measured._tables.clear()
+    cost_table._tables.clear()
     sf.tune(pair(Quick), X, modes="train")
-    measured.save(path, machine(), entries)
+    cost_table.save(path, machine(), entries)
     report = sf.tune(pair(Quick, Slow), X, modes="train")
     assert report.measured == 0
     assert {r.fusion: r.fused_us for r in report.rows} == {
@@ -603,7 +603,7 @@ def test_a_forked_child_reads_for_itself(cache: Path) -> None:
     written(cache)
     child = os.fork()
     if child == 0:
-        measured._tables.clear()
+        cost_table._tables.clear()
         os._exit(0 if slow_is_refused() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import seqfuse as sf
-from seqfuse import measured, ops
-from seqfuse.fuser import known
+from seqfuse import cost_table, ops
+from seqfuse.fuser import cost_lookup
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, timing
 from tests.tune import kit
@@ -38,7 +38,7 @@ TUNING: Any = sys.modules["seqfuse.tune"]  # the package's attribute of this nam
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new process would start."""
-    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setattr(cost_table, "_tables", {})
 
 
 def times(report: TuneReport) -> dict[tuple[str, str], tuple[float | None, float | None, bool]]:
@@ -101,7 +101,7 @@ def test_memory_that_is_not_kept_counts_beside_the_time_that_was_measured(monkey
 
 def test_a_real_clock_sees_a_fusion_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real clock; the table is put back below
-    monkeypatch.setattr(measured, "_tables", {})
+    monkeypatch.setattr(cost_table, "_tables", {})
 
     class Sleeps(sf.ForwardFusion):
         bias: ops.Bias
@@ -158,36 +158,36 @@ def test_a_saving_is_the_difference_and_the_whole_cover_is_the_cheapest() -> Non
 def test_programs_made_before_are_made_anew_and_then_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = pair(Slow), X.clone().requires_grad_()
     model(x)
-    before = model._fuser._listings[0]
+    before = model._fuser._op_lists[0]
     y = model(x)
     sf.tune(model, x, modes="train")
     y.sum().backward()  # by the plan it was made under
     calls = kit.CLOCK.now
     model(x)
     assert kit.CLOCK.now - calls == 50 * kit.US
-    after = model._fuser._listings[0]
+    after = model._fuser._op_lists[0]
     assert after is not before
     model(x)
-    assert model._fuser._listings == (after,)
+    assert model._fuser._op_lists == (after,)
 
 
 def test_what_is_known_already_makes_nothing_anew() -> None:
     model = pair(Slow)
     sf.tune(model, X)
     model(X)
-    listing, epoch = model._fuser._listings[0], measured.Epoch.now
+    op_list, epoch = model._fuser._op_lists[0], cost_table.Epoch.now
     sf.tune(model, X)
     model(X)
-    assert model._fuser._listings[0] is listing
-    assert measured.Epoch.now is epoch
+    assert model._fuser._op_lists[0] is op_list
+    assert cost_table.Epoch.now is epoch
 
 
 def test_nothing_is_looked_up_in_a_call_whose_program_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = pair(Slow)
     sf.tune(model, X)
     model(X)
-    monkeypatch.setattr(known.Known, "__init__", None)
-    monkeypatch.setattr(measured, "table", None)
+    monkeypatch.setattr(cost_lookup.Known, "__init__", None)
+    monkeypatch.setattr(cost_table, "table", None)
     model(X)
 
 
@@ -277,12 +277,12 @@ def test_two_classes_of_one_factory_and_another_source_are_others(monkeypatch: p
     sf.tune(pair(slow), X, modes="train")
     assert pair(slow).plan(X).count("Made") == 0
     assert pair(quick).plan(X).count("Made") == 1
-    assert known.identity(make(90.0)) == known.identity(slow) != known.identity(quick)
-    before = known.identity(slow)
-    known.identity.cache_clear()
-    monkeypatch.setattr(known, "_contents", lambda path: b"written anew")
-    assert known.identity(slow) != before
-    known.identity.cache_clear()
+    assert cost_lookup.identity(make(90.0)) == cost_lookup.identity(slow) != cost_lookup.identity(quick)
+    before = cost_lookup.identity(slow)
+    cost_lookup.identity.cache_clear()
+    monkeypatch.setattr(cost_lookup, "_contents", lambda path: b"written anew")
+    assert cost_lookup.identity(slow) != before
+    cost_lookup.identity.cache_clear()
 
 
 def test_it_is_for_the_environment_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,21 +310,21 @@ def test_every_candidate_of_the_default_rule_set_is_known_after_tuning() -> None
     assert {r.note for r in report.rows} == {""}
     other = block()
     missed: list[str] = []
-    look_up = known.Known.__call__
+    look_up = cost_lookup.Known.__call__
 
-    def seen(self: known.Known, fusion: sf.FusedOperation, a: int, b: int) -> Any:
+    def seen(self: cost_lookup.Known, fusion: sf.FusedOperation, a: int, b: int) -> Any:
         found = look_up(self, fusion, a, b)
         missed.extend([repr(fusion)] if found is None else [])
         return found
 
-    known.Known.__call__ = seen
+    cost_lookup.Known.__call__ = seen
     try:
         other(x).sum().backward()
         other.eval()
         with torch.no_grad():
             other(x)
     finally:
-        known.Known.__call__ = look_up
+        cost_lookup.Known.__call__ = look_up
     assert missed == []
 
 
@@ -508,7 +508,7 @@ def test_calls_of_other_threads_go_on_and_take_the_new_plan() -> None:
         thread.start()
     for width in (5, 6):
         sf.tune(pair(Slow, width=width), torch.ones(6, width), modes="train")
-    machine = measured.Machine.of(sf.Env.like(X))
+    machine = cost_table.Machine.of(sf.Env.like(X))
     assert machine is not None
     sf.tune(pair(Slow), X, budget=0)
     stop.set()

@@ -96,7 +96,7 @@ def launches(model: sf.Sequential, x: torch.Tensor) -> tuple[int, int]:
         leaf = mode.from_tensor(x).requires_grad_()
         dy = torch.empty_like(leaf)
         with counting() as ahead:
-            y = fuser.run(fuser.listing(), leaf, {})
+            y = fuser.run(fuser.op_list(), leaf, {})
         with counting() as back:
             torch.autograd.grad(y, [leaf, *model.parameters()], dy)
     return ahead.launches, back.launches

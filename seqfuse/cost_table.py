@@ -19,7 +19,7 @@ import torch
 from . import store
 from .env import Env
 from .errors import CacheWarning
-from .operation import Moment, changes
+from .operation import Version, changes
 from .settings import settings
 
 FORMAT = 1
@@ -142,7 +142,7 @@ def sources() -> str:
 class Epoch:
     """When a measurement was last added: lists planned before are planned anew."""
 
-    now = Moment()
+    now = Version()
 
 
 _tables: dict[Machine, dict[str, Measurement]] = {}
@@ -163,7 +163,7 @@ def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = F
     known = dict(found) if instead else {**table(machine), **found}
     if known != table(machine):
         _tables[machine] = known
-        Epoch.now = Moment()
+        Epoch.now = Version()
         changes.note()
 
 

@@ -21,7 +21,7 @@ class _Never:
 
 
 @dataclasses.dataclass(slots=True)
-class Item:
+class Node:
     """One position of the list."""
 
     operation: nn.Module
@@ -35,6 +35,7 @@ class Item:
     slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
     crossing: int = 0  # channels that pass the border before this position
     readers: dict[str, set[int]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
+    seed: int | None = None  # index into the seeds of a call, where it reads one now
     rank: int = 0  # of this process where others have something else to draw a mask for
     sum_over: Group | None = None  # the processes whose gradients of its parameters are summed
 
@@ -85,45 +86,45 @@ def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     return None if kind.forward is FusableOperation.forward else "its class overrides forward"
 
 
-def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list[Item]:
-    """Expand `root` into its items, channels resolved; every module looked at is added to `seen`.
+def flatten(root: FusableOperation, seen: list[nn.Module] | None = None) -> list[Node]:
+    """Expand `root` into its nodes, channels resolved; every module looked at is added to `seen`.
 
     Raises:
         PlanError: for channels that do not fit together, naming operation and position.
     """
-    items: list[Item] = []
+    nodes: list[Node] = []
     looked_at: list[nn.Module] = [] if seen is None else seen
     nested: list[range] = []
-    _visit((items, looked_at, nested), root, "", ())
-    _route(items, nested, isinstance(root, UnfusedOperation), looked_at)
-    return items
+    _visit((nodes, looked_at, nested), root, "", ())
+    _route(nodes, nested, isinstance(root, UnfusedOperation), looked_at)
+    return nodes
 
 
 def _visit(
-    into: tuple[list[Item], list[nn.Module], list[range]],
+    into: tuple[list[Node], list[nn.Module], list[range]],
     module: nn.Module,
     path: str,
     within: tuple[nn.Module, ...],
     hidden: bool = False,
 ) -> None:
-    """Add a module's items, the modules looked at and the stretches of containers to the three lists."""
+    """Add a module's nodes, the modules looked at and the stretches of containers to the three lists."""
     # No function inside `flatten`: one that calls itself is a cycle, which would keep all of this alive.
-    items, looked_at, nested = into
+    nodes, looked_at, nested = into
     kind, top = plain_type(module), len(within) == 0  # `not within` is not traced
     if any(module is other for other in within):
         message = "it expands to itself, and has neither fwd nor forward to run"
         message = "it holds itself" if isinstance(module, nn.Sequential) else message
-        raise PluginError(message, code="SF305", operation=kind.__name__, position=len(items))
+        raise PluginError(message, code="SF305", operation=kind.__name__, position=len(nodes))
     if isinstance(module, FusableOperation):
         looked_at.append(module)
     alone = None if top else _alone(module, kind, hidden)
     if alone is not None:
-        items.append(Item(module, path, kind.__name__, alone=alone))
+        nodes.append(Node(module, path, kind.__name__, alone=alone))
         return
     assert isinstance(module, FusableOperation)
     if isinstance(module, UnfusedOperation):
         looked_at.extend(module.modules())
-    members, start = module.expand(), len(items)
+    members, start = module.expand(), len(nodes)
     if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):  # pyright: ignore[reportUnnecessaryIsInstance]
         message = f"expand() must return a tuple of modules, not {members!r}"
         raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
@@ -134,7 +135,7 @@ def _visit(
             exact = bool(getattr(kind, "is_final", False)) or module.is_open
             derives = None if exact else next((b for b in kind.__mro__ if getattr(b, "is_final", False)), None)
             slots = _own_slots(module, members)
-            items.append(Item(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))
+            nodes.append(Node(module, path, kind.__name__, kind if exact else _Never, derives, slots=slots))
         else:
             if at < len(children) and children[at][1] is member:  # as a container has them
                 named, at = children[at][0], at + 1
@@ -143,7 +144,7 @@ def _visit(
             key = type(member).__name__.lower() if named is None else named
             _visit(into, member, f"{path}.{key}".lstrip("."), (*within, module), named is None)
     if not top and len(members) > 1:
-        nested.append(range(start, len(items)))
+        nested.append(range(start, len(nodes)))
 
 
 def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict[str, tuple[nn.Module, str]]:
@@ -160,16 +161,16 @@ def _among(slots: Sequence[tuple[nn.Module, str]], owner: nn.Module, name: str) 
     return any(other is owner and own == name for other, own in slots)
 
 
-def inside_of(module: FusableOperation, seen: list[nn.Module] | None = None) -> list[Item]:
-    """The items of what runs by itself; none of a `forward` of its own, in which no operation is known."""
+def inside_of(module: FusableOperation, seen: list[nn.Module] | None = None) -> list[Node]:
+    """The nodes of what runs by itself; none of a `forward` of its own, in which no operation is known."""
     known = isinstance(module, UnfusedOperation) or plain_type(module).expand is not FusableOperation.expand  # pyright: ignore[reportUnknownMemberType]
     return flatten(module, seen) if known else []
 
 
 def _channels_of(
-    item: Item, seen: list[nn.Module]
+    node: Node, seen: list[nn.Module]
 ) -> tuple[Mapping[str, str | None], tuple[str, ...], tuple[str, ...]]:
-    module = item.operation
+    module = node.operation
     if isinstance(module, UnfusedOperation):
         channels, signature = module.channels, module.forward_signature
         absent = signature.optional - set(channels)
@@ -189,7 +190,7 @@ def call_name(operation: nn.Module, name: str) -> str:
     return (operation.channels[name] or name) if isinstance(operation, UnfusedOperation) else name
 
 
-def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[nn.Module]) -> None:
+def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[nn.Module]) -> None:
     """Give every extra input and output its channel; anonymous ones pair like parentheses."""
     made: dict[str, int] = {}
     read: dict[str, int] = {}
@@ -200,15 +201,15 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
         closing.setdefault(inside.stop, []).append(inside)
 
     def wrong(position: int, message: str) -> PlanError:
-        return PlanError(message, code="SF201", operation=items[position].name, position=position)
+        return PlanError(message, code="SF201", operation=nodes[position].name, position=position)
 
-    for position, item in enumerate(items):
-        item.readers = readers
-        channels, inputs, outputs = _channels_of(item, seen)
+    for position, node in enumerate(nodes):
+        node.readers = readers
+        channels, inputs, outputs = _channels_of(node, seen)
         if not isinstance(channels, Mapping) or not set(channels) >= {*inputs, *outputs}:  # pyright: ignore[reportUnnecessaryIsInstance]
             names = ", ".join(repr(name) for name in (*inputs, *outputs))
             message = f"channels must be a dictionary of {names}, not {channels!r}"
-            raise PluginError(message, code="SF305", operation=item.name, position=position)
+            raise PluginError(message, code="SF305", operation=node.name, position=position)
         if by_itself:
             channels = {name: channel or name for name, channel in channels.items()}
         for name in inputs:
@@ -221,11 +222,11 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
                 channel, _ = anonymous.pop()
             read.setdefault(channel, position)
             readers.setdefault(channel, set()).add(position)
-            item.inputs += ((name, channel),)
+            node.inputs += ((name, channel),)
         for name in outputs:
             channel = channels[name]
             if channel is None:
-                channel = f"{item.path}#{position}"
+                channel = f"{node.path}#{position}"
                 anonymous.append((channel, position))
             elif channel in made:
                 raise wrong(position, f"channel {channel!r} is already made at position {made[channel]}")
@@ -235,38 +236,38 @@ def _route(items: list[Item], nested: list[range], by_itself: bool, seen: list[n
                 )
             made[channel] = position
             readers.setdefault(channel, set())
-            item.outputs += ((name, channel),)
+            node.outputs += ((name, channel),)
         for inside in closing.get(position + 1, ()):
-            _make_private(items, inside, made, read, readers)
+            _make_private(nodes, inside, made, read, readers)
     if anonymous:
         raise wrong(anonymous[-1][1], "its unnamed output is never read; close it with an unnamed Add or name it")
-    open_until = [0] * (len(items) + 2)
+    open_until = [0] * (len(nodes) + 2)
     for channel, position in made.items():
         open_until[position + 1] += 1
-        open_until[max(readers[channel], default=len(items)) + 1] -= 1
+        open_until[max(readers[channel], default=len(nodes)) + 1] -= 1
     level = 0
-    for item, change in zip(items, open_until, strict=False):
+    for node, change in zip(nodes, open_until, strict=False):
         level += change
-        item.crossing = level
+        node.crossing = level
 
 
 def _make_private(
-    items: list[Item], inside: range, made: dict[str, int], read: dict[str, int], readers: dict[str, set[int]]
+    nodes: list[Node], inside: range, made: dict[str, int], read: dict[str, int], readers: dict[str, set[int]]
 ) -> None:
     """Where a container closes: a channel made and read in it is its own, and others may use the name."""
-    for channel in [c for position in inside for _, c in items[position].outputs if readers[c]]:
+    for channel in [c for position in inside for _, c in nodes[position].outputs if readers[c]]:
         private = f"{channel}@{inside.start}"
         readers[private] = readers.pop(channel)
         made[private] = made.pop(channel)
         read[private] = read.pop(channel)
         for position in inside:
-            item = items[position]
-            item.inputs = tuple((n, private if c == channel else c) for n, c in item.inputs)
-            item.outputs = tuple((n, private if c == channel else c) for n, c in item.outputs)
+            node = nodes[position]
+            node.inputs = tuple((n, private if c == channel else c) for n, c in node.inputs)
+            node.outputs = tuple((n, private if c == channel else c) for n, c in node.outputs)
 
 
-def public_channels(items: list[Item]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def public_channels(nodes: list[Node]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Channels the caller must pass, and those returned after `y`, both in list order."""
-    made = {channel for item in items for _, channel in item.outputs}
-    inputs = dict.fromkeys(c for item in items for _, c in item.inputs if c not in made)
-    return tuple(inputs), tuple(c for item in items for _, c in item.outputs if not item.readers[c])
+    made = {channel for node in nodes for _, channel in node.outputs}
+    inputs = dict.fromkeys(c for node in nodes for _, c in node.inputs if c not in made)
+    return tuple(inputs), tuple(c for node in nodes for _, c in node.outputs if not node.readers[c])

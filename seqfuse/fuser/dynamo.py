@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,11 @@ from ..env import Env
 from ..errors import StateError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
-from .enrolled import fusers
 from .fake import recorded
-from .items import Item, attributes, has_own_graph
-from .listing import Listing, Region, stretches
+from .flatten import Node, attributes, has_own_graph
+from .op_list import OpList, Region, Runner, stretches
 from .reference import check_channels, draw, run_alone, walk_reference
-
-if TYPE_CHECKING:
-    from .run import Fuser
+from .registry import fusers
 
 _one_at_a_time = threading.RLock()
 _Constants = tuple[tuple[str, Any], ...]
@@ -41,24 +38,24 @@ def _kernels_run(device: str) -> bool:
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
 def has_graph_inside(name: str) -> bool:
     """Whether a tensor with a graph stands for a parameter of a torch module in an operation: a trace sees no such."""
-    operations = [i.operation for i in fusers[name].listing().items if isinstance(i.operation, UnfusedOperation)]
+    operations = [i.operation for i in fusers[name].op_list().nodes if isinstance(i.operation, UnfusedOperation)]
     inside = [m for operation in operations for m in operation.modules() if not isinstance(m, FusableOperation)]
     return any(map(has_own_graph, inside))
 
 
-def plannable(items: Sequence[Item], x: Tensor) -> bool:
+def plannable(nodes: Sequence[Node], x: Tensor) -> bool:
     """Whether a traced call is planned: kernels run, parameters are their modules' own, no other process is met."""
-    if [i for i in items if i.sum_over is not None or getattr(i.operation, "meeting", None) is not None]:
+    if [i for i in nodes if i.sum_over is not None or getattr(i.operation, "meeting", None) is not None]:
         return False
     if not _kernels_run(x.device.type):
         return False
-    slots = [slot for item in items for slot in item.slots.values()]
+    slots = [slot for node in nodes for slot in node.slots.values()]
     return not [name for owner, name in slots if name not in owner._parameters]  # pyright: ignore[reportPrivateUsage]
 
 
 def run_planned(
     name: str,
-    items: Sequence[Item],
+    nodes: Sequence[Node],
     random: Mapping[int, int],
     inputs: Sequence[str],
     outputs: Sequence[str],
@@ -66,20 +63,20 @@ def run_planned(
     channels: dict[str, Tensor],
 ) -> Any:
     """Run a list that is being traced, one node for each stretch between barriers."""
-    check_channels(items, inputs, channels)
-    seeds = draw(items, random, x) if random else None
-    for start, stop in stretches(items):
-        inside = items[start:stop]
-        if not items[start].fusable:
-            x = run_alone(items, start, x, channels)
+    check_channels(nodes, inputs, channels)
+    seeds = draw(nodes, random, x) if random else None
+    for start, stop in stretches(nodes):
+        inside = nodes[start:stop]
+        if not nodes[start].fusable:
+            x = run_alone(nodes, start, x, channels)
             continue
-        made = [c for item in inside for _, c in item.outputs]
-        given = [c for item in inside for _, c in item.inputs if c not in made]
-        later = [c for item in items[stop:] for _, c in item.inputs]
+        made = [c for node in inside for _, c in node.outputs]
+        given = [c for node in inside for _, c in node.inputs if c not in made]
+        later = [c for node in nodes[stop:] for _, c in node.inputs]
         leaving = [c for c in made if c in later or c in outputs]
         values = [channels[c] for c in given]
-        parameters = [getattr(owner, attribute) for item in inside for owner, attribute in item.slots.values()]
-        state = tuple([_state(item.operation) for item in inside])
+        parameters = [getattr(owner, attribute) for node in inside for owner, attribute in node.slots.values()]
+        state = tuple([_state(node.operation) for node in inside])
         x, *rest = _planned(name, start, state, x, tuple(given), values, tuple(leaving), seeds, parameters)
         channels.update(zip(leaving, rest, strict=True))
     return (x, *[channels[c] for c in outputs]) if outputs else x
@@ -104,39 +101,39 @@ def _planned(
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """Run the stretch that begins at `start`, with these parameters and this configuration."""
-    fuser = fusers[name]
+    fuser: Runner = fusers[name]
     with _one_at_a_time:
-        items = fuser.listing().items[start : start + len(state)]
-        slots = [slot for item in items for slot in item.slots.values()]
-        if len(items) != len(state) or len(slots) != len(parameters):
+        nodes = fuser.op_list().nodes[start : start + len(state)]
+        slots = [slot for node in nodes for slot in node.slots.values()]
+        if len(nodes) != len(state) or len(slots) != len(parameters):
             message = "the list was changed inside the compiled function"
             raise StateError(message, code="SF503", hint="change it before, and outside")
-        with _as_given(items, state, slots, parameters) as changed:
-            listing = Listing(fuser.root) if changed else fuser.listing()
-            region = next(p for p in listing.parts if isinstance(p, Region) and p.start == start)
+        with _as_given(nodes, state, slots, parameters) as changed:
+            op_list = OpList(fuser.root) if changed else fuser.op_list()
+            region = next(p for p in op_list.parts if isinstance(p, Region) and p.start == start)
             channels = dict(zip(given, values, strict=True))
             if isinstance(x, recorded()):
-                x = _recorded(fuser, listing, region, x, channels, seeds)
+                x = _recorded(fuser, op_list, region, x, channels, seeds)
             else:
-                x = fuser.run_region(listing, region, x, channels, seeds)
+                x = fuser.run_region(op_list, region, x, channels, seeds)
     return (x, *[channels[c] for c in leaving])
 
 
 def _recorded(
-    fuser: Fuser, listing: Listing, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
+    fuser: Runner, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
 ) -> Tensor:
     parameters: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
-    program = fuser.bind(listing, region, x, channels, parameters, recorded())
+    program = fuser.bind(op_list, region, x, channels, parameters, recorded())
     steps = (*program.plan.forward, *program.plan.backward)
     if any(isinstance(step.operation, FusedOperation) and step.operation.triton for step in steps):
         return program.run(x, channels, seeds, parameters)
     # Without kernels to call, a compiler sees more in the references.
-    return walk_reference(listing.items, range(region.start, region.stop), listing.random, x, channels, seeds)
+    return walk_reference(op_list.nodes, range(region.start, region.stop), op_list.random, x, channels, seeds)
 
 
 @contextmanager
 def _as_given(
-    items: Sequence[Item],
+    nodes: Sequence[Node],
     state: Sequence[_Constants],
     slots: Sequence[tuple[nn.Module, str]],
     parameters: Sequence[Tensor],
@@ -145,8 +142,8 @@ def _as_given(
     before: list[tuple[dict[str, Any], str, Any]] = []
     changed = False
     try:
-        for item, constants in zip(items, state, strict=True):
-            held = vars(item.operation)
+        for node, constants in zip(nodes, state, strict=True):
+            held = vars(node.operation)
             for key, value in constants:
                 if held.get(key) != value or type(held.get(key)) is not type(value):
                     changed = True

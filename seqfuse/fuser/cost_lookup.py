@@ -14,10 +14,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..cost_table import Machine, Measurement, table
 from ..env import Env, bucket, rows_of
 from ..fusion import FusedOperation
-from ..measured import Machine, Measurement, table
-from .items import Item, plain_type
+from .flatten import Node, plain_type
 from .plan import Wants
 
 _OWN, _FOREIGN = "seqfuse", ("torch", "triton", "builtins", "typing", "abc")
@@ -28,16 +28,16 @@ class Known:
     """Looks up measurements for candidates of one region.
 
     Args:
-        items: the list.
+        nodes: the list.
         wants: which gradients are wanted.
         env: of the tensor that enters the region.
         shapes: of the tensors that enter its positions, from `start` on; `None` where they are not known.
     """
 
     def __init__(
-        self, items: Sequence[Item], wants: Wants, env: Env, start: int, shapes: Sequence[tuple[int, ...]] | None
+        self, nodes: Sequence[Node], wants: Wants, env: Env, start: int, shapes: Sequence[tuple[int, ...]] | None
     ) -> None:
-        self._items, self._wants, self._env, self._start, self.shapes = items, wants, env, start, shapes
+        self._items, self._wants, self._env, self._start, self.shapes = nodes, wants, env, start, shapes
         self._table: Mapping[str, Measurement] | None = None
         self._described: dict[int, str] = {}
 
@@ -73,7 +73,7 @@ class Known:
         rows = self._env.rows if shape is None else bucket(rows_of(shape))
         if rows is None:
             return None
-        if any(item.slots for item in self._items[a:b]):
+        if any(node.slots for node in self._items[a:b]):
             return f"{rows} rows"  # parameters say how wide they are
         return None if shape is None else f"{rows} rows of {shape[-1] if shape else 1}"
 
@@ -84,17 +84,17 @@ class Known:
         return self._described[position] + (f" d({', '.join(sorted(wanted))})" if wanted else "")
 
 
-def describe(item: Item) -> str:
+def describe(node: Node) -> str:
     """An operation by its class, configuration, and the shapes and dtypes of its parameters."""
     parameters: list[str] = []
-    for name, (owner, attribute) in item.slots.items():
+    for name, (owner, attribute) in node.slots.items():
         tensor = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
         if tensor is None:  # a parametrization, which planning must not run
             parameters.append(f"{name} parametrized")
         else:
             parameters.append(f"{name} {_short(tensor.dtype)}{list(tensor.shape)}")
-    text = _module(item.operation) + (f" [{', '.join(parameters)}]" if parameters else "")
-    return text + (" random" if getattr(item.operation, "random", False) else "")
+    text = _module(node.operation) + (f" [{', '.join(parameters)}]" if parameters else "")
+    return text + (" random" if getattr(node.operation, "random", False) else "")
 
 
 def _module(module: nn.Module) -> str:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import weakref
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .run import Fuser
-
-fusers: weakref.WeakValueDictionary[str, Fuser] = weakref.WeakValueDictionary()
+fusers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _numbers = count()
 
 
-def enroll(fuser: Fuser) -> str:
+def enroll(fuser: Any) -> str:
     """A name by which the node finds a fuser; none for one that exists in a trace only."""
     if torch.compiler.is_compiling():
         return ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,37 +13,34 @@ from ..errors import PlanError, StateError
 from ..group import Meeting
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import is_fake
-from .items import Item, inside_of
-
-if TYPE_CHECKING:
-    from .listing import Listing, Region
-    from .plan import Plan
+from .flatten import Node, inside_of
+from .plan import Plan
 
 
-def tell_apart(items: list[Item]) -> None:
+def tell_apart(nodes: list[Node]) -> None:
     """Say of each position whether other processes have other rows or features there.
 
     Raises:
         PlanError: (SF201) for what runs by itself there and could not know.
     """
-    met = [_meeting(item) for item in items]
+    met = [_meeting(node) for node in nodes]
     first = next((m for m in met if m is not None), None)
     group, has = (first.group, first.before) if first is not None else (None, "whole")
-    for position, (item, meeting) in enumerate(zip(items, met, strict=True)):
+    for position, (node, meeting) in enumerate(zip(nodes, met, strict=True)):
         if meeting is not None:
             group, _, has = meeting
-        elif item.alone is not None and has != "whole":
-            _expect_to_know(item, position, has == "rows")
+        elif node.alone is not None and has != "whole":
+            _expect_to_know(node, position, has == "rows")
         if group is not None and has != "whole":
-            item.rank = group.rank
-        if item.slots:
-            item.sum_over = getattr(item.operation, "sum_over", None) or (group if has == "rows" else None)
+            node.rank = group.rank
+        if node.slots:
+            node.sum_over = getattr(node.operation, "sum_over", None) or (group if has == "rows" else None)
 
 
-def _meeting(item: Item) -> Meeting | None:
+def _meeting(node: Node) -> Meeting | None:
     """What processes exchange at a position, or in what runs by itself there."""
-    operation = item.operation
-    if isinstance(operation, UnfusedOperation) and (item.alone is None or operation.meeting is not None):
+    operation = node.operation
+    if isinstance(operation, UnfusedOperation) and (node.alone is None or operation.meeting is not None):
         met = [operation.meeting]
     elif isinstance(operation, FusableOperation):
         met = [_meeting(inner) for inner in inside_of(operation)]
@@ -52,10 +50,10 @@ def _meeting(item: Item) -> Meeting | None:
     return Meeting(found[-1].group, found[0].before, found[-1].after) if found else None
 
 
-def _expect_to_know(item: Item, position: int, rows: bool) -> None:
+def _expect_to_know(node: Node, position: int, rows: bool) -> None:
     """Check that what runs by itself, and holds no collective, needs nothing that only the whole list tells it."""
-    where: dict[str, Any] = {"code": "SF201", "operation": item.name, "position": position}
-    inside: list[Any] = [*item.operation.modules()]
+    where: dict[str, Any] = {"code": "SF201", "operation": node.name, "position": position}
+    inside: list[Any] = [*node.operation.modules()]
     if any(isinstance(m, UnfusedOperation) and m.random for m in inside):
         message = "it runs by itself where each process needs a mask of its own, and would draw the same in all"
         raise PlanError(message, hint="let it run in the list: take its hooks away", **where)
@@ -65,7 +63,9 @@ def _expect_to_know(item: Item, position: int, rows: bool) -> None:
         raise PlanError(message, hint="set its sum_over", **where)
 
 
-def compare(listing: Listing, region: Region, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
+def compare(
+    nodes: Sequence[Node], positions: range, plan: Plan, random: Mapping[int, int], x: Tensor, seeds: Tensor | None
+) -> None:
     """Compare the plan of a region, and the seeds of its list, with those of the processes it meets.
 
     Once, when it first runs: a process may later go on without a fusion that failed there.
@@ -75,15 +75,14 @@ def compare(listing: Listing, region: Region, plan: Plan, x: Tensor, seeds: Tens
     """
     if is_fake(x):
         return
-    region.compared, items = True, listing.items
-    met = [getattr(item.operation, "meeting", None) for item in items[region.start : region.stop]]
+    met = [getattr(nodes[position].operation, "meeting", None) for position in positions]
     groups = {m.group.name: m.group for m in met if m is not None and m.group.size > 1}
     steps = [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
-    common = [] if seeds is None else [int(seeds[i]) ^ items[position].rank for position, i in listing.random.items()]
+    common = [] if seeds is None else [int(seeds[i]) ^ nodes[position].rank for position, i in random.items()]
     about = (str((tuple(x.shape), str(plan.env), steps, plan.segments)), str(common))
     digests = [torch.frombuffer(bytearray(hashlib.sha256(t.encode()).digest()), dtype=torch.uint8) for t in about]
     for group in groups.values():
-        what = f"{items[region.start].name} at position {region.start} and what follows"
+        what = f"{nodes[positions.start].name} at position {positions.start} and what follows"
         every = group.all_gather(torch.stack(digests).unsqueeze(0).to(x.device), 0, what).cpu()
         same = (every == every[0]).all(-1)
         for i, (of, hint) in enumerate(

@@ -1,0 +1,233 @@
+"""The steps of a segment written out as Python: records, channels and gradients are local variables.
+
+`interpret` is the same walk with a loop. The code is made once a call of the segment has gone through there, so the
+contract was checked and it is known what the forward saves: `layout` says which field is which of the saved tensors.
+What is not as it was then (a field that was `None` is a tensor, a tensor that two records shared is two) goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..fusion import BackwardFusion
+from ..generated import Source, identifier
+from ..saved import packing
+from .interpret import Kept, fit, fit_record, look
+from .lowering import Segment
+from .step import Drawn, Step
+
+
+class _Locals:
+    """The local variables that stand for channels, or for their gradients."""
+
+    def __init__(self, prefix: str, channels: Sequence[str] = ()) -> None:
+        self.prefix, self.names = prefix, {c: f"{prefix}{i}" for i, c in enumerate(channels)}
+        self._count = len(channels)
+
+    def new(self, channel: str) -> str:
+        if channel not in self.names:
+            self.names[channel] = f"{self.prefix}{self._count}"
+            self._count += 1
+        return self.names[channel]
+
+
+def is_static(kept: Sequence[Kept]) -> bool:
+    """Whether the saved records hold nothing but tensors and `None`, so that the code can name each field."""
+    tokens = all(token is None or token.__class__ is int for _, tokens in kept for token in tokens)
+    return tokens and not any(record.cls.has_data(record.kept) for record, _ in kept)
+
+
+def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:
+    """`forward(ctx, segment, seeds, x, *channels)`, or without a layout `forward(segment, seeds, x, channels)`.
+
+    `run` holds the functions of the node that it calls: `failed`, `save`, `leave`, `again`.
+    """
+    keep = segment.live
+    c = _Locals("c", segment.inputs)
+    names = "".join(f", {c.names[name]}" for name in segment.inputs)
+    s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
+    s.constants.update(run, fit=fit)
+    s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))), "try:")
+    entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
+    s.depth += 1
+    saved, likes = dict[int, str](), list[str]()
+    for i, step in enumerate(segment.forward):
+        if i:
+            s.add(f"at = {i}")
+        layout_of = step.operation.layout
+        if layout_of != "any":
+            s.add(_fit(s, "x", layout_of))
+        given = [f"{identifier(k)}={_fitted(s, c.names[channel], layout_of)}" for k, channel in step.reads]
+        given += [f"{identifier(k)}={_seed(index)}" for k, index in step.seeds]
+        given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env).items()]
+        results = ["x", *["made"] * bool(step.operation.outputs)]
+        if not step.inference:
+            results.append(f"s{i}" if keep and step.saves else "_s")
+        s.add(f"{', '.join(results)} = {s.put(step.operation.fwd)}({', '.join(['x', *given])})")
+        s.add(*(f"{c.new(channel)} = made[{s.put(name)}]" for name, channel in step.writes))
+        if keep and step.writes and step.zeros:
+            made = ", ".join(f"{s.put(channel)}: {c.names[channel]}" for _, channel in step.writes)
+            likes.append(f"{step.stop}: l{step.stop}")
+            s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
+        for record in step.saves if keep else ():
+            saved[record.position] = f"s{i}" + "".join(f"[{s.put(key)}]" for key in record.place)
+        leaving = {*segment.outputs}
+        s.add(*(f"{c.names[channel]} = None" for channel in step.ends if channel not in leaving))
+    s.depth -= 1
+    rest = "*_, " if keep else ""
+    s.add("except Exception as error:")
+    s.add(f"    return failed({'ctx, ' if keep else ''}segment, at, error, seeds, x0, ({entered}{rest}))")
+    if keep and layout is not None:
+        _save_static(s, layout, saved, entered)
+    elif keep:
+        _save_packed(s, segment, saved, entered)
+    if likes:
+        s.add(f"ctx.like = {{{', '.join(likes)}}}")
+    out = "".join(f", {c.names[name]}" for name in segment.outputs)
+    if segment.outputs and keep:
+        s.add(f"return leave(ctx, segment, [x{out}], (x0, {entered}*_))")
+    elif keep:
+        s.add(f"return x if not x.requires_grad and not x._is_view() else own(x, (x0, {entered}*_))")
+    else:
+        s.add(f"return x{out}")
+    return s.define()
+
+
+def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], entered: str) -> None:
+    """Save what was seen to be saved, each tensor once, if it is so again."""
+    s.add("ctx.segment = segment", "ctx.set_materialize_grads(False)")
+    if not layout:
+        return
+    s.add("try:")
+    first: dict[int, str] = {}
+    wrong: list[str] = []
+    for j, (record, tokens) in enumerate(layout):
+        s.add(f"    f{j} = {saved[record.position]}.__dict__")
+        for name, token in zip(record.kept, tokens, strict=True):
+            field = f"f{j}[{s.put(name)}]"
+            if token is None:
+                wrong.append(f"{field} is not None")
+            elif token in first:
+                wrong.append(f"{field} is not {first[token]}")
+            else:
+                first[token] = f"t{token}"
+                s.add(f"    t{token} = {field}")
+    tensors = ", ".join(first[i] for i in range(len(first)))
+    # A tensor where there was `None` before, or two where there was one.
+    if wrong:
+        s.add(f"    if {' or '.join(wrong)}: raise ValueError")
+    s.add("except Exception:", f"    return again(ctx, segment, seeds, x0, ({entered}*_, ))")
+    s.add(f"if hooks(False) is None: ctx.save_for_backward({tensors})", f"else: save(ctx, segment, [{tensors}])")
+
+
+def _save_packed(s: Source, segment: Segment, saved: dict[int, str], entered: str) -> None:
+    """Save whatever the records hold: they are packed as after an interpreted forward."""
+    s.add("memo, tensors = {}, []", "try:")
+    records = [record for step in segment.forward for record in step.saves]
+    for i, record in enumerate(records):
+        pack, _ = packing(record.cls, record.kept)
+        s.add(f"    t{i} = {s.put(pack)}({saved[record.position]}, memo, tensors)")
+    tokens = "".join(f"t{i}, " for i in range(len(records)))
+    s.add(f"    ctx.tokens = ({tokens})")
+    s.add("except Exception:", f"    return again(ctx, segment, seeds, x0, ({entered}*_, ))")
+    s.add("ctx.segment = segment", "ctx.set_materialize_grads(False)", "save(ctx, segment, tensors)")
+
+
+def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:
+    """`backward(ctx, segment, tensors, d, *gradients of outputs)`; `None` where a gradient can be missing within."""
+    alive = [name for name in segment.outputs if name not in segment.frozen]
+    g = _Locals("g", segment.outputs)
+    arguments = "".join(f", {g.names[name]}" for name in segment.outputs)
+    s = Source("backward", f"ctx, segment, tensors, d{arguments}")
+    s.constants.update(run, fit=fit)
+    s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))))
+    entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
+    has = {name: g.names[name] for name in alive}
+    kept = [record for step in segment.forward for record in step.saves]
+    where = {record.position: i for i, record in enumerate(kept)}
+    sums: dict[int, str] = {}
+    known, count = True, 0
+    given_none = " or ".join(f"{name} is None" for name in ["d", *has.values()])
+    s.add(f"if {given_none}: return failed(ctx, segment, -1, None, tensors, {entered})", "try:")
+    s.depth += 1
+    for i, step in enumerate(segment.backward):
+        if i:
+            s.add(f"at = {i}")
+        came = [(keyword, has.get(channel)) for keyword, channel in step.incoming]
+        missing = [name for _, name in came if name is None]
+        if not known or (missing and (isinstance(step.operation, BackwardFusion) or step.joint)):
+            return None
+        kind = step.operation.layout
+        if kind != "any":
+            s.add(_fit(s, "d", kind), *(_fit(s, name, kind) for _, name in came if name is not None))
+        own: list[str] = []
+        for record in step.records:
+            r, at = f"r{count}", where.get(record.position)
+            count += 1
+            own.append(r)
+            if at is None:
+                s.add(f"{r} = {s.put(record.cls.__new__(record.cls))}")
+            elif layout is None:
+                s.add(f"{r} = {s.put(packing(record.cls, kept[at].kept)[1])}(ctx.tokens[{at}], tensors)")
+                if kind != "any":
+                    s.add(f"{s.put(fit_record)}({r}, {s.put(kind)})")
+            else:
+                s.add(f"{r} = {s.put(record.cls.__new__)}({s.put(record.cls)})", f"f = {r}.__dict__")
+                for name, token in zip(kept[at].kept, layout[at][1], strict=True):
+                    value = "None" if token is None else _fitted(s, f"tensors[{token}]", kind)
+                    s.add(f"f[{s.put(name)}] = {value}")
+        given = ["d", *own] if step.joint or not step.fused else ["d", *_by_slot(step, own)]
+        given += [f"{identifier(keyword)}={name}" for keyword, name in came]
+        given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env, True).items()]
+        if step.operation.backward_signature.main_grads:
+            given.append("main_grads={}")
+        s.add(f"d, grads = {s.put(step.operation.bwd)}({', '.join(given)})")
+        for key, slot in step.grads:
+            index, value = segment.index[slot], f"grads[{s.put(key)}]"
+            s.add(f"p{index} = " + (f"p{index} + {value}" if index in sums else value))
+            sums[index] = f"p{index}"
+        for _, channel in step.incoming:
+            has.pop(channel, None)
+        for key, channel in step.channel_grads:
+            value, name = f"grads[{s.put(key)}]", g.new(channel)
+            s.add(f"{name} = " + (f"{name} + {value}" if channel in has else value))
+            has[channel] = name
+        known = "x" in step.needs[0]
+        dtype = None if segment.context.dtypes is None else segment.context.dtypes[step.start]
+        if dtype is not None and known:
+            s.add(f"if d.dtype is not {s.put(dtype)}: d = d.to({s.put(dtype)})")
+    s.depth -= 1
+    s.add("except Exception as error:", f"    return failed(ctx, segment, at, error, tensors, {entered})")
+    dx = "d" if known else "None"
+    inputs = "".join(f"{has.get(name, 'None')}, " for name in segment.inputs)
+    summed = "".join(f"{sums.get(i, 'None')}, " for i in range(len(segment.parameters)))
+    s.add(f"return None, None, {dx}, {inputs}{summed}")
+    return s.define()
+
+
+def _by_slot(step: Step, own: Sequence[str]) -> list[str]:
+    places: dict[str, list[str]] = {}
+    variadic = {slot.name for slot in step.operation.slots if slot.variadic}
+    for record, name in zip(step.records, own, strict=True):
+        places.setdefault(record.place[0], []).append(name)
+    return [
+        f"{identifier(slot)}=" + (f"({''.join(f'{n}, ' for n in names)})" if slot in variadic else names[0])
+        for slot, names in places.items()
+    ]
+
+
+def _fit(s: Source, name: str, layout: Any) -> str:
+    return f"{name} = {_fitted(s, name, layout)}"
+
+
+def _fitted(s: Source, value: str, layout: Any) -> str:
+    if layout == "any":
+        return value
+    return f"{value}.contiguous()" if layout == "contig" else f"fit({value}, {s.put(layout)})"
+
+
+def _seed(index: Drawn) -> str:
+    if isinstance(index, tuple):
+        return f"({''.join(f'{_seed(i)}, ' for i in index)})"
+    return "None" if index is None else f"seeds[{index}]"

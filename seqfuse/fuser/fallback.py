@@ -1,0 +1,118 @@
+"""Fusions that fail: whether their operations may run instead, what is said of it, and errors that name the place."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError
+from ..maingrad import MainGrads
+from ..saved import Saved
+from .fake import is_fake
+from .inputs import clearer
+from .lowering import Segment
+from .step import Step, path_of
+
+_RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
+
+
+def recovered(
+    segment: Segment, step: Step, error: Exception, records: Mapping[int, Saved], buffers: MainGrads | None
+) -> dict[int, Saved]:
+    """Check that a backward step may fall back; a joint fusion's record as the records of its operations."""
+    where: dict[str, Any] = {"code": "SF401", "operation": step.name, "position": step.start}
+    if step.fused and step.operation.backward_signature.main_grads and buffers and (taken := buffers.taken()):
+        message = f"it failed after it took the main_grad of {', '.join(taken)}: {type(error).__name__}: {error}"
+        raise KernelError(message, **where) from error
+    if not step.joint:
+        return {}
+    if not hasattr(step.operation, "unfused"):
+        if isinstance(error, SeqfuseError):
+            return {}
+        message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
+        raise KernelError(
+            message, hint="define unfused(saved) -> {slot: Saved} to let it fall back", **where
+        ) from error
+    may_fall_back(segment, step, error, None)
+    try:
+        saved, found = step.operation.unfused(records[~step.start]), dict[int, Saved]()
+        for name, _, position, node, _ in step.members:
+            one, wanted = at(saved, path_of(name)), cast(Any, node.operation.Saved)
+            if type(one) is not wanted:
+                raise TypeError(f"slot {name!r} needs a {wanted.__qualname__}, not a {type(one).__qualname__}")
+            found[position] = one
+    except Exception as second:
+        message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"
+        raise KernelError(message, **where) from error
+    return found
+
+
+def reason_of(error: Exception) -> str | None:
+    """What is said of a failure: nothing of an input that does not fit, of which the operation will say it."""
+    return None if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+
+
+def warn(segment: Segment, failures: Sequence[tuple[Step, str | None]], tensor: Any) -> None:
+    """Say, once per reason, that operations ran in place of fusions that failed."""
+    context = segment.context
+    for step, reason in failures:
+        if reason is None or is_fake(tensor):
+            continue
+        if (note := context.note()) is not None:
+            note(step.name, step.start, reason)
+        if (step.name, reason) not in context.warned:
+            context.warned.add((step.name, reason))
+            message = f"{step.name} at position {step.start} failed ({reason}); its operations ran unfused"
+            warnings.warn(message, FallbackWarning, stacklevel=2)
+
+
+def may_fall_back(segment: Segment, step: Step, error: Exception, tensor: Any, again: Sequence[Step] = ()) -> None:
+    """Return if the operations may run in place of a failed fusion; else raise an error that names the step.
+
+    Args:
+        segment: what it is in.
+        step: the fusion; of an operation the error goes on to the caller.
+        error: what it raised.
+        tensor: its input.
+        again: the steps that ran before it and have to run again.
+    """
+    clear = clearer(segment.context.nodes, step.covers, error, tensor)
+    if clear is not error:
+        raise clear from error
+    where: dict[str, Any] = {"operation": step.name, "position": step.start}
+    once = step.exchanges or not all(s.repeatable for s in again)
+    if not step.fused or (once and isinstance(error, SeqfuseError)):
+        error.add_note(f"in operation {step.name} at position {step.start}")
+        raise error
+    failure = f"{type(error).__name__}: {error}"
+    if once:
+        hint = "processes exchange tensors in it or before it, or a cache was filled: that cannot run twice"
+        raise KernelError(failure, code="SF401", hint=hint, **where) from error
+    if isinstance(error, InputError):
+        return  # the operations themselves will say it, with the place
+    if isinstance(error, SeqfuseError):
+        error.operation, error.position = error.operation or step.name, step.start
+        raise error
+    if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
+        raise PluginError(f"fwd built a wrong record: {error}", code="SF302", **where) from error
+    if isinstance(error, torch.AcceleratorError):
+        message = f"the device reported {error}; its state is lost and nothing can run after it"
+        raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error
+    context = segment.context
+    if not context.can_fall_back or torch.compiler.is_compiling() or _capturing(context.env.device):
+        raise KernelError(failure, code="SF401", **where) from error
+
+
+def _capturing(device: str) -> bool:
+    return device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def at(saved: Any, place: tuple[Any, ...]) -> Any:
+    """A record among those that a fusion saved."""
+    for key in place:
+        saved = saved[key]
+    return saved

@@ -1,0 +1,131 @@
+"""One generated function for each state of a region: it checks that the state still holds, then runs the segments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from ..env import any_autocast, autocast_of
+from ..generated import Source
+from ..group import Group, summed_gradient
+from ..settings import current_fusing, default_fusing
+from .lowering import Segment, Slot
+from .node import apply_node, run_plain, taken
+
+Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
+
+requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+_FIXED: Mapping[str, Any] = {
+    "requires": requires,
+    "dtype": dtype,
+    "kind": type,
+    "apply": apply_node,
+    "plain": run_plain,
+    "taken": taken,
+    "summed": summed_gradient,
+    "grad": torch._C.is_grad_enabled,  # pyright: ignore
+    "tracing": torch._C._get_tracing_state,  # pyright: ignore[reportPrivateUsage]
+    "functorch": peek_interpreter_stack,
+    "forward_ad": forward_ad,
+    "deterministic": torch._C._get_deterministic_algorithms,  # pyright: ignore
+    "any_autocast": any_autocast,
+    "autocast_of": autocast_of,
+    "fusing": current_fusing.get,
+    "default_fusing": default_fusing,
+}
+
+
+def bind(
+    slots: Sequence[Slot],
+    read: Sequence[tuple[dict[str, Any], str]] | None,
+    summed: Sequence[tuple[int, Group]],
+    channels: Sequence[str],
+    runs: Sequence[tuple[Segment, Sequence[int]]] | Callable[[Tensor], Tensor],
+    state: Sequence[Any],
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    given: Sequence[Tensor],
+) -> Call:
+    """`call(x, channels, seeds)`, which gives `None` where the state is another one.
+
+    Args:
+        slots: where the parameters live; `read` are dictionaries to read them from, where there are such.
+        summed: the parameters whose gradients processes sum.
+        channels: those that enter the region.
+        runs: the segments, each with the indices of its parameters; or a function of x.
+        state: grad mode, determinism, dtype of autocast and `sf.fusing` for which the plan was made.
+        x: the input; its shape, dtype, device and `requires_grad` are checked.
+        parameters: their `requires_grad`, dtype and class are checked; `given` are the channels, of which the same is.
+    """
+    s = Source("call", "x, channels, seeds")
+    s.constants.update(_FIXED)
+    grad, deterministic, autocast, fusing = state
+    names = [f"p{i}" for i in range(len(slots))]
+    local = {c: f"c{i}" for i, c in enumerate(channels)}
+    if names or channels:
+        s.add("try:")
+        for i, (name, (owner, attribute)) in enumerate(zip(names, slots, strict=True)):
+            if read is None:
+                s.add(f"    {name} = getattr({s.put(owner)}, {s.put(attribute)})")
+            else:
+                s.add(f"    {name} = {s.put(read[i][0])}[{s.put(read[i][1])}]")
+        s.add(*(f"    {name} = channels[{s.put(c)}]" for c, name in local.items()))
+        s.add("except (KeyError, AttributeError):", "    return None")
+    tests = [
+        f"x.__class__ is not {s.put(x.__class__)}",
+        f"x.shape != {s.put(x.shape)}",
+        f"x.dtype is not {s.put(x.dtype)}",
+        f"x.device != {s.put(x.device)}",
+        f"x.requires_grad is not {x.requires_grad}",
+        f"grad() is not {grad}",
+        f"(fusing() or default_fusing()) is not {s.put(fusing)}",
+        f"deterministic() is not {deterministic}",
+        f"(autocast_of({s.put(x.device.type)}) if any_autocast() else None) is not {s.put(autocast)}",
+        "tracing() is not None",
+        "functorch() is not None",
+        "forward_ad._current_level >= 0",
+    ]
+    for tensors, several in ((parameters, names), (given, [*local.values()])):
+        if several:
+            packed = f"({', '.join(several)},)"
+            tests += [
+                f"[*map(kind, {packed})] != {s.put([*map(type, tensors)])}",
+                f"[*map(requires, {packed})] != {s.put([*map(requires, tensors)])}",
+                f"[*map(dtype, {packed})] != {s.put([*map(dtype, tensors)])}",
+            ]
+    s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
+    for i, group in summed:
+        if parameters[i].requires_grad and grad:
+            s.add(f"p{i} = summed({s.put(group)}, p{i})")
+    made: dict[str, str] = {}
+    if callable(runs):
+        s.add(f"x = {s.put(runs)}(x)")
+    for segment, indices in () if callable(runs) else runs:
+        _run(s, segment, [names[i] for i in indices], local, made)
+    s.add(*(f"channels[{s.put(c)}] = {name}" for c, name in made.items()), "return x")
+    return s.define()
+
+
+def _run(s: Source, segment: Segment, parameters: Sequence[str], local: dict[str, str], made: dict[str, str]) -> None:
+    entering = [local[c] for c in segment.inputs]
+    given = ", ".join([s.put(segment), "seeds", "x", *entering, *(parameters if segment.live else ())])
+    leaving: list[str] = []
+    for c in segment.outputs:
+        local[c] = made[c] = f"c{len(local)}"
+        leaving.append(local[c])
+    result = ", ".join(["x", *leaving])
+    call = f"{'apply' if segment.live else 'plain'}({given})"
+    # A node may say of an output that it is the tensor of an earlier one.
+    alike = segment.live and leaving and not (segment.followed and segment.crossing.issuperset(segment.outputs))
+    s.add(f"{result} = {f'taken({call})' if alike else call}")
+    for c in segment.consumed:
+        name = local[c]
+        if made.pop(c, None) is None:
+            s.add(f"del channels[{s.put(c)}]")
+        s.add(f"{name} = None")

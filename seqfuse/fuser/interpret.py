@@ -1,0 +1,257 @@
+"""Runs the steps of a segment one by one: the first call of a plan, with its contract checked, and all that is unusual.
+
+A fusion that fails gives way to its operations here. `codegen` writes the same walk out for the calls after the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import PluginError
+from ..fusion import BackwardFusion
+from ..maingrad import MainGrads, accumulated
+from ..saved import Layout, Saved, packing
+from .check import check_backward, check_forward
+from .fallback import at, may_fall_back, reason_of, recovered, warn
+from .lowering import Asked, Segment
+from .step import Drawn, Record, Step
+
+# A record that was saved, and where its fields are among the saved tensors.
+Kept = tuple[Record, tuple[Any, ...]]
+
+
+class Forward:
+    """One run of a segment's forward: its channels as they are at the end, what it saves, and what fell back.
+
+    Attributes:
+        channels: every channel that the steps read or made, by name.
+        tensors: the tensors to save for backward, each once.
+        kept: the saved records, as indices into them.
+        like: shape, dtype and device of y and of the extra outputs, by the position after the step that made them.
+        fell: where the steps begin that fell back.
+    """
+
+    __slots__ = ("channels", "fell", "kept", "like", "tensors", "y")
+
+    def __init__(self, channels: dict[str, Tensor]) -> None:
+        self.channels = channels
+        self.tensors: list[Tensor] = []
+        self.kept: list[Kept] = []
+        self.like: dict[int, Any] = {}
+        self.fell: tuple[int, ...] = ()
+        self.y: Any = None
+
+
+def forward(
+    segment: Segment,
+    x: Tensor,
+    channels: dict[str, Tensor],
+    seeds: Tensor | None,
+    failed: tuple[Step, Exception] | None = None,
+) -> Forward:
+    """Run the forward steps; of a step that `failed`, the operations."""
+    run, memo = Forward(channels), dict[int, int]()
+    left, entered, failures = [*reversed(segment.forward)], x, list[tuple[Step, str | None]]()
+    while left:
+        step = left.pop()
+        try:
+            if failed is not None and step is failed[0]:
+                error, failed = failed[1], None  # its traceback holds this frame, which must not hold it
+                raise error
+            y, made, saved = _call(segment, step, x, channels, seeds)
+            if segment.live and made and step.zeros:
+                run.like[step.stop] = look(y, {c: made[n] for n, c in step.writes})
+            for record in step.saves if segment.live else ():
+                pack, _ = packing(record.cls, record.kept)
+                run.kept.append((record, pack(at(saved, record.place), memo, run.tensors)))
+            channels.update((c, made[n]) for n, c in step.writes)
+        except Exception as error:
+            may_fall_back(segment, step, error, entered)
+            left += reversed(step.unfused())
+            failures.append((step, reason_of(error)))
+            continue
+        for channel in step.ends:  # last, so that the operations find their channels where something above fails
+            del channels[channel]
+        x = y
+    run.y, run.fell = x, tuple(step.start for step, _ in failures)
+    warn(segment, failures, x)
+    for channel in segment.consumed:
+        channels.pop(channel, None)
+    return run
+
+
+def _call(
+    segment: Segment, step: Step, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
+) -> tuple[Tensor, Mapping[str, Tensor], Any]:
+    layout: Layout = step.operation.layout
+    given = step.constants(segment.context.env)
+    given |= {name: fit(channels[channel], layout) for name, channel in step.reads}
+    given |= {name: drawn(seeds, index) for name, index in step.seeds}
+    x = fit(x, layout)
+    out = step.operation.fwd(x, **given)
+    if (step, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
+        segment.checked.add((step, False))
+    none: dict[str, Any] = {}
+    results = iter(out) if step.operation.outputs or not step.inference else iter((out,))
+    y = next(results)
+    made = next(results) if step.operation.outputs else none
+    return y, made, none if step.inference else next(results)
+
+
+def backward(
+    segment: Segment,
+    kept: Sequence[Kept],
+    tensors: Sequence[Any],
+    like: Mapping[int, Any],
+    fell: Sequence[int],
+    dy: Tensor | None,
+    d_channels: dict[str, Tensor | None],
+    asked: Asked | None = None,
+    buffers: MainGrads | None = None,
+    failed: tuple[Step, Exception] | None = None,
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Run the backward steps: the gradients of x and of the parameters; `d_channels` are those of the channels."""
+    records = {r.position: packing(r.cls, r.kept)[1](tokens, cast(Any, tensors)) for r, tokens in kept}
+    sums: list[Tensor | None] = [None] * len(segment.parameters)
+    left = [*reversed(segment.backward if asked is None else segment.narrowed(asked))]
+    d, failures = dy, list[tuple[Step, str | None]]()
+    while left:
+        step = left.pop()
+        came = {keyword: d_channels.get(channel) for keyword, channel in step.incoming}
+        if d is None and all(g is None for g in came.values()):
+            continue
+        # Fusions are written for tensors; operations know a gradient that nobody gave.
+        missing = isinstance(step.operation, BackwardFusion) and came and None in (d, *came.values())
+        if missing or (step.joint and step.start in fell):
+            left += reversed(step.unfused(backward=True))
+            continue
+        try:
+            if failed is not None and step.start == failed[0].start:
+                error, failed = failed[1], None
+                raise error
+            dx, grads = _call_back(segment, step, records, d, came, like, buffers, asked)
+        except Exception as error:
+            records |= recovered(segment, step, error, records, buffers)
+            may_fall_back(segment, step, error, d)
+            left += reversed(step.unfused(backward=True))
+            failures.append((step, reason_of(error)))
+            continue
+        for key, slot in step.grads:
+            g, i = grads[key], segment.index[slot]
+            if g is accumulated:
+                g = _left(key, buffers, step)
+            sums[i] = plus(sums[i], g)
+        for _, channel in step.incoming:
+            d_channels.pop(channel, None)
+        for key, channel in step.channel_grads:
+            d_channels[channel] = plus(d_channels.get(channel), grads[key])
+        dtype = None if segment.context.dtypes is None else segment.context.dtypes[step.start]
+        d = dx if dx is None or dtype is None else dx.to(dtype)
+    warn(segment, failures, d)
+    if buffers is not None:
+        buffers.settle(sums)
+    return d if asked is None or asked[1] else None, sums
+
+
+def _call_back(
+    segment: Segment,
+    step: Step,
+    records: Mapping[int, Saved],
+    d: Tensor | None,
+    came: Mapping[str, Tensor | None],
+    like: Mapping[int, Any],
+    buffers: MainGrads | None,
+    asked: Asked | None,
+) -> Any:
+    layout: Layout = step.operation.layout
+    if came and step.zeros and not isinstance(step.operation, BackwardFusion):
+        d = zeros(like[step.stop][""]) if d is None else d
+        if step.joint:
+            channels = dict(step.incoming)
+            came = {n: zeros(like[step.stop][channels[n]]) if g is None else g for n, g in came.items()}
+    given = step.constants(segment.context.env, backward=True)
+    given |= {name: g if g is None else fit(g, layout) for name, g in came.items()}
+    if step.operation.backward_signature.main_grads:
+        offered = [(key, segment.index[slot]) for key, slot in step.grads]
+        given["main_grads"] = {} if buffers is None else buffers.offer(offered)
+    d = d if d is None else fit(d, layout)
+    own = [fit_record(records.get(r.position) or r.cls.__new__(r.cls), layout) for r in step.records]
+    positional: list[Any] = []
+    if step.joint or not step.fused:
+        positional = own
+    else:
+        given |= _by_slot(step, own)
+    out = step.operation.bwd(d, *positional, **given)
+    unchecked = asked is not None or (step, True) not in segment.checked
+    if unchecked and check_backward(segment.context, step, d, out, given) and asked is None:
+        segment.checked.add((step, True))
+    return out
+
+
+def _by_slot(step: Step, records: Sequence[Saved]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for place, record in zip((r.place for r in step.records), records, strict=True):
+        if len(place) == 1:
+            given[place[0]] = record
+        else:
+            given[place[0]] = (*given.get(place[0], ()), record)
+    return given
+
+
+def drawn(seeds: Tensor | None, index: Drawn) -> Any:
+    """The seed at an index, or `None`; a tuple of them for a tuple."""
+    if isinstance(index, tuple):
+        return tuple(drawn(seeds, i) for i in index)
+    return None if index is None or seeds is None else seeds[index]
+
+
+def fit(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor in the layout that a pass accepts."""
+    if layout == "any":
+        return x
+    if layout == "inner_contig" and x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1) and 0 not in x.stride():
+        return x
+    return x.contiguous()
+
+
+def fit_record(record: Saved, layout: Layout) -> Saved:
+    """A record whose tensors are in the layout that a pass accepts."""
+    fields = record.__dict__
+    if layout == "any":
+        return record
+    for name in (fields.keys() | fields.get("_late", {}).keys()) & set(record.fields):
+        value = getattr(record, name)
+        if isinstance(value, Tensor):
+            fields[name] = fit(value, layout)
+        elif isinstance(value, tuple):
+            several = cast(tuple[Any, ...], value)
+            fields[name] = tuple(fit(v, layout) if isinstance(v, Tensor) else v for v in several)
+    return record
+
+
+def look(y: Tensor, made: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Shape, dtype and device of y, by the name "", and of extra outputs, by channel."""
+    return {c: (t.shape, t.dtype, t.device) for c, t in {"": y, **made}.items()}
+
+
+def zeros(like: tuple[Any, ...]) -> Tensor:
+    """A gradient for an output that nobody used."""
+    shape, dtype, device = like
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, either of which may be missing."""
+    return g if known is None else known if g is None else known + g
+
+
+def _left(key: str, buffers: MainGrads | None, step: Step) -> None:
+    """What is left to hand on of a gradient that was added to its buffer: nothing, if it was."""
+    if buffers is not None and key in buffers.taken():
+        return
+    message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
+    raise PluginError(message, code="SF303", operation=step.name, position=step.start)

@@ -1,0 +1,219 @@
+"""From a plan to segments that run: each is what stands behind one autograd node."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..env import Env
+from ..operation import FusableOperation, configured
+from .flatten import Node
+from .inputs import Like, dtypes_of
+from .plan import Plan, Wants
+from .step import Step
+
+Slot = tuple[nn.Module, str]
+# The parameters (by their index), whether x, and the channels, whose gradients a backward is asked for.
+Asked = tuple[frozenset[int], bool, frozenset[str]]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Context:
+    """What the segments of a region have in common: its operations, and the tensors that it was planned for.
+
+    It holds neither the region nor the model, which hold it.
+
+    Attributes:
+        nodes: the operations of the whole sequence.
+        random: position to index into the seeds of a call, for each operation that reads a seed.
+        wants: the needed gradients.
+        env: the environment.
+        dtypes: of the tensor that enters each position, where they can differ.
+        parameters: what each parameter is like, and `entering` what enters each position.
+        can_fall_back: whether a fusion that fails gives way to its operations.
+        note: what is told of a failure, while it is there.
+    """
+
+    nodes: Sequence[Node]
+    random: Mapping[int, int]
+    wants: Wants
+    env: Env
+    dtypes: Sequence[torch.dtype | None] | None
+    parameters: Mapping[tuple[int, str], Like]
+    entering: Mapping[int, Like]
+    dtypes_now: Callable[[], Sequence[torch.dtype | None]]
+    can_fall_back: bool
+    note: Callable[[], Callable[[str, int, str], None] | None]
+    warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Sequence[Node],
+        random: Mapping[int, int],
+        positions: range,
+        slots: Sequence[Slot],
+        x: Tensor,
+        channels: Mapping[str, Tensor],
+        parameters: Sequence[Tensor],
+        shapes: Sequence[tuple[int, ...]],
+        wants: Wants,
+        env: Env,
+        on_error: str,
+        note: Callable[[], Callable[[str, int, str], None] | None],
+    ) -> Context:
+        """The context of a region for the tensors that enter it; `shapes` are those at its positions."""
+        dtypes = None
+        if env.autocast is not None or any(t.dtype is not x.dtype for t in (*parameters, *channels.values())):
+            dtypes = dtypes_of(nodes, random, positions, x, channels)
+        likes = {(id(owner), name): Like.of(p) for (owner, name), p in zip(slots, parameters, strict=True)}
+        entering = {positions.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes)}
+        channel_likes = {c: Like.of(t) for c, t in channels.items()}
+
+        @functools.cache
+        def dtypes_now() -> list[torch.dtype | None]:
+            blank = {c: like.empty() for c, like in channel_likes.items()}
+            return dtypes_of(nodes, random, positions, entering[positions.start].empty(), blank)
+
+        return cls(nodes, random, wants, env, dtypes, likes, entering, dtypes_now, on_error == "fallback", note)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Segment:
+    """The steps behind one autograd node.
+
+    Attributes:
+        span: its positions.
+        forward: the forward steps, in order.
+        backward: the backward steps, in the order in which they run, with each operation configured as in the forward.
+        parameters: those whose gradients are needed, each once.
+        inputs: the channels that enter it, `outputs` those that leave it, `crossing` those of them that a later
+            operation reads, `frozen` those without a gradient, `consumed` the inputs that nothing after it reads.
+        followed: whether an operation of this library comes next, which changes no tensor in place.
+        live: whether any gradient is needed.
+        signature: a number for the plan and the part of it that this is.
+    """
+
+    context: Context
+    span: range
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    parameters: tuple[Slot, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    crossing: frozenset[str]
+    frozen: frozenset[str]
+    consumed: tuple[str, ...]
+    followed: bool
+    live: bool
+    signature: int
+    index: dict[tuple[int, str], int] = dataclasses.field(init=False)
+    autocast: torch.dtype | None = dataclasses.field(init=False)
+    # Code made of the steps, once they have run and were checked; what the forward was seen to save.
+    layout: tuple[Any, ...] | None = dataclasses.field(default=None, init=False)
+    checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any](), init=False)
+    plain: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
+    keeping: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
+    gradients: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
+    surprises: int = dataclasses.field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.autocast = self.context.env.autocast
+        self.index = {(id(owner), attribute): i for i, (owner, attribute) in enumerate(self.parameters)}
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether its steps may run twice."""
+        return all(step.repeatable for step in self.forward)
+
+    def is_checked(self, steps: Sequence[Step], backward: bool = False) -> bool:
+        """Whether each of these steps of a pass has kept its contract in a call."""
+        return all((step, backward) in self.checked for step in steps)
+
+    def place(self, index: int) -> tuple[str, str, int]:
+        """A parameter, by its index, with the operation that makes its gradient, and its position."""
+        owner, attribute = self.parameters[index]
+        step = next(s for s in self.backward if (id(owner), attribute) in [slot for _, slot in s.grads])
+        return f"{type(owner).__name__}.{attribute}", step.name, step.start
+
+    def narrowed(self, asked: Asked) -> tuple[Step, ...]:
+        """The backward steps where only some gradients are asked for."""
+        parameters, x, channels = asked
+        wants, needs = self.context.wants, dict[int, frozenset[str]]()
+        carries = dict.fromkeys(channels, True)
+        for position in self.span:
+            node = self.context.nodes[position]
+            wanted = {"x"} if x else set[str]()
+            wanted |= {name for name, channel in node.inputs if carries.get(channel)}
+            slots = node.slots.items()
+            wanted |= {n for n, (owner, own) in slots if self.index.get((id(owner), own)) in parameters}
+            needs[position] = wants.needs[position] & wanted
+            x = bool(needs[position])
+            carries.update((channel, x) for _, channel in node.outputs)
+        steps = [s.narrowed(needs) for s in self.backward]
+        return tuple(s for s in steps if any(s.needs))
+
+
+def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[Segment]:
+    """The segments of a plan; `configured_at` gains a copy of each operation as its forward is configured."""
+    whole = hash(tuple((s.name, s.covers) for s in (*plan.forward, *plan.backward)))
+    by_start = [{s.start: s for s in steps} for steps in (plan.forward, plan.backward)]
+    segments: list[Segment] = []
+    for span in plan.segments:
+        forward, backward = ([steps[p] for p in span if p in steps] for steps in by_start)
+        segments.append(_segment(context, span, forward, backward, hash((whole, span)), configured_at))
+    return segments
+
+
+def _segment(
+    context: Context,
+    span: range,
+    forward: Sequence[Step],
+    backward: Sequence[Step],
+    signature: int,
+    configured_at: dict[int, Any],
+) -> Segment:
+    nodes, wants = context.nodes, context.wants
+    inside = nodes[span.start : span.stop]
+    made = {c for node in inside for _, c in node.outputs}
+    readers = inside[0].readers
+    inputs = tuple(dict.fromkeys(c for node in inside for _, c in node.inputs if c not in made))
+    outputs = tuple(c for node in inside for _, c in node.outputs if not readers[c] or max(readers[c]) >= span.stop)
+    needed = [
+        slot
+        for p, node in zip(span, inside, strict=True)
+        for name, slot in node.slots.items()
+        if name in wants.needs[p]
+    ]
+    parameters = {(id(owner), attribute): (owner, attribute) for owner, attribute in needed}
+    live = wants.live_from < span.stop
+    for position in span if live else ():
+        if position not in configured_at:
+            configured_at[position] = configured(nodes[position].operation)  # pyright: ignore[reportArgumentType]
+    return Segment(
+        context=context,
+        span=span,
+        forward=tuple(forward),
+        backward=tuple(_as_configured(s, configured_at) for s in reversed(backward)),
+        parameters=tuple(parameters.values()),
+        inputs=inputs,
+        outputs=outputs,
+        crossing=frozenset(c for c in outputs if readers[c]),
+        frozen=frozenset(c for p in span if p < wants.live_from for _, c in nodes[p].outputs),
+        consumed=tuple(c for c in inputs if max(readers[c]) < span.stop),
+        followed=span.stop < len(nodes) and isinstance(nodes[span.stop].operation, FusableOperation),
+        live=live,
+        signature=signature,
+    )
+
+
+def _as_configured(step: Step, configured_at: Mapping[int, Any]) -> Step:
+    own = [configured_at[position] for position in step.covers]
+    operation = step.operation.with_operations(own) if step.fused else own[0]
+    nodes = [dataclasses.replace(node, operation=one) for node, one in zip(step.nodes, own, strict=True)]
+    return dataclasses.replace(step, operation=operation, nodes=tuple(nodes))

@@ -1,0 +1,75 @@
+"""The bytes that a plan keeps for its backward, measured on fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..env import Env
+from ..settings import fusing
+from .fake import faking
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
+
+    Of what is planned: a module that runs through its own `__call__` is not run, and not counted.
+    """
+
+    saved: int
+    saved_unfused: int
+    flops: int
+
+
+Run = Callable[[Tensor, dict[str, Tensor], bool], None]
+Shape = Sequence[int]
+
+
+def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env) -> Memory | None:
+    """Run the planned part of a list on fake tensors, as planned and unfused; `None` if it cannot run so.
+
+    Gradients and autocast are those of `env`, whatever they are where the result is asked for.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils import flop_counter
+
+    count: Any = flop_counter.sdpa_flop_count  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+    def attention(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+        return int(count(q, k, v))
+
+    # Torch has a formula for each of its kernels of attention but this one.
+    extra = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
+
+    def once(planned: bool) -> tuple[int, int]:
+        kept: dict[int, torch.UntypedStorage] = {}  # held, so that no later one takes the place of one that went
+
+        def pack(t: Tensor) -> Tensor:
+            if isinstance(t, FakeTensor) and not isinstance(t, nn.Parameter):  # parameters stay real here
+                storage = t.untyped_storage()
+                kept[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
+            return t
+
+        with faking() as mode, flop_counter.FlopCounterMode(display=False, custom_mapping=extra) as counter:
+            given = {name: mode.from_tensor(value) for name, value in channels.items()}
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                run(mode.from_tensor(x), given, planned)
+        return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
+
+    cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch.amp.is_autocast_available(env.device):  # not on meta
+        cast = torch.autocast(env.device, env.autocast, env.autocast is not None)
+    try:
+        with torch.set_grad_enabled(env.grad), cast:
+            saved, _ = once(True)
+            with fusing(False):
+                unfused, flops = once(False)  # a kernel's own the counter does not see
+    except Exception:
+        return None
+    return Memory(saved, unfused, flops)

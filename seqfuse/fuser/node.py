@@ -1,0 +1,288 @@
+"""The one autograd function, which runs a segment of a plan as one node of the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd import Once, executes
+from ..maingrad import main_grads
+from . import interpret
+from .checkpoint import save, saved_tensors, saving_hooks
+from .codegen import backward_code, forward_code, is_static
+from .fake import is_fake
+from .fallback import may_fall_back
+from .lowering import Asked, Segment
+
+SURPRISES = 2
+"""So often a forward may save something else than it was seen to; then its records are packed anew in each call."""
+
+_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
+_grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
+_attributes = operator.attrgetter("variable.__dict__")
+
+
+class Seqfuse(torch.autograd.Function):
+    """Runs one segment; graphs and profiles show it as `SeqfuseBackward`."""
+
+    @staticmethod
+    def forward(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, *tensors: Tensor) -> Any:
+        if segment.keeping is not None:
+            return segment.keeping(ctx, segment, seeds, x, *tensors)
+        with _own_casts(segment):
+            run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=False)), seeds)
+        return _interpreted(ctx, segment, run, (x, *tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        segment: Segment = ctx.segment
+        code = segment.gradients
+        if code is None or ctx.about is not None or _grad_enabled() or not _is_usual(ctx, segment):
+            return _interpret_backward(ctx, segment, douts)
+        tensors = ctx.saved_tensors if ctx.mark is None else saved_tensors(ctx)
+        if segment.autocast is None and not _any_autocast():
+            return code(ctx, segment, tensors, *douts)
+        with _autocast_as(segment):
+            return code(ctx, segment, tensors, *douts)
+
+
+# What a node has that only some calls set: where records are among the saved tensors, in code that packs them anew
+# (`tokens`) or after a call that was interpreted (`about`, with what fell back); what y and outputs are like, for an
+# output that the loss does not use; and the size of the tensor that marks a checkpointed forward.
+_node: Any = Seqfuse._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
+_node.tokens, _node.about, _node.like, _node.mark = None, None, {}, None
+
+
+def _interpreted(ctx: Any, segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> Any:
+    ctx.segment, ctx.about, ctx.like = segment, (run.kept, run.fell), run.like
+    ctx.set_materialize_grads(False)
+    save(ctx, segment, run.tensors, run.fell)
+    if not run.fell:
+        _prepare(segment, run, inputs[0])
+    values = [run.y, *[run.channels[name] for name in segment.outputs]]
+    return _leave(ctx, segment, values, inputs) if segment.outputs else _own(run.y, inputs)
+
+
+def _prepare(segment: Segment, run: interpret.Forward, x: Tensor) -> None:
+    """Make the code of a segment's forward, once each of its steps has been checked."""
+    if is_fake(x) or torch.compiler.is_compiling() or not segment.is_checked(segment.forward):
+        return
+    if not segment.live:
+        segment.plain = forward_code(segment, {"failed": _failed_plain}, None)
+        return
+    static = segment.surprises < SURPRISES and segment.repeatable and is_static(run.kept)
+    segment.layout = tuple(run.kept) if static else None
+    calls = {"failed": _failed, "again": _again, "save": save, "leave": _leave, "own": _own, "hooks": saving_hooks}
+    code = forward_code(segment, calls, segment.layout)
+    segment.gradients, segment.keeping = None, code
+    if segment.autocast is not None:
+
+        def keeping(*arguments: Any) -> Any:
+            with _own_casts(segment):
+                return code(*arguments)
+
+        segment.keeping = keeping
+
+
+def _failed(
+    ctx: Any, segment: Segment, at: int, error: Exception, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]
+) -> Any:
+    """Rerun a segment without the fusion that failed."""
+    may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
+    channels = dict(zip(segment.inputs, tensors, strict=False))
+    run = interpret.forward(segment, x, channels, seeds, (segment.forward[at], error))
+    return _interpreted(ctx, segment, run, (x, *tensors))
+
+
+def _failed_plain(
+    segment: Segment, at: int, error: Exception, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]
+) -> Any:
+    may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
+    channels = dict(zip(segment.inputs, tensors, strict=True))
+    run = interpret.forward(segment, x, channels, seeds, (segment.forward[at], error))
+    return (run.y, *[run.channels[name] for name in segment.outputs]) if segment.outputs else run.y
+
+
+def _again(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Run a segment whose records were not as they had been seen, and look at them again."""
+    segment.surprises += 1
+    segment.keeping = None
+    return Seqfuse.forward(ctx, segment, seeds, x, *tensors)
+
+
+def _interpret_backward(
+    ctx: Any, segment: Segment, douts: Sequence[Any], tensors: Sequence[Any] | None = None, failed: Any = None
+) -> tuple[Any, ...]:
+    tensors = saved_tensors(ctx) if tensors is None else tensors
+    kept, fell = ctx.about or (_kept(ctx, segment), ())
+    asked = _asked(ctx, segment)
+    nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
+    buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
+    d_channels = dict(zip(segment.outputs, douts[1:], strict=True))
+    with torch.no_grad(), _autocast_as(segment):
+        dx, sums = interpret.backward(
+            segment, kept, tensors, ctx.like, fell, douts[0], d_channels, asked, buffers, failed
+        )
+    _prepare_backward(segment, douts)
+    grads = (None, None, dx, *[d_channels.get(c) for c in segment.inputs], *sums)
+    return Once.guard(ctx, grads, (*douts, *tensors)) if torch.is_grad_enabled() else grads
+
+
+def _kept(ctx: Any, segment: Segment) -> Sequence[interpret.Kept]:
+    if ctx.tokens is None:
+        assert segment.layout is not None
+        return segment.layout
+    records = [record for step in segment.forward for record in step.saves]
+    return [*zip(records, ctx.tokens, strict=True)]
+
+
+def _prepare_backward(segment: Segment, douts: Sequence[Any]) -> None:
+    ready = segment.keeping is not None and segment.gradients is None and not torch.compiler.is_compiling()
+    if ready and not any(map(is_fake, douts)) and segment.is_checked(segment.backward, True):
+        segment.gradients = backward_code(segment, {"failed": _failed_back}, segment.layout)
+
+
+def _failed_back(
+    ctx: Any, segment: Segment, at: int, error: Exception, tensors: Sequence[Any], douts: Sequence[Any]
+) -> Any:
+    failed = None if at < 0 else (segment.backward[at], error)
+    if failed is not None and failed[0].fused:
+        may_fall_back(segment, *failed, douts[0], segment.backward[:at])
+    return _interpret_backward(ctx, segment, douts, tensors, failed)
+
+
+def _is_usual(ctx: Any, segment: Segment) -> bool:
+    """Whether every gradient is asked for, and none is added to a buffer of its parameter's own."""
+    if torch.compiler.is_compiling():
+        return False
+    nodes = [fn for fn, _ in ctx.next_functions if fn is not None]
+    try:
+        if not all(map(executes, nodes)):
+            return False
+        if not any(map(_attributes, nodes[len(nodes) - len(segment.parameters) :])):
+            return True
+    except RuntimeError:  # there is a leaf whose gradient is to be returned
+        return False
+    except AttributeError:  # what stands for a parameter is no leaf
+        pass
+    return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn in nodes)
+
+
+def _asked(ctx: Any, segment: Segment) -> Asked | None:
+    """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where all are asked for."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        runs = [fn is None or executes(fn) for fn, _ in ctx.next_functions]
+    except RuntimeError:
+        runs = [fn is None or _will_run(fn) for fn, _ in ctx.next_functions]
+    if all(runs):
+        return None
+    first = len(runs) - len(segment.parameters)
+    at_x = first - len(segment.inputs) - 1
+    channels = frozenset(c for c, run in zip(segment.inputs, runs[at_x + 1 : first], strict=True) if run)
+    return frozenset(i for i, run in enumerate(runs[first:]) if run), runs[at_x], channels
+
+
+def _will_run(fn: Any) -> bool:
+    try:
+        return executes(fn)
+    except RuntimeError:
+        return True
+
+
+def _leave(ctx: Any, segment: Segment, values: list[Any], inputs: Sequence[Tensor]) -> tuple[Tensor | int, ...]:
+    """What a node returns, nothing with a gradient it does not have.
+
+    Other modules may change a tensor in place: before one, each tensor is returned once, then the place of the first.
+    Operations of this library change nothing: before one, each name has a tensor of its own, so that gradients are
+    summed in the same order wherever a sequence is cut.
+    """
+    found: list[Any] = []
+    for name, value in zip(("", *segment.outputs), values, strict=True):
+        first = next(i for i, other in enumerate(values) if other is value)
+        if first < len(found) and segment.followed and name in segment.crossing:
+            found.append(value.view_as(value))
+        elif first < len(found):
+            found.append(first)
+        elif name not in segment.crossing:
+            found.append(_own(value, [*inputs, *(t for t in values if t is not value)]))
+        else:
+            found.append(value)
+    pairs = zip(segment.outputs, found[1:], strict=True)
+    ctx.mark_non_differentiable(*[v for name, v in pairs if name in segment.frozen and isinstance(v, Tensor)])
+    return tuple(found)
+
+
+def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """A tensor that the caller may change in place, as autograd allows for no input and no view that a node returns."""
+    if not value.requires_grad and not value._is_view():
+        return value
+    base = value if value._base is None else value._base
+    return value.clone() if any(t is base or t._base is base for t in others) else value.detach()
+
+
+@contextlib.contextmanager
+def _casting(wanted: torch.dtype) -> Generator[None]:
+    # Autocast keeps a parameter's cast for later uses; one made here, without a graph, would lose their gradients.
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+
+
+_nothing = contextlib.nullcontext()
+
+
+def _own_casts(segment: Segment) -> contextlib.AbstractContextManager[Any]:
+    wanted = segment.autocast
+    return _nothing if wanted is None else _casting(wanted)
+
+
+def _autocast_as(segment: Segment) -> contextlib.AbstractContextManager[Any]:
+    """The state of autocast that the forward of a segment ran under."""
+    device, wanted = segment.context.env.device, segment.autocast
+    if (wanted is None and not _any_autocast()) or not torch.amp.is_autocast_available(device):
+        return _nothing
+    return torch.autocast(device, wanted or torch.get_autocast_dtype(device), enabled=wanted is not None)
+
+
+# `Function.apply` first looks for functorch wrappers among its arguments; the fuser has already ruled them out.
+apply_node: Callable[..., Any] = super(torch.autograd.Function, Seqfuse).apply  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+"""`apply_node(segment, seeds, x, *channels, *parameters)` runs a segment behind one node: y, or `(y, *outputs)`."""
+
+
+def run_plain(segment: Segment, seeds: Tensor | None, x: Tensor, *inputs: Tensor) -> Any:
+    """Run a segment in which no gradient is needed: y, or `(y, *outputs)`."""
+    if segment.plain is not None:
+        return segment.plain(segment, seeds, x, *inputs)
+    run = interpret.forward(segment, x, dict(zip(segment.inputs, inputs, strict=True)), seeds)
+    if not run.fell:
+        _prepare(segment, run, x)
+    return (run.y, *[run.channels[name] for name in segment.outputs]) if segment.outputs else run.y
+
+
+def taken(out: Sequence[Any]) -> Sequence[Tensor]:
+    """What a node returned, where it names a tensor that stands for several outputs by the place of the first."""
+    return [out[t] if isinstance(t, int) else t for t in out]
+
+
+def apply(
+    segment: Segment, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, parameters: Iterable[Tensor]
+) -> Tensor:
+    """Run a segment; `channels` gains its outputs and loses what nothing after it reads."""
+    inputs = [channels[name] for name in segment.inputs]
+    out = apply_node(segment, seeds, x, *inputs, *parameters) if segment.live else run_plain(segment, seeds, x, *inputs)
+    if segment.outputs:
+        out, *rest = taken(out)
+        channels.update(zip(segment.outputs, rest, strict=True))
+    for name in segment.consumed:
+        del channels[name]
+    return out

@@ -1,0 +1,225 @@
+"""A step of a schedule: one operation, or one fusion over several, in the forward or in the backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from ..env import Env
+from ..fusion import InferenceFusion
+from ..saved import Saved
+from ..signature import Signature
+from .flatten import Node
+
+# Index into the seeds of a call; for a fusion that takes all of them, one for each of its operations.
+Drawn = int | None | tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """Saved tensors of one operation (or of a joint fusion): where they stand, their class and the fields kept.
+
+    Attributes:
+        place: the keys under which a forward fusion returns the record; empty where it returns the record itself.
+        position: of the operation in the sequence; a joint fusion's is `~start`.
+    """
+
+    place: tuple[Any, ...]
+    position: int
+    cls: type[Saved]
+    kept: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What a schedule runs at a range of positions, what it reads, writes and saves, which gradients it makes.
+
+    Attributes:
+        operation: an operation, a fusion, or a module that runs through its own `__call__`.
+        covers: the positions it stands for.
+        name: its class.
+        fused: whether it is a fusion.
+        nodes: the operations at those positions, as the sequence was read.
+        needs: the gradients that are needed at those positions.
+    """
+
+    operation: Any
+    covers: range
+    name: str
+    fused: bool = False
+    nodes: Sequence[Node] = dataclasses.field(default=(), compare=False, repr=False)
+    needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    @property
+    def start(self) -> int:
+        """The first position."""
+        return self.covers.start
+
+    @property
+    def stop(self) -> int:
+        """The position after the last."""
+        return self.covers.stop
+
+    @property
+    def joint(self) -> bool:
+        """Whether it is a fusion of both passes, with a `Saved` of its own."""
+        return self.fused and self.operation.has_record
+
+    @cached_property
+    def members(self) -> tuple[tuple[str, str, int, Node, frozenset[str]], ...]:
+        """Of each operation: its place in a fusion's pattern, the prefix of its names, its position, node and needs."""
+        named = [place for place, _ in self.operation.named_operations()] if self.fused else [""]
+        prefixes = [f"{place.replace('.', '_')}_" if self.fused else "" for place in named]
+        return tuple(zip(named, prefixes, self.covers, self.nodes, self.needs, strict=True))
+
+    @property
+    def inference(self) -> bool:
+        """Whether its forward saves nothing."""
+        return isinstance(self.operation, InferenceFusion)
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """The needed gradients, by the names that `fwd` and `bwd` know."""
+        if not self.fused:
+            return self.needs[0]
+        names = {f"{place}.{name}" for place, _, _, _, needs in self.members for name in needs if name != "x"}
+        return frozenset(names | ({"x"} & self.needs[0]))
+
+    @cached_property
+    def reads(self) -> tuple[tuple[str, str], ...]:
+        """Keyword of `fwd` and channel, for each extra input."""
+        extras = self.operation.forward_signature.extras
+        named = [(prefix + n, c) for _, prefix, _, node, _ in self.members for n, c in node.inputs]
+        return tuple((n, c) for n, c in named if n in extras)
+
+    @cached_property
+    def writes(self) -> tuple[tuple[str, str], ...]:
+        """Key in the dictionary of extra outputs and channel, for each of them."""
+        named = [(prefix + n, c) for _, prefix, _, node, _ in self.members for n, c in node.outputs]
+        return tuple((n, c) for n, c in named if n in self.operation.outputs)
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """The channels it reads that no later step does."""
+        readers = self.nodes[0].readers
+        return tuple(c for c in dict.fromkeys(c for _, c in self.reads) if max(readers[c]) < self.stop)
+
+    @cached_property
+    def seeds(self) -> tuple[tuple[str, Drawn], ...]:
+        """Keyword of `fwd` and index into the seeds of a call, for each seed."""
+        signature: Signature = self.operation.forward_signature
+        every = tuple(node.seed for node in self.nodes)
+        named: list[tuple[str, Drawn]] = []
+        if self.fused:
+            drawn = [(f"{prefix}seed", node.seed) for _, prefix, _, node, _ in self.members]
+            named += [(n, i) for n, i in drawn if n in signature.extras]
+        if signature.seed:
+            named.append(("seed", next((i for i in every if i is not None), None)))
+        if signature.seeds:
+            named.append(("seeds", every))
+        return tuple(named)
+
+    @cached_property
+    def saves(self) -> tuple[Record, ...]:
+        """The records that the forward saves, without those of which no needed gradient reads a field."""
+        if self.inference or not any(self.needs):
+            return ()
+        return tuple(record for record in self.records if record.kept or self.joint)
+
+    @property
+    def _own_record(self) -> tuple[Record, ...]:
+        cls: type[Saved] = self.operation.Saved
+        return (Record((), ~self.start, cls, cls.kept(self.needed)),)
+
+    @cached_property
+    def records(self) -> tuple[Record, ...]:
+        """The records of the operations, in order; of a joint fusion its own."""
+        if self.joint:
+            return self._own_record
+        found: list[Record] = []
+        for place, _, position, node, needs in self.members:
+            cls: type[Saved] = node.operation.Saved  # pyright: ignore[reportAssignmentType]
+            found.append(Record(path_of(place), position, cls, cls.kept(needs)))
+        return tuple(found)
+
+    @cached_property
+    def incoming(self) -> tuple[tuple[str, str], ...]:
+        """Keyword of `bwd` and channel, for each gradient of an extra output that can arrive."""
+        extras, found, inside = self.operation.backward_signature.extras, list[tuple[str, str]](), set(self.covers)
+        for _, prefix, _, node, _ in self.members:
+            # A channel that only this fusion reads has no gradient from outside.
+            closed = {c for _, c in node.outputs if self.fused and node.readers[c] and node.readers[c] <= inside}
+            found += [(f"d_{prefix}{n}", c) for n, c in node.outputs if c not in closed]
+        return tuple((n, c) for n, c in found if n in extras)
+
+    @cached_property
+    def grads(self) -> tuple[tuple[str, tuple[int, str]], ...]:
+        """Key in the gradients that `bwd` returns and parameter (id of its module, attribute), for each needed one."""
+        return tuple(
+            ((f"{place}." if self.fused else "") + name, (id(owner), attribute))
+            for place, _, _, node, needs in self.members
+            for name, (owner, attribute) in node.slots.items()
+            if name in needs
+        )
+
+    @cached_property
+    def channel_grads(self) -> tuple[tuple[str, str], ...]:
+        """Key in the gradients that `bwd` returns and channel, for each extra input whose gradient is needed."""
+        own = {c for node in self.nodes for _, c in node.outputs} if self.fused else set[str]()
+        return tuple(
+            ((f"{place}." if self.fused else "") + name, channel)
+            for place, _, _, node, needs in self.members
+            for name, channel in node.inputs
+            if name in needs and channel not in own
+        )
+
+    @property
+    def zeros(self) -> bool:
+        """Whether its backward cannot do without the gradient of y."""
+        return not getattr(self.operation, "dy_may_be_none", False)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether processes exchange tensors in it."""
+        operations: list[Any] = [node.operation for node in self.nodes]
+        return any(operation.meeting is not None for operation in operations)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may run twice: processes exchange nothing in it, and it writes no cache of keys and values."""
+        operations: list[Any] = [node.operation for node in self.nodes]
+        return all(operation.repeatable for operation in operations)
+
+    def constants(self, env: Env, backward: bool = False) -> dict[str, Any]:
+        """Keyword arguments of a pass that are the same in every call."""
+        signature = self.operation.backward_signature if backward else self.operation.forward_signature
+        if backward:
+            places = [] if self.joint else [place.partition(".")[0] for place, *_ in self.members]
+            given = {*places, *(name for name, _ in self.incoming)}
+        else:
+            given = {name for name, _ in (*self.reads, *self.seeds)}
+        # The arguments of an empty optional slot are None.
+        fixed: dict[str, Any] = dict.fromkeys(n for n in signature.extras if n not in signature.optional | given)
+        if signature.needs:
+            fixed["needs"] = self.needed
+        if signature.env:
+            fixed["env"] = env
+        return fixed
+
+    def unfused(self, backward: bool = False) -> tuple[Step, ...]:
+        """The steps of its operations by themselves, in the order in which they run."""
+        each = zip(self.nodes, self.covers, self.needs, strict=True)
+        parts = [Step(n.operation, range(p, p + 1), n.name, False, (n,), (needs,)) for n, p, needs in each]
+        return tuple(s for s in reversed(parts) if s.needs[0]) if backward else tuple(parts)
+
+    def narrowed(self, needs: Mapping[int, frozenset[str]]) -> Step:
+        """The same step where fewer gradients are needed."""
+        return dataclasses.replace(self, needs=tuple(needs[p] for p in self.covers))
+
+
+def path_of(place: str) -> tuple[Any, ...]:
+    """The keys that lead to a record in what a forward fusion saves: of `"acts.2"`, `("acts", 2)`."""
+    slot, _, number = place.partition(".")
+    return () if not slot else (slot, int(number)) if number else (slot,)
