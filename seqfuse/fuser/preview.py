@@ -21,7 +21,7 @@ from .match import Matcher
 from .memory import Memory, measure
 from .op_list import OpList, Region, Runner
 from .plan import Plan, Wants, merge, plan_region
-from .reference import check_channels, draw, walk_reference
+from .reference import check_channels, check_surplus, draw, walk_reference
 
 
 def plan_ahead(
@@ -38,6 +38,8 @@ def plan_ahead(
             expect_tensor(op_list.nodes[0], x)
         check_channels(op_list.nodes, op_list.inputs, channels)
         _validate(op_list, x, channels)
+    else:
+        check_surplus(op_list.nodes, op_list.inputs, channels)
     env = here = env or (Env.like(x) if x is not None else Env())
     follows = x is not None and env == Env.like(x)
     shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -87,11 +88,18 @@ def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappi
         if name not in channels:
             at = next(i for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
-            raise InputError(message, code="SF103", operation=nodes[at].name, position=at)
+            close = difflib.get_close_matches(name, [given for given in channels if given not in inputs], 1)
+            hint = f"the call passed {close[0]!r}; did you mean {name!r}?" if close else None
+            raise InputError(message, code="SF103", operation=nodes[at].name, position=at, hint=hint)
         if not isinstance(channels[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             at, node = next((i, node) for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
             message = f"channel {name!r} must be a tensor, not {type(channels[name]).__name__}"
             raise InputError(message, code="SF103", operation=node.name, position=at)
+    check_surplus(nodes, inputs, channels)
+
+
+def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
+    """Check that some operation reads each channel that a call, or `plan`, passed."""
     for name in channels:
         if name not in inputs:
             readers = [(i, node) for i, node in enumerate(nodes) for _, c in node.inputs if c in inputs]
@@ -101,7 +109,9 @@ def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappi
             )
             at, where = readers[0] if readers else (None, None)
             message = f"the call passed channel {name!r}; {listed}"
-            raise InputError(message, code="SF103", operation=where and where.name, position=at)
+            close = difflib.get_close_matches(name, [c for c in inputs if c not in channels], 1)
+            hint = f"did you mean {close[0]!r}?" if close else None
+            raise InputError(message, code="SF103", operation=where and where.name, position=at, hint=hint)
 
 
 def run_alone(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -58,6 +59,18 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
             hint = f"did you mean {close[0]!r}?" if close else None
             raise InputError(f"{old!r} matches no key", code="SF104", hint=hint)
     return new
+
+
+class Channels(NamedTuple):
+    """The public channels of a `Sequential`, by name, in the order of its operations.
+
+    Attributes:
+        inputs: the extra inputs that a call passes by keyword.
+        outputs: the extra outputs that a call returns after `y`.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -124,22 +137,30 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
             raise InputError(f"env must be an Env, not {env!r}", code="SF106", hint="sf.Env.of(device, dtype=...)")
         return self._own().plan(x, env=env, **channels)
 
+    @property
+    def channels(self) -> Channels:
+        """The extra inputs that a call passes by name, and the extra outputs that it returns after `y`."""
+        op_list = self._own().op_list()
+        return Channels(op_list.inputs, op_list.outputs)
+
     def _own(self) -> Fuser:
         if self._fuser.owner() is not self:  # a shallow copy brought its original's along
             self.fusions = self.fusions
         return self._fuser
 
-    def _like(self, modules: list[nn.Module] | OrderedDict[str, nn.Module]) -> Sequential:
-        new = Sequential(fusions=self.fusions)
-        named = {str(i): m for i, m in enumerate(modules)} if isinstance(modules, list) else modules
-        for key, module in named.items():
-            new.add_module(key, module)
-        return new
+    def _like(self, modules: Iterable[nn.Module]) -> Sequential:
+        return Sequential(OrderedDict((str(i), m) for i, m in enumerate(modules)), fusions=self.fusions)
 
     def __getitem__(self, idx: slice | int) -> Any:
-        if isinstance(idx, slice):
-            return self._like(OrderedDict(list(self._modules.items())[idx]))
-        return super().__getitem__(idx)
+        if not isinstance(idx, slice):
+            return super().__getitem__(idx)
+        # The class itself, as in torch, where it is made from modules; what makes its modules from numbers cannot be.
+        first, *rest = inspect.signature(type(self)).parameters.values() or (None,)
+        optional = all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in rest)
+        from_modules = first is not None and first.kind is first.VAR_POSITIONAL and optional
+        new = (type(self) if from_modules else Sequential)(OrderedDict(list(self._modules.items())[idx]))
+        new.fusions = self.fusions
+        return new
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
         if not isinstance(other, nn.Sequential):

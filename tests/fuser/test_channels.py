@@ -677,3 +677,30 @@ def test_what_a_channel_carries_past_a_barrier_has_a_gradient_only_where_it_was_
     plain = torch.tanh(nn.functional.softplus(nn.functional.linear(x, *model[1].parameters())) + x)
     for g, w in zip(mine.values(), torch.autograd.grad(plain.sum(), [*model.parameters()]), strict=True):
         torch.testing.assert_close(g, w)
+
+
+def test_a_model_tells_its_public_channels_in_order() -> None:
+    model = sf.Sequential(ops.Fork("kept"), ops.Add("late"), ops.Residual(ops.Tanh()), ops.Add("early"))
+    assert model.channels == (("late", "early"), ("kept",))
+    assert model.channels.inputs == ("late", "early")
+    assert model.channels.outputs == ("kept",)
+    model.append(ops.Add("kept"))
+    assert model.channels == (("late", "early"), ())
+    assert sf.Sequential(ops.Tanh()).channels == ((), ())
+
+
+@pytest.mark.parametrize("given", ["call", "plan", "plan of an environment"])
+def test_a_misspelt_channel_is_named_with_the_one_that_is_near(given: str) -> None:
+    model = sf.Sequential(ops.Tanh(), ops.Add("residual"), ops.Add("skip"))
+    x = tensor(7, 5)
+    if given == "plan of an environment":
+        with pytest.raises(sf.InputError, match=r"SF103 .*'residul'.*\[did you mean 'residual'\?\]"):
+            model.plan(env=sf.Env(), residul=x)
+        return
+    use = model if given == "call" else model.plan
+    with pytest.raises(sf.InputError, match=r"\[the call passed 'residul'; did you mean 'residual'\?\]") as caught:
+        use(x, residul=x, skip=x)
+    assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF103", "Add", 1)
+    with pytest.raises(sf.InputError) as caught:
+        use(x, residual=x, skip=x, other=x)
+    assert caught.value.hint is None

@@ -187,6 +187,54 @@ def test_slices_of_a_list_with_names_keep_the_names() -> None:
     assert model.b is model[1]
 
 
+class Doubled(sf.Sequential):
+    """A list with a `forward` of its own."""
+
+    def forward(self, x: Tensor, **channels: Tensor) -> Any:
+        return 2 * super().forward(x, **channels)
+
+
+class DoubledOfTorch(nn.Sequential):
+    """The same of torch."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_slice_of_a_subclass_is_of_that_class_as_in_torch_and_a_sum_or_product_is_not() -> None:
+    mine = randomized(Doubled(ops.Linear(5, 5), ops.ReLU(), ops.Tanh(), fusions=PAIR))
+    its = DoubledOfTorch(nn.Linear(5, 5), nn.ReLU(), nn.Tanh())
+    its.load_state_dict(mine.state_dict())
+    assert type(its[:2]) is DoubledOfTorch
+    assert type(mine[:2]) is Doubled
+    x = tensor(7, 5)
+    torch.testing.assert_close(mine[:2](x), its[:2](x))
+    for a, b in ((mine[:2], its[:2]), (mine + mine, its + its), (mine * 2, its * 2)):
+        assert (type(a) is Doubled) == (type(b) is DoubledOfTorch)
+        assert isinstance(a, sf.Sequential)
+        assert a.fusions == PAIR
+        same_structure(a, b)
+    cut = ops.Residual(ops.Tanh(), ops.ReLU())[:1]
+    assert type(cut) is ops.Residual
+    torch.testing.assert_close(cut(x), x + torch.tanh(x))
+
+
+def test_a_slice_of_a_class_that_is_not_made_from_modules_is_a_sequential() -> None:
+    class Widths(sf.Sequential):
+        def __init__(self, *widths: int, act: nn.Module) -> None:
+            super().__init__(*(ops.Linear(a, b) for a, b in itertools.pairwise(widths)), act, fusions=PAIR)
+
+    class Fixed(sf.Sequential):
+        def __init__(self) -> None:
+            super().__init__(ops.Linear(5, 5), ops.ReLU(), fusions=PAIR)
+
+    for model in (Widths(5, 5, act=ops.ReLU()), Fixed()):
+        cut = model[:2]
+        assert type(cut) is sf.Sequential
+        assert cut.fusions == PAIR
+        torch.testing.assert_close(cut(x := tensor(7, 5)), model(x))
+
+
 def test_sums_and_products_stay_fused() -> None:
     mine, its = pair()
     other, its_other = pair(5, 4)
@@ -470,10 +518,6 @@ def test_it_works_inside_a_module_of_the_user() -> None:
 
 
 def test_a_subclass_of_the_user_is_a_container_with_its_own_call() -> None:
-    class Doubled(sf.Sequential):
-        def forward(self, x: Tensor, **channels: Tensor) -> Any:
-            return 2 * super().forward(x, **channels)
-
     inner = randomized(Doubled(ops.Linear(5, 5), ops.ReLU(), fusions=PAIR))
     model = sf.Sequential(ops.Tanh(), inner, ops.Scale(3), fusions=PAIR)
     x = tensor(7, 5)
