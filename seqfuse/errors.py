@@ -3,7 +3,7 @@
 | code  | class        | meaning                                                             |
 | ----- | ------------ | ------------------------------------------------------------------- |
 | SF101 | InputError   | a shape an operation cannot take                                    |
-| SF102 | InputError   | tensors on different devices                                        |
+| SF102 | InputError   | tensors on different devices, or of dtypes that do not go together  |
 | SF103 | InputError   | a channel is missing or surplus in a call                           |
 | SF104 | InputError   | names that do not fit the keys of a state dictionary                |
 | SF105 | InputError   | something that is no tensor came in, or out of a module of the list |

@@ -72,6 +72,18 @@ def check_devices(nodes: Sequence[Node], node: Node, x: Tensor) -> None:
             raise InputError(message, code="SF102", operation=node.name, position=nodes.index(node))
 
 
+def check_dtypes(nodes: Sequence[Node], positions: range, dtypes: Sequence[torch.dtype | None]) -> None:
+    """Check that what enters an operation has the dtype of its parameters, where torch computes with one alone."""
+    for position in positions:
+        node, entering = nodes[position], dtypes[position]
+        for name, (owner, attribute) in node.slots.items() if getattr(node.operation, "same_dtype", False) else ():
+            expected = getattr(owner, attribute).dtype
+            if entering is not None and entering is not expected:
+                message = f"expects its input in {expected}, the dtype of its {name}, got {entering}"
+                hint = "convert one of them with .to(dtype), or run under torch.autocast"
+                raise InputError(message, code="SF102", operation=node.name, position=position, hint=hint)
+
+
 def check_channel_devices(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]) -> None:
     """Check that the channels that operations read are where their input is."""
     for position in positions:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..env import Env
 from ..operation import FusableOperation, configured
 from .flatten import Node
-from .inputs import Like, dtypes_of
+from .inputs import Like, check_dtypes, dtypes_of
 from .plan import Plan, Wants
 from .step import Step
 
@@ -71,6 +71,8 @@ class Context:
         dtypes = None
         if env.autocast is not None or any(t.dtype is not x.dtype for t in (*parameters, *channels.values())):
             dtypes = dtypes_of(nodes, random, positions, x, channels)
+            if env.autocast is None:
+                check_dtypes(nodes, positions, dtypes)
         likes = {(id(owner), name): Like.of(p) for (owner, name), p in zip(slots, parameters, strict=True)}
         entering = {positions.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes)}
         channel_likes = {c: Like.of(t) for c, t in channels.items()}

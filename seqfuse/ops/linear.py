@@ -65,6 +65,7 @@ class Linear(sf.UnfusedOperation):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]
         weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter itself
 
+    same_dtype = True
     bias: nn.Parameter | None
     _member: tuple[Bias, ...]  # a tuple, so that it is not registered as a submodule
     _meets: tuple[sf.UnfusedOperation, ...] = ()

@@ -251,7 +251,7 @@ def test_whole_numbers_pass_where_torch_lets_them() -> None:
     torch.testing.assert_close(model(x), torch.relu(x + model[0].bias))
     model(x).sum().backward()
     assert model[0].bias.grad.dtype is torch.float32
-    with pytest.raises(RuntimeError):
+    with pytest.raises(sf.InputError, match=r"SF102 position 0 \(Linear\).* got torch.int64"):
         sf.Sequential(ops.Linear(5, 4))(x)
 
 
@@ -270,15 +270,31 @@ def test_mixed_dtypes_promote_as_torch_does(a: torch.dtype, b: torch.dtype) -> N
         torch.testing.assert_close(got[key], value, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")  # the fused product fails first
 @pytest.mark.parametrize(("a", "b"), PAIRS, ids=str)
-def test_a_product_of_two_dtypes_fails_as_in_torch(a: torch.dtype, b: torch.dtype) -> None:
-    model = sf.Sequential(ops.Linear(5, 4, dtype=b), ops.GELU(), fusions=RULES)
+def test_a_gemm_of_two_dtypes_is_refused_where_torch_refuses_it(a: torch.dtype, b: torch.dtype) -> None:
+    model = sf.Sequential(ops.Tanh(), ops.Linear(5, 4, dtype=b), ops.GELU(), fusions=RULES)
     x = tensor(7, 5, dtype=a)
     with pytest.raises(RuntimeError):
-        F.linear(x, model[0].weight)
-    with pytest.raises(RuntimeError):
+        F.linear(x, model[1].weight)
+    for _ in range(2):
+        with pytest.raises(sf.InputError) as caught:
+            model(x)
+        assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF102", "Linear", 1)
+        assert f"expects its input in {b}, the dtype of its weight, got {a}" in str(caught.value)
+    if torch.float64 not in (a, b):  # which autocast leaves as it is
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).isfinite().all()
+
+
+def test_a_gemm_behind_what_changes_the_dtype_is_refused_or_not_by_what_enters_it() -> None:
+    low, x = torch.bfloat16, tensor(7, 5)
+    model = sf.Sequential(ops.Linear(5, 5), ops.Bias(5, dtype=torch.float64), ops.Linear(5, 4), fusions=RULES)
+    with pytest.raises(sf.InputError, match=r"SF102 position 3 \(Linear\): .*torch.float32.* got torch.float64"):
         model(x)
+    model[2].to(torch.float64)
+    assert model(x).dtype is torch.float64
+    model = sf.Sequential(ops.LayerNorm(5), ops.Linear(5, 4, dtype=low), fusions=RULES)
+    assert model(x.to(low)).dtype is low
 
 
 @pytest.mark.parametrize(("a", "b"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
