@@ -137,8 +137,8 @@ class UnfusedOperation(FusableOperation):
         layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
         is_view: whether y and the outputs are x itself, or views of it. Where nothing else stands between two barriers
             the reference runs, so that, as in torch, who changes y in place changes x.
-        same_dtype: whether x and the parameters must have one dtype outside autocast, as torch demands of a GEMM: a call
-            that brings another is refused before anything runs.
+        same_dtype: whether x and the parameters must have one dtype outside autocast, as torch demands of a GEMM: a
+            call that brings another is refused before anything runs.
         native: whether the reference is one differentiable call of torch, which saves what the record does. Where such
             an operation is not fused and stands between two barriers, its reference runs.
         meeting: what processes exchange here, if they do.

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import InputError, definition_error
 from .operation import Grads, UnfusedOperation
 from .saved import Saved
 from .signature import check_device_functions
+
+_NO_PARAMETERS = (
+    "derive from sf.UnfusedOperation and state Saved, fwd and bwd, or state them here; a number that is not trained is "
+    "an attribute or a buffer"
+)
 
 
 class _SavedInput(Saved):
@@ -30,7 +35,8 @@ class Pointwise(UnfusedOperation, open=True):
 
     Raises:
         PluginError: when the class is defined, for one of them alone, or one that is no `triton.jit` function or takes
-            other arguments; for `reads = "output"` without `derivative_reference`, or that without `reads = "output"`.
+            other arguments; for `reads = "output"` without `derivative_reference`, or that without `reads = "output"`;
+            when it is made, for a parameter, of which the `bwd` here computes no gradient.
     """
 
     reads: ClassVar[Literal["input", "output"]] = "input"
@@ -63,6 +69,12 @@ class Pointwise(UnfusedOperation, open=True):
             message = 'derivative_reference(y) is a function of the output: it needs reads = "output"'
             raise definition_error(cls, message, "derivative_reference")
         check_device_functions(cls, takes_numbers=cls.P is not Pointwise.P)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and type(self).bwd is Pointwise.bwd:
+            message = f"a Pointwise computes no gradient of its parameter {name!r}"
+            raise definition_error(type(self), message, f"self.{name}", _NO_PARAMETERS)
+        super().register_parameter(name, param)
 
     def derivative_reference(self, y: Tensor) -> Tensor:
         """dy/dx as a function of the output; stated where `reads = "output"`."""
@@ -109,6 +121,11 @@ class Gated(UnfusedOperation, open=True):
         chosen = activation if activation is not None else unit and unit()
         if not isinstance(chosen, Pointwise):
             raise TypeError(f"{type(self).__name__} needs a Pointwise activation, got {activation!r}")
+        own = [name for name, _ in chosen.named_parameters()]
+        if own and type(self).bwd is Gated.bwd:
+            message = f"a Gated computes no gradient of the parameter {own[0]!r} of its activation"
+            hint = "derive from sf.UnfusedOperation and state Saved, fwd and bwd of the gated unit"
+            raise definition_error(type(chosen), message, f"self.{own[0]}", hint)
         self.activation = chosen
 
     def reference(self, x: Tensor) -> Tensor:

@@ -375,6 +375,32 @@ def a_pointwise_with_a_derivative_that_nothing_reads() -> None:
         def derivative_reference(self, y: Tensor) -> Tensor: ...
 
 
+@bad("self.slope = nn.Parameter(torch.ones(()))", "computes no gradient of its parameter 'slope'")
+def a_pointwise_with_a_parameter() -> None:
+    class Operation(sf.Pointwise):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = nn.Parameter(torch.ones(()))
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+    Operation()
+
+
+@bad("self.slope = nn.Parameter(torch.ones(()))", "Gated computes no gradient of the parameter 'slope'")
+def a_gated_unit_of_an_activation_with_a_parameter() -> None:
+    class Operation(sf.Pointwise):
+        def __init__(self) -> None:
+            super().__init__()
+            self.slope = nn.Parameter(torch.ones(()))
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
+
+    sf.Gated(Operation())
+
+
 @bad("_x: Tensor", "'_x' must be a public identifier")
 def a_private_field() -> None:
     class Record(sf.Saved):

@@ -151,6 +151,9 @@ def test_an_activation_with_a_parameter_is_refused(fusion: type[sf.FusedOperatio
         def reference(self, x: Tensor) -> Tensor:
             return self.slope * torch.nn.functional.silu(x)
 
+        def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor | None, sf.Grads]:
+            raise NotImplementedError
+
     model = sf.Sequential(ops.LayerNorm(8), Sloped(), fusions=(fusion,)).to(device)
     (refusal,) = model.plan(seeded_randn((5, 8), 0).to(device)).refused
     assert refusal.reason == "Sloped has parameters, which device functions do not see"
