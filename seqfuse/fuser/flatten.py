@@ -15,6 +15,14 @@ from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
 from .fingerprint import HOOKS, global_hooks
 
+# What stands for a module of torch here, by name: the engine imports no operations.
+_TWINS: dict[type, str] = {
+    nn.Dropout: "ops.Dropout", nn.Embedding: "ops.Embedding", nn.GELU: "ops.GeLU", nn.Identity: "ops.Identity",
+    nn.LayerNorm: "ops.LayerNorm", nn.Linear: "ops.Linear", nn.ReLU: "ops.ReLU", nn.RMSNorm: "ops.RMSNorm",
+    nn.SiLU: "ops.SiLU", nn.Sigmoid: "ops.Sigmoid", nn.Tanh: "ops.Tanh", nn.Sequential: "seqfuse.Sequential",
+    nn.TransformerEncoderLayer: "seqfuse.nn.from_torch", nn.TransformerEncoder: "seqfuse.nn.from_torch",
+}  # fmt: skip
+
 
 class _Never:
     """Stands for the type of what no slot matches."""
@@ -68,7 +76,8 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
-        return "not an operation of this library"
+        twin = _TWINS.get(kind)
+        return "not an operation of this library" + (f"; use {twin}" if twin else "")
     if module.barrier is not None:
         return module.barrier
     if global_hooks() and not hidden:  # a member that is no submodule is not among the user's modules

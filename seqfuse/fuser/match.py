@@ -22,6 +22,11 @@ Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 
 # A fusion, its place in the rule set, how many operations each slot takes, and all of them together.
 _Match = tuple[type[FusedOperation], int, tuple[int, ...], int]
+# A fusion and the sentence that says which one operation is absent.
+_Near = tuple[type[FusedOperation], str]
+
+MAX_NEAR = 4
+"""A longer pattern, of which one operation is absent, is not said to be nearly there."""
 
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
@@ -48,7 +53,7 @@ class Matcher:
         self._reach = 0  # by a loop: it may be traced
         for fusion in self.fusions:
             self._reach = max(self._reach, fusion.reach)
-        self._matches: dict[tuple[type, ...], tuple[_Match, ...]] = {}
+        self._matches: dict[tuple[type, ...], tuple[tuple[_Match, ...], tuple[_Near, ...]]] = {}
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
@@ -80,9 +85,13 @@ class Matcher:
         for a in range(start, stop):
             # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
             window = kinds[a - start : a - start + self._reach]
-            matches = self._matches.get(window)
-            if matches is None:
-                matches = self._matches[window] = tuple(self._matching(window))
+            known_here = self._matches.get(window)
+            if known_here is None:
+                known_here = self._matches[window] = tuple(self._matching(window)), tuple(self._nearly(window))
+            matches, near = known_here
+            for cls, sentence in near:
+                if self._excludes(cls, a, a + len(cls.slots) - 1, live_from, env, fusing) is None:
+                    refused.append(Refusal(cls.__name__, a, sentence))
             for cls, rank, lengths, length in matches:
                 b = a + length
                 inexact = next((node for node in nodes[a:b] if node.derives), None)
@@ -111,6 +120,19 @@ class Matcher:
         for rank, cls in enumerate(self.fusions):
             for lengths in _lengths(cls.slots, 0, window, 0):
                 yield cls, rank, lengths, sum(lengths)
+
+    def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:
+        """Fusions of a few fixed operations, all of which begin these kinds but one between them."""
+        for cls in self.fusions:
+            slots = cls.slots
+            if not 3 <= len(slots) <= MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
+                continue
+            for k in range(1, len(slots) - 1):
+                rest, absent = (*slots[:k], *slots[k + 1 :]), slots[k].types
+                fits = len(window) >= len(rest) and all(s.takes(t) for s, t in zip(rest, window, strict=False))
+                if fits and len(absent) == 1 and not absent[0].is_open:
+                    between = f"{window[k - 1].__name__} and {window[k].__name__}"
+                    yield cls, f"near miss: a {absent[0].__name__} between {between} would let it apply"
 
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -600,3 +601,61 @@ def test_extra_inputs_are_part_of_the_match() -> None:
     assert covers(model, "AddReLUForward") == [range(2, 4)]
     with_joint = sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(BiasGeLUJoint,))
     assert covers(with_joint, "BiasGeLUJoint") == [range(2)]
+
+
+# What nearly matches.
+
+
+def test_a_pattern_without_one_operation_in_the_middle_is_a_near_miss() -> None:
+    rules = (LinearBiasGeLUForward, BiasReLU)
+    x = tensor(7, 5)
+    model = sf.Sequential(ops.Tanh(), ops.Linear(5, 4, bias=False), ops.GeLU(), fusions=rules)
+    (refusal,) = model.plan(x).refused
+    assert (refusal.fusion, refusal.at) == ("LinearBiasGeLUForward", 1)
+    assert refusal.reason == "near miss: a Bias between Linear and GeLU would let it apply"
+    assert not refusal.outbid
+    with sf.fusing(exclude=[LinearBiasGeLUForward]):
+        assert model.plan(x).refused == ()
+    model.insert(2, ops.Bias(4))
+    plan = model.plan(x)
+    assert plan.count("LinearBiasGeLUForward") == 1
+    assert plan.refused == ()
+
+
+def test_what_lacks_its_first_or_last_operation_or_two_of_them_is_no_near_miss() -> None:
+    rules = (LinearBiasGeLUForward,)
+    for operations in ([ops.Linear(5, 5)], [ops.Bias(5), ops.GeLU()], [ops.Linear(5, 5, bias=False), ops.Tanh()]):
+        assert sf.Sequential(*operations, fusions=rules).plan(tensor(7, 5)).refused == ()
+
+
+@pytest.mark.parametrize(
+    ("module", "twin"),
+    [
+        (nn.Linear(5, 5), "ops.Linear"),
+        (nn.LayerNorm(5), "ops.LayerNorm"),
+        (nn.RMSNorm(5), "ops.RMSNorm"),
+        (nn.GELU(), "ops.GeLU"),
+        (nn.ReLU(), "ops.ReLU"),
+        (nn.SiLU(), "ops.SiLU"),
+        (nn.Tanh(), "ops.Tanh"),
+        (nn.Sigmoid(), "ops.Sigmoid"),
+        (nn.Identity(), "ops.Identity"),
+        (nn.Dropout(), "ops.Dropout"),
+        (nn.Sequential(nn.ReLU()), "seqfuse.Sequential"),
+        (nn.TransformerEncoderLayer(5, 1, 5), "seqfuse.nn.from_torch"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_a_module_of_torch_is_said_with_what_stands_for_it_here(module: nn.Module, twin: str) -> None:
+    (alone,) = sf.Sequential(ops.Tanh(), module).plan(tensor(7, 5)).alone
+    assert alone.reason == f"not an operation of this library; use {twin}"
+    assert operator.attrgetter(twin.removeprefix("seqfuse."))(sf)
+
+
+def test_a_module_that_nothing_stands_for_is_said_to_be_none_of_this_library() -> None:
+    class Own(nn.Linear):
+        pass
+
+    for module in (nn.Softplus(), Own(5, 5)):
+        (alone,) = sf.Sequential(module).plan(tensor(7, 5)).alone
+        assert alone.reason == "not an operation of this library"

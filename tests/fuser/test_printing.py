@@ -85,7 +85,7 @@ def test_a_plan_shows_both_covers_segments_and_refusals() -> None:
     text = " ".join(line.strip() for line in lines)
     for expected in (
         "6 operations, 2 segments, 2 fused forward, 1 fused backward",
-        "alone: Dropout at 3: not an operation of this library",
+        "alone: Dropout at 3: not an operation of this library; use ops.Dropout",
         "refused: Never at 4: only on the third Tuesday of a month",
     ):
         assert expected in text
