@@ -36,7 +36,7 @@ MAX_FAILURES = 3
 class Refusal:
     """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
 
-    `outbid` says that it could have been used, and that another cover is cheaper.
+    `outbid` says that it could have been used, and that the schedule is cheaper without it.
     """
 
     fusion: str

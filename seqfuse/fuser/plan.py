@@ -208,12 +208,16 @@ def plan_region(
 
 def _why_not(candidate: Candidate, rivals: Sequence[Candidate]) -> str:
     names = ", ".join(sorted({r.name for r in rivals} - {candidate.name}))
+    theirs, own = -sum(r.cost for r in rivals), -candidate.cost
+    if names and theirs == own:
+        return f"superseded by {names}: the same estimated time, and earlier in the fusion set"
     if names:
-        theirs, own = (-sum(c.cost for c in several) / 1000 for several in (rivals, [candidate]))
-        return f"a cheaper cover was found: {names} (saves {theirs:.1f} us, this {own:.1f})"
+        digits = 1 if f"{theirs / 1000:.1f}" != f"{own / 1000:.1f}" else 3
+        saved, this = f"{theirs / 1000:.{digits}f}", f"{own / 1000:.{digits}f}"
+        return f"superseded by {names} (saves an estimated {saved} us, this one {this})"
     if candidate.cost >= 0:
         return "it saves nothing on this device"
-    return "another match of the same fusion was cheaper"
+    return "superseded by another match of the same fusion"
 
 
 def _steps(

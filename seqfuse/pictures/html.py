@@ -30,7 +30,7 @@ def fragment(plan: PlanData) -> Markup:
     """For a notebook: the picture, and below it, folded up, what was refused."""
     words = _words(plan)
     if words:
-        lines = [tag("summary", "refused, outbid and alone, with reasons"), *words]
+        lines = [tag("summary", "refused, superseded and alone, with reasons"), *words]
         words = [tag("details", *lines)]
     style = tag("style", Markup(_WORDS))
     picture = tag("div", svg(plan), class_="sf-plan-picture")

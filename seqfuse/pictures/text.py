@@ -72,7 +72,7 @@ def _printable(text: str) -> str:
 
 
 def _refusals(refused: Sequence[RefusalData]) -> list[str]:
-    """A line for each fusion and reason; one for a reason that many share, and one for many that were outbid."""
+    """A line for each fusion and reason; one for a reason that many share, and one for many that were superseded."""
     groups: dict[tuple[str, str], list[RefusalData]] = {}
     for refusal in refused:
         groups.setdefault((refusal["reason"], refusal["fusion"]), []).append(refusal)
@@ -95,7 +95,7 @@ def _refusals(refused: Sequence[RefusalData]) -> list[str]:
             lines.append(f"refused: {named}: {reason}")
     if many:
         named = "; ".join(f"{fusion} at {_places(sorted(set(at)))}" for fusion, at in outbid.items())
-        lines.append(f"outbid by a cheaper cover: {named}")
+        lines.append(f"superseded by cheaper fusions: {named}")
     return lines
 
 

@@ -41,15 +41,15 @@ def test_without_a_triton_device_one_line_says_so():
     assert any(step.fused and step.operation.triton for step in model.plan(env=sf.Env(triton=True, rows=64)).forward)
 
 
-def test_what_was_outbid_prints_as_one_line_and_is_all_in_the_plan():
+def test_what_was_superseded_prints_as_one_line_and_is_all_in_the_plan():
     block = ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024))
     plan = sf.Sequential(block).bfloat16().plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
     outbid = [refusal for refusal in plan.refused if refusal.outbid]
     assert len({refusal.fusion for refusal in outbid}) > 3
-    assert all("cheaper" in refusal.reason for refusal in outbid)
-    (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if line.startswith("outbid")]
+    assert all("superseded by" in refusal.reason for refusal in outbid)
+    (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if line.startswith("superseded")]
     assert all(refusal.fusion in line for refusal in outbid)
-    assert "a cheaper cover was found" not in str(plan)
+    assert "an estimated" not in str(plan)
 
 
 @pytest.mark.parametrize("fusion", [*fusions.default, *fusions.lean], ids=lambda fusion: fusion.__name__)
