@@ -134,12 +134,18 @@ class Env:
         launch, bandwidth, rate = _COSTS.get(self.arch) or _COSTS["cpu" if self.device == "cpu" else "gpu"]
         return savings.launches * launch + (savings.bytes + savings.memory) / bandwidth + savings.flops / rate
 
+    def said(self, tokens: int | None = None) -> str:
+        """How it prints where the number of tokens is known, and not only the power of two that it is rounded up to."""
+        text = f"{self.arch if self.arch == self.device else f'{self.device}:{self.arch}'} {_short(self.dtype)}"
+        text += f" autocast {_short(self.autocast)}" if self.autocast else ""
+        count = self.rows if tokens is None else tokens
+        if count is not None:
+            exact = "" if tokens is not None or count < 2 else "up to "
+            text += f", {exact}{count:,} token{'' if count == 1 else 's'}"
+        return text + ("" if self.grad else ", no grad")
+
     def __str__(self) -> str:
-        parts = [self.arch if self.arch == self.device else f"{self.device}:{self.arch}", _short(self.dtype)]
-        parts += [f"autocast {_short(self.autocast)}"] if self.autocast else []
-        parts += [f"~{self.rows} rows"] if self.rows else []
-        parts += [] if self.grad else ["no grad"]
-        return " ".join(parts)
+        return self.said()
 
 
 @functools.cache
@@ -159,6 +165,12 @@ def rows_of(shape: Iterable[int]) -> int:
     """Number of rows: the product of all but the last dimension."""
     *leading, _ = tuple(shape) or (1,)
     return functools.reduce(lambda a, b: a * b, leading, 1)
+
+
+def tokens_of(x: Tensor) -> int | None:
+    """Number of tokens: every element of integers, else every row; `None` where a compiler leaves it open."""
+    whole = not (x.is_floating_point() or x.is_complex())
+    return _counted((*x.shape, 1) if whole else x.shape)
 
 
 def _counted(shape: Sequence[int]) -> int | None:

@@ -26,7 +26,7 @@ def describe(plan: Any) -> PlanData:
     ]
     data = PlanData(
         format=FORMAT,
-        env=_environment(plan.env),
+        env=_environment(plan.env, plan.tokens),
         operations=operations,
         forward=forward,
         backward=[_step(s, alone, backward=True) for s in plan.backward],
@@ -50,10 +50,10 @@ def _saves(steps: Sequence[Step]) -> Mapping[int, tuple[str, ...]]:
     return found
 
 
-def _environment(env: Env) -> EnvData:
+def _environment(env: Env, tokens: int | None) -> EnvData:
     said = {f.name: getattr(env, f.name) for f in dataclasses.fields(env)}
     said |= {k: str(v).removeprefix("torch.") for k, v in said.items() if isinstance(v, torch.dtype)}
-    said |= {"recipe": None if env.recipe is None else str(env.recipe), "text": str(env)}
+    said |= {"recipe": None if env.recipe is None else str(env.recipe), "text": env.said(tokens)}
     return said  # pyright: ignore[reportReturnType]
 
 

@@ -47,6 +47,7 @@ class Plan:
         env: what it was made for.
         names: class of the operation at each position; `paths` where it lives in the container.
         needs: names of the gradients that are wanted at each position: of parameters, of extra inputs, and `"x"`.
+        tokens: how many tokens the input has, where the plan was asked for one; plans are shared by others.
     """
 
     env: Env
@@ -58,6 +59,7 @@ class Plan:
     names: tuple[str, ...]
     paths: tuple[str, ...]
     needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
+    tokens: int | None = dataclasses.field(default=None, compare=False, repr=False)
     measure: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def count(self, name: str) -> int:

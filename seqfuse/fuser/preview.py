@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..env import Env
+from ..env import Env, tokens_of
 from ..errors import InputError
 from ..operation import UnfusedOperation
 from ..settings import fusing_now
@@ -67,6 +67,7 @@ def plan_ahead(
             wanted = wanted or (env.grad and any(p.requires_grad for p in node.operation.parameters()))
             known.update((channel, wanted) for _, channel in node.outputs)
     plan = merge(plans, alone, env, op_list.nodes)
+    plan = plan if x is None else dataclasses.replace(plan, tokens=tokens_of(x))
     if x is None or not follows or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
 

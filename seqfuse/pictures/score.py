@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 
 from .data import Kind, OperationData, PlanData, RefusalData, StepData
 
@@ -42,6 +43,11 @@ class Column:
     def border(self) -> bool:
         """Whether no step of either cover goes on from the column before."""
         return not any(mark is not None and mark.offset for mark in (self.forward, self.backward))
+
+    @property
+    def prints(self) -> Hashable:
+        """What is printed of it as text, apart from its position."""
+        return self.operation["name"], self.forward, self.backward, self.opens
 
     @property
     def looks(self) -> Hashable:
@@ -104,21 +110,21 @@ def _marks(steps: Sequence[StepData]) -> dict[int, Mark]:
     return marks
 
 
-def fold(columns: Sequence[Column]) -> list[Block]:
+def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable] = lambda c: c.looks) -> list[Block]:
     """Blocks of a long list: where one repeats itself at once, it stands there one time with the number of times.
 
     A block begins where no step goes on from the column before; of those that begin in a place the one is taken that
-    saves most columns.
+    saves most columns. Columns of which the same is `shown` are equal.
     """
     if len(columns) <= LONG:
         return [Block(tuple(columns))] if columns else []
     numbers: dict[Hashable, int] = {}
-    looks = [numbers.setdefault(column.looks, len(numbers)) for column in columns]
+    looks = [numbers.setdefault(shown(column), len(numbers)) for column in columns]
     blocks: list[Block] = []
     kept = at = 0
     while at < len(columns):
         length, times = _repeats(columns, looks, at)
-        if times == 1:
+        if times == 1 or _begins_later(columns, looks, at, length, times):
             at += 1
             continue
         if kept < at:
@@ -126,6 +132,17 @@ def fold(columns: Sequence[Column]) -> list[Block]:
         blocks.append(Block(tuple(columns[at : at + length]), times))
         kept = at = at + length * times
     return [*blocks, Block(tuple(columns[kept:]))] if kept < len(columns) else blocks
+
+
+def _begins_later(columns: Sequence[Column], looks: Sequence[int], at: int, length: int, times: int) -> bool:
+    """Whether the same block, begun where a container does and not inside one, repeats itself as often."""
+    paths = [column.operation["path"].split(".") for column in columns[max(at - 1, 0) : at + 2 * length]]
+    here, there = paths[min(at, 1)], paths[min(at, 1) + length]
+    depth = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0) + 1
+    begins = [at == 0] + [a[:depth] != b[:depth] for a, b in itertools.pairwise(paths)]
+    begins = begins[min(at, 1) :]  # of the column at `at`, and those after it
+    later = [at + i for i in range(1, length) if begins[i] and columns[at + i].border]
+    return not begins[0] and any(_repeats(columns, looks, i) >= (length, times) for i in later)
 
 
 def _repeats(columns: Sequence[Column], looks: Sequence[int], at: int) -> tuple[int, int]:

@@ -1,13 +1,19 @@
-"""A plan as text for a terminal of 80 columns."""
+"""A plan as text for a terminal."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 import unicodedata
 from collections.abc import Sequence
 
-from .data import MemoryData, OperationData, PlanData, RefusalData, StepData
+from .data import MemoryData, OperationData, PlanData, RefusalData
+from .score import Mark, columns_of, fold
 
 WIDTH = 80
+NARROWEST = 60
+LABEL = 30
+"""Columns for an operation, at most; half of them where names of fusions need room."""
 FEW = 3
 """Fusions that are named, or have a line of their own, where there are more."""
 
@@ -27,44 +33,64 @@ def _memory(memory: MemoryData, partly: bool) -> str:
     return f"{text}{_number(memory['flops'])}FLOP forward" + ("; without what runs alone" if partly else "")
 
 
-def render(plan: PlanData) -> str:
-    """A plan as text."""
+def render(plan: PlanData, width: int | None = None) -> str:
+    """A plan as text, for the terminal that it is printed to, or of as many columns."""
+    width = width or terminal_width()
     head, counts, *memory = plan["summary"]
-    lines = _wrap(f"{head}: {counts}", "  ")
-    labels = [_label(o) for o in plan["operations"]]
-    wide = min(max([len("operation"), *map(_width, labels)]), 30)
-    column = (WIDTH - wide - 8) // 2
-    lines.append(f"{'at':>4}  {'operation':<{wide}}  {'forward':<{column - 2}}  backward".rstrip())
-    starts = {start for start, _ in plan["segments"] if start}
-    ahead, back = _marks(plan["forward"]), _marks(plan["backward"])
-    for i, label in enumerate(labels):
-        if i in starts:
-            lines.append(f"{'':>4}  {'-' * wide}")
-        a, b = _cut(ahead.get(i, "."), column - 2), _cut(back.get(i, "."), column - 2)
-        lines.append(f"{i:>4}  {_pad(_cut(label, wide), wide)}  {_pad(a, column - 2)}  {b}".rstrip())
+    lines = _wrap(f"{head}: {counts}", "  ", width)
+    blocks = fold(columns_of(plan), lambda column: column.prints)
+    rows = [(_label(c.operation), _marked(c.forward), _marked(c.backward)) for block in blocks for c in block.columns]
+    wide, ahead, back = _widths([("operation", "forward", "backward"), *rows], width - 10)
+    lines.append(f"{'at':>4}  {'operation':<{wide}}  {'forward':<{ahead}}  backward".rstrip())
+    left = iter(rows)
+    for block in blocks:
+        if block.times > 1:
+            first, many = block.columns[0].operation["at"], len(block.columns)
+            lines.append(f"{'':>4}  x{block.times}, at {first} to {block.last}: the next {_plural(many, 'line')}")
+        for column in block.columns:
+            at, (label, a, b) = column.operation["at"], next(left)
+            if column.opens and at:
+                lines.append(f"{'':>4}  {'-' * wide}")
+            label, a = _pad(_cut(label, wide), wide), _pad(_cut(a, ahead), ahead)
+            lines.append(f"{at:>4}  {label}  {a}  {_cut(b, back)}".rstrip())
     for alone in plan["alone"]:
-        lines += _wrap(f"alone: {alone['name']} at {alone['at']}: {alone['reason']}", "    ")
+        lines += _wrap(f"alone: {alone['name']} at {alone['at']}: {alone['reason']}", "    ", width)
     for line in (*_refusals(plan["refused"]), *memory):
-        lines += _wrap(line, "    ")
+        lines += _wrap(line, "    ", width)
     return "\n".join(lines)
+
+
+def terminal_width() -> int:
+    """Columns of the terminal that is printed to; 80 where it is none."""
+    if sys.stdout is None or not sys.stdout.isatty():  # pyright: ignore[reportUnnecessaryComparison]
+        return WIDTH
+    return max(shutil.get_terminal_size((WIDTH, 24)).columns, NARROWEST)
+
+
+def _widths(rows: Sequence[tuple[str, str, str]], total: int) -> tuple[int, int, int]:
+    """Of the three columns: what each needs where there is room, else names of operations are cut first."""
+    label, ahead, back = (max(_width(row[i]) for row in rows) for i in range(3))
+    label = min(label, LABEL)
+    if label + ahead + back > total:
+        label = min(label, max(total - ahead - back, LABEL // 2))
+    rest = total - label
+    if ahead + back > rest:  # the wider one gives way
+        ahead, back = min(ahead, max(rest - back, rest // 2)), min(back, max(rest - ahead, rest - rest // 2))
+    return label, ahead, back
 
 
 def _label(operation: OperationData) -> str:
     return _printable(f"{operation['name']} {operation['path']}".rstrip())
 
 
-def _marks(steps: Sequence[StepData]) -> dict[int, str]:
-    marks: dict[int, str] = {}
-    for step in steps:
-        for i in range(step["start"], step["stop"]):
-            first, last = i == step["start"], i == step["stop"] - 1
-            if step["kind"] in ("alone", "unfused"):
-                marks[i] = step["kind"]
-            else:
-                marks[i] = (
-                    f"{'[' if first else '|'} {step['name'] if first else ''}{' ]' if last and not first else ''}"
-                )
-    return marks
+def _marked(mark: Mark | None) -> str:
+    if mark is None:
+        return "."
+    if mark.kind in ("alone", "unfused"):
+        return mark.kind
+    if mark.offset == 0:
+        return f"[ {_printable(mark.name)}"
+    return "| ]" if mark.offset == mark.length - 1 else "|"
 
 
 def _printable(text: str) -> str:
@@ -135,12 +161,12 @@ def _take(text: str, width: int) -> str:
     return taken
 
 
-def _wrap(text: str, indent: str) -> list[str]:
+def _wrap(text: str, indent: str, width: int) -> list[str]:
     lines, line = list[str](), ""
     for word in _printable(text).split():
         while word:
             lead = line + " " if line.strip() else line
-            fits = _take(word, WIDTH - _width(lead))
+            fits = _take(word, width - _width(lead))
             if fits == word or (not line.strip() and fits):
                 line, word = lead + fits, word[len(fits) :]
             else:

@@ -18,7 +18,7 @@ from .conftest import Cli
 def test_it_prints_the_plan_of_the_library(cli: Cli) -> None:
     done = cli("plan", "M:build", "--input", "4x16", "--device", "cpu")
     assert done.status == 0
-    assert done.out.startswith("Plan for cpu float32 ~4 rows: 12 operations")
+    assert done.out.startswith("Plan for cpu float32, 4 tokens: 12 operations")
     assert "LinearBias" in done.out
     assert "saved for backward" in done.out
     assert cli("plan", "M:model", "--input", "4x16", "--device", "cpu").out == done.out
@@ -28,7 +28,7 @@ def test_it_prints_the_plan_of_the_library(cli: Cli) -> None:
 def test_for_a_machine_that_is_not_here_in_the_dtype_of_the_input(cli: Cli) -> None:
     done = cli("plan", "M:build", "--input", "512x16:bf16", "--device", "cuda:sm_90", "--json")
     data = json.loads(done.out)
-    assert data["env"]["text"] == "cuda:sm_90 bfloat16 ~512 rows"
+    assert data["env"]["text"] == "cuda:sm_90 bfloat16, 512 tokens"
     assert data["env"]["triton"]
     # Parameters were cast: none is refused for their dtype.
     assert not [r for r in data["refused"] if "one dtype" in r["reason"]]

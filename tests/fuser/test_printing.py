@@ -115,17 +115,91 @@ def test_every_fusion_is_marked_where_it_begins_and_ends() -> None:
         assert all(rows[i].split()[-2:] == ["unfused", "unfused"] for i in both)
 
 
-def test_a_hundred_operations_print_one_line_each() -> None:
+def test_blocks_that_repeat_themselves_print_once_with_how_often_and_where() -> None:
     model = stack(13)
     plan = model.plan(tensor(7, 5))
     lines = printed(model)
-    assert len(plan.names) > 100
-    assert [int(row.split()[0]) for row in rows_of(lines)] == list(range(len(plan.names)))
-    assert sum(set(line.strip()) == {"-"} for line in lines) == len(plan.segments) - 1
+    size, count = len(plan.names) // 13, len(plan.names)
+    assert count > 100
+    shown = [int(row.split()[0]) for row in rows_of(lines)]
+    (times,) = [line for line in lines if re.match(r" +x\d+, ", line)]
+    said = re.fullmatch(r" +x(\d+), at (\d+) to (\d+): the next (\d+) lines", times)
+    assert said is not None
+    repeats, first, last, length = map(int, said.groups())
+    assert last - first + 1 == repeats * length
+    assert length == size
+    assert repeats >= 11
+    assert shown == [*range(first + length), *range(last + 1, count)]
+    for cover in (plan.forward, plan.backward):
+        ran = {p: (s.name, p - s.covers.start, len(s.covers)) for s in cover for p in s.covers}
+        assert all(
+            (plan.names[p], ran[p]) == (plan.names[p - length], ran[p - length])
+            for p in range(first + length, last + 1)
+        )
+    assert len(rows_of(printed(model[:4]))) == 4 * size  # a short list prints whole
     # Equal refusals are one line, however many places they have.
     refusals = [line for line in lines if line.startswith("refused")]
     assert len(refusals) <= len(model.fusions) * 3
     assert any("more" in line for line in lines)
+
+
+def test_a_block_that_repeats_itself_begins_where_its_container_does() -> None:
+    blocks = [ops.Residual(ops.LayerNorm(5), ops.Linear(5, 5), ops.GeLU()) for _ in range(12)]
+    lines = printed(sf.Sequential(ops.Tanh(), sf.Sequential(*blocks), ops.Tanh(), fusions=()))
+    (at,) = [i for i, line in enumerate(lines) if re.match(r" +x\d+, ", line)]
+    assert lines[at].strip() == "x11, at 7 to 72: the next 6 lines"
+    assert [row.split()[:3] for row in rows_of(lines[at:])[:1]] == [["7", "Fork", "1.1.fork"]]
+
+
+@pytest.mark.parametrize(("columns_there", "used"), [(20, 60), (72, 72), (200, 112)])
+def test_a_plan_takes_the_width_of_the_terminal_that_it_is_printed_to(
+    columns_there: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = stack(2).plan(tensor(7, 5))
+    there, size = [len(line) for line in str(plan).split("\n")], os.terminal_size((columns_there, 24))
+    assert max(there) <= 80
+    monkeypatch.setattr("shutil.get_terminal_size", lambda fallback: size)
+    assert [len(line) for line in str(plan).split("\n")] == there  # nobody prints to it yet
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    lines = str(plan).split("\n")
+    assert used - 20 < max(map(len, lines)) <= used
+    monkeypatch.setattr("sys.stdout", None)
+    assert [len(line) for line in str(plan).split("\n")] == there
+
+
+def test_names_of_fusions_are_whole_where_there_is_room() -> None:
+    names = ["BiasReLUWithAnInformativeName", "GradientsOfAllThree"]
+    first = type(names[0], (BiasReLU,), {"__annotations__": {}})
+    second = type(names[1], (LinearBiasGeLUBackward,), {"__annotations__": {}})
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Linear(5, 5), ops.GeLU(), fusions=(first, second))
+    text = "\n".join(printed(model))
+    assert f"[ {names[0]}  " in text
+    assert f"[ {names[1]}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (torch.ones(4, 3, 5), "cpu float32, 12 tokens:"),
+        (torch.ones(1000, 5), "cpu float32, 1,000 tokens:"),
+        (torch.ones(5), "cpu float32, 1 token:"),
+        (torch.ones(0, 5), "cpu float32, 0 tokens:"),
+    ],
+    ids=["batch of sequences", "rows", "one", "none"],
+)
+def test_the_head_says_how_many_tokens_there_are(x: Tensor, said: str) -> None:
+    model = sf.Sequential(ops.Tanh())
+    assert str(model.plan(x)).startswith(f"Plan for {said}")
+    with torch.no_grad():
+        assert str(model.plan(x)).startswith(f"Plan for {said[:-1]}, no grad:")
+    assert f"{model.plan(x).env}:" == (said if x.numel() < 8 else said.replace(", ", ", up to ")).replace(
+        "12", "16"
+    ).replace("1,000", "1,024")
+
+
+def test_integers_are_tokens_each() -> None:
+    model = sf.Sequential(ops.Embedding(9, 5), ops.Tanh())
+    assert str(model.plan(torch.zeros(4, 16, dtype=torch.int64))).startswith("Plan for cpu int64, 64 tokens:")
 
 
 NASTY = {
@@ -410,7 +484,7 @@ def test_a_plan_for_another_machine_asks_the_requirements_about_it() -> None:
     assert [r.reason for r in model.plan(env=sf.Env.of("cuda:sm_90")).refused] == ["bfloat16 only"]
     plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4000))
     assert fused_names(plan)[0] == ["Kernel"]
-    assert "cuda:sm_90 bfloat16 ~4096 rows" in str(plan)
+    assert "cuda:sm_90 bfloat16, up to 4,096 tokens" in str(plan)
     assert (asked[-1].device, asked[-1].arch, asked[-1].rows) == ("cuda", "sm_90", 4096)
     assert model.plan(tensor(7, 5), env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).count("Kernel") == 1
 

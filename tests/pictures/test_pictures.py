@@ -110,7 +110,7 @@ def test_json_is_the_dictionary_and_says_what_the_plan_says(plan: Plan) -> None:
         (r.fusion, r.at, r.reason) for r in plan.refused
     ]
     assert [a["at"] for a in data["alone"]] == [a.at for a in plan.alone]
-    assert data["env"]["text"] == str(plan.env)
+    assert data["env"]["text"] == plan.env.said(plan.tokens)
     assert (data["memory"] is None) == (plan.memory is None)
 
 
