@@ -34,6 +34,7 @@ def describe(plan: Any) -> PlanData:
         refused=[dataclasses.asdict(r) for r in plan.refused],  # pyright: ignore[reportArgumentType]
         alone=[dataclasses.asdict(a) for a in plan.alone],  # pyright: ignore[reportArgumentType]
         memory=None if plan.memory is None else dataclasses.asdict(plan.memory),  # pyright: ignore[reportArgumentType]
+        memory_unknown=plan.memory_unknown,
         summary=[],
     )
     data["summary"] = summary(data)

@@ -31,11 +31,15 @@ Run = Callable[[Tensor, dict[str, Tensor], bool], None]
 Shape = Sequence[int]
 
 
-def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env) -> Memory | None:
-    """Run the planned part of a list on fake tensors, as planned and unfused; `None` if it cannot run so.
+def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env, place: torch.device) -> Memory | str:
+    """Run the planned part of a list on fake tensors, as planned and unfused; the reason if it cannot run so.
 
-    Gradients and autocast are those of `env`, whatever they are where the result is asked for.
+    Gradients, autocast and the dtype of x are those of `env`, whatever they are where the result is asked for. The
+    device is `place`, where the parameters are, also where the plan is for a machine that is not here: on fake tensors
+    a Triton fusion makes what it saves and launches nothing.
     """
+    if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
+        return f"autocast on {env.device} keeps other tensors than on {place.type}, where the parameters are"
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import flop_counter
 
@@ -57,19 +61,27 @@ def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env) -> Memor
             return t
 
         with faking() as mode, flop_counter.FlopCounterMode(display=False, custom_mapping=extra) as counter:
-            given = {name: mode.from_tensor(value) for name, value in channels.items()}
+            given = {name: _placed(mode.from_tensor(value), place, value.dtype) for name, value in channels.items()}
+            entering = _placed(mode.from_tensor(x), place, env.dtype if x.is_floating_point() else x.dtype)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-                run(mode.from_tensor(x), given, planned)
+                run(entering, given, planned)
         return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
 
     cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if torch.amp.is_autocast_available(env.device):  # not on meta
-        cast = torch.autocast(env.device, env.autocast, env.autocast is not None)
+    if torch.amp.is_autocast_available(place.type):  # not on meta
+        cast = torch.autocast(place.type, env.autocast, env.autocast is not None)
     try:
         with torch.set_grad_enabled(env.grad), cast:
-            saved, _ = once(True)
+            with fusing(on_error="raise"):
+                saved, _ = once(True)
             with fusing(False):
                 unfused, flops = once(False)  # a kernel's own the counter does not see
-    except Exception:
-        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return Memory(saved, unfused, flops)
+
+
+def _placed(t: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A fake tensor, or one like it of another device and dtype."""
+    same = t.device == device and t.dtype is dtype
+    return t if same else torch.empty_like(t, device=device, dtype=dtype, requires_grad=t.requires_grad)

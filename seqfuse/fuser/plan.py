@@ -72,15 +72,24 @@ class Plan:
         return sum(s.fused for s in self.forward), sum(s.fused for s in self.backward)
 
     @cached_property
-    def memory(self) -> Memory | None:
-        """Bytes kept for backward and FLOPs, fused and unfused; `None` where the input's shape is not known."""
+    def _measured(self) -> Memory | str | None:
         return None if self.measure is None else self.measure(self)
+
+    @property
+    def memory(self) -> Memory | None:
+        """Bytes kept for backward and FLOPs, fused and unfused; `None` where no input was given, or for a reason."""
+        return self._measured if isinstance(self._measured, Memory) else None
+
+    @property
+    def memory_unknown(self) -> str | None:
+        """Why an input was given and `memory` is not known, where that is so."""
+        return self._measured if isinstance(self._measured, str) else None
 
     def __str__(self) -> str:
         return pictures.render(self.as_dict())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "memory": self.memory, "measure": None}
+        return {**vars(self), "_measured": self._measured, "measure": None}
 
     def as_dict(self) -> PlanData:
         """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""

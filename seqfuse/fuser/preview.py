@@ -68,16 +68,18 @@ def plan_ahead(
             known.update((channel, wanted) for _, channel in node.outputs)
     plan = merge(plans, alone, env, op_list.nodes)
     plan = plan if x is None else dataclasses.replace(plan, tokens=tokens_of(x))
-    if x is None or not follows or op_list.parametrized:
+    if x is None or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
 
     tensors = [x, *channels.values()] + [t for node in op_list.nodes for t in node.operation.parameters()]
     asked = [t.requires_grad for t in tensors]
 
-    def memory(_: Plan, held: Any = fuser.root) -> Memory | None:  # the plan holds the model
+    place = next((p.device for node in op_list.nodes for p in node.operation.parameters()), x.device)
+
+    def memory(_: Plan, held: Any = fuser.root) -> Memory | str | None:  # the plan holds the model
         if [t.requires_grad for t in tensors] != asked:
             return None  # what is kept now is not what this plan says
-        return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env)
+        return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, place)
 
     return dataclasses.replace(plan, measure=memory)
 
@@ -120,7 +122,10 @@ def _run_regions(
             if planned:
                 parameters = [getattr(owner, name) for owner, name in part.slots]
                 program = fuser.bind(op_list, part, x, channels, parameters, plan=plan)
-                x = program.run(x, channels, seeds, parameters)
+                if program.segments:
+                    x = program.run(x, channels, seeds, parameters)
+                else:  # of subclasses of tensors, which no plan is run for
+                    x = fuser.run_region(op_list, part, x, channels, seeds)
             else:
                 x = fuser.run_region(op_list, part, x, channels, seeds)
             continue

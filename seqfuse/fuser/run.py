@@ -205,7 +205,7 @@ class Fuser:
         plan: Plan | None = None,
     ) -> CompiledRegion:
         """Plan a region for these tensors, or take a plan of it; what is not `plain` goes by reference."""
-        env, fusing = Env.like(x), fusing_now()
+        env, fusing = Env.like(x) if plan is None else plan.env, fusing_now()
         exact = all(p.__class__ in plain for p in parameters)
         if x.__class__ in plain:  # else fake tensors measure what plain ones would do
             exact = exact and all(channels[c].__class__ in plain for c in region.channels)

@@ -84,4 +84,5 @@ class PlanData(TypedDict):
     refused: list[RefusalData]
     alone: list[AloneData]
     memory: MemoryData | None
+    memory_unknown: str | None
     summary: list[str]

@@ -55,6 +55,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
             lines.append(f"{at:>4}  {label}  {a}  {_cut(b, back)}".rstrip())
     for alone in plan["alone"]:
         lines += _wrap(f"alone: {alone['name']} at {alone['at']}: {alone['reason']}", "    ", width)
+    if plan["memory_unknown"] is not None:
+        memory = [f"saved for backward: not known: {plan['memory_unknown']}"]
     for line in (*_refusals(plan["refused"]), *memory):
         lines += _wrap(line, "    ", width)
     return "\n".join(lines)

@@ -287,6 +287,55 @@ def test_memory_is_known_of_a_model_without_data() -> None:
     assert "saved for backward" in str(there)
 
 
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_memory_is_known_for_a_machine_that_is_not_here(where: str) -> None:
+    low, there = torch.bfloat16, sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
+    parts = [ops.LayerNorm(64), ops.Linear(64, 256), ops.GeLU(), ops.Linear(256, 64)]
+    model = sf.Sequential(ops.Residual(*parts), ops.RMSNorm(64)).to(low)
+    here = model.plan(torch.empty(3, 40, 64, dtype=low)).memory
+    plan = model.to(where).plan(torch.empty(3, 40, 64, device="meta"), env=there)  # in the dtype of the environment
+    assert any(step.fused and step.operation.triton for step in plan.forward)
+    assert here is not None
+    assert plan.memory is not None
+    assert plan.memory.flops == 2 * 2 * 120 * 64 * 256
+    # x of the norms and the mean and rstd of each row, x of the products, and x of GeLU; b and 4 are bytes.
+    norms, b = 120 * (64 * 2 + 64 * 2) + 120 * 3 * 4, 2
+    assert plan.memory.saved_unfused == here.saved_unfused == norms + 120 * (64 + 256 + 256) * b
+    assert plan.memory.saved == plan.memory.saved_unfused
+    assert "saved for backward" in str(plan)
+
+
+def test_memory_of_a_joint_triton_fusion_is_known_for_a_machine_that_is_not_here() -> None:
+    model = sf.Sequential(ops.RMSNorm(64), ops.SiLU(), ops.Tanh()).bfloat16()
+    x = torch.empty(40, 64, dtype=torch.bfloat16)
+    plan = model.plan(x, env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16))
+    assert plan.forward[0].joint
+    assert plan.memory is not None
+    assert plan.memory.saved == 40 * 64 * 2 + 40 * 4  # x and rstd: all else is computed again
+    assert plan.memory.saved_unfused == 3 * 40 * 64 * 2 + 40 * 4  # and x of SiLU and y of Tanh
+
+
+def test_a_plan_says_why_its_memory_is_not_known() -> None:
+    class Fails(BiasReLU):
+        def fwd(self, x: Tensor) -> Any:
+            raise ArithmeticError("no such numbers")
+
+    model = sf.Sequential(ops.Linear(5, 5), ops.ReLU(), fusions=(Fails,))
+    cases = {
+        "autocast on cuda keeps other tensors": sf.Env.of("cuda:sm_90", autocast=torch.bfloat16),
+        "SF102 position 0 (Linear): expects its input in torch.float32": sf.Env.of("cpu", dtype=torch.float16),
+        "ArithmeticError: no such numbers": sf.Env.of("cuda:sm_90"),
+    }
+    for reason, env in cases.items():
+        plan = model.plan(torch.empty(7, 5), env=env)
+        assert plan.memory is None
+        assert plan.memory_unknown is not None
+        assert reason in plan.memory_unknown
+        assert f"saved for backward: not known: {plan.memory_unknown}" in str(plan).replace("\n    ", " ")
+        assert plan.as_dict()["memory_unknown"] == plan.memory_unknown
+    assert model.plan(env=sf.Env()).memory_unknown is None
+
+
 def test_memory_is_that_of_the_environment_wherever_it_is_asked_for() -> None:
     model = sf.Sequential(ops.Linear(5, 4), ops.GeLU(), ops.Linear(4, 3))
     x = tensor(7, 5)
