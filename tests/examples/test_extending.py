@@ -41,7 +41,7 @@ def test_an_activation_and_a_fusion_are_as_short_as_they_are_said_to_be() -> Non
 def test_without_a_device_the_fusion_is_planned_for_one_and_refused_here(tmp_path: Path) -> None:
     lines = run(str(FUSION), folder=tmp_path, warned="check_fusion ran nothing of ", PYTHONPATH=str(ROOT))
     assert "ScaleTanhScale: 0 cases on no list" in lines
-    assert "On cpu bfloat16 ~16 rows: 0 ScaleTanhScale" in lines
+    assert "On cpu bfloat16, up to 16 tokens: 0 ScaleTanhScale" in lines
     assert lines[-1] == "refused: needs a Triton device"
     assert_planned(lines)
 
@@ -57,7 +57,7 @@ def test_interpreted_it_is_checked_in_one_call_and_used(tmp_path: Path) -> None:
     ):
         assert re.search(rf"^{name}: [1-9]\d+ cases on \[{of}\]$", text, re.MULTILINE), text
     assert "skipped" not in text
-    assert lines[-1] == "On cpu bfloat16 ~16 rows: 1 ScaleTanhScale"
+    assert lines[-1] == "On cpu bfloat16, up to 16 tokens: 1 ScaleTanhScale"
     assert_planned(lines)
     page = (ROOT / "docs" / "write_a_fusion.md").read_text()
     shown = page.partition("<!-- what it prints -->\n```text\n")[2].partition("```")[0]
