@@ -217,9 +217,8 @@ def test_mixed_dtypes_promote_or_fail_as_in_torch(name: str, activation: torch.d
         want = run(plain, x, contextlib.nullcontext)
     except RuntimeError:
         if "Linear" in name:
-            with pytest.raises(RuntimeError, match="dtype") as caught:
+            with pytest.raises(sf.InputError, match=f"SF102 .* {parameter}, the dtype of its weight, got {activation}"):
                 run(model, x, contextlib.nullcontext)
-            assert caught.value.__notes__ == ["in operation Linear at position 0"]
             return
         # torch's norms take fewer mixtures than ours, which promise the dtype of x
         found = run(model, x, contextlib.nullcontext)
