@@ -1,191 +1,119 @@
-"""The fusions: one file each, one substitution each. `default` is what a `Sequential` uses unless told otherwise.
+"""The fusions: one file for one pattern, forward and backward. `default` is what a `Sequential` uses.
 
-`default` is `triton`, then `aten`: which cover wins is decided by cost, and the order only between equals.
-
-None of `aten` needs Triton. Each is there because ATen offers the substitution and it is not slower than what it
-replaces where its requirements hold, as `benchmarks/bench_aten.py` measures it, paired and interleaved:
-
-* `LinearBias`: a product that starts from the bias, in place of a product and a pass over its output.
-* `LinearBiasAct`, `LinearBiasAdd`: the activation or the residual sum in place of the product, which saves a tensor.
-* `ScaleAdd`: one pass in place of two.
-* `LinearBiasBackward`: the same kernels, one step of the engine in place of two.
-* `AllReduceLinearBackward`: the sum of dx over several processes is sent while dweight is made.
-* `LinearBiasActOneDNN`: where nothing needs a gradient and the product is large enough, bias and activation inside it.
-
-ATen has nothing for add and norm in one pass, or for a backward that makes a bias gradient or an activation's gradient
-inside a product. Those are in `triton`, made of Triton kernels, which have not yet run on a GPU; where no Triton kernel
-can run they are refused. `Sequential(..., fusions=fusions.aten)` does without them.
-
-* `LinearBiasActivation`, `LinearBiasActivationInference`: the activation in the product's epilogue, and a dropout after
-  it; in training the pre-activation is stored where the activation's gradient reads it.
-* `WideLinearActivationLinear`: of two products and what is between them only the pre-activation is kept, where they are
-  so wide that writing the activation again, inside a product of the backward pass, takes next to no time.
-* `LinearGated`, `LinearGatedInference`: a gated unit there, from two accumulators, and a dropout after it.
-* `LinearBiasDropoutAdd`: dropout and the residual sum there.
-* `ActivationLinearBackward`, `GatedLinearBackward`: the gradients of the activation, or the gated unit, and of the bias
-  before it in the product that makes dx.
-* `LinearBiasBackwardTriton`: a bias's gradient in the product that makes the weight's, where that is small enough.
-* `BlockEndBackward`: these with the bias, dropout and residual sum after the product, at the end of a block.
-* `BiasActivation`, `BiasActivationInference`, `BiasActivationBackward`: one pass each way, for products better left to
-  torch.
-* `BiasDropoutAdd`, `BiasDropoutAddBackward`: the same of dropout between a bias and a residual sum.
-* `BiasGated`, `BiasGatedBackward`: the same of a gated unit.
-* `BlockBoundary`, `BlockBoundaryBackward`: bias, dropout, residual sum and norm in one pass each way; the residual
-  stream is written once and no mask is stored.
-* `NormActivationJoint`, `NormActivation`: the norm's result is not written; the first does not keep it either, and
-  takes up to eight activations and factors.
-* `BlockBoundaryActivation`: a block's boundary and the activations and factors after its norm, likewise.
-* `BiasQKNormRotary`, `BiasQKNorm`, `BiasQKNormRotaryInference`, `BiasQKNormRotaryBackward`, `BiasQKNormBackward`: what
-  stands between the product that makes queries, keys and values and attention: bias, norm of heads, rotation.
-* `BiasQKNormRotaryAttention`: the same with attention behind it; a step of decoding writes its row into the cache in
-  the same pass.
-* `NormBackward`: the gradient of the residual stream in the norm's backward, and all sums over rows in the same pass.
-* `NormForward`: a norm of a half input by a gain of 1 + weight or in another dtype, which ATen copies to float32.
-* `PointwiseChain`, `PointwiseChainInference`, `PointwiseChainBackward`: two to nine activations, factors, biases and
-  dropouts in one pass each way; `PointwiseChainJoint`: of activations side by side only what the first takes is kept.
-
-In `lean` are those that keep less for the backward pass and take longer, for whoever asks for them:
-`Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
-
-* `LinearActivationLinear`: of two products and what is between them only the pre-activation, however narrow they are.
-* `NormLinearActivationLinear`: of a whole feed-forward block its input and the pre-activation.
+To add one: write its file, import it here, and give it a line, with the reason, in `triton`, `aten` or `lean`. The plan
+is chosen by cost; the order of these tuples decides only between schedules of equal cost.
 """
 
 from ..fusion import FusedOperation
-from .activationlinear import ActivationLinearBackward
-from .allreducelinear import AllReduceLinearBackward
-from .biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
-from .biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
-from .biasgated import BiasGated, BiasGatedBackward
-from .biasqknormrotary import (
-    BiasQKNorm,
-    BiasQKNormBackward,
-    BiasQKNormRotary,
-    BiasQKNormRotaryBackward,
-    BiasQKNormRotaryInference,
-)
-from .biasqknormrotaryattention import BiasQKNormRotaryAttention
-from .blockboundary import BlockBoundary, BlockBoundaryBackward
-from .blockboundaryactivation import BlockBoundaryActivation
-from .blockend import BlockEndBackward
-from .gatedlinear import GatedLinearBackward
-from .linearactivationlinear import LinearActivationLinear, WideLinearActivationLinear
-from .linearbias import LinearBias, LinearBiasBackward
-from .linearbias_triton import LinearBiasBackwardTriton
-from .linearbiasact import LinearBiasAct
-from .linearbiasact_onednn import LinearBiasActOneDNN
-from .linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
-from .linearbiasadd import LinearBiasAdd
-from .linearbiasdropoutadd import LinearBiasDropoutAdd
-from .lineargated import LinearGated, LinearGatedInference
-from .normactivation import NormActivation, NormActivationJoint
-from .normbackward import NormBackward
-from .normforward import NormForward
-from .normlinearactivationlinear import NormLinearActivationLinear
-from .pointwisechain import PointwiseChain, PointwiseChainBackward, PointwiseChainInference, PointwiseChainJoint
-from .scaleadd import ScaleAdd
+from .activation_linear import ActivationLinearBackward as ActivationLinearBackward
+from .all_reduce_linear import AllReduceLinearBackward as AllReduceLinearBackward
+from .bias_activation import BiasActivation as BiasActivation
+from .bias_activation import BiasActivationBackward as BiasActivationBackward
+from .bias_activation import BiasActivationInference as BiasActivationInference
+from .bias_dropout_add import BiasDropoutAdd as BiasDropoutAdd
+from .bias_dropout_add import BiasDropoutAddBackward as BiasDropoutAddBackward
+from .bias_gated import BiasGated as BiasGated
+from .bias_gated import BiasGatedBackward as BiasGatedBackward
+from .bias_qk_norm_rotary import BiasQKNorm as BiasQKNorm
+from .bias_qk_norm_rotary import BiasQKNormBackward as BiasQKNormBackward
+from .bias_qk_norm_rotary import BiasQKNormRotary as BiasQKNormRotary
+from .bias_qk_norm_rotary import BiasQKNormRotaryBackward as BiasQKNormRotaryBackward
+from .bias_qk_norm_rotary import BiasQKNormRotaryInference as BiasQKNormRotaryInference
+from .bias_qk_norm_rotary_attention import BiasQKNormRotaryAttention as BiasQKNormRotaryAttention
+from .block_boundary import BlockBoundary as BlockBoundary
+from .block_boundary import BlockBoundaryBackward as BlockBoundaryBackward
+from .block_boundary_activation import BlockBoundaryActivation as BlockBoundaryActivation
+from .block_end import BlockEndBackward as BlockEndBackward
+from .gated_linear import GatedLinearBackward as GatedLinearBackward
+from .linear_activation_linear import LinearActivationLinear as LinearActivationLinear
+from .linear_activation_linear import WideLinearActivationLinear as WideLinearActivationLinear
+from .linear_bias import LinearBias as LinearBias
+from .linear_bias import LinearBiasBackward as LinearBiasBackward
+from .linear_bias import LinearBiasBackwardTriton as LinearBiasBackwardTriton
+from .linear_bias_activation import LinearBiasAct as LinearBiasAct
+from .linear_bias_activation import LinearBiasActivation as LinearBiasActivation
+from .linear_bias_activation import LinearBiasActivationInference as LinearBiasActivationInference
+from .linear_bias_activation import LinearBiasActOneDNN as LinearBiasActOneDNN
+from .linear_bias_add import LinearBiasAdd as LinearBiasAdd
+from .linear_bias_dropout_add import LinearBiasDropoutAdd as LinearBiasDropoutAdd
+from .linear_gated import LinearGated as LinearGated
+from .linear_gated import LinearGatedInference as LinearGatedInference
+from .norm import NormBackward as NormBackward
+from .norm import NormForward as NormForward
+from .norm_activation import NormActivation as NormActivation
+from .norm_activation import NormActivationJoint as NormActivationJoint
+from .norm_linear_activation_linear import NormLinearActivationLinear as NormLinearActivationLinear
+from .pointwise_chain import PointwiseChain as PointwiseChain
+from .pointwise_chain import PointwiseChainBackward as PointwiseChainBackward
+from .pointwise_chain import PointwiseChainInference as PointwiseChainInference
+from .pointwise_chain import PointwiseChainJoint as PointwiseChainJoint
+from .scale_add import ScaleAdd as ScaleAdd
 
 aten: tuple[type[FusedOperation], ...] = (
-    LinearBiasActOneDNN,
-    LinearBiasAct,
-    LinearBiasAdd,
-    LinearBias,
-    ScaleAdd,
-    AllReduceLinearBackward,
-    LinearBiasBackward,
+    LinearBiasActOneDNN,  # without gradients, for a large GEMM: bias and activation inside it
+    LinearBiasAct,  # the activation in place, which saves a tensor
+    LinearBiasAdd,  # the residual sum in place, which saves a tensor
+    LinearBias,  # a GEMM that starts from the bias, instead of a GEMM and a pass over its output
+    ScaleAdd,  # one pass instead of two
+    AllReduceLinearBackward,  # the sum of dx over several processes is sent while dweight is computed
+    LinearBiasBackward,  # the same kernels, one step of the engine instead of two
 )
-"""Fusions made of calls of ATen; they apply on any device, without Triton."""
+"""Fusions made of ATen calls; they apply on any device, without Triton.
+
+Each is not slower than the operations it replaces where its requirements hold, as `benchmarks/bench_aten.py` measures,
+paired and interleaved. ATen has nothing for add and norm in one pass, or for a backward that computes the gradient of a
+bias or an activation inside a GEMM: those are in `triton`.
+"""
 
 triton: tuple[type[FusedOperation], ...] = (
-    LinearBiasActivationInference,
-    LinearGatedInference,
-    BiasActivationInference,
-    WideLinearActivationLinear,
-    LinearBiasActivation,
-    LinearGated,
-    LinearBiasDropoutAdd,
-    BiasActivation,
-    BiasGated,
-    BiasDropoutAdd,
-    BlockEndBackward,
-    ActivationLinearBackward,
-    LinearBiasBackwardTriton,
-    GatedLinearBackward,
-    BiasActivationBackward,
-    BiasGatedBackward,
-    BiasDropoutAddBackward,
-    BlockBoundary,
-    BlockBoundaryActivation,
-    NormActivationJoint,
-    NormActivation,
-    BlockBoundaryBackward,
-    NormForward,
-    NormBackward,
-    PointwiseChainInference,
-    PointwiseChainJoint,
-    PointwiseChain,
-    PointwiseChainBackward,
-    BiasQKNormRotaryAttention,
-    BiasQKNormRotaryInference,
-    BiasQKNormRotary,
-    BiasQKNorm,
-    BiasQKNormRotaryBackward,
-    BiasQKNormBackward,
+    LinearBiasActivationInference,  # the activation, and a dropout after it, in the GEMM's epilogue
+    LinearGatedInference,  # a gated unit there, from two accumulators
+    BiasActivationInference,  # one pass, for GEMMs better left to torch
+    WideLinearActivationLinear,  # saves the pre-activation alone, where recomputing the activation takes almost no time
+    LinearBiasActivation,  # the epilogue in training: stores the pre-activation if the activation's gradient reads it
+    LinearGated,  # a gated unit there, from two accumulators
+    LinearBiasDropoutAdd,  # dropout and the residual sum in the GEMM's epilogue
+    BiasActivation,  # one pass, for GEMMs better left to torch
+    BiasGated,  # a bias and a gated unit in one pass
+    BiasDropoutAdd,  # bias, dropout and residual sum in one pass
+    BlockEndBackward,  # the next, with the gradients of the bias, dropout and residual sum that end a block
+    ActivationLinearBackward,  # gradients of the activation and of the bias before it, in the GEMM that computes dx
+    LinearBiasBackwardTriton,  # the bias's gradient in the GEMM that computes dweight, where that is small enough
+    GatedLinearBackward,  # gradients of a gated unit and of the bias before it, likewise
+    BiasActivationBackward,  # one pass, for GEMMs better left to torch
+    BiasGatedBackward,  # gradients of a bias and a gated unit in one pass
+    BiasDropoutAddBackward,  # gradients of bias, dropout and residual sum in one pass
+    BlockBoundary,  # bias, dropout, residual sum and norm in one pass; stores no mask, writes the residual stream once
+    BlockBoundaryActivation,  # the same with up to eight activations and factors after the norm
+    NormActivationJoint,  # a norm and up to eight activations and factors; neither writes nor saves the norm's output
+    NormActivation,  # a norm and an activation in one pass; does not write the norm's output
+    BlockBoundaryBackward,  # the backward of a block's boundary in one pass
+    NormForward,  # a norm with a gain of 1 + weight or in another dtype, for which ATen copies x to float32
+    NormBackward,  # adds the gradient of the residual stream, and reads x once for dx and all sums over tokens
+    PointwiseChainInference,  # two to nine activations, factors, biases and dropouts in one pass
+    PointwiseChainJoint,  # of activations side by side saves only the input of the first
+    PointwiseChain,  # two to nine activations, factors, biases and dropouts in one pass
+    PointwiseChainBackward,  # their gradients in one pass
+    BiasQKNormRotaryAttention,  # the next with attention; a step of decoding writes its keys and values too
+    BiasQKNormRotaryInference,  # bias, norm of heads and RoPE between the QKV GEMM and attention, in one pass
+    BiasQKNormRotary,  # the same in training
+    BiasQKNorm,  # the same without RoPE
+    BiasQKNormRotaryBackward,  # their gradients in one pass
+    BiasQKNormBackward,  # their gradients in one pass
 )
 """Fusions made of Triton kernels, refused where none can run; not yet run on a GPU."""
 
-lean: tuple[type[FusedOperation], ...] = (NormLinearActivationLinear, LinearActivationLinear)
-"""Fusions that keep less for the backward pass and take longer, for whoever asks for them."""
+lean: tuple[type[FusedOperation], ...] = (
+    NormLinearActivationLinear,  # of a whole feed-forward block saves its input and the pre-activation
+    LinearActivationLinear,  # of two GEMMs and an activation between them saves the pre-activation, at any width
+)
+"""Fusions that save less for the backward pass and take longer, for whoever asks for them:
+
+`Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
+"""
 
 default: tuple[type[FusedOperation], ...] = (*triton, *aten)
 """What a `Sequential` uses unless told otherwise: `(*triton, *aten)`."""
 
-__all__ = [
-    "ActivationLinearBackward",
-    "AllReduceLinearBackward",
-    "BiasActivation",
-    "BiasActivationBackward",
-    "BiasActivationInference",
-    "BiasDropoutAdd",
-    "BiasDropoutAddBackward",
-    "BiasGated",
-    "BiasGatedBackward",
-    "BiasQKNorm",
-    "BiasQKNormBackward",
-    "BiasQKNormRotary",
-    "BiasQKNormRotaryAttention",
-    "BiasQKNormRotaryBackward",
-    "BiasQKNormRotaryInference",
-    "BlockBoundary",
-    "BlockBoundaryActivation",
-    "BlockBoundaryBackward",
-    "BlockEndBackward",
-    "GatedLinearBackward",
-    "LinearActivationLinear",
-    "LinearBias",
-    "LinearBiasAct",
-    "LinearBiasActOneDNN",
-    "LinearBiasActivation",
-    "LinearBiasActivationInference",
-    "LinearBiasAdd",
-    "LinearBiasBackward",
-    "LinearBiasBackwardTriton",
-    "LinearBiasDropoutAdd",
-    "LinearGated",
-    "LinearGatedInference",
-    "NormActivation",
-    "NormActivationJoint",
-    "NormBackward",
-    "NormForward",
-    "NormLinearActivationLinear",
-    "PointwiseChain",
-    "PointwiseChainBackward",
-    "PointwiseChainInference",
-    "PointwiseChainJoint",
-    "ScaleAdd",
-    "WideLinearActivationLinear",
-    "aten",
-    "default",
-    "lean",
-    "triton",
-]
+_names = sorted(fusion.__name__ for fusion in (*default, *lean))
+__all__ = [*_names, "aten", "default", "lean", "triton"]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

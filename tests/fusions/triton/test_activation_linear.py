@@ -10,8 +10,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import _gemm, activationlinear
-from seqfuse.fusions.activationlinear import ActivationLinearBackward
+from seqfuse.fusions import _gemm, activation_linear
+from seqfuse.fusions.activation_linear import ActivationLinearBackward
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -100,7 +100,7 @@ MUTANTS = {
 def test_a_wrong_fusion_is_found(
     name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(activationlinear, "unit_bwd", mutant(_gemm, *MUTANTS[name]).unit_bwd)
+    monkeypatch.setattr(activation_linear, "unit_bwd", mutant(_gemm, *MUTANTS[name]).unit_bwd)
     list_ = (bias(6, device), ops.Tanh(), ops.Dropout(0.3), linear(6, 9, device))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(ActivationLinearBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

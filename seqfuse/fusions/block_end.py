@@ -13,7 +13,7 @@ from ..ops import Add, Bias, Dropout, Linear
 from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd, unit_worth
 from ._pointwise import passes
-from .biasdropoutadd import branch_bwd
+from .bias_dropout_add import branch_bwd
 
 # The part of a launch that a step of the engine takes.
 _STEP = 0.25

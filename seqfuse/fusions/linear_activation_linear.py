@@ -31,8 +31,8 @@ from ._gemm import (
     worth,
 )
 from ._kernels import device, rows_of
-from .biasdropoutadd import branch_bwd
-from .blockend import branch_worth, drops
+from .bias_dropout_add import branch_bwd
+from .block_end import branch_worth, drops
 
 if TYPE_CHECKING:
     from ..kernels.gemm import Gradients

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import linearactivationlinear
-from seqfuse.fusions.linearactivationlinear import LinearActivationLinear
+from seqfuse.fusions import linear_activation_linear
+from seqfuse.fusions.linear_activation_linear import LinearActivationLinear
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -191,7 +191,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linearactivationlinear, *MUTANTS[name]).LinearActivationLinear
+    changed = mutant(linear_activation_linear, *MUTANTS[name]).LinearActivationLinear
     list_ = [operation.to(device) for operation in layers(ops.SiLU(), ops.Dropout(0.3))]
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

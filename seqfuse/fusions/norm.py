@@ -1,14 +1,37 @@
-"""The backward of a norm, and of the fork before it."""
+"""A norm by itself: forward where ATen would copy its input to float32, and backward with the `Fork` before it."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from ..env import Env, Savings
-from ..fusion import BackwardFusion, Requirements
+from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Fork, LayerNorm, RMSNorm
-from ._norm import kernels_take, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, converts, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+
+
+class NormForward(ForwardFusion):
+    """y = norm(x) in one pass for a half input and a gain of 1 + weight, or parameters in another dtype.
+
+    ATen's kernels take neither: the operation copies x to float32 and y back. Where they do, nothing is faster here.
+    x, y: [*, H]. Saves what the operation saves.
+    """
+
+    norm: LayerNorm | RMSNorm
+
+    triton = True
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_take(self.norm, env)
+        yield converts(self.norm, env), "ATen's kernel makes one pass as well"
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=2, bytes=copies(self.norm, env) * pass_bytes(self.norm, env))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Record]]:
+        out, record = norm_fwd(self.norm, x)
+        return out.y, {"norm": record}
 
 
 class NormBackward(BackwardFusion):

@@ -15,8 +15,8 @@ from ..ops._read import parameter
 from ..pointwise import Pointwise
 from ._functions import composed, factors_of, kernel_takes_functions, passes_of
 from ._norm import norm_bwd, pass_bytes, shift
-from .blockboundary import backward_worth, boundary_fwd, boundary_takes, forward_worth
-from .normactivation import norm_records
+from .block_boundary import backward_worth, boundary_fwd, boundary_takes, forward_worth
+from .norm_activation import norm_records
 
 
 class BlockBoundaryActivation(JointFusion):

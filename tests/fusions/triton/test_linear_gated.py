@@ -10,9 +10,9 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import _gemm, gatedlinear, lineargated
-from seqfuse.fusions.gatedlinear import GatedLinearBackward
-from seqfuse.fusions.lineargated import LinearGated, LinearGatedInference
+from seqfuse.fusions import _gemm, gated_linear, linear_gated
+from seqfuse.fusions.gated_linear import GatedLinearBackward
+from seqfuse.fusions.linear_gated import LinearGated, LinearGatedInference
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -97,7 +97,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_forward_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     fusion, old, new = MUTANTS[name]
-    changed = getattr(mutant(lineargated, old, new), fusion)
+    changed = getattr(mutant(linear_gated, old, new), fusion)
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3), dtypes=[torch.float32])
@@ -119,7 +119,7 @@ BACKWARD_MUTANTS = {
 def test_a_wrong_backward_is_found(
     name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gatedlinear, "unit_bwd", mutant(_gemm, *BACKWARD_MUTANTS[name]).unit_bwd)
+    monkeypatch.setattr(gated_linear, "unit_bwd", mutant(_gemm, *BACKWARD_MUTANTS[name]).unit_bwd)
     list_ = (bias(8).to(device), ops.SwiGLU(), ops.Dropout(0.3), ops.Linear(4, 9, bias=False).to(device))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(GatedLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])

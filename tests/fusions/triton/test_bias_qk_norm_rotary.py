@@ -11,7 +11,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import biasqknormrotary as module
+from seqfuse.fusions import bias_qk_norm_rotary as module
 from seqfuse.testing import check_fusion, seeded_randn
 
 from .fourways import four_ways

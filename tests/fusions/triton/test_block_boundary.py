@@ -13,8 +13,8 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import blockboundary
-from seqfuse.fusions.blockboundary import BlockBoundary, BlockBoundaryBackward
+from seqfuse.fusions import block_boundary
+from seqfuse.fusions.block_boundary import BlockBoundary, BlockBoundaryBackward
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
@@ -153,7 +153,7 @@ def test_the_other_mode_of_dropout_is_refused():
 def test_a_mutant_is_found(
     mutant: Callable[[ModuleType, str, str], ModuleType], fusion: str, old: str, new: str, device: torch.device
 ):
-    changed = getattr(mutant(blockboundary, old, new), fusion)
+    changed = getattr(mutant(block_boundary, old, new), fusion)
     operations = on(device, boundary("dropout", fork=True, norm=ops.LayerNorm))
     with pytest.raises(AssertionError):
         check_fusion(changed, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[torch.float32])

@@ -1,4 +1,4 @@
-"""A norm's backward with the gradient of the residual stream."""
+"""A norm by itself, and its backward with the gradient of the residual stream."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import normbackward
-from seqfuse.fusions.normbackward import NormBackward
-from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.fusions import _norm
+from seqfuse.fusions import norm as norms
+from seqfuse.fusions.norm import NormBackward, NormForward
+from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "alone"])
 @pytest.mark.parametrize("norm", [ops.LayerNorm, ops.RMSNorm], ids=lambda norm: norm.__name__)
-def test_takes_the_place_of_what_it_replaces(norm: type[sf.UnfusedOperation], fork: bool, device: torch.device):
+def test_the_backward_takes_the_place_of_what_it_replaces(
+    norm: type[sf.UnfusedOperation], fork: bool, device: torch.device
+):
     operations = [*([ops.Fork("out")] if fork else []), norm(8).to(device)]
     check_fusion(NormBackward, seeded_randn((5, 8), 0).to(device), *operations)
 
@@ -91,10 +94,51 @@ def test_a_norm_without_parameters_is_left_to_the_operation():
     [("dstream=d_fork_out", "dstream=None"), ('dx="x" in needs', "dx=bool(needs)")],
     ids=["no gradient of the stream", "what nobody wants"],
 )
-def test_a_mutant_is_found(
+def test_a_wrong_backward_is_found(
     mutant: Callable[[ModuleType, str, str], ModuleType], old: str, new: str, device: torch.device
 ):
-    changed = mutant(normbackward, old, new).NormBackward
+    changed = mutant(norms, old, new).NormBackward
     operations = [ops.Fork("out"), ops.LayerNorm(8).to(device)]
     with pytest.raises((AssertionError, sf.SeqfuseError)):
         check_fusion(changed, seeded_randn((5, 8), 0).to(device), *operations, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype"),
+    [
+        (ops.RMSNorm(8, zero_centered=True), torch.bfloat16),
+        (ops.LayerNorm(8, zero_centered=True), torch.float16),
+    ],
+    ids=["RMSNorm", "LayerNorm"],
+)
+def test_the_forward_takes_the_place_of_what_it_replaces(
+    norm: sf.UnfusedOperation, dtype: torch.dtype, device: torch.device
+):
+    check_fusion(NormForward, seeded_randn((5, 8), 0).to(device), norm.to(device), dtypes=[dtype])
+
+
+def test_parameters_may_be_wider_than_the_input(device: torch.device):
+    model = sf.Sequential(ops.LayerNorm(8), fusions=(NormForward,)).to(device)
+    x = seeded_randn((40, 8), 0, dtype=torch.bfloat16).to(device)
+    assert model.plan(x).count("NormForward") == 1
+    y = model(x).detach()
+    with sf.fusing(False):
+        assert_fused_close(y, model(x).detach(), model.double()(x.double()).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_aten_does_in_one_pass_is_left_to_it(dtype: torch.dtype):
+    model = sf.Sequential(ops.RMSNorm(8), fusions=(NormForward,)).to(dtype)
+    (refusal,) = model.plan(env=sf.Env.of("cuda:sm_90", dtype=dtype)).refused
+    assert refusal.reason == "ATen's kernel makes one pass as well"
+
+
+def test_a_wrong_forward_is_found(
+    mutant: Callable[[ModuleType, str, str], ModuleType], monkeypatch: pytest.MonkeyPatch, device: torch.device
+):
+    call = "rmsnorm_fwd(x, gain, eps, zero_centered=norm.zero_centered"
+    changed = mutant(_norm, call, "rmsnorm_fwd(x, gain, eps, zero_centered=False")
+    monkeypatch.setattr(norms, "norm_fwd", changed.norm_fwd)
+    norm = ops.RMSNorm(8, zero_centered=True).to(device)
+    with pytest.raises(AssertionError):
+        check_fusion(NormForward, seeded_randn((5, 8), 0).to(device), norm, dtypes=[torch.bfloat16])

@@ -10,9 +10,9 @@ import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import linearbiasactivation
-from seqfuse.fusions.activationlinear import ActivationLinearBackward
-from seqfuse.fusions.linearbiasactivation import LinearBiasActivation, LinearBiasActivationInference
+from seqfuse.fusions import linear_bias_activation
+from seqfuse.fusions.activation_linear import ActivationLinearBackward
+from seqfuse.fusions.linear_bias_activation import LinearBiasActivation, LinearBiasActivationInference
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -160,14 +160,14 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     fusion, old, new = MUTANTS[name]
-    changed = getattr(mutant(linearbiasactivation, old, new), fusion)
+    changed = getattr(mutant(linear_bias_activation, old, new), fusion)
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.SiLU(), ops.Dropout(0.3), dtypes=[torch.float32])
 
 
 def test_the_output_after_dropout_is_not_the_one_before_it(device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linearbiasactivation, "not before and drop is not None", "False").LinearBiasActivation
+    changed = mutant(linear_bias_activation, "not before and drop is not None", "False").LinearBiasActivation
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.Tanh(), ops.Dropout(0.3), dtypes=[torch.float32])

@@ -10,8 +10,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import biasgated
-from seqfuse.fusions.biasgated import BiasGated, BiasGatedBackward
+from seqfuse.fusions import bias_gated
+from seqfuse.fusions.bias_gated import BiasGated, BiasGatedBackward
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -52,7 +52,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     fusion, old, new = MUTANTS[name]
-    changed = mutant(biasgated, old, new)
+    changed = mutant(bias_gated, old, new)
     x = seeded_randn((5, 8), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(getattr(changed, fusion), x, bias(8).to(device), ops.SwiGLU(), dtypes=[torch.float32])

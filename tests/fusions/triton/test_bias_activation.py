@@ -10,8 +10,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import biasactivation
-from seqfuse.fusions.biasactivation import BiasActivation, BiasActivationBackward, BiasActivationInference
+from seqfuse.fusions import bias_activation
+from seqfuse.fusions.bias_activation import BiasActivation, BiasActivationBackward, BiasActivationInference
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -60,7 +60,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     fusion, old, new = MUTANTS[name]
-    changed = mutant(biasactivation, old, new)
+    changed = mutant(bias_activation, old, new)
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(getattr(changed, fusion), x, bias(6).to(device), ops.SiLU(), dtypes=[torch.float32])

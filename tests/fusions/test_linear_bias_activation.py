@@ -1,22 +1,63 @@
-"""Linear, Bias and an activation as one oneDNN primitive."""
+"""Linear, Bias and an activation: by ATen in place, and as one oneDNN primitive."""
 
 import pytest
 import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import linearbiasact_onednn
-from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.fusions import linear_bias_activation
+from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 
 SUPPORTED = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-ACTS = (ops.GeLU("tanh"), ops.SiLU(), ops.Sigmoid(), ops.Tanh())
+ACTS = (ops.ReLU(), ops.Sigmoid(), ops.Tanh())
+ONEDNN_ACTS = (ops.GeLU("tanh"), ops.SiLU(), ops.Sigmoid(), ops.Tanh())
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("act", ACTS, ids=str)
+def test_takes_the_place_of_what_it_replaces(act: sf.Pointwise, bias: bool):
+    x = seeded_randn((5, 6), 0)
+    check_fusion(fusions.LinearBiasAct, x, ops.Linear(6, 4, bias=bias), act)
+
+
+@pytest.mark.parametrize("act", ACTS, ids=str)
+def test_gives_the_bits_of_the_product_and_the_activation(act: sf.Pointwise):
+    model, x = sf.Sequential(ops.Linear(6, 8), act), seeded_randn((5, 6), 0)
+    y = model(x)
+    with sf.fusing(only=[fusions.LinearBias]):
+        assert_bitwise_equal(y.detach(), model(x).detach())
+
+
+def test_saves_the_output_and_nothing_beyond_it():
+    model, x = sf.Sequential(ops.Linear(6, 8), ops.ReLU()), seeded_randn((5, 6), 0)
+    assert model.plan(x).count("LinearBiasAct") == 1
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = model(x)
+    storages = {t.untyped_storage().data_ptr() for t in kept} - {p.data_ptr() for p in model.parameters()}
+    assert storages == {x.data_ptr(), y.data_ptr()}
+
+
+def test_a_residual_shaped_bias_is_refused_by_its_type():
+    model = sf.Sequential(ops.Linear(6, 8, bias=False), ops.Add("other"), ops.ReLU())
+    assert model.plan(seeded_randn((5, 6), 0), other=seeded_randn((5, 8), 1)).count("LinearBiasAct") == 0
+
+
+def test_autocast_gives_what_the_operations_give():
+    model, x = sf.Sequential(ops.Linear(6, 8), ops.ReLU()), seeded_randn((5, 6), 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+        with sf.fusing(only=[fusions.LinearBias]):
+            assert_bitwise_equal(y.detach(), model(x).detach())
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("act", ACTS, ids=str)
-def test_takes_the_place_of_what_it_replaces(act: sf.Pointwise, bias: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(linearbiasact_onednn, "_WORTHWHILE", 0)
+@pytest.mark.parametrize("act", ONEDNN_ACTS, ids=str)
+def test_the_onednn_primitive_takes_the_place_of_what_it_replaces(
+    act: sf.Pointwise, bias: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(linear_bias_activation, "_WORTHWHILE", 0)
     for shape in ((5, 6), (2, 3, 64), (33, 150)):
         linear = ops.Linear(shape[-1], 9, bias=bias)
         checked = check_fusion(
@@ -32,7 +73,7 @@ def refusals(linear: ops.Linear, act: sf.Pointwise, env: sf.Env) -> list[str]:
 
 
 @pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
-def test_is_used_where_nothing_needs_a_gradient():
+def test_onednn_is_used_where_nothing_needs_a_gradient():
     model = sf.Sequential(ops.Linear(256, 512), ops.GeLU("tanh")).bfloat16()
     x = seeded_randn((64, 256), 0, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -48,18 +89,18 @@ def test_is_used_where_nothing_needs_a_gradient():
     (sf.Env.of("cpu", dtype=torch.bfloat16), "too small"),
     (sf.Env.of("cpu", dtype=torch.float32, rows=64), "input, weight and bias must have one dtype"),
 ], ids=str)  # fmt: skip
-def test_says_where_it_cannot_be_used(env: sf.Env, sentence: str):
+def test_onednn_says_where_it_cannot_be_used(env: sf.Env, sentence: str):
     assert any(sentence in refusal for refusal in refusals(ops.Linear(256, 512, dtype=torch.bfloat16), ops.SiLU(), env))
 
 
-def test_leaves_the_exact_gelu_to_torch():
+def test_onednn_leaves_the_exact_gelu_to_torch():
     found = refusals(
         ops.Linear(256, 512, dtype=torch.bfloat16), ops.GeLU(), sf.Env.of("cpu", dtype=torch.bfloat16, rows=64)
     )
     assert "the tail of the exact GeLU depends on the rounding of the product" in found
 
 
-def test_leaves_float32_to_torch():
+def test_onednn_leaves_float32_to_torch():
     found = refusals(ops.Linear(256, 512), ops.SiLU(), sf.Env.of("cpu", rows=64))
     assert found[0] == "it is for bfloat16: in float32 oneDNN's activations are less accurate"
 

@@ -11,8 +11,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import env, fusions, ops
-from seqfuse.fusions import normlinearactivationlinear
-from seqfuse.fusions.normlinearactivationlinear import NormLinearActivationLinear
+from seqfuse.fusions import norm_linear_activation_linear
+from seqfuse.fusions.norm_linear_activation_linear import NormLinearActivationLinear
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -114,7 +114,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(normlinearactivationlinear, *MUTANTS[name]).NormLinearActivationLinear
+    changed = mutant(norm_linear_activation_linear, *MUTANTS[name]).NormLinearActivationLinear
     own = block(ops.LayerNorm(6), ops.SiLU()).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, seeded_randn((5, 6), 0).to(device), own, dtypes=[torch.float32])

@@ -10,8 +10,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import biasdropoutadd
-from seqfuse.fusions.biasdropoutadd import BiasDropoutAdd, BiasDropoutAddBackward
+from seqfuse.fusions import bias_dropout_add
+from seqfuse.fusions.bias_dropout_add import BiasDropoutAdd, BiasDropoutAddBackward
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -74,7 +74,7 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
     fusion, old, new = MUTANTS[name]
-    changed = mutant(biasdropoutadd, old, new)
+    changed = mutant(bias_dropout_add, old, new)
     list_ = (bias(8).to(device), ops.Dropout(0.3), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(getattr(changed, fusion), seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])

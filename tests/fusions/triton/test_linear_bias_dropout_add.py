@@ -10,8 +10,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import _gemm, linearbiasdropoutadd
-from seqfuse.fusions.linearbiasdropoutadd import LinearBiasDropoutAdd
+from seqfuse.fusions import _gemm, linear_bias_dropout_add
+from seqfuse.fusions.linear_bias_dropout_add import LinearBiasDropoutAdd
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -91,7 +91,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(linearbiasdropoutadd, *MUTANTS[name])
+    changed = mutant(linear_bias_dropout_add, *MUTANTS[name])
     x = seeded_randn((5, 6), 0).to(device)
     list_ = (ops.Linear(6, 8).to(device), ops.Dropout(0.3), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
@@ -102,7 +102,7 @@ def test_another_scale_is_found(
     device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
 ):
     changed = mutant(_gemm, 'dropout.mode == "upscale_in_train")', "False)")
-    monkeypatch.setattr(linearbiasdropoutadd, "mask", changed.mask)
+    monkeypatch.setattr(linear_bias_dropout_add, "mask", changed.mask)
     list_ = (ops.Linear(6, 8).to(device), ops.Dropout(0.3), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(LinearBiasDropoutAdd, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

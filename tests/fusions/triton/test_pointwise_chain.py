@@ -10,8 +10,8 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fusions import _chain, pointwisechain
-from seqfuse.fusions.pointwisechain import (
+from seqfuse.fusions import _chain, pointwise_chain
+from seqfuse.fusions.pointwise_chain import (
     PointwiseChain,
     PointwiseChainBackward,
     PointwiseChainInference,
@@ -189,9 +189,9 @@ def test_a_wrong_fusion_is_found(
 ):
     fusion, old, new = MUTANTS[name]
     changed = mutant(_chain, old, new)
-    for part in vars(pointwisechain).keys() & vars(_chain).keys():
+    for part in vars(pointwise_chain).keys() & vars(_chain).keys():
         if getattr(getattr(_chain, part), "__module__", "") == _chain.__name__:
-            monkeypatch.setattr(pointwisechain, part, getattr(changed, part))
+            monkeypatch.setattr(pointwise_chain, part, getattr(changed, part))
     parts = (bias(8), ops.Scale(0.5), ops.Dropout(0.3), ops.SiLU(), ops.Dropout(0.5), bias(8), ops.Tanh())
     if fusion is PointwiseChainJoint:
         parts = (bias(8), ops.Scale(0.5), ops.Tanh(), ops.SiLU(), bias(8), ops.GeLU())

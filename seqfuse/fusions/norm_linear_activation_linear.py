@@ -17,7 +17,7 @@ from ..ops._norm import stats_dtype
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._norm import copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look, shift
-from .linearactivationlinear import LinearActivationLinear
+from .linear_activation_linear import LinearActivationLinear
 
 # Whoever asks for less memory wants it at a price: a byte of n that is not kept counts as so many moved.
 _KEPT = 8

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import blockboundaryactivation
-from seqfuse.fusions.blockboundaryactivation import BlockBoundaryActivation
+from seqfuse.fusions import block_boundary_activation
+from seqfuse.fusions.block_boundary_activation import BlockBoundaryActivation
 from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
@@ -120,7 +120,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
-    changed = mutant(blockboundaryactivation, *MUTANTS[name]).BlockBoundaryActivation
+    changed = mutant(block_boundary_activation, *MUTANTS[name]).BlockBoundaryActivation
     list_ = bias(8), ops.Dropout(0.3), ops.Add("other"), ops.Fork("out"), ops.LayerNorm(8), ops.SiLU(), ops.Scale(0.5)
     operations = [operation.to(device) for operation in list_]
     with pytest.raises((AssertionError, sf.PluginError)):

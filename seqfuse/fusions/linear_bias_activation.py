@@ -1,0 +1,168 @@
+"""Linear, an optional Bias and an activation, forward: in a Triton GEMM, in ATen's calls, and as a oneDNN primitive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import ForwardFusion, InferenceFusion, Requirements
+from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
+from ..ops._read import parameter, required
+from ..pointwise import Pointwise
+from ._gemm import around_saved, bias_of, epilogue_takes, forward_worth, mask, tf32, weight_of
+from ._kernels import device
+from ._linear import one_dtype, output_bytes
+
+_IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
+    ReLU: torch.relu_,
+    Sigmoid: torch.sigmoid_,
+    Tanh: torch.tanh_,
+}
+_mkldnn: Any = torch.ops.mkldnn
+_POST_OPS: dict[type, str] = {GeLU: "gelu", SiLU: "swish", Sigmoid: "sigmoid", Tanh: "tanh"}
+# Below this many multiplications, making the primitive may cost more than it saves.
+_WORTHWHILE = 2**16
+
+
+class LinearBiasActivation(ForwardFusion):
+    """y = dropout(act(z)), z = x weight^T + bias, in one product, for any `Pointwise` with device functions.
+
+    All is made of the float32 sums; z is rounded when it is stored, which it is only where the activation's gradient
+    reads it, and so is act(z) where that is read and something was dropped from it. The mask is the one that the
+    operation makes of the same seed; none is stored.
+
+    x: [*, in_features], z, y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias | None
+    act: Pointwise
+    dropout: Dropout | None
+
+    triton = True
+    layout = "inner_contig"
+
+    def requires(self, env: Env) -> Requirements:
+        return epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
+
+    def saves(self, env: Env) -> Savings:
+        dropped = self.dropout is not None and self.dropout.random
+        stored = self.act.reads == "input" or dropped
+        return forward_worth(self.linear, self.bias, self.act, dropped, stored, env)
+
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+        from ..kernels import gemm
+
+        act, weight, drop = self.act, weight_of(self.linear), mask(self.dropout, dropout_seed)
+        before = act.reads == "input"
+        y, t = gemm.linear(
+            x, weight, bias_of(self.bias), act=device(act), dropout=drop, tf32=tf32(),
+            store_pre=before, store_act=not before and drop is not None,
+        )  # fmt: skip
+        t = y if t is None else t
+        saved = around_saved(x, weight, self.bias, self.dropout, dropout_seed)
+        return y, {**saved, "act": act.record(t, t)}
+
+
+class LinearBiasActivationInference(InferenceFusion):
+    """y = dropout(act(x weight^T + bias)) in one product where nothing needs a gradient: nothing is written beside y.
+
+    x: [*, in_features], y: [*, out_features].
+    """
+
+    linear: Linear
+    bias: Bias | None
+    act: Pointwise
+    dropout: Dropout | None
+
+    triton = True
+    layout = "inner_contig"
+
+    def requires(self, env: Env) -> Requirements:
+        return epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
+
+    def saves(self, env: Env) -> Savings:
+        dropped = self.dropout is not None and self.dropout.random
+        return forward_worth(self.linear, self.bias, self.act, dropped, False, env)
+
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> Tensor:
+        from ..kernels import gemm
+
+        act, drop = device(self.act), mask(self.dropout, dropout_seed)
+        return gemm.linear(x, weight_of(self.linear), bias_of(self.bias), act=act, dropout=drop, tf32=tf32())[0]
+
+
+class LinearBiasAct(ForwardFusion):
+    """y = act(x weight^T + bias), the activation in place of the product, which nobody else sees; on any device.
+
+    The backward of these activations reads y, so the pre-activation need not stay and no second tensor is allocated.
+    The numbers are those of `LinearBias` followed by the activation, bit for bit.
+
+    x: [*, in_features], y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias | None
+    act: ReLU | Sigmoid | Tanh
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+
+    def saves(self, env: Env) -> Savings:
+        tensors = 1 if self.bias is None else 3
+        return Savings(launches=0 if self.bias is None else 1, bytes=tensors * output_bytes(self.linear, env))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        weight, bias = required(self.linear, "weight"), self.bias
+        y = F.linear(x, weight, None if bias is None else bias.read())
+        y = _IN_PLACE[type(self.act)](y)
+        record = self.act.Saved(y=y)  # pyright: ignore[reportCallIssue]
+        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight), "act": record}
+        return y, saved if bias is None else {**saved, "bias": Bias.NOTHING}
+
+
+class LinearBiasActOneDNN(InferenceFusion):
+    """y = act(x weight^T + bias) in bfloat16, rounded once, after the activation.
+
+    In float32 oneDNN's activations are less accurate than ATen's, and its ReLU makes 0 of NaN in any dtype. The tail of
+    the exact GeLU is what cancellation leaves of it, another number for an argument that was not rounded. These stay
+    with ATen.
+
+    x: [*, in_features], y: [*, out_features].
+    """
+
+    linear: Linear
+    bias: Bias | None
+    act: GeLU | SiLU | Sigmoid | Tanh
+
+    def requires(self, env: Env) -> Requirements:
+        linear, dtype = self.linear, self.linear.weight.dtype
+        yield env.device == "cpu", "oneDNN runs on the CPU"
+        available = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+        yield available, "oneDNN is not built in, or off"
+        yield env.autocast is None, "under autocast weight and bias would have to be cast"
+        yield dtype == torch.bfloat16, "it is for bfloat16: in float32 oneDNN's activations are less accurate"
+        exact = isinstance(self.act, GeLU) and self.act.approximate == "none"
+        yield not exact, "the tail of the exact GeLU depends on the rounding of the product"
+        yield env.dtype == dtype and one_dtype(linear, self.bias), "input, weight and bias must have one dtype"
+        yield _mkldnn._is_mkldnn_bf16_supported(), "this CPU has no bfloat16 products"
+        # `rows` is rounded up to a power of two: more than half of them are there.
+        work = (env.rows or 0) // 2 * linear.in_features * linear.out_features
+        yield work >= _WORTHWHILE, "too small: making the oneDNN primitive may cost more than it saves"
+
+    def saves(self, env: Env) -> Savings:
+        tensors = 2 if self.bias is None else 4
+        return Savings(launches=1 if self.bias is None else 2, bytes=tensors * output_bytes(self.linear, env))
+
+    def fwd(self, x: Tensor) -> Tensor:
+        act, bias = self.act, self.bias
+        algorithm = act.approximate if isinstance(act, GeLU) else ""
+        weight, start = parameter(self.linear, "weight"), None if bias is None else bias.read()
+        return _mkldnn._linear_pointwise(x, weight, start, _POST_OPS[type(act)], [], algorithm)
