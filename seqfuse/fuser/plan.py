@@ -264,12 +264,10 @@ def _segments(
         aim = cuts[-1] + SEGMENT
         reach = range(cuts[-1] + SEGMENT // 2, min(aim + SEGMENT // 2, stop - 1) + 1)
         near = [b for b in reach if b in borders]
+        near = near or [b for b in range(reach.stop, stop) if b in borders][:1]
         if not near:
-            near = [next((b for b in range(reach.stop, stop) if b in borders), stop)]
-        cut = min(near, key=lambda b: (nodes[b].crossing > 0, abs(b - aim)))
-        if cut == stop:
             break
-        cuts.append(cut)
+        cuts.append(min(near, key=lambda b: (nodes[b].crossing > 0, abs(b - aim))))
     return tuple(range(a, b) for a, b in zip(cuts, [*cuts[1:], stop], strict=True))
 
 

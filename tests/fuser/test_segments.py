@@ -233,6 +233,7 @@ def test_a_fusion_longer_than_a_segment_is_not_cut():
     plan = model.plan(x)
     assert plan.count("Chain") == 1
     assert plan.segments == (range(17), range(17, 20))
+    assert model[:17].plan(x).segments == (range(17),), "a sequence that ends with it"
     assert_same(passes(model, x), want)
 
 
