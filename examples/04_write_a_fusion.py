@@ -69,7 +69,7 @@ def main() -> None:
 
     print("HardSwish against its reference, then in the fusions of the library:")
     testing.check_op(HardSwish(), x)
-    for fusion in (fusions.BiasActivation, fusions.BiasActivationBackward):
+    for fusion in (fusions.PointwiseChain, fusions.PointwiseChainBackward):
         print(testing.check_fusion(fusion, x, ops.Bias(8).to(here), HardSwish(), env=hopper))
 
     print("\nScaleTanhScale in every combination of passes:")

@@ -7,9 +7,6 @@ is chosen by cost; the order of these tuples decides only between schedules of e
 from ..fusion import FusedOperation
 from .activation_linear import ActivationLinearBackward as ActivationLinearBackward
 from .all_reduce_linear import AllReduceLinearBackward as AllReduceLinearBackward
-from .bias_activation import BiasActivation as BiasActivation
-from .bias_activation import BiasActivationBackward as BiasActivationBackward
-from .bias_activation import BiasActivationInference as BiasActivationInference
 from .bias_dropout_add import BiasDropoutAdd as BiasDropoutAdd
 from .bias_dropout_add import BiasDropoutAddBackward as BiasDropoutAddBackward
 from .bias_gated import BiasGated as BiasGated
@@ -24,7 +21,6 @@ from .block_boundary import BlockBoundary as BlockBoundary
 from .block_boundary import BlockBoundaryBackward as BlockBoundaryBackward
 from .block_boundary_activation import BlockBoundaryActivation as BlockBoundaryActivation
 from .block_end import BlockEndBackward as BlockEndBackward
-from .gated_linear import GatedLinearBackward as GatedLinearBackward
 from .linear_activation_linear import LinearActivationLinear as LinearActivationLinear
 from .linear_activation_linear import WideLinearActivationLinear as WideLinearActivationLinear
 from .linear_bias import LinearBias as LinearBias
@@ -36,8 +32,6 @@ from .linear_bias_activation import LinearBiasActivationInference as LinearBiasA
 from .linear_bias_activation import LinearBiasActOneDNN as LinearBiasActOneDNN
 from .linear_bias_add import LinearBiasAdd as LinearBiasAdd
 from .linear_bias_dropout_add import LinearBiasDropoutAdd as LinearBiasDropoutAdd
-from .linear_gated import LinearGated as LinearGated
-from .linear_gated import LinearGatedInference as LinearGatedInference
 from .norm import NormBackward as NormBackward
 from .norm import NormForward as NormForward
 from .norm_activation import NormActivation as NormActivation
@@ -66,21 +60,15 @@ bias or an activation inside a GEMM: those are in `triton`.
 """
 
 triton: tuple[type[FusedOperation], ...] = (
-    LinearBiasActivationInference,  # the activation, and a dropout after it, in the GEMM's epilogue
-    LinearGatedInference,  # a gated unit there, from two accumulators
-    BiasActivationInference,  # one pass, for GEMMs better left to torch
+    LinearBiasActivationInference,  # an activation or a gated unit, and a dropout, in the GEMM's epilogue
     WideLinearActivationLinear,  # saves the pre-activation alone, where recomputing the activation takes almost no time
     LinearBiasActivation,  # the epilogue in training: stores the pre-activation if the activation's gradient reads it
-    LinearGated,  # a gated unit there, from two accumulators
     LinearBiasDropoutAdd,  # dropout and the residual sum in the GEMM's epilogue
-    BiasActivation,  # one pass, for GEMMs better left to torch
     BiasGated,  # a bias and a gated unit in one pass
     BiasDropoutAdd,  # bias, dropout and residual sum in one pass
     BlockEndBackward,  # the next, with the gradients of the bias, dropout and residual sum that end a block
-    ActivationLinearBackward,  # gradients of the activation and of the bias before it, in the GEMM that computes dx
+    ActivationLinearBackward,  # gradients of an activation or a gated unit and its bias, in the GEMM that computes dx
     LinearBiasBackwardTriton,  # the bias's gradient in the GEMM that computes dweight, where that is small enough
-    GatedLinearBackward,  # gradients of a gated unit and of the bias before it, likewise
-    BiasActivationBackward,  # one pass, for GEMMs better left to torch
     BiasGatedBackward,  # gradients of a bias and a gated unit in one pass
     BiasDropoutAddBackward,  # gradients of bias, dropout and residual sum in one pass
     BlockBoundary,  # bias, dropout, residual sum and norm in one pass; stores no mask, writes the residual stream once

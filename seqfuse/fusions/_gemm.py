@@ -54,6 +54,25 @@ def mask(dropout: Dropout | None, seed: Tensor | None, p: float | None = None) -
     return gemm.Dropout(seed, dropout.p if p is None else p, dropout.mode == "upscale_in_train")
 
 
+def epilogue(
+    x: Tensor,
+    linear: Linear,
+    bias: Bias | None,
+    act: Pointwise | Gated,
+    dropout: Any,
+    store_pre: bool = False,
+    store_act: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return y = dropout(act(z)), z = x weight^T + bias, from one GEMM, and z or act(z) where it is to be stored."""
+    from ..kernels import gemm
+
+    weight, start = weight_of(linear), bias_of(bias)
+    around: dict[str, Any] = {"dropout": dropout, "tf32": tf32()}
+    if isinstance(act, Gated):
+        return gemm.linear_gated(x, weight, start, act=device(act.activation), store_pre=store_pre, **around)
+    return gemm.linear(x, weight, start, act=device(act), store_pre=store_pre, store_act=store_act, **around)
+
+
 def forward_worth(
     linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, stored: bool, env: Env
 ) -> Savings:

@@ -14,7 +14,7 @@ from ._kernels import device, kernels_run, rows_of
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
 
-_OF_ACTIVATION = frozenset({"act", "dact", "gated", "dgated"})
+_OF_ACTIVATION = frozenset({"gated", "dgated"})
 _chains: dict[Any, Chain] = {}
 
 Steps = Sequence[tuple[str, tuple[Any, ...]]]

@@ -1,4 +1,4 @@
-"""The backward of an optional Bias, an activation, an optional Dropout and the Linear they feed, in one product."""
+"""The backward of an optional Bias, an activation, an optional Dropout and the Linear they feed, in one GEMM."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, Dropout, Linear
-from ..pointwise import Pointwise
+from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, unit_bwd, unit_worth
 
 
 class ActivationLinearBackward(BackwardFusion):
     """dz = act'(t) dropout(dy weight), and with it the gradient of the bias before: its sum over all rows.
 
-    Of x = dropout(act(z)), z = ... + bias, y = x weight^T, whatever made z and whatever cover the forward pass had; t
-    is what the activation keeps, z or act(z).  dweight = dy^T x;  dbias = sum of dz, of float32 numbers and in a fixed
-    order. What was dropped is decided again from the seed.
+    Of x = dropout(act(z)), z = ... + bias, y = x weight^T, whatever made z and whatever schedule the forward had; t
+    is what the activation saves, z or act(z).  dweight = dy^T x;  dbias = sum of dz, of float32 numbers and in a fixed
+    order. What was dropped is decided again from the seed. Of a gated unit, where z = [gate; up] and
+    x = dropout(act(gate) up), with dh = dropout(dy weight): dgate = dh up act'(gate), dup = dh act(gate).
 
-    dy: [*, out_features], t, dz: [*, in_features].
+    dy: [*, out_features], t, dz: [*, in_features], of a gated unit [*, 2 in_features].
     """
 
     bias: Bias | None
-    act: Pointwise
+    act: Pointwise | Gated
     dropout: Dropout | None
     linear: Linear
 

@@ -19,6 +19,7 @@ from ..pointwise import Gated, Pointwise
 from ._gemm import (
     as_rows,
     bias_of,
+    epilogue,
     epilogue_takes,
     forward_worth,
     kernel_takes,
@@ -114,13 +115,9 @@ class LinearActivationLinear(JointFusion):
     ) -> tuple[Tensor, Saved]:
         from ..kernels import gemm
 
-        act, weight, out = self.act, weight_of(self.linear), weight_of(self.out)
+        weight, out = weight_of(self.linear), weight_of(self.out)
         seed, out_seed = _active(self.dropout, dropout_seed), _active(self.out_dropout, out_dropout_seed)
-        around: dict[str, Any] = {"dropout": mask(self.dropout, seed), "store_pre": True, "tf32": tf32()}
-        if isinstance(act, Gated):
-            h, z = gemm.linear_gated(x, weight, bias_of(self.bias), act=device(act.activation), **around)
-        else:
-            h, z = gemm.linear(x, weight, bias_of(self.bias), act=device(act), **around)
+        h, z = epilogue(x, self.linear, self.bias, self.act, mask(self.dropout, seed), store_pre=True)
         assert z is not None
         record = self.Saved(
             x=x, weight=weight, z=z, out_weight=out, seed=seed, p=_p(self.dropout),

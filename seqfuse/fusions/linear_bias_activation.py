@@ -1,4 +1,4 @@
-"""Linear, an optional Bias and an activation, forward: in a Triton GEMM, in ATen's calls, and as a oneDNN primitive."""
+"""Linear, an optional Bias and an activation, forward: in a Triton GEMM, by ATen in place, as a oneDNN primitive."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from ..ops._read import parameter, required
-from ..pointwise import Pointwise
-from ._gemm import around_saved, bias_of, epilogue_takes, forward_worth, mask, tf32, weight_of
-from ._kernels import device
+from ..pointwise import Gated, Pointwise
+from ._gemm import around_saved, epilogue, epilogue_takes, forward_worth, mask, weight_of
 from ._linear import one_dtype, output_bytes
 
 _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
@@ -30,18 +29,21 @@ _WORTHWHILE = 2**16
 
 
 class LinearBiasActivation(ForwardFusion):
-    """y = dropout(act(z)), z = x weight^T + bias, in one product, for any `Pointwise` with device functions.
+    """y = dropout(act(z)), z = x weight^T + bias, in one GEMM, for any activation or gated unit with device functions.
 
-    All is made of the float32 sums; z is rounded when it is stored, which it is only where the activation's gradient
-    reads it, and so is act(z) where that is read and something was dropped from it. The mask is the one that the
-    operation makes of the same seed; none is stored.
+    All is computed from the float32 sums; z is rounded when it is stored, which it is only where the activation's
+    gradient reads it, and so is act(z) where that is read and something was dropped from it. Of a gated unit
+    z = [gate; up], from two accumulators; the weight stays as it is, the rows of the gate first. The mask is the one
+    that the operation makes of the same seed; none is stored.
 
-    x: [*, in_features], z, y: [*, out_features]. Saves what the operations save.
+    x: [*, in_features], z: [*, out_features], y: like z, of a gated unit [*, out_features / 2]. Saves what the
+    operations save.
+    Source: Shazeer 2020, arXiv:2002.05202, of gated units.
     """
 
     linear: Linear
     bias: Bias | None
-    act: Pointwise
+    act: Pointwise | Gated
     dropout: Dropout | None
 
     triton = True
@@ -52,32 +54,28 @@ class LinearBiasActivation(ForwardFusion):
 
     def saves(self, env: Env) -> Savings:
         dropped = self.dropout is not None and self.dropout.random
-        stored = self.act.reads == "input" or dropped
+        stored = isinstance(self.act, Gated) or self.act.reads == "input" or dropped
         return forward_worth(self.linear, self.bias, self.act, dropped, stored, env)
 
     def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
-        from ..kernels import gemm
-
-        act, weight, drop = self.act, weight_of(self.linear), mask(self.dropout, dropout_seed)
-        before = act.reads == "input"
-        y, t = gemm.linear(
-            x, weight, bias_of(self.bias), act=device(act), dropout=drop, tf32=tf32(),
-            store_pre=before, store_act=not before and drop is not None,
-        )  # fmt: skip
+        act, drop = self.act, mask(self.dropout, dropout_seed)
+        before = isinstance(act, Gated) or act.reads == "input"
+        y, t = epilogue(x, self.linear, self.bias, act, drop, before, not before and drop is not None)
         t = y if t is None else t
-        saved = around_saved(x, weight, self.bias, self.dropout, dropout_seed)
-        return y, {**saved, "act": act.record(t, t)}
+        saved = around_saved(x, weight_of(self.linear), self.bias, self.dropout, dropout_seed)
+        record = act.Saved(x=t) if isinstance(act, Gated) else act.record(t, t)  # pyright: ignore[reportCallIssue]
+        return y, {**saved, "act": record}
 
 
 class LinearBiasActivationInference(InferenceFusion):
-    """y = dropout(act(x weight^T + bias)) in one product where nothing needs a gradient: nothing is written beside y.
+    """y = dropout(act(x weight^T + bias)) in one GEMM where nothing needs a gradient: nothing is written beside y.
 
-    x: [*, in_features], y: [*, out_features].
+    x: [*, in_features], y: [*, out_features], of a gated unit [*, out_features / 2].
     """
 
     linear: Linear
     bias: Bias | None
-    act: Pointwise
+    act: Pointwise | Gated
     dropout: Dropout | None
 
     triton = True
@@ -91,10 +89,7 @@ class LinearBiasActivationInference(InferenceFusion):
         return forward_worth(self.linear, self.bias, self.act, dropped, False, env)
 
     def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> Tensor:
-        from ..kernels import gemm
-
-        act, drop = device(self.act), mask(self.dropout, dropout_seed)
-        return gemm.linear(x, weight_of(self.linear), bias_of(self.bias), act=act, dropout=drop, tf32=tf32())[0]
+        return epilogue(x, self.linear, self.bias, self.act, mask(self.dropout, dropout_seed))[0]
 
 
 class LinearBiasAct(ForwardFusion):

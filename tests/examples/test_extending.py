@@ -51,8 +51,8 @@ def test_interpreted_it_is_checked_in_one_call_and_used(tmp_path: Path) -> None:
     lines = run(str(FUSION), folder=tmp_path, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
     text = "\n".join(lines)
     for name, of in (
-        ("BiasActivation", "Bias, HardSwish"),
-        ("BiasActivationBackward", "Bias, HardSwish"),
+        ("PointwiseChain", "Bias, HardSwish"),
+        ("PointwiseChainBackward", "Bias, HardSwish"),
         ("ScaleTanhScale", "Scale, Tanh, Scale"),
     ):
         assert re.search(rf"^{name}: [1-9]\d+ cases on \[{of}\]$", text, re.MULTILINE), text

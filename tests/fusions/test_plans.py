@@ -64,11 +64,10 @@ def test_of_a_feed_forward_block_no_point_wise_step_is_left(
     assert sum(step.name == norm.__name__ for step in plan.forward) == 1
     assert plan.count("BlockBoundary") == blocks - 1
     assert plan.count("NormBackward") + plan.count("BlockBoundaryBackward") == blocks
-    gated = issubclass(act, sf.Gated)
-    assert plan.count("LinearGated" if gated else "LinearBiasActivation") == blocks
+    assert plan.count("LinearBiasActivation") == blocks
     # The last product's bias, dropout and sum are in its epilogue, or with the norm behind them.
     assert plan.count("LinearBiasDropoutAdd") == 1
-    inner = plan.count("GatedLinearBackward" if gated else "ActivationLinearBackward")
+    inner = plan.count("ActivationLinearBackward")
     assert inner + plan.count("BlockEndBackward") == blocks
 
 
@@ -81,6 +80,6 @@ def test_the_rules_of_aten_alone_leave_some(act: type[sf.UnfusedOperation]):
 
 def test_inference_writes_no_pre_activation():
     still = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192, grad=False)
-    for act, name in ((ops.SwiGLU, "LinearGatedInference"), (ops.GeLU, "LinearBiasActivationInference")):
+    for act in (ops.SwiGLU, ops.GeLU):
         model = sf.Sequential(block(act, ops.LayerNorm, True, 0.1)).bfloat16().eval()
-        assert model.plan(env=still).count(name) == 1
+        assert model.plan(env=still).count("LinearBiasActivationInference") == 1

@@ -27,9 +27,6 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
     def plain() -> list[Any]:
         return [ops.Linear(H, F), ops.GeLU()]
 
-    def gated() -> list[Any]:
-        return [ops.Linear(H, 2 * F), ops.SwiGLU()]
-
     def end() -> list[Any]:
         return [ops.Linear(H, H), ops.Dropout(0.1), ops.Add("other")]
 
@@ -50,17 +47,24 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.BiasQKNormRotaryAttention: [*norm(), *turn(), ops.Attention(heads, kv, causal=True)],
         fusions.LinearBiasActivation: plain(),
         fusions.LinearBiasActivationInference: plain(),
-        fusions.LinearGated: gated(),
-        fusions.LinearGatedInference: gated(),
         fusions.LinearBiasDropoutAdd: end(),
         fusions.ActivationLinearBackward: [ops.Bias(H), ops.GeLU(), ops.Linear(H, F)],
-        fusions.GatedLinearBackward: [ops.SwiGLU(), ops.Linear(H // 2, F)],
         fusions.BlockEndBackward: [ops.Bias(H), ops.GeLU(), *end()],
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
         fusions.LinearActivationLinear: [*plain(), ops.Linear(F, H)],
         # As wide as it asks for, on an H200 and here.
         fusions.WideLinearActivationLinear: [*plain(), ops.Linear(F, 16 * H)],
         fusions.NormLinearActivationLinear: [ops.Residual(ops.LayerNorm(H), *plain(), ops.Linear(F, H))],
+    }
+
+
+def gated_lists() -> dict[type[sf.FusedOperation], list[Any]]:
+    """The same with a gated unit for the activation."""
+    forward = [ops.Linear(H, 2 * F), ops.SwiGLU()]
+    return {
+        fusions.LinearBiasActivation: forward,
+        fusions.LinearBiasActivationInference: forward,
+        fusions.ActivationLinearBackward: [ops.SwiGLU(), ops.Linear(H // 2, F)],
     }
 
 
@@ -82,8 +86,19 @@ PAIRS = [
 def test_takes_the_place_of_what_it_replaces(
     fusion: type[sf.FusedOperation], dtype: torch.dtype, device: torch.device
 ) -> None:
-    operations, x = operations_for(fusion, seeded_randn((ROWS, H), 0).to(device))
-    operations = [operation.to(device) for operation in operations]
+    judge_in_place(fusion, dtype, *operations_for(fusion, seeded_randn((ROWS, H), 0).to(device)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fusion", gated_lists(), ids=lambda fusion: fusion.__name__)
+def test_takes_the_place_of_a_gated_unit(
+    fusion: type[sf.FusedOperation], dtype: torch.dtype, device: torch.device
+) -> None:
+    judge_in_place(fusion, dtype, gated_lists()[fusion], seeded_randn((ROWS, H), 0).to(device))
+
+
+def judge_in_place(fusion: type[sf.FusedOperation], dtype: torch.dtype, operations: list[Any], x: torch.Tensor) -> None:
+    operations = [operation.to(x.device) for operation in operations]
     probe = Probe(fusion, Specimen(operations, x, {}, 0), dtype)
     assert probe.place() is None, probe.place()
     grad = not issubclass(fusion, sf.InferenceFusion)

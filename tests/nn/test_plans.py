@@ -51,8 +51,7 @@ def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: boo
     # The end of a layer's feed-forward block with the norm behind it, which a pre-norm layer has in the next one.
     assert plan.count("BlockBoundary") == layers - pre
     gated = form is LLAMA
-    up = "LinearGated" if gated else "LinearBiasActivation"
-    assert plan.count(up if grad else f"{up}Inference") == layers
+    assert plan.count("LinearBiasActivation" if grad else "LinearBiasActivationInference") == layers
     heads = "BiasQKNormRotary" if grad else "BiasQKNormRotaryAttention"
     assert plan.count(heads if gated else "LinearBias") == layers
     assert plan.count("LinearBiasDropoutAdd") >= layers
@@ -66,15 +65,15 @@ def test_each_layer_fuses_alike_and_with_the_next(form: dict[str, Any], pre: boo
     }
     if grad:
         assert plan.count("BlockBoundaryBackward") == 2 * layers - pre
-        assert_backward_is_fused(plan, layers, norms=2 * layers, gated=gated)
+        assert_backward_is_fused(plan, layers, norms=2 * layers)
         assert plan.count("BiasQKNormRotaryBackward") == layers * gated
 
 
-def assert_backward_is_fused(plan: sf.Plan, layers: int, *, norms: int, gated: bool, alone: str = "") -> None:
+def assert_backward_is_fused(plan: sf.Plan, layers: int, *, norms: int, alone: str = "") -> None:
     """Each norm is with the sum before it where one is, each activation in the gradient of the product behind it."""
     assert unfused(plan.backward) <= {"Linear", "Attention", "Fork", "Embedding", "PositionEmbedding", alone}
     assert plan.count("BlockBoundaryBackward") + plan.count("NormBackward") == norms
-    inner = plan.count("GatedLinearBackward" if gated else "ActivationLinearBackward")
+    inner = plan.count("ActivationLinearBackward")
     assert inner + plan.count("BlockEndBackward") == layers
 
 
@@ -100,6 +99,6 @@ def test_a_converted_model_has_the_same_fusions(kind: str):
     # The sum at the end of each block is in a product's epilogue, or with the norm behind it.
     assert plan.count("LinearBiasDropoutAdd") + plan.count("BlockBoundary") == 6
     assert plan.count("BlockBoundary") == (0 if gated else 3)
-    assert plan.count("LinearGated" if gated else "LinearBiasActivation") == 3
+    assert plan.count("LinearBiasActivation") == 3
     # Behind an embedding a Dropout stands by itself, and is one kernel.
-    assert_backward_is_fused(plan, 3, norms=7, gated=gated, alone="" if gated else "Dropout")
+    assert_backward_is_fused(plan, 3, norms=7, alone="" if gated else "Dropout")

@@ -22,8 +22,8 @@ def test_the_sum_and_mish_are_one() -> None:
 @pytest.mark.parametrize(
     ("fusion", "operations"),
     [
-        (sf.fusions.BiasActivation, (ops.Bias(6), Mish())),
-        (sf.fusions.BiasActivationBackward, (ops.Bias(6), Mish())),
+        (sf.fusions.PointwiseChain, (ops.Bias(6), Mish())),
+        (sf.fusions.PointwiseChainBackward, (ops.Bias(6), Mish())),
         (sf.fusions.LinearBiasActivation, (ops.Linear(6, 4), Mish())),
     ],
     ids=["value", "derivative", "product"],

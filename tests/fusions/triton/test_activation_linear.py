@@ -1,4 +1,4 @@
-"""The gradients of Bias, activation and Linear in one Triton product."""
+"""The gradients of Bias, an activation or a gated unit, and Linear in one Triton GEMM."""
 
 from __future__ import annotations
 
@@ -88,6 +88,27 @@ def test_twice_is_bit_for_bit(device: torch.device):
     assert_bitwise_equal(second, first)
 
 
+def test_of_a_gated_unit_takes_the_place_of_what_it_replaces(device: torch.device):
+    x = seeded_randn((5, 8), 0).to(device)
+    list_ = (bias(8, device), ops.SwiGLU(), ops.Linear(4, 9, bias=False).to(device))
+    check_fusion(ActivationLinearBackward, x, *list_, dtypes=[torch.float32, torch.float16])
+
+
+def test_of_a_gated_unit_without_a_bias_and_in_three_dimensions(device: torch.device):
+    x = seeded_randn((2, 3, 6), 0).to(device)
+    check_fusion(
+        ActivationLinearBackward, x, ops.GLU(), ops.Linear(3, 5, bias=False).to(device), dtypes=[torch.bfloat16]
+    )
+
+
+@pytest.mark.parametrize("drop", [(), (ops.Dropout(0.3),)], ids=["alone", "dropout before the product"])
+def test_of_a_gated_unit_with_dropout_takes_the_place_of_the_operations(
+    drop: tuple[ops.Dropout, ...], device: torch.device
+):
+    list_ = (bias(8, device), ops.SwiGLU(), *drop, ops.Linear(4, 9, bias=False).to(device))
+    check_fusion(ActivationLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
+
+
 MUTANTS = {
     "weight's gradient of dy alone": ("like(given, linear.x), linear.x,", "like(given, linear.x), linear.x.abs(),"),
     "sum of what was not asked": ('"sums": "bias.bias" in needs', '"sums": True'),
@@ -104,3 +125,19 @@ def test_a_wrong_fusion_is_found(
     list_ = (bias(6, device), ops.Tanh(), ops.Dropout(0.3), linear(6, 9, device))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(ActivationLinearBackward, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])
+
+
+GATED_MUTANTS = {
+    "halves swapped": ("t=record.x, **around", "t=record.x.roll(linear.weight.shape[1], -1), **around"),
+    "no mask": ("mask(dropout, dropped.seed, dropped.p)", "None"),
+}
+
+
+@pytest.mark.parametrize("name", GATED_MUTANTS)
+def test_a_wrong_fusion_of_a_gated_unit_is_found(
+    name: str, device: torch.device, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(activation_linear, "unit_bwd", mutant(_gemm, *GATED_MUTANTS[name]).unit_bwd)
+    list_ = (bias(8, device), ops.SwiGLU(), ops.Dropout(0.3), ops.Linear(4, 9, bias=False).to(device))
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(ActivationLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])

@@ -1,4 +1,4 @@
-"""Linear, Bias and an activation in one Triton product, forward."""
+"""Linear, Bias and an activation or a gated unit in one Triton GEMM, forward."""
 
 from __future__ import annotations
 
@@ -146,14 +146,62 @@ def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
     assert [refusal.reason for refusal in plan.refused] == [reason]
 
 
+@BOTH
+def test_a_gated_unit_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((5, 6), 0).to(device)
+    check_fusion(fusion, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), dtypes=[torch.float32, torch.float16])
+
+
+@BOTH
+def test_a_gated_unit_without_a_bias_and_in_three_dimensions(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((2, 3, 7), 0).to(device)
+    check_fusion(fusion, x, ops.Linear(7, 6, bias=False).to(device), ops.ReGLU(), dtypes=[torch.bfloat16])
+
+
+@BOTH
+def test_a_gated_unit_with_dropout_behind_it(fusion: type[sf.FusedOperation], device: torch.device):
+    x = seeded_randn((5, 6), 0).to(device)
+    list_ = ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3)
+    check_fusion(fusion, x, *list_, dtypes=[torch.float32, torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gated_unit_with_dropout_meets_in_the_records(dtype: torch.dtype, device: torch.device):
+    both = (LinearBiasActivation, ActivationLinearBackward)
+    list_ = ops.Linear(12, 72), ops.GEGLU(), ops.Dropout(0.2, "downscale_in_infer"), ops.Linear(36, 9)
+    model = sf.Sequential(*list_, fusions=both).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *both)
+
+
+@pytest.mark.parametrize("unit", [ops.SwiGLU(), ops.GEGLU(), ops.GEGLU("tanh"), ops.ReGLU(), ops.GLU()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_units_meet_in_the_records(unit: sf.Gated, dtype: torch.dtype, device: torch.device):
+    both = (LinearBiasActivation, ActivationLinearBackward)
+    model = sf.Sequential(ops.Linear(12, 72), unit, ops.Linear(36, 9), fusions=both).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *both)
+
+
+class Clamped(sf.Gated):
+    unit = ops.SiLU
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return super().reference(x).clamp(-1, 1)
+
+
+def test_a_gated_unit_of_another_kind_is_refused():
+    fusion = LinearBiasActivation(linear=ops.Linear(8, 8, bias=False), bias=None, act=Clamped(), dropout=None)
+    reasons = [sentence for holds, sentence in fusion.requires(sf.Env(triton=True)) if not holds]
+    assert reasons == ["Clamped states a gated unit of its own"]
+
+
 FORWARD, INFERENCE = "LinearBiasActivation", "LinearBiasActivationInference"
 MUTANTS = {
     "the output for the input": (FORWARD, "act.record(t, t)", "act.record(y, y)"),
-    "no bias": (FORWARD, "x, weight, bias_of(self.bias), act=device(act)", "x, weight, None, act=device(act)"),
-    "nothing dropped": (FORWARD, "act=device(act), dropout=drop", "act=device(act), dropout=None"),
-    "nothing dropped in inference": (INFERENCE, "act=act, dropout=drop", "act=act, dropout=None"),
-    "no bias in inference": (INFERENCE, "weight_of(self.linear), bias_of(self.bias)", "weight_of(self.linear), None"),
-    "no activation in inference": (INFERENCE, "act=act, dropout=drop", "act=None, dropout=drop"),
+    "no bias": (FORWARD, "self.linear, self.bias, act, drop", "self.linear, None, act, drop"),
+    "nothing dropped": (FORWARD, "self.bias, act, drop, before", "self.bias, act, None, before"),
+    "nothing dropped in inference": (INFERENCE, "mask(self.dropout, dropout_seed))[0]", "None)[0]"),
+    "no bias in inference": (INFERENCE, "self.linear, self.bias, self.act, mask", "self.linear, None, self.act, mask"),
+    "another activation in inference": (INFERENCE, "self.bias, self.act, mask", "self.bias, Tanh(), mask"),
 }
 
 
@@ -171,3 +219,21 @@ def test_the_output_after_dropout_is_not_the_one_before_it(device: torch.device,
     x = seeded_randn((5, 6), 0).to(device)
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(changed, x, ops.Linear(6, 8).to(device), ops.Tanh(), ops.Dropout(0.3), dtypes=[torch.float32])
+
+
+GATED_MUTANTS = {
+    "halves swapped": (FORWARD, "act.Saved(x=t)", "act.Saved(x=t.flip(-1))"),
+    "the seed not kept": (FORWARD, "self.bias, self.dropout, dropout_seed)", "self.bias, self.dropout, None)"),
+    "nothing dropped": (FORWARD, "self.bias, act, drop, before", "self.bias, act, None, before"),
+    "no bias in inference": (INFERENCE, "self.linear, self.bias, self.act, mask", "self.linear, None, self.act, mask"),
+    "nothing dropped in inference": (INFERENCE, "mask(self.dropout, dropout_seed))[0]", "None)[0]"),
+}
+
+
+@pytest.mark.parametrize("name", GATED_MUTANTS)
+def test_a_wrong_fusion_of_a_gated_unit_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+    fusion, old, new = GATED_MUTANTS[name]
+    changed = getattr(mutant(linear_bias_activation, old, new), fusion)
+    x = seeded_randn((5, 6), 0).to(device)
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(changed, x, ops.Linear(6, 10).to(device), ops.SwiGLU(), ops.Dropout(0.3), dtypes=[torch.float32])

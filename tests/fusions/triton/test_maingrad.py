@@ -20,7 +20,6 @@ LISTS: dict[str, tuple[sf.FusableOperation, ...]] = {
     "LinearBiasBackward": (ops.LayerNorm(6), ops.Linear(6, 5)),
     "LinearBiasBackwardTriton": (ops.LayerNorm(6), ops.Linear(6, 5)),
     "ActivationLinearBackward": (*GELU, ops.Tanh()),
-    "GatedLinearBackward": (ops.Linear(6, 8), ops.SwiGLU(), ops.Linear(4, 6)),
     "BlockEndBackward": (ops.Residual(*GELU), ops.Tanh()),
     "LinearActivationLinear": (ops.LayerNorm(6), *GELU),
     "NormLinearActivationLinear": (ops.Tanh(), ops.Residual(ops.LayerNorm(6), *GELU)),

@@ -75,8 +75,8 @@ def test_everything_that_can_be_fused_is(act: type[sf.Pointwise]):
     ]
     assert [(step.name, step.covers) for step in back] == [
         ("ActivationLinearBackward", range(1, 4)),
-        ("BiasActivationBackward", range(4, 6)),
-        ("BiasActivationBackward", range(8, 10)),
+        ("PointwiseChainBackward", range(4, 6)),
+        ("PointwiseChainBackward", range(8, 10)),
     ]
     assert "3 fused" in str(plan)
     assert [step.name for step in plan.forward if not step.fused] == ["Fork", "BatchedProduct", "Add"]
@@ -102,14 +102,14 @@ def test_no_rule_takes_what_cuts_the_list_in_two():
     assert used >= {
         "LinearBiasActivation",
         "ActivationLinearBackward",
-        "BiasActivationBackward",
+        "PointwiseChainBackward",
         "LinearBiasBackwardTriton",
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_numbers_are_the_same(dtype: torch.dtype, device: torch.device):
-    names = ("LinearBiasActivation", "ActivationLinearBackward", "BiasActivationBackward")
+    names = ("LinearBiasActivation", "ActivationLinearBackward", "PointwiseChainBackward")
     model = net(ops.GeLU, 12).to(device, dtype)
     x, dy = (seeded_randn((3, 7, 12), i, dtype=dtype).to(device) for i in range(2))
     other = seeded_randn((3, 12, 12), 2, dtype=dtype).to(device)

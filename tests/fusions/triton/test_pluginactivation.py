@@ -46,24 +46,26 @@ def test_is_what_its_reference_says(act: sf.Pointwise, device: torch.device) -> 
 LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]] = {
     fusions.LinearBiasActivation: lambda act, on: [ops.Linear(6, 5).to(on), act],
     fusions.LinearBiasActivationInference: lambda act, on: [ops.Linear(6, 5).to(on), act],
-    fusions.BiasActivation: lambda act, on: [bias(6, on), act],
-    fusions.BiasActivationInference: lambda act, on: [bias(6, on), act],
-    fusions.BiasActivationBackward: lambda act, on: [bias(6, on), act],
+    fusions.PointwiseChain: lambda act, on: [bias(6, on), act],
+    fusions.PointwiseChainInference: lambda act, on: [bias(6, on), act],
+    fusions.PointwiseChainBackward: lambda act, on: [bias(6, on), act],
     fusions.NormActivation: lambda act, on: [ops.LayerNorm(6).to(on), act],
     fusions.NormActivationJoint: lambda act, on: [ops.RMSNorm(6).to(on), act],
     fusions.ActivationLinearBackward: lambda act, on: [bias(6, on), act, ops.Linear(6, 5, bias=False).to(on)],
-    fusions.LinearGated: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
-    fusions.LinearGatedInference: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
     fusions.BiasGated: lambda act, on: [bias(6, on), sf.Gated(act)],
     fusions.BiasGatedBackward: lambda act, on: [bias(6, on), sf.Gated(act)],
-    fusions.GatedLinearBackward: lambda act, on: [bias(6, on), sf.Gated(act), ops.Linear(3, 5, bias=False).to(on)],
+}
+GATED_LISTS: dict[type[sf.FusedOperation], Callable[[sf.Pointwise, torch.device], list[sf.UnfusedOperation]]] = {
+    fusions.LinearBiasActivation: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
+    fusions.LinearBiasActivationInference: lambda act, on: [ops.Linear(6, 8).to(on), sf.Gated(act)],
+    fusions.ActivationLinearBackward: lambda act, on: [bias(6, on), sf.Gated(act), ops.Linear(3, 5, bias=False).to(on)],
 }
 
 
 # One of each kernel with numbers and a derivative of the output.
 OF_LEAKY = (
-    fusions.LinearBiasActivation, fusions.BiasActivationBackward, fusions.NormActivationJoint,
-    fusions.ActivationLinearBackward, fusions.GatedLinearBackward,
+    fusions.LinearBiasActivation, fusions.PointwiseChainBackward, fusions.NormActivationJoint,
+    fusions.ActivationLinearBackward,
 )  # fmt: skip
 
 
@@ -79,13 +81,24 @@ def test_takes_its_place_in_every_fusion(
     check_fusion(fusion, x, *LISTS[fusion](act, device), dtypes=[torch.float32])
 
 
+@pytest.mark.parametrize(
+    ("fusion", "act"),
+    [*((fusion, Mish()) for fusion in GATED_LISTS), (fusions.ActivationLinearBackward, Leaky())],
+    ids=lambda thing: getattr(thing, "__name__", None) or type(thing).__name__,
+)
+def test_a_gated_unit_of_it_takes_its_place(
+    fusion: type[sf.FusedOperation], act: sf.Pointwise, device: torch.device
+) -> None:
+    x = seeded_randn((5, 6), 0).to(device)
+    check_fusion(fusion, x, *GATED_LISTS[fusion](act, device), dtypes=[torch.float32])
+
+
 @ACTS
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_meets_itself_in_the_records(act: sf.Pointwise, dtype: torch.dtype, device: torch.device) -> None:
     chosen = (fusions.LinearBiasActivation, fusions.ActivationLinearBackward)
     model = sf.Sequential(ops.Linear(12, 36), act, ops.Linear(36, 9), fusions=chosen).to(device, dtype)
     four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *chosen)
-    chosen = (fusions.LinearGated, fusions.GatedLinearBackward)
     model = sf.Sequential(ops.Linear(12, 36), sf.Gated(act), ops.Linear(18, 9), fusions=chosen).to(device, dtype)
     four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *chosen)
 
@@ -99,11 +112,9 @@ def test_the_plan_for_hopper_holds_it_in_products_and_norms(act: sf.Pointwise) -
         ops.Linear(2048, 1024), fusions=rules,
     ).bfloat16()  # fmt: skip
     plan = model.plan(env=env)
-    placed = {name: plan.count(name) for name in (
-        "NormActivationJoint", "LinearBiasActivation", "ActivationLinearBackward", "LinearGated", "GatedLinearBackward",
-    )}  # fmt: skip
-    assert placed == dict.fromkeys(placed, 1), plan
-    for last, name in ((act, "BiasActivation"), (sf.Gated(act), "BiasGated")):
+    names = ("NormActivationJoint", "LinearBiasActivation", "ActivationLinearBackward")
+    assert [plan.count(name) for name in names] == [1, 2, 2], plan
+    for last, name in ((act, "PointwiseChain"), (sf.Gated(act), "BiasGated")):
         light = sf.Sequential(ops.Bias(1024), last, fusions=rules).bfloat16().plan(env=env)
         assert [light.count(name), light.count(f"{name}Backward")] == [1, 1], light
 
@@ -118,12 +129,12 @@ def test_every_kernel_compiles_with_it(
 
 MUTANTS = {
     "the other branch": (
-        fusions.BiasActivationInference,
+        fusions.PointwiseChainInference,
         "return tl.where(x > 0.0, x, P[0] * x)",
         "return tl.where(x < 0.0, x, P[0] * x)",
     ),
     "another number": (
-        fusions.BiasActivationBackward,
+        fusions.PointwiseChainBackward,
         "return tl.where(y > 0.0, 1.0, P[0])",
         "return tl.where(y > 0.0, 1.0, 2.0 * P[0])",
     ),

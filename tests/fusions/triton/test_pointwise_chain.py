@@ -34,13 +34,23 @@ def bias(width: int) -> ops.Bias:
 @pytest.mark.parametrize(
     ("list_", "dtype"),
     [
+        ((bias(6), ops.GeLU("tanh")), torch.float16),
+        ((bias(7), ops.ReLU()), torch.bfloat16),
         ((bias(8), ops.SiLU(), ops.Scale(0.5), bias(8), ops.Tanh()), torch.float32),
         ((ops.Tanh(), ops.SiLU(), ops.ReLU(), ops.Scale(-2.0)), torch.bfloat16),
         ((bias(7), ops.GeLU("tanh"), ops.Dropout(0.3), ops.Scale(0.5)), torch.float32),
         ((ops.Dropout(0.5), ops.SiLU(), ops.Dropout(0.2, "downscale_in_infer"), bias(7)), torch.float16),
         ((ops.Tanh(), ops.Dropout(0.4, "downscale_in_infer").eval(), ops.ReLU(), ops.Dropout().eval()), torch.bfloat16),
     ],
-    ids=["biases", "activations", "dropout", "two dropouts", "dropouts in evaluation"],
+    ids=[
+        "bias and activation",
+        "one that saves its output",
+        "biases",
+        "activations",
+        "dropout",
+        "two dropouts",
+        "dropouts in evaluation",
+    ],
 )
 def test_takes_the_place_of_what_it_replaces(
     fusion: type[sf.FusedOperation], list_: tuple[sf.UnfusedOperation, ...], dtype: torch.dtype, device: torch.device
@@ -108,6 +118,16 @@ def test_meet_in_the_records(dtype: torch.dtype, device: torch.device):
     list_ = [bias(13), ops.Sigmoid(), ops.SiLU(), ops.Scale(3.0), ops.Tanh(), bias(13), ops.ReLU(), ops.SquaredReLU()]
     model = sf.Sequential(*list_, fusions=both).to(device, dtype)
     four_ways(model, seeded_randn((19, 13), 0, dtype=dtype).to(device), *both)
+
+
+@pytest.mark.parametrize("act", [ops.GeLU(), ops.Tanh(), ops.QuickGeLU(), ops.SquaredReLU()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bias_and_an_activation_between_gemms_meet_in_the_records(
+    act: sf.Pointwise, dtype: torch.dtype, device: torch.device
+):
+    both = (PointwiseChain, PointwiseChainBackward)
+    model = sf.Sequential(ops.Linear(12, 36), act, ops.Linear(36, 9), fusions=both).to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *both)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

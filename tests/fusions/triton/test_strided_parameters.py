@@ -12,14 +12,13 @@ from seqfuse.testing import seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
 LISTS = {
-    "BiasActivation": lambda: (ops.Bias(8), ops.GeLU()),
+    "PointwiseChain": lambda: (ops.Bias(8), ops.GeLU()),
     "BiasGated": lambda: (ops.Bias(8), ops.SwiGLU()),
     "PointwiseChainJoint": lambda: (ops.Bias(8), ops.GeLU(), ops.Tanh()),
     "BiasDropoutAdd": lambda: (ops.Fork(), ops.Bias(8), ops.Dropout(0.5), ops.Add()),
     "NormActivationJoint": lambda: (ops.LayerNorm(8), ops.GeLU()),
     "BlockBoundary": lambda: (ops.Fork("a"), ops.Bias(8), ops.Add("a"), ops.Fork("b"), ops.LayerNorm(8), ops.Add("b")),
-    "LinearBiasActivation": lambda: (ops.Linear(8, 16), ops.GeLU(), ops.Linear(16, 8)),
-    "LinearGated": lambda: (ops.Linear(8, 16), ops.SwiGLU(), ops.Linear(8, 8)),
+    "LinearBiasActivation": lambda: (ops.Linear(8, 16), ops.GeLU(), ops.Linear(16, 16), ops.SwiGLU(), ops.Linear(8, 8)),
     "BiasQKNormRotary": lambda: (ops.Linear(8, 24), ops.QKNorm(4, 2), ops.RotaryEmbedding(2, style="half")),
 }
 
