@@ -125,7 +125,7 @@ def backward(
         if d is None and all(g is None for g in came.values()):
             continue
         # Fusions are written for tensors; operations know a gradient that nobody gave.
-        missing = isinstance(step.operation, BackwardFusion) and came and None in (d, *came.values())
+        missing = isinstance(step.operation, BackwardFusion) and came and any(g is None for g in (d, *came.values()))
         if missing or (step.joint and step.start in fell):
             left += reversed(step.unfused(backward=True))
             continue
