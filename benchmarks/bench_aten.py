@@ -52,6 +52,24 @@ CASES = (
         for act in (ops.ReLU, ops.Sigmoid, ops.Tanh)
     ),
     Case(fusions.LinearBiasAdd, "Linear, Bias, Add", lambda i, o: [ops.Linear(i, o), ops.Add("other")]),
+    Case(
+        fusions.ForwardLinearScaleAdd,
+        "Linear, Scale, Add",
+        lambda i, o: [ops.Linear(i, o, bias=False), ops.Scale(0.5), ops.Add("other")],
+    ),
+    Case(
+        fusions.BackwardLinearScale,
+        "Linear, Scale",
+        lambda i, o: [ops.Linear(i, o, bias=False), ops.Scale(0.5)],
+        "forward+backward",
+    ),
+    Case(
+        fusions.BackwardLinearAdd,
+        "Fork, Linear, Bias, Add",
+        lambda i, o: [ops.Residual(ops.Linear(i, o))],
+        "forward+backward",
+        square=True,
+    ),
     Case(fusions.ScaleAdd, "Scale, Add", lambda i, o: [ops.Scale(0.5), ops.Add("other")], square=True),
     *(
         Case(

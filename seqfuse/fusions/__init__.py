@@ -7,6 +7,7 @@ is chosen by cost; the order of these tuples decides only between schedules of e
 from ..fusion import FusedOperation
 from .activation_linear import ActivationLinearBackward as ActivationLinearBackward
 from .all_reduce_linear import AllReduceLinearBackward as AllReduceLinearBackward
+from .backward_linear_add import BackwardLinearAdd as BackwardLinearAdd
 from .bias_dropout_add import BiasDropoutAdd as BiasDropoutAdd
 from .bias_dropout_add import BiasDropoutAddBackward as BiasDropoutAddBackward
 from .bias_gated import BiasGated as BiasGated
@@ -32,6 +33,8 @@ from .linear_bias_activation import LinearBiasActivationInference as LinearBiasA
 from .linear_bias_activation import LinearBiasActOneDNN as LinearBiasActOneDNN
 from .linear_bias_add import LinearBiasAdd as LinearBiasAdd
 from .linear_bias_dropout_add import LinearBiasDropoutAdd as LinearBiasDropoutAdd
+from .linear_scale import BackwardLinearScale as BackwardLinearScale
+from .linear_scale import ForwardLinearScaleAdd as ForwardLinearScaleAdd
 from .norm import NormBackward as NormBackward
 from .norm import NormForward as NormForward
 from .norm_activation import NormActivation as NormActivation
@@ -48,8 +51,11 @@ aten: tuple[type[FusedOperation], ...] = (
     LinearBiasAct,  # the activation in place, which saves a tensor
     LinearBiasAdd,  # the residual sum in place, which saves a tensor
     LinearBias,  # a GEMM that starts from the bias, instead of a GEMM and a pass over its output
+    ForwardLinearScaleAdd,  # factor and sum in the GEMM, instead of one or two passes behind it
     ScaleAdd,  # one pass instead of two
     AllReduceLinearBackward,  # the sum of dx over several processes is sent while dweight is computed
+    BackwardLinearAdd,  # the GEMM that computes dx adds to the gradient that arrives at the Fork before it
+    BackwardLinearScale,  # the factor of a Scale in the GEMMs, instead of a pass over the gradient
     LinearBiasBackward,  # the same kernels, one step of the engine instead of two
 )
 """Fusions made of ATen calls; they apply on any device, without Triton.

@@ -186,11 +186,6 @@ def product_flops(linear: Linear, env: Env) -> float:
     return 2.0 * rows_of(env) * linear.in_features * linear.out_features * slower
 
 
-def as_rows(t: Tensor) -> Tensor:
-    """All leading dimensions as one."""
-    return t if t.ndim == 2 else t.flatten(0, -2) if t.ndim > 2 else t.unsqueeze(0)
-
-
 def like(dy: Tensor, t: Tensor) -> Tensor:
     """In the dtype of the product, where a residual in another had the sum promoted."""
     return dy if dy.dtype is t.dtype else dy.to(t.dtype)

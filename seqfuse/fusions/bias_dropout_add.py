@@ -12,7 +12,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout
-from ._gemm import as_rows
+from ._linear import as_rows
 from ._pointwise import kernel_takes_chain, passes
 
 if TYPE_CHECKING:

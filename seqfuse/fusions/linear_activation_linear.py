@@ -17,7 +17,6 @@ from ..ops import Add, Bias, Dropout, Linear
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._gemm import (
-    as_rows,
     bias_of,
     epilogue,
     epilogue_takes,
@@ -32,6 +31,7 @@ from ._gemm import (
     worth,
 )
 from ._kernels import device, rows_of
+from ._linear import as_rows
 from .bias_dropout_add import branch_bwd
 from .block_end import branch_worth, drops
 

@@ -12,8 +12,8 @@ from ..operation import Grads
 from ..ops import Bias, Linear
 from ..ops._read import required
 from ..ops.linear import weight_grad
-from ._gemm import as_rows, kernel_takes, like, tf32, worth
-from ._linear import one_dtype, output_bytes
+from ._gemm import kernel_takes, like, tf32, worth
+from ._linear import as_rows, one_dtype, output_bytes
 
 
 class LinearBias(ForwardFusion):

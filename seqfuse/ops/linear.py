@@ -209,24 +209,29 @@ class Linear(sf.UnfusedOperation):
         return text + (f", parallel={self.parallel!r}" if self.parallel else "")
 
 
-def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None) -> Tensor | Accumulated:
-    """The gradient of a weight, dy^T x over all rows, or `accumulated` where it was added to `main_grad`.
+def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: float = 1.0) -> Tensor | Accumulated:
+    """The gradient of a weight, factor dy^T x over all rows, or `accumulated` where it was added to `main_grad`.
 
     What is added is float32, as `main_grad` is (float64 as that): it is not rounded to the dtype of dy first.
     dy: [*, N], x: [*, K], dweight, main_grad: [N, K].
     """
     dy, x = dy if dy.ndim == 2 else _rows(dy), x if x.ndim == 2 else _rows(x)
     if main_grad is None:
-        return dy.t().mm(x)
+        return dy.t().mm(x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
     device, dtype = dy.device.type, main_grad.dtype
     cast = autocast_of(device)
     if cast is not None:  # it does not reach a product in place
         dy, x = dy.to(cast), x.to(cast)
     if device == "cuda" and torch.version.hip is None and dy.dtype is not dtype and dy.dtype is x.dtype:
-        torch.addmm(main_grad, dy.t(), x, out_dtype=dtype, out=main_grad)
+        torch.addmm(main_grad, dy.t(), x, alpha=factor, out_dtype=dtype, out=main_grad)
     else:
-        main_grad.addmm_(dy.to(dtype).t(), x.to(dtype))
+        main_grad.addmm_(dy.to(dtype).t(), x.to(dtype), alpha=factor)
     return accumulated
+
+
+def scaled_mm(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Return factor (a b) from one GEMM, rounded once."""
+    return a.mm(b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,3 +1,4 @@
-"""Checks run a selection of their cases, all of them under `--full`."""
+"""Checks run a selection of their cases, all of them under `--full`; mutants run all."""
 
 from tests.selection import some_cases as some_cases
+from tests.triton_fixtures import mutant as mutant

@@ -20,6 +20,8 @@ LISTS: dict[str, tuple[sf.FusableOperation, ...]] = {
     "LinearBiasBackward": (ops.LayerNorm(6), ops.Linear(6, 5)),
     "LinearBiasBackwardTriton": (ops.LayerNorm(6), ops.Linear(6, 5)),
     "ActivationLinearBackward": (*GELU, ops.Tanh()),
+    "BackwardLinearAdd": (ops.LayerNorm(6), ops.Residual(ops.Linear(6, 6), ops.Tanh())),
+    "BackwardLinearScale": (ops.LayerNorm(6), ops.Linear(6, 5), ops.Scale(0.3), ops.Linear(5, 6, bias=False)),
     "BlockEndBackward": (ops.Residual(*GELU), ops.Tanh()),
     "LinearActivationLinear": (ops.LayerNorm(6), *GELU),
     "NormLinearActivationLinear": (ops.Tanh(), ops.Residual(ops.LayerNorm(6), *GELU)),

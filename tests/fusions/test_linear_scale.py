@@ -1,0 +1,162 @@
+"""A Scale beside a Linear, whose factor is the GEMM's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.fusions import linear_scale
+from seqfuse.testing import check_fusion, seeded_randn
+
+BOTH = [torch.float32, torch.bfloat16]
+BACKWARD = {
+    "before": lambda width: [ops.Scale(-0.75), ops.Linear(width, 6, bias=False)],
+    "before, with a bias": lambda width: [ops.Scale(0.3), ops.Linear(width, 6)],
+    "behind": lambda width: [ops.Linear(width, 6, bias=False), ops.Scale(0.3)],
+    "behind a bias": lambda width: [ops.Linear(width, 6), ops.Scale(-1.7)],
+}
+
+
+def forward(width: int) -> list[sf.UnfusedOperation]:
+    return [ops.Linear(width, 6, bias=False), ops.Scale(0.3), ops.Add("other")]
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 9)], ids=str)
+def test_the_backward_takes_the_place_of_what_it_replaces(shape: tuple[int, ...], name: str):
+    list_ = BACKWARD[name](shape[-1])
+    assert check_fusion(fusions.BackwardLinearScale, seeded_randn(shape, 0), *list_, dtypes=BOTH).cases
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 9), (1, 13)], ids=str)
+def test_the_forward_takes_the_place_of_what_it_replaces(shape: tuple[int, ...]):
+    x = seeded_randn(shape, 0)
+    assert check_fusion(fusions.ForwardLinearScaleAdd, x, *forward(shape[-1]), dtypes=BOTH).cases
+
+
+WIDE = seeded_randn((14, 14), 0, dtype=torch.float64)
+FORMS = {"strided": WIDE[::3, ::2], "expanded": WIDE[:1, :7].expand(5, 7), "transposed": WIDE[:7, :5].t()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("list_", [[*BACKWARD["before, with a bias"](7)], forward(7)], ids=["backward", "forward"])
+def test_take_any_strides(list_: list[sf.FusableOperation], form: str):
+    model, x = sf.Sequential(*list_).double(), FORMS[form].detach().requires_grad_()
+    y_like = x.new_ones(6).expand(5, 6)
+    channels: dict[str, Any] = {"other": y_like} if type(list_[-1]) is ops.Add else {}
+    counts = {name: model.plan(x, **channels).count(name) for name in ("BackwardLinearScale", "ForwardLinearScaleAdd")}
+    assert counts["ForwardLinearScaleAdd" if channels else "BackwardLinearScale"] == 1
+
+    def results(fusing: bool) -> list[Tensor]:
+        with sf.fusing(fusing, on_error="raise"):
+            y = model(x, **channels)
+            return [y, *torch.autograd.grad(y.sum(), [x, *model.parameters()])]  # dy is expanded
+
+    torch.testing.assert_close(results(True), results(False))
+
+
+def whole(shape: tuple[int, ...], seed: int) -> Tensor:
+    return seeded_randn(shape, seed).mul(20).round()  # float32 holds every sum of products exactly
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_result_is_rounded_once(dtype: torch.dtype):
+    x, weight, other, dy = whole((33, 5), 0), whole((7, 5), 1), whole((33, 7), 2), whole((33, 7), 3)
+    linear, scale = ops.Linear(5, 7, bias=False).to(dtype), ops.Scale(0.75)
+    linear.weight.data.copy_(weight)
+    y, _ = fusions.ForwardLinearScaleAdd(linear=linear, scale=scale, add=ops.Add("other")).fwd(
+        x.to(dtype), add_other=other.to(dtype)
+    )
+    assert torch.equal(y, (0.75 * (x @ weight.t()) + other).to(dtype))
+    assert not torch.equal(y, (0.75 * (x @ weight.t())).to(dtype) + other.to(dtype))
+    bias = ops.Bias(7, dtype=dtype)
+    dx, grads = fusions.BackwardLinearScale(first=linear, bias=bias, second=scale).bwd(
+        dy.to(dtype), first=ops.Linear.Saved(x=x.to(dtype), weight=linear.weight), bias=ops.Bias.NOTHING,
+        second=ops.Scale.Saved(factor=0.75), needs=frozenset({"x", "first.weight", "bias.bias"}), main_grads={},
+    )  # fmt: skip
+    assert torch.equal(dx, (0.75 * (dy @ weight)).to(dtype))
+    assert torch.equal(grads["first.weight"], (0.75 * (dy.t() @ x)).to(dtype))
+    assert torch.equal(grads["bias.bias"], (0.75 * dy.sum(0)).to(dtype))
+
+
+@pytest.mark.parametrize("factor", [0.0, math.inf], ids=str)
+@pytest.mark.parametrize("name", [*BACKWARD, "forward"])
+def test_a_factor_that_loses_or_makes_nan_does_so_fused_as_well(name: str, factor: float):
+    list_ = forward(7) if name == "forward" else BACKWARD[name](7)
+    model = sf.Sequential(*list_)
+    for operation in model:
+        if isinstance(operation, ops.Scale):
+            operation.factor = factor
+    x = seeded_randn((5, 7), 0)
+    x[0, 0] = math.nan
+    channels = {"other": seeded_randn((5, 6), 2)} if name == "forward" else {}
+    dy = seeded_randn((5, 6), 1)
+    dy[1, 1] = math.nan
+    found: list[list[Tensor]] = []
+    for fusing in (True, False):
+        leaf = x.clone().requires_grad_()
+        with sf.fusing(fusing, on_error="raise"):
+            y = model(leaf, **channels)
+        found.append([y, *torch.autograd.grad(y, [leaf, *model.parameters()], dy)])
+    torch.testing.assert_close(*found, equal_nan=True)
+
+
+def test_what_gets_no_gradient_is_chosen_by_cost_all_the_same():
+    model, x = sf.Sequential(*forward(7)), seeded_randn((5, 7), 0)
+    with torch.no_grad():
+        assert model.plan(x, other=seeded_randn((5, 6), 1)).count("ForwardLinearScaleAdd") == 1
+
+
+@pytest.mark.parametrize("env", ["cpu", "cuda:sm_90", "cuda:sm_80"])
+def test_are_chosen_by_cost(env: str):
+    here = sf.Env.of(env, dtype=torch.bfloat16, rows=4096)
+    x = torch.empty(4096, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        scaled = ops.Residual(ops.Linear(256, 256, bias=False), ops.Scale(0.5))
+        model = sf.Sequential(ops.Tanh(), scaled, ops.Scale(0.1), ops.Linear(256, 256)).bfloat16()
+    plan = model.plan(x, env=here)
+    assert plan.count("ForwardLinearScaleAdd") == 1
+    assert plan.count("BackwardLinearScale") >= 1
+
+
+@pytest.mark.parametrize("list_", [
+    [ops.Linear(7, 7, bias=False), ops.Linear(7, 7, bias=False)], [ops.Scale(0.5), ops.Scale(0.5)],
+], ids=["two Linears", "two Scales"])  # fmt: skip
+def test_two_of_a_kind_are_refused(list_: list[sf.FusableOperation]):
+    plan = sf.Sequential(*list_, fusions=fusions.BackwardLinearScale).plan(seeded_randn((5, 7), 0).requires_grad_())
+    assert {refusal.reason for refusal in plan.refused} == {"there is no Scale beside the Linear"}
+
+
+def test_autocast_and_complex_numbers_are_left_to_the_operations():
+    model = sf.Sequential(*forward(7), fusions=fusions.ForwardLinearScaleAdd)
+    envs = {"autocast": sf.Env.of("cpu", autocast=torch.bfloat16), "complex": sf.Env.of("cpu", dtype=torch.complex64)}
+    for reason, env in envs.items():
+        assert any(reason in refusal.reason for refusal in model.plan(env=env).refused)
+
+
+MUTANTS = {
+    "no factor forward": ("ForwardLinearScaleAdd", "forward", "alpha=factor", "alpha=1.0"),
+    "no sum": ("ForwardLinearScaleAdd", "forward", "weight.t(), alpha=factor)", "weight.t(), alpha=factor, beta=0)"),
+    "no factor in dx": ("BackwardLinearScale", "before", "linear.weight, factor=factor", "linear.weight"),
+    "dweight scaled twice": ("BackwardLinearScale", "before", "1.0 if before else scale.factor", "scale.factor"),
+    "dweight not scaled": ("BackwardLinearScale", "behind a bias", 'main_grads.pop(weight, None), behind)',
+                           "main_grads.pop(weight, None))"),
+    "dbias not scaled": ("BackwardLinearScale", "behind a bias", "dtype=wide) * behind)", "dtype=wide))"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_fusion_is_found(name: str, mutant: Callable[..., ModuleType]):
+    fusion, list_, old, new = MUTANTS[name]
+    changed = getattr(mutant(linear_scale, old, new), fusion)
+    operations = forward(7) if list_ == "forward" else BACKWARD[list_](7)
+    with pytest.raises((AssertionError, sf.SeqfuseError)):
+        check_fusion(changed, seeded_randn((5, 7), 0), *operations, dtypes=[torch.float32])
