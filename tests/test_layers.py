@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +119,43 @@ def test_the_table_has_no_circle() -> None:
 
     for room in MAY_IMPORT:
         below(room)
+
+
+def circles(root: Path) -> list[list[str]]:
+    """A circle of imports for each room at `root` that has one, imports in functions and for types counted."""
+    found: list[list[str]] = []
+    for room in sorted(path for path in root.iterdir() if any(path.glob("*.py"))):
+        needs: dict[str, set[str]] = {}
+        for path in room.rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            package = ("seqfuse", *parts[:-1])
+            inner = needs.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), set())
+            for name, _, _ in imports(ast.parse(path.read_text()), package):
+                # `from .a import b` is of the file a.b where there is one, else of a.
+                for module in (name[1:], name[1:-1]):
+                    inside = name[0] == "seqfuse" and module[:1] == (room.name,)
+                    if inside and root.joinpath(*module).with_suffix(".py").exists():
+                        inner.add(".".join(module))
+                        break
+        try:
+            graphlib.TopologicalSorter(needs).prepare()
+        except graphlib.CycleError as error:
+            found.append(error.args[1])
+    return found
+
+
+def test_no_room_has_a_circle() -> None:
+    assert circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "back", ["from . import a", "def f():\n    from .a import x", "if TYPE_CHECKING:\n    from .a import x"]
+)
+def test_a_circle_within_a_room_is_found(back: str, tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels/a.py").write_text("from .b import y")
+    (tmp_path / "kernels/b.py").write_text(back)
+    assert len(circles(tmp_path)) == 1
 
 
 ALLOWED = {

@@ -2,20 +2,20 @@
 # Schemas are text, and what is registered under them has no types of its own.
 """Attention as operators, `torch.ops.seqfuse.attention` and `attention_backward`: what traces see.
 
-Arguments are those of the functions; the second returns dq, dk and dv, in memory of their own. Importing this module
+Arguments are those of the functions; the second returns dq, dk and dv, in memory of their own. Importing the kernels
 registers them; eager code calls the functions, which call the operators where they are recorded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import attention
+from ._operators import register as _register
 
-_library = torch.library.Library("seqfuse", "FRAGMENT")
 _OPTIONS = (
     "float? scale=None, *, bool causal=False, int? window=None, float? softcap=None, Tensor? mask=None, "
     "Tensor? cu_seqlens=None, Tensor? seed=None, float p=0.0"
@@ -27,14 +27,6 @@ _BACKWARD = (
 )
 
 
-def _backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, scale: float | None = None, **rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    out = _fake_backward(dy, q, k, v)
-    attention.attention_bwd(dy, q, k, v, y, lse, out, scale, **rest)
-    return out
-
-
 def _fake(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     batch, heads, rows, size = q.shape
     return q.new_empty((batch, rows, heads, size)), q.new_empty((batch, heads, rows), dtype=torch.float32)
@@ -44,13 +36,18 @@ def _fake_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: A
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-for _operator, _schema, _run, _traced in (
-    ("attention", _FORWARD, attention.attention_fwd, _fake),
-    ("attention_backward", _BACKWARD, _backward, _fake_backward),
-):
-    _library.define(_schema)
-    _library.impl(_operator, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"seqfuse::{_operator}", _traced, lib=_library)
+def register(attention_fwd: Callable[..., tuple[Tensor, Tensor]], attention_bwd: Callable[..., None]) -> None:
+    """Register operators that call these functions of `attention`."""
+
+    def run_backward(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, scale: float | None = None, **rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = _fake_backward(dy, q, k, v)
+        attention_bwd(dy, q, k, v, y, lse, out, scale, **rest)
+        return out
+
+    _register(_FORWARD, attention_fwd, _fake)
+    _register(_BACKWARD, run_backward, _fake_backward)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **rest: Any) -> tuple[Tensor, Tensor]:

@@ -3,20 +3,20 @@
 """Cross-entropy as operators, `torch.ops.seqfuse.cross_entropy` and `cross_entropy_backward`: what traces see.
 
 The first gives the losses and the softmax, and writes the gradient over the logits where it is asked to; the second
-takes that softmax and writes the gradient alone. Importing this module registers them; eager code calls the function,
+takes that softmax and writes the gradient alone. Importing the kernels registers them; eager code calls the function,
 which calls the operators where they are recorded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .crossentropy import cross_entropy_
+from ._operators import register as _register
 
-_library = torch.library.Library("seqfuse", "FRAGMENT")
 _OPTIONS = "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, float? softcap=None"
 _FORWARD = (
     f"cross_entropy(Tensor(a!) logits, Tensor targets, *, {_OPTIONS}, Tensor? scale=None, bool gradient=True) "
@@ -28,10 +28,6 @@ _BACKWARD = (
 )
 
 
-def _backward(logits: Tensor, targets: Tensor, softmax: Tensor, **rest: Any) -> None:
-    cross_entropy_(logits, targets, softmax=softmax, **rest)
-
-
 def _fake(logits: Tensor, targets: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     dtype, rows = torch.float64 if logits.dtype is torch.float64 else torch.float32, logits.shape[0]
     return logits.new_empty((rows,), dtype=dtype), logits.new_empty((2, rows), dtype=dtype)
@@ -41,13 +37,14 @@ def _fake_backward(logits: Tensor, targets: Tensor, softmax: Tensor, **_: Any) -
     """Nothing but the logits is written."""
 
 
-for _operator, _schema, _run, _traced in (
-    ("cross_entropy", _FORWARD, cross_entropy_, _fake),
-    ("cross_entropy_backward", _BACKWARD, _backward, _fake_backward),
-):
-    _library.define(_schema)
-    _library.impl(_operator, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"seqfuse::{_operator}", _traced, lib=_library)
+def register(cross_entropy_: Callable[..., Any]) -> None:
+    """Register operators that call this function of `crossentropy`."""
+
+    def run_backward(logits: Tensor, targets: Tensor, softmax: Tensor, **rest: Any) -> None:
+        cross_entropy_(logits, targets, softmax=softmax, **rest)
+
+    _register(_FORWARD, cross_entropy_, _fake)
+    _register(_BACKWARD, run_backward, _fake_backward)
 
 
 def recorded(

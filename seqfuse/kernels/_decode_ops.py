@@ -2,20 +2,20 @@
 # Schemas are text, and what is registered under them has no types of its own.
 """Decoding as operators, `torch.ops.seqfuse.decode_attention` and `cache_write`: what traces see.
 
-Arguments are those of the functions; the second writes its caches and scales in place. Importing this module registers
+Arguments are those of the functions; the second writes its caches and scales in place. Importing the kernels registers
 them; eager code calls the functions, which call the operators where they are recorded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import decode
+from ._operators import register as _register
 
-_library = torch.library.Library("seqfuse", "FRAGMENT")
 _ATTENTION = (
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor lengths, float? scale=None, *, int? window=None, "
     "float? softcap=None, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor"
@@ -34,13 +34,10 @@ def _fake_write(*_: Any, **__: Any) -> None:
     """Nothing but the caches is written."""
 
 
-for _operator, _schema, _run, _traced in (
-    ("decode_attention", _ATTENTION, decode.decode_attention, _fake),
-    ("cache_write", _WRITE, decode.cache_write, _fake_write),
-):
-    _library.define(_schema)
-    _library.impl(_operator, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"seqfuse::{_operator}", _traced, lib=_library)
+def register(decode_attention: Callable[..., Tensor], cache_write: Callable[..., None]) -> None:
+    """Register operators that call these functions of `decode`."""
+    _register(_ATTENTION, decode_attention, _fake)
+    _register(_WRITE, cache_write, _fake_write)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float | None, **rest: Any) -> Tensor:

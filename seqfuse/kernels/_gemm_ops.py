@@ -3,21 +3,20 @@
 """The matrix products as operators, `torch.ops.seqfuse.linear` and the like: what traces and exports see.
 
 Arguments are those of the functions in `gemm`, but an activation is a text (`activations.text_of`), dropout is three
-arguments, and a result that is asked for by a flag follows in a list. Importing this module registers them; eager code
+arguments, and a result that is asked for by a flag follows in a list. Importing the kernels registers them; eager code
 calls the functions, which call the operators where they are recorded.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import gemm
+from ._operators import register as _register
 from .activations import activation_of, text_of
-
-_library = torch.library.Library("seqfuse", "FRAGMENT")
 
 _DROPOUT = "Tensor? seed=None, float p=0.0, bool upscale=True"
 _FORWARD_GATED = (
@@ -34,6 +33,8 @@ _DGRAD_GATED = (
     f"(Tensor dy, Tensor weight, *, str act, Tensor t, Tensor? row_scale=None, {_DROPOUT}, bool sums=False, "
     "bool emit=False, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> Tensor[]"
 )
+_WGRAD = "(Tensor dy, Tensor x, *, ScalarType? dtype=None, bool tf32=False) -> Tensor"
+_WGRAD_ADD = "(Tensor(a!) main_grad, Tensor dy, Tensor x, *, bool tf32=False) -> ()"
 _WGRAD_BIAS = (
     "(Tensor dy, Tensor x, *, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> (Tensor, Tensor)"
 )
@@ -42,10 +43,33 @@ _WGRAD_BIAS_ADD = (
 )
 
 
+class Gradients(NamedTuple):
+    """What `linear_dgrad` and `linear_dgrad_gated` give; `None` for what was not asked for."""
+
+    dz: Tensor  # [*, K], of a gated unit [*, 2 K]
+    sum: Tensor | None  # [K], [2 K]
+    x: Tensor | None  # [*, K]
+    dy_sum: Tensor | None  # [N]
+
+
+class Dropout(NamedTuple):
+    """Dropout in an epilogue: element i of the contiguous result is kept by `_philox`'s rule.
+
+    Args:
+        seed: one int64 on the device, never read by the host.
+        p: probability of dropping an element.
+        upscale: whether what is kept is multiplied by 1 / (1 - p).
+    """
+
+    seed: Tensor
+    p: float
+    upscale: bool = True
+
+
 def _arguments(act: str | None, seed: Tensor | None, p: float, upscale: bool, rest: dict[str, Any]) -> dict[str, Any]:
     return rest | {
         "act": None if act is None else activation_of(act),
-        "dropout": None if seed is None else gemm.Dropout(seed, p, upscale),
+        "dropout": None if seed is None else Dropout(seed, p, upscale),
     }
 
 
@@ -115,52 +139,47 @@ def _fake_wgrad(dy: Tensor, x: Tensor, *, dtype: Any = None, tf32: bool = False)
     return dy.new_empty((dy.shape[-1], x.shape[-1]), dtype=dtype or dy.dtype)
 
 
-def _wgrad(dy: Tensor, x: Tensor, *, dtype: torch.dtype | None = None, tf32: bool = False) -> Tensor:
-    return gemm.linear_wgrad(dy, x, dtype=dtype, tf32=tf32)
-
-
-def _wgrad_bias(dy: Tensor, x: Tensor, **rest: Any) -> tuple[Tensor, Tensor]:
-    return gemm.linear_wgrad_bias(dy, x, **rest)
-
-
 def _fake_wgrad_bias(dy: Tensor, x: Tensor, *, sums_dtype: Any = None, **rest: Any) -> tuple[Tensor, Tensor]:
     return _fake_wgrad(dy, x, **rest), dy.new_empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype)
-
-
-def _wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, **rest: Any) -> Tensor:
-    return gemm.linear_wgrad_bias(dy, x, main_grad=main_grad, **rest)[1]
 
 
 def _fake_wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, sums_dtype: Any = None, **_: Any) -> Tensor:
     return dy.new_empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype)
 
 
-def _wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
-    gemm.linear_wgrad(dy, x, main_grad=main_grad, tf32=tf32)
+def register(
+    linear: Callable[..., Any],
+    linear_gated: Callable[..., Any],
+    linear_dgrad: Callable[..., Any],
+    linear_dgrad_gated: Callable[..., Any],
+    linear_wgrad: Callable[..., Tensor],
+    linear_wgrad_bias: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    """Register operators that call these functions of `gemm`."""
+
+    def wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
+        linear_wgrad(dy, x, main_grad=main_grad, tf32=tf32)
+
+    def wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, **rest: Any) -> Tensor:
+        return linear_wgrad_bias(dy, x, main_grad=main_grad, **rest)[1]
+
+    def fake_wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
+        """Nothing but the buffer is written."""
+
+    for schema, run, fake in (
+        (f"linear{_FORWARD}", _product(linear), _fake_forward(False)),
+        (f"linear_gated{_FORWARD_GATED}", _product(linear_gated), _fake_forward(True)),
+        (f"linear_dgrad{_DGRAD}", _product(linear_dgrad), _fake_dgrad(False)),
+        (f"linear_dgrad_gated{_DGRAD_GATED}", _product(linear_dgrad_gated), _fake_dgrad(True)),
+        (f"linear_wgrad{_WGRAD}", linear_wgrad, _fake_wgrad),
+        (f"linear_wgrad_{_WGRAD_ADD}", wgrad_add, fake_wgrad_add),
+        (f"linear_wgrad_bias{_WGRAD_BIAS}", linear_wgrad_bias, _fake_wgrad_bias),
+        (f"linear_wgrad_bias_{_WGRAD_BIAS_ADD}", wgrad_bias_add, _fake_wgrad_bias_add),
+    ):
+        _register(schema, run, fake, (torch.Tag.needs_fixed_stride_order,))
 
 
-def _register() -> None:
-    for name, schema, run, fake in (
-        ("linear", _FORWARD, _product(gemm.linear), _fake_forward(False)),
-        ("linear_gated", _FORWARD_GATED, _product(gemm.linear_gated), _fake_forward(True)),
-        ("linear_dgrad", _DGRAD, _product(gemm.linear_dgrad), _fake_dgrad(False)),
-        ("linear_dgrad_gated", _DGRAD_GATED, _product(gemm.linear_dgrad_gated), _fake_dgrad(True)),
-        ("linear_wgrad", "(Tensor dy, Tensor x, *, ScalarType? dtype=None, bool tf32=False) -> Tensor", _wgrad,
-         _fake_wgrad),
-        ("linear_wgrad_", "(Tensor(a!) main_grad, Tensor dy, Tensor x, *, bool tf32=False) -> ()", _wgrad_add,
-         lambda main_grad, dy, x, *, tf32=False: None),
-        ("linear_wgrad_bias", _WGRAD_BIAS, _wgrad_bias, _fake_wgrad_bias),
-        ("linear_wgrad_bias_", _WGRAD_BIAS_ADD, _wgrad_bias_add, _fake_wgrad_bias_add),
-    ):  # fmt: skip
-        _library.define(name + schema, tags=(torch.Tag.needs_fixed_stride_order,))
-        _library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"seqfuse::{name}", fake, lib=_library)
-
-
-_register()
-
-
-def _texts(act: Any, dropout: gemm.Dropout | None) -> dict[str, Any]:
+def _texts(act: Any, dropout: Dropout | None) -> dict[str, Any]:
     around = {} if dropout is None else dropout._asdict()
     return around | {"act": None if act is None else text_of(act)}
 
@@ -174,7 +193,7 @@ def forward(
     store_pre: bool,
     store_act: bool,
     row_scale: Tensor | None,
-    dropout: gemm.Dropout | None,
+    dropout: Dropout | None,
     residual: Tensor | None,
     dtype: torch.dtype | None,
     tf32: bool,
@@ -197,7 +216,7 @@ def backward(
     t: Tensor | None,
     t_is_output: bool,
     row_scale: Tensor | None,
-    dropout: gemm.Dropout | None,
+    dropout: Dropout | None,
     residual: Tensor | None,
     sums: bool,
     emit: bool,
@@ -205,7 +224,7 @@ def backward(
     sums_dtype: torch.dtype | None,
     dy_sums: torch.dtype | None,
     tf32: bool,
-) -> gemm.Gradients:
+) -> Gradients:
     """`gemm.linear_dgrad` and `linear_dgrad_gated` by their operators."""
     given = _texts(act, dropout) | {"t": t, "row_scale": row_scale, "sums": sums, "emit": emit, "dtype": dtype}
     given |= {"sums_dtype": sums_dtype, "tf32": tf32}
@@ -217,7 +236,7 @@ def backward(
     left = iter(results)
     dz = next(left)
     total, x, dy_sum = (next(left) if asked else None for asked in (sums, emit, dy_sums is not None))
-    return gemm.Gradients(dz, total, x, dy_sum)
+    return Gradients(dz, total, x, dy_sum)
 
 
 def wgrad(dy: Tensor, x: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None, tf32: bool) -> Tensor:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _norm_ops
 from ._columns import several_column_sums
 from ._launch import (
     architecture,
@@ -30,6 +31,7 @@ from ._launch import (
     traced,
     workspace,
 )
+from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed
@@ -334,28 +336,6 @@ def _norm_sums_kernel(
         tl.store(place, tl.sum(dbias, 0), mask=columns)
 
 
-class Forward(NamedTuple):
-    """Results of a forward pass; `stream` is what was normalized, where a prologue made it."""
-
-    y: Tensor  # [*, N]
-    stream: Tensor | None  # [*, N]
-    mean: Tensor | None  # [*] float32
-    rstd: Tensor  # [*] float32
-
-
-class Backward(NamedTuple):
-    """Results of a backward pass; `None` for what was not asked for.
-
-    `dx` is the gradient of what was normalized, and so of the residual; `dbranch` that of what dropout took.
-    """
-
-    dx: Tensor | None  # [*, N]
-    dweight: Tensor | None  # [N]
-    dbias: Tensor | None  # [N]
-    dbranch: Tensor | None  # [*, N]
-    dpre_bias: Tensor | None  # [N]
-
-
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """A launch: rows and columns at a time, chunks of a row, warps, stages of the pipeline.
@@ -453,8 +433,6 @@ def forward(
 ) -> Forward:
     """Either norm forward; the arguments are those of `layernorm_fwd`."""
     if traced():
-        from . import _norm_ops
-
         return _norm_ops.recorded_forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
             residual=residual, dtype=dtype,
@@ -525,8 +503,6 @@ def backward(
 ) -> Backward:
     """Either norm backward; the arguments are those of `layernorm_bwd`."""
     if traced():
-        from . import _norm_ops
-
         return _norm_ops.recorded_backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias,
@@ -697,3 +673,6 @@ def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[st
         tile = sums_tile(dtype.itemsize, act)
         constexprs = sums_constexprs(tile, function, flags, compute)
         yield variant(_norm_sums_kernel, "sums", tile, shared, constexprs)
+
+
+_norm_ops.register(forward, backward)

@@ -4,21 +4,21 @@
 
 Arguments are those of the functions, but an activation is a text (`activations.text_of`). Results come as a list: y,
 then the stream where there is a prologue, the mean of LayerNorm, and rstd; backward, what was asked for of dx, dweight,
-dbias, dbranch and dpre_bias. Importing this module registers them; eager code calls the functions, which call the
+dbias, dbranch and dpre_bias. Importing the kernels registers them; eager code calls the functions, which call the
 operators where they are recorded.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._norm import Backward, Forward, backward, forward
+from ._operators import register as _register
 from .activations import activation_of, text_of
 
-_library = torch.library.Library("seqfuse", "FRAGMENT")
 _FORWARD = (
     "(Tensor x, Tensor? weight, Tensor? bias, float eps, *, bool zero_centered=False, Tensor? pre_bias=None, "
     "Tensor? seed=None, float p=0.0, Tensor? residual=None, str? act=None, ScalarType? dtype=None) -> Tensor[]"
@@ -30,11 +30,33 @@ _BACKWARD = (
 )
 
 
+class Forward(NamedTuple):
+    """Results of a forward pass; `stream` is what was normalized, where a prologue made it."""
+
+    y: Tensor  # [*, N]
+    stream: Tensor | None  # [*, N]
+    mean: Tensor | None  # [*] float32
+    rstd: Tensor  # [*] float32
+
+
+class Backward(NamedTuple):
+    """Results of a backward pass; `None` for what was not asked for.
+
+    `dx` is the gradient of what was normalized, and so of the residual; `dbranch` that of what dropout took.
+    """
+
+    dx: Tensor | None  # [*, N]
+    dweight: Tensor | None  # [N]
+    dbias: Tensor | None  # [N]
+    dbranch: Tensor | None  # [*, N]
+    dpre_bias: Tensor | None  # [N]
+
+
 def _activation(name: str | None) -> Any:
     return None if name is None else activation_of(name)
 
 
-def _forward(centered: bool) -> Any:
+def _forward(forward: Callable[..., Forward], centered: bool) -> Any:
     def run(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, act: str | None = None, **rest: Any
     ) -> list[Tensor]:
@@ -65,7 +87,7 @@ def _fake_forward(centered: bool) -> Any:
     return fake
 
 
-def _backward(centered: bool) -> Any:
+def _backward(backward: Callable[..., Backward], centered: bool) -> Any:
     def run(
         dy: Tensor,
         x: Tensor,
@@ -103,14 +125,11 @@ def _fake_backward(
     ]
 
 
-for _name, _centered in (("layernorm", True), ("rmsnorm", False)):
-    for _operator, _schema, _run, _fake in (
-        (_name, _FORWARD, _forward(_centered), _fake_forward(_centered)),
-        (f"{_name}_backward", _BACKWARD, _backward(_centered), _fake_backward),
-    ):
-        _library.define(_operator + _schema)
-        _library.impl(_operator, _run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"seqfuse::{_operator}", _fake, lib=_library)
+def register(forward: Callable[..., Forward], backward: Callable[..., Backward]) -> None:
+    """Register operators that call these functions of `_norm`."""
+    for name, centered in (("layernorm", True), ("rmsnorm", False)):
+        _register(name + _FORWARD, _forward(forward, centered), _fake_forward(centered))
+        _register(f"{name}_backward{_BACKWARD}", _backward(backward, centered), _fake_backward)
 
 
 def recorded_forward(centered: bool, x: Tensor, weight: Any, bias: Any, eps: float, act: Any, **rest: Any) -> Forward:

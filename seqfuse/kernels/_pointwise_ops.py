@@ -3,19 +3,19 @@
 """Point-wise chains as an operator, `torch.ops.seqfuse.pointwise`: what traces and exports see.
 
 The chain is passed as its `text`, dtypes as their names; results come as a list without the one that was not wanted.
-Importing this module registers it; eager code calls the function, which calls the operator where it is recorded.
+Importing the kernel registers it; eager code calls the function, which calls the operator where it is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import pointwise
+from ._operators import register as _register
 
-_library = torch.library.Library("seqfuse", "FRAGMENT")
 _SCHEMA = (
     "pointwise(Tensor x, str chain, Tensor[] operands, *, ScalarType? dtype=None, str[]? dtypes=None, "
     "bool result=True) -> Tensor[]"
@@ -27,51 +27,48 @@ def _of_names(names: Sequence[str] | None) -> list[torch.dtype]:
     return [getattr(torch, name) for name in names or ()]
 
 
-def _run(
-    x: Tensor,
-    chain: str,
-    operands: Sequence[Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    dtypes: Sequence[str] | None = None,
-    result: bool = True,
-) -> list[Tensor]:
-    results = pointwise.pointwise(
-        x, pointwise.parse(chain), operands, dtype=dtype, dtypes=_of_names(dtypes), result=result
-    )
-    return [t for t in results if t is not None]
+def register(pointwise: Callable[..., Any], parse: Callable[[str], Any]) -> None:
+    """Register an operator that calls `pointwise.pointwise` with the chain that `parse` makes of a text."""
 
+    def run(
+        x: Tensor,
+        chain: str,
+        operands: Sequence[Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        dtypes: Sequence[str] | None = None,
+        result: bool = True,
+    ) -> list[Tensor]:
+        results = pointwise(x, parse(chain), operands, dtype=dtype, dtypes=_of_names(dtypes), result=result)
+        return [t for t in results if t is not None]
 
-def _fake(
-    x: Tensor,
-    chain: str,
-    operands: Sequence[Tensor],
-    *,
-    dtype: torch.dtype | None = None,
-    dtypes: Sequence[str] | None = None,
-    result: bool = True,
-) -> list[Tensor]:
-    steps = pointwise.parse(chain)
-    width = (x.shape[-1] if x.ndim else 1) // steps.parts[0]
-    dtype = dtype or x.dtype
-    wanted = iter(_of_names(dtypes) or [dtype] * len(steps.steps))
-    results = [x.new_empty((*x.shape[:-1], steps.parts[-1] * width) if x.ndim else (), dtype=dtype)] * result
-    for step, parts in zip(steps.steps, steps.parts, strict=False):
-        if step.output == "matrix":
-            results.append(x.new_empty((*x.shape[:-1], parts * width) if x.ndim else (), dtype=next(wanted)))
-        elif step.output == "row":
-            results.append(x.new_empty((parts * width,), dtype=next(wanted)))
-    return results
+    def fake(
+        x: Tensor,
+        chain: str,
+        operands: Sequence[Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        dtypes: Sequence[str] | None = None,
+        result: bool = True,
+    ) -> list[Tensor]:
+        steps = parse(chain)
+        width = (x.shape[-1] if x.ndim else 1) // steps.parts[0]
+        dtype = dtype or x.dtype
+        wanted = iter(_of_names(dtypes) or [dtype] * len(steps.steps))
+        results = [x.new_empty((*x.shape[:-1], steps.parts[-1] * width) if x.ndim else (), dtype=dtype)] * result
+        for step, parts in zip(steps.steps, steps.parts, strict=False):
+            if step.output == "matrix":
+                results.append(x.new_empty((*x.shape[:-1], parts * width) if x.ndim else (), dtype=next(wanted)))
+            elif step.output == "row":
+                results.append(x.new_empty((parts * width,), dtype=next(wanted)))
+        return results
 
-
-_library.define(_SCHEMA)
-_library.impl("pointwise", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("seqfuse::pointwise", _fake, lib=_library)
+    _register(_SCHEMA, run, fake)
 
 
 def recorded(
     x: Tensor,
-    chain: pointwise.Chain,
+    chain: str,
     operands: Sequence[Tensor],
     dtype: torch.dtype | None,
     dtypes: Sequence[torch.dtype],
@@ -80,7 +77,7 @@ def recorded(
     """`pointwise.pointwise` by its operator."""
     made = torch.ops.seqfuse.pointwise(
         x,
-        chain.text,
+        chain,
         list(operands),
         dtype=dtype,
         dtypes=[str(of).removeprefix("torch.") for of in dtypes] or None,

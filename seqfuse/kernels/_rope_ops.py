@@ -4,20 +4,21 @@
 
 Arguments are those of the functions, but a rotation is its fields, with no style where there is none. Results come as
 a list: y, then what was asked for of z and rstd; backward, of dx, dbias, dq_weight and dk_weight. The third gives the
-queries alone, and writes its caches and scales in place. Importing this module registers them; eager code calls the
+queries alone, and writes its caches and scales in place. Importing the kernels registers them; eager code calls the
 functions, which call the operators where they are recorded.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import rope
+from ._operators import register as _register
 
-_library = torch.library.Library("seqfuse", "FRAGMENT")
 _FIELDS = "str? style=None, int dim=0, float base=10000.0"
 _ROTATION = f"{_FIELDS}, Tensor? positions=None"
 _FORWARD = (
@@ -36,6 +37,32 @@ _WRITE = (
 )
 
 
+class Forward(NamedTuple):
+    """Results of the forward pass."""
+
+    y: Tensor  # [*, S, (H + 2 Hkv) D]
+    z: Tensor | None  # the same, x + bias, where it was to be stored
+    rstd: Tensor | None  # [*, S, H + Hkv] float32
+
+
+class Backward(NamedTuple):
+    """Results of the backward pass; `None` for what was not asked for."""
+
+    dx: Tensor | None  # [*, S, (H + 2 Hkv) D]
+    dbias: Tensor | None  # [(H + 2 Hkv) D]
+    dq_weight: Tensor | None  # [D]
+    dk_weight: Tensor | None  # [D]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotation:
+    """How pairs are turned: `dim` elements of each head, by angles position base^(-2 i / dim)."""
+
+    style: Literal["half", "interleaved"]
+    dim: int
+    base: float = 10000.0
+
+
 def _run(function: Any) -> Any:
     def run(
         first: Tensor,
@@ -47,7 +74,7 @@ def _run(function: Any) -> Any:
         base: float = 10000.0,
         **rest: Any,
     ) -> Tensor | list[Tensor]:
-        rotation = None if style is None else rope.Rotation(style, dim, base)
+        rotation = None if style is None else Rotation(style, dim, base)
         made = function(first, heads, kv_heads, rotation, *tensors, **rest)
         return made if isinstance(made, Tensor) else [t for t in made if t is not None]
 
@@ -84,32 +111,31 @@ def _fake_write(x: Tensor, heads: int, kv_heads: int, *_: Any, **__: Any) -> Ten
     return x.new_empty((x.shape[0], heads, x.shape[1] // (heads + 2 * kv_heads)))
 
 
-for _operator, _schema, _function, _traced in (
-    ("rope", _FORWARD, rope.rope_fwd, _fake),
-    ("rope_backward", _BACKWARD, rope.rope_bwd, _fake_backward),
-    ("rope_write", _WRITE, rope.rope_write, _fake_write),
-):
-    _library.define(_schema)
-    _library.impl(_operator, _run(_function), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"seqfuse::{_operator}", _traced, lib=_library)
+def register(
+    rope_fwd: Callable[..., Forward], rope_bwd: Callable[..., Backward], rope_write: Callable[..., Tensor]
+) -> None:
+    """Register operators that call these functions of `rope`."""
+    _register(_FORWARD, _run(rope_fwd), _fake)
+    _register(_BACKWARD, _run(rope_bwd), _fake_backward)
+    _register(_WRITE, _run(rope_write), _fake_write)
 
 
-def _fields(rotation: rope.Rotation | None) -> dict[str, Any]:
+def _fields(rotation: Rotation | None) -> dict[str, Any]:
     return {} if rotation is None else {"style": rotation.style, "dim": rotation.dim, "base": float(rotation.base)}
 
 
-def forward(x: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, **rest: Any) -> rope.Forward:
+def forward(x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, **rest: Any) -> Forward:
     """`rope.rope_fwd` by its operator."""
     y, *others = torch.ops.seqfuse.rope(x, heads, kv_heads, **_fields(rotation), **rest)
-    return rope.Forward(y, others.pop(0) if rest["store"] else None, others[0] if others else None)
+    return Forward(y, others.pop(0) if rest["store"] else None, others[0] if others else None)
 
 
-def backward(dy: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, **rest: Any) -> rope.Backward:
+def backward(dy: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, **rest: Any) -> Backward:
     """`rope.rope_bwd` by its operator."""
     made = iter(torch.ops.seqfuse.rope_backward(dy, heads, kv_heads, **_fields(rotation), **rest))
-    return rope.Backward(*(next(made) if rest[name] not in (None, False) else None for name in rope.Backward._fields))
+    return Backward(*(next(made) if rest[name] not in (None, False) else None for name in Backward._fields))
 
 
-def write(x: Tensor, heads: int, kv_heads: int, rotation: rope.Rotation | None, *caches: Tensor, **rest: Any) -> Tensor:
+def write(x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *caches: Tensor, **rest: Any) -> Tensor:
     """`rope.rope_write` by its operator."""
     return torch.ops.seqfuse.rope_write(x, heads, kv_heads, *caches, **_fields(rotation), **rest)

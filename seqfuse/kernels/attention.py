@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _attention_ops
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
 from ._philox import keep_mask, threshold_and_scale
 from ._variants import TRITON_DTYPES, Variant
@@ -501,8 +502,6 @@ def attention_fwd(
         ValueError: for shapes or dtypes that do not fit, float64, or heads of more than 256, or of 128 in float32.
     """
     if traced():
-        from . import _attention_ops
-
         return _attention_ops.forward(
             q, k, v, scale, causal=causal, window=window, softcap=softcap, mask=mask, cu_seqlens=cu_seqlens, seed=seed,
             p=p,
@@ -574,8 +573,6 @@ def attention_bwd(
         ValueError: as in `attention_fwd`.
     """
     if traced():
-        from . import _attention_ops
-
         _attention_ops.backward(
             dy, q, k, v, y, lse, out=out, scale=scale, causal=causal, window=window, softcap=softcap, mask=mask,
             cu_seqlens=cu_seqlens, seed=seed, p=p,
@@ -796,3 +793,6 @@ def _variant(name: str, dtype: torch.dtype, size: int, label: str, limits: dict[
         has_dot=dtype is not torch.float32 and (tile.n if name == "dkv" else tile.m) >= 64,
         targets=(arch,),
     )
+
+
+_attention_ops.register(attention_fwd, attention_bwd)

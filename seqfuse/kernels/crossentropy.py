@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _crossentropy_ops
 from ._launch import inner_contiguous, launch, next_power_of_2, traced
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
@@ -141,8 +142,6 @@ def cross_entropy_(
         ValueError: for shapes that differ, no or more than 2^30 classes, or classes that are not contiguous.
     """
     if traced():
-        from . import _crossentropy_ops
-
         return _crossentropy_ops.recorded(
             logits, targets, softmax, gradient, ignore_index=ignore_index, label_smoothing=label_smoothing,
             z_loss=z_loss, softcap=softcap, scale=scale,
@@ -231,3 +230,6 @@ def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ..
         divisible=(*pointers, *aligned),
         num_warps=num_warps(classes, itemsize),
     )
+
+
+_crossentropy_ops.register(cross_entropy_)

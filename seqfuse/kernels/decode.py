@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _decode_ops
 from ._launch import (
     architecture,
     cdiv,
@@ -212,8 +213,6 @@ def decode_attention(
             int8 cache, which do not fit in registers.
     """
     if traced():
-        from . import _decode_ops
-
         return _decode_ops.attention(
             q, k, v, lengths, scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale
         )
@@ -280,8 +279,6 @@ def cache_write(
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
     """
     if traced():
-        from . import _decode_ops
-
         _decode_ops.write(k_new, v_new, k, v, lengths, k_scale=k_scale, v_scale=v_scale)
         return
     batch, kv_heads, size, _, rows = _checked(k_new, k, v, lengths, k_scale, v_scale)
@@ -463,3 +460,6 @@ def _variant(
         num_stages=num_stages,
         options=register_limit(registers, "sm_"),
     )
+
+
+_decode_ops.register(decode_attention, cache_write)

@@ -35,7 +35,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _gemm_ops
 from ._columns import column_sums
+from ._gemm_ops import Dropout, Gradients
 from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
 from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, traced, workspace
 from ._philox import dropped, threshold_and_scale
@@ -387,29 +389,6 @@ def _allow_scratch() -> None:
         triton.set_allocator(_scratch)
 
 
-class Gradients(NamedTuple):
-    """What `linear_dgrad` and `linear_dgrad_gated` give; `None` for what was not asked for."""
-
-    dz: Tensor  # [*, K], of a gated unit [*, 2 K]
-    sum: Tensor | None  # [K], [2 K]
-    x: Tensor | None  # [*, K]
-    dy_sum: Tensor | None  # [N]
-
-
-class Dropout(NamedTuple):
-    """Dropout in an epilogue: element i of the contiguous result is kept by `_philox`'s rule.
-
-    Args:
-        seed: one int64 on the device, never read by the host.
-        p: probability of dropping an element.
-        upscale: whether what is kept is multiplied by 1 / (1 - p).
-    """
-
-    seed: Tensor
-    p: float
-    upscale: bool = True
-
-
 def _product(
     a: _Operand,
     b: _Operand,
@@ -627,8 +606,6 @@ def _forward(
     tile: Tile | None,
 ) -> tuple[Tensor, Tensor | None]:
     if traced():
-        from . import _gemm_ops
-
         return _gemm_ops.forward(
             form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32
         )
@@ -773,8 +750,6 @@ def _backward(
     tile: Tile | None,
 ) -> Gradients:
     if traced():
-        from . import _gemm_ops
-
         return _gemm_ops.backward(
             form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
             tf32,
@@ -841,8 +816,6 @@ def linear_wgrad(
         ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
     """
     if traced():
-        from . import _gemm_ops
-
         return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
     return _wgrad(dy, x, main_grad, dtype, None, tf32, tile)
 
@@ -875,8 +848,6 @@ def linear_wgrad_bias(
         ValueError: as `linear_wgrad`.
     """
     if traced():
-        from . import _gemm_ops
-
         return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
     total = torch.empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype, device=dy.device)
     return _wgrad(dy, x, main_grad, dtype, total, tf32, tile), total
@@ -1038,3 +1009,6 @@ def _variant(
         has_dot=number in ("half", "tf32"),
         targets=_PREFIXES[of],
     )
+
+
+_gemm_ops.register(linear, linear_gated, linear_dgrad, linear_dgrad_gated, linear_wgrad, linear_wgrad_bias)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _pointwise_ops
 from ._columns import several_column_sums
 from ._launch import (
     Constexprs,
@@ -507,9 +508,7 @@ def pointwise(
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
     if traced():
-        from . import _pointwise_ops
-
-        return _pointwise_ops.recorded(x, chain, operands, dtype, dtypes, result)
+        return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
     dtype = dtype or x.dtype
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
     lead, columns = tuple(x.shape[:-1]), x.shape[-1] if x.ndim else 1
@@ -707,3 +706,6 @@ def variants() -> Iterator[Variant]:
         (chains[6], ("width", "x_stride")),
     ):
         yield chain_variant(chain, torch.bfloat16, 1 if "width" in ones else 4096, ones=ones)
+
+
+_pointwise_ops.register(pointwise, parse)

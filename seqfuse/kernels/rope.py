@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import _rope_ops
 from ._columns import column_sums
 from ._launch import (
     MAX_GRID,
@@ -30,6 +31,7 @@ from ._launch import (
     traced,
     workspace,
 )
+from ._rope_ops import Backward, Forward, Rotation
 from ._variants import TRITON_DTYPES, Variant
 
 MAX_HEAD = 1024
@@ -380,32 +382,6 @@ def _rounded(t):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rotation:
-    """How pairs are turned: `dim` elements of each head, by angles position base^(-2 i / dim)."""
-
-    style: Literal["half", "interleaved"]
-    dim: int
-    base: float = 10000.0
-
-
-class Forward(NamedTuple):
-    """Results of the forward pass."""
-
-    y: Tensor  # [*, S, (H + 2 Hkv) D]
-    z: Tensor | None  # the same, x + bias, where it was to be stored
-    rstd: Tensor | None  # [*, S, H + Hkv] float32
-
-
-class Backward(NamedTuple):
-    """Results of the backward pass; `None` for what was not asked for."""
-
-    dx: Tensor | None  # [*, S, (H + 2 Hkv) D]
-    dbias: Tensor | None  # [(H + 2 Hkv) D]
-    dq_weight: Tensor | None  # [D]
-    dk_weight: Tensor | None  # [D]
-
-
-@dataclasses.dataclass(frozen=True)
 class Tile:
     """Rows, heads, pairs and other elements of a head at a time; warps."""
 
@@ -474,8 +450,6 @@ def rope_fwd(
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
     if traced():
-        from . import _rope_ops
-
         return _rope_ops.forward(
             x, heads, kv_heads, rotation, bias=bias, positions=positions, norm_eps=norm_eps, q_weight=q_weight,
             k_weight=k_weight, store=store,
@@ -545,8 +519,6 @@ def rope_bwd(
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
     if traced():
-        from . import _rope_ops
-
         return _rope_ops.backward(
             dy, heads, kv_heads, rotation, positions=positions, x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight,
             dx=dx, dbias=dbias, dq_weight=dq_weight, dk_weight=dk_weight,
@@ -641,8 +613,6 @@ def rope_write(
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
     if traced():
-        from . import _rope_ops
-
         return _rope_ops.write(
             x, heads, kv_heads, rotation, k, v, lengths, bias=bias, norm_eps=norm_eps, q_weight=q_weight,
             k_weight=k_weight, k_scale=k_scale, v_scale=v_scale,
@@ -845,3 +815,6 @@ def _write_variant(dtype: torch.dtype, size: int, rotation: Rotation | None, *, 
         divisible=(*pointers, *(n for n in numbers if "_" in n and size % 16 == 0)),
         num_warps=1,
     )
+
+
+_rope_ops.register(rope_fwd, rope_bwd, rope_write)

@@ -511,8 +511,6 @@ def test_an_activation_given_again_reads_its_input_once(dtype: torch.dtype, devi
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_operator_passes_the_checks_of_torch(name: str, device: torch.device) -> None:
-    import seqfuse.kernels._pointwise_ops  # noqa: F401  # registers it
-
     case = CASES[name]
     x, *operands = (t.to(device) for t in drawn(case, (3,), 8, torch.float32))
     if case.seed is not None:
