@@ -168,6 +168,7 @@ class UnfusedOperation(FusableOperation):
     def __init_subclass__(cls, *, open: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.is_open = open or cls.reference is UnfusedOperation.reference
+        cls.native = bool(vars(cls).get("native"))  # a subclass may have a forward of its own
         if cls.is_open:
             return
         bases = [base for base in cls.__mro__[1:] if issubclass(base, UnfusedOperation)]

@@ -70,6 +70,7 @@ class Saved:
 
     fields: ClassVar[tuple[str, ...]] = ()
     _plain: ClassVar[frozenset[str]] = frozenset()
+    _tuples: ClassVar[frozenset[str]] = frozenset()
     _for: ClassVar[Mapping[str, frozenset[str]]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -86,6 +87,7 @@ class Saved:
         declared = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         cls.fields = tuple(f.name for f in declared)
         cls._plain = cls._plain | {name for name, hint in hints.items() if not _holds_tensor(hint)}
+        cls._tuples = cls._tuples | {name for name, hint in hints.items() if _may_be_tuple(hint)}
         cls._for = {f.name: f.metadata["for"] for f in declared if f.metadata.get("for")}
         cls.__init__ = _make_init(cls, {f.name: f.default for f in declared})
 
@@ -122,12 +124,16 @@ class Saved:
 
     @classmethod
     def has_data(cls, names: Sequence[str]) -> bool:
-        """Whether any of these fields is plain data rather than tensors."""
-        return not cls._plain.isdisjoint(names)
+        """Whether any of these fields may be something else than one tensor, or `None`."""
+        return not (cls._plain | cls._tuples).isdisjoint(names)
 
 
 def _holds_tensor(hint: Any) -> bool:
     return (isinstance(hint, type) and issubclass(hint, Tensor)) or any(map(_holds_tensor, typing.get_args(hint)))
+
+
+def _may_be_tuple(hint: Any) -> bool:
+    return typing.get_origin(hint) is tuple or any(map(_may_be_tuple, typing.get_args(hint)))
 
 
 def _is_known(hint: Any) -> bool:

@@ -39,19 +39,21 @@ def is_static(kept: Sequence[Kept]) -> bool:
 
 
 def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:
-    """`forward(ctx, segment, seeds, x, *channels)`, or without a layout `forward(segment, seeds, x, channels)`.
+    """`forward(ctx, segment, seeds, x, *channels)`, or `forward(segment, seeds, x, *channels)` where nothing is saved.
 
-    `run` holds the functions of the node that it calls: `failed`, `save`, `leave`, `again`.
+    `run` holds the functions of the node that it calls: `failed`, `save`, `leave`, `again`. Without a layout the
+    records are packed as after an interpreted forward, whatever they hold.
     """
     keep = segment.live
     c = _Locals("c", segment.inputs)
     names = "".join(f", {c.names[name]}" for name in segment.inputs)
     s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
     s.constants.update(run, fit=fit)
-    s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))), "try:")
+    s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))))
+    s.add(*["memo, tensors = {}, []"] * (keep and layout is None), "try:")
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
     s.depth += 1
-    saved, likes = dict[int, str](), list[str]()
+    saved, likes, tokens = dict[int, str](), list[str](), list[str]()
     for i, step in enumerate(segment.forward):
         if i:
             s.add(f"at = {i}")
@@ -72,6 +74,10 @@ def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: S
             s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
         for record in step.saves if keep else ():
             saved[record.position] = f"s{i}" + "".join(f"[{s.put(key)}]" for key in record.place)
+            if layout is None:
+                tokens.append(f"t{len(tokens)}")
+                pack, _ = packing(record.cls, record.kept)
+                s.add(f"{tokens[-1]} = {s.put(pack)}({saved[record.position]}, memo, tensors)")
         leaving = {*segment.outputs}
         s.add(*(f"{c.names[channel]} = None" for channel in step.ends if channel not in leaving))
     s.depth -= 1
@@ -81,7 +87,8 @@ def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: S
     if keep and layout is not None:
         _save_static(s, layout, saved, entered)
     elif keep:
-        _save_packed(s, segment, saved, entered)
+        s.add(f"ctx.tokens = ({''.join(f'{t}, ' for t in tokens)})")
+        s.add("ctx.segment = segment", "ctx.set_materialize_grads(False)", "save(ctx, segment, tensors)")
     if likes:
         s.add(f"ctx.like = {{{', '.join(likes)}}}")
     out = "".join(f", {c.names[name]}" for name in segment.outputs)
@@ -96,7 +103,7 @@ def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: S
 
 def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], entered: str) -> None:
     """Save what was seen to be saved, each tensor once, if it is so again."""
-    s.add("ctx.segment = segment", "ctx.set_materialize_grads(False)")
+    s.add("ctx.segment = segment", f"ctx.layout = {s.put(layout)}", "ctx.set_materialize_grads(False)")
     if not layout:
         return
     s.add("try:")
@@ -119,19 +126,6 @@ def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], enter
         s.add(f"    if {' or '.join(wrong)}: raise ValueError")
     s.add("except Exception:", f"    return again(ctx, segment, seeds, x0, ({entered}*_, ))")
     s.add(f"if hooks(False) is None: ctx.save_for_backward({tensors})", f"else: save(ctx, segment, [{tensors}])")
-
-
-def _save_packed(s: Source, segment: Segment, saved: dict[int, str], entered: str) -> None:
-    """Save whatever the records hold: they are packed as after an interpreted forward."""
-    s.add("memo, tensors = {}, []", "try:")
-    records = [record for step in segment.forward for record in step.saves]
-    for i, record in enumerate(records):
-        pack, _ = packing(record.cls, record.kept)
-        s.add(f"    t{i} = {s.put(pack)}({saved[record.position]}, memo, tensors)")
-    tokens = "".join(f"t{i}, " for i in range(len(records)))
-    s.add(f"    ctx.tokens = ({tokens})")
-    s.add("except Exception:", f"    return again(ctx, segment, seeds, x0, ({entered}*_, ))")
-    s.add("ctx.segment = segment", "ctx.set_materialize_grads(False)", "save(ctx, segment, tensors)")
 
 
 def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:

@@ -51,6 +51,7 @@ def bind(
     x: Tensor,
     parameters: Sequence[Tensor],
     given: Sequence[Tensor],
+    place: str,
 ) -> Call:
     """`call(x, channels, seeds)`, which gives `None` where the state is another one.
 
@@ -62,6 +63,7 @@ def bind(
         state: grad mode, determinism, dtype of autocast and `sf.fusing` for which the plan was made.
         x: the input; its shape, dtype, device and `requires_grad` are checked.
         parameters: their `requires_grad`, dtype and class are checked; `given` are the channels, of which the same is.
+        place: what a function of x notes on its error.
     """
     s = Source("call", "x, channels, seeds")
     s.constants.update(_FIXED)
@@ -105,7 +107,8 @@ def bind(
             s.add(f"p{i} = summed({s.put(group)}, p{i})")
     made: dict[str, str] = {}
     if callable(runs):
-        s.add(f"x = {s.put(runs)}(x)")
+        s.add("try:", f"    x = {s.put(runs)}(x)")
+        s.add("except Exception as error:", f"    error.add_note({s.put(place)})", "    raise")
     for segment, indices in () if callable(runs) else runs:
         _run(s, segment, [names[i] for i in indices], local, made)
     s.add(*(f"channels[{s.put(c)}] = {name}" for c, name in made.items()), "return x")

@@ -51,17 +51,16 @@ def forward(
     x: Tensor,
     channels: dict[str, Tensor],
     seeds: Tensor | None,
-    failed: tuple[Step, Exception] | None = None,
+    failed: list[tuple[Step, Exception]] | None = None,
 ) -> Forward:
-    """Run the forward steps; of a step that `failed`, the operations."""
+    """Run the forward steps; of a step that `failed`, which is taken out of there, the operations."""
     run, memo = Forward(channels), dict[int, int]()
     left, entered, failures = [*reversed(segment.forward)], x, list[tuple[Step, str | None]]()
     while left:
         step = left.pop()
         try:
-            if failed is not None and step is failed[0]:
-                error, failed = failed[1], None  # its traceback holds this frame, which must not hold it
-                raise error
+            if failed and step is failed[0][0]:
+                raise failed.pop()[1]  # its traceback holds this frame, which must not hold it
             y, made, saved = _call(segment, step, x, channels, seeds)
             if segment.live and made and step.zeros:
                 run.like[step.stop] = look(y, {c: made[n] for n, c in step.writes})
@@ -112,7 +111,7 @@ def backward(
     d_channels: dict[str, Tensor | None],
     asked: Asked | None = None,
     buffers: MainGrads | None = None,
-    failed: tuple[Step, Exception] | None = None,
+    failed: list[tuple[Step, Exception]] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Run the backward steps: the gradients of x and of the parameters; `d_channels` are those of the channels."""
     records = {r.position: packing(r.cls, r.kept)[1](tokens, cast(Any, tensors)) for r, tokens in kept}
@@ -130,9 +129,8 @@ def backward(
             left += reversed(step.unfused(backward=True))
             continue
         try:
-            if failed is not None and step.start == failed[0].start:
-                error, failed = failed[1], None
-                raise error
+            if failed and step.start == failed[0][0].start:
+                raise failed.pop()[1]
             dx, grads = _call_back(segment, step, records, d, came, like, buffers, asked)
         except Exception as error:
             records |= recovered(segment, step, error, records, buffers)

@@ -121,7 +121,8 @@ class Segment:
     checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any](), init=False)
     plain: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     keeping: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
-    gradients: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
+    # With the layout it is made for: a forward that saves otherwise is looked at again while others wait for theirs.
+    gradients: tuple[Any, Callable[..., Any] | None] | None = dataclasses.field(default=None, init=False)
     surprises: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:

@@ -41,8 +41,9 @@ class Seqfuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         segment: Segment = ctx.segment
-        code = segment.gradients
-        if code is None or ctx.about is not None or _grad_enabled() or not _is_usual(ctx, segment):
+        layout, code = segment.gradients or (None, None)
+        seen = layout is ctx.layout and ctx.about is None
+        if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment):
             return _interpret_backward(ctx, segment, douts)
         tensors = ctx.saved_tensors if ctx.mark is None else saved_tensors(ctx)
         if segment.autocast is None and not _any_autocast():
@@ -51,11 +52,12 @@ class Seqfuse(torch.autograd.Function):
             return code(ctx, segment, tensors, *douts)
 
 
-# What a node has that only some calls set: where records are among the saved tensors, in code that packs them anew
-# (`tokens`) or after a call that was interpreted (`about`, with what fell back); what y and outputs are like, for an
-# output that the loss does not use; and the size of the tensor that marks a checkpointed forward.
+# What a node has that only some calls set: where records are among the saved tensors, as the code was made to save
+# them (`layout`), in code that packs them anew (`tokens`) or after a call that was interpreted (`about`, with what fell
+# back); what y and outputs are like, for an output that the loss does not use; and the size of the tensor that marks a
+# checkpointed forward.
 _node: Any = Seqfuse._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
-_node.tokens, _node.about, _node.like, _node.mark = None, None, {}, None
+_node.layout, _node.tokens, _node.about, _node.like, _node.mark = None, None, None, {}, None
 
 
 def _interpreted(ctx: Any, segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> Any:
@@ -79,14 +81,15 @@ def _prepare(segment: Segment, run: interpret.Forward, x: Tensor) -> None:
     segment.layout = tuple(run.kept) if static else None
     calls = {"failed": _failed, "again": _again, "save": save, "leave": _leave, "own": _own, "hooks": saving_hooks}
     code = forward_code(segment, calls, segment.layout)
-    segment.gradients, segment.keeping = None, code
-    if segment.autocast is not None:
+    if segment.autocast is None:
+        segment.keeping = code
+        return
 
-        def keeping(*arguments: Any) -> Any:
-            with _own_casts(segment):
-                return code(*arguments)
+    def keeping(ctx: Any, segment: Segment, *arguments: Any) -> Any:  # given the segment, which holds this
+        with _own_casts(segment):
+            return code(ctx, segment, *arguments)
 
-        segment.keeping = keeping
+    segment.keeping = keeping
 
 
 def _failed(
@@ -94,8 +97,9 @@ def _failed(
 ) -> Any:
     """Rerun a segment without the fusion that failed."""
     may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
-    channels = dict(zip(segment.inputs, tensors, strict=False))
-    run = interpret.forward(segment, x, channels, seeds, (segment.forward[at], error))
+    failed = [(segment.forward[at], error)]
+    del error  # its traceback will hold this frame
+    run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=False)), seeds, failed)
     return _interpreted(ctx, segment, run, (x, *tensors))
 
 
@@ -103,8 +107,9 @@ def _failed_plain(
     segment: Segment, at: int, error: Exception, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]
 ) -> Any:
     may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
-    channels = dict(zip(segment.inputs, tensors, strict=True))
-    run = interpret.forward(segment, x, channels, seeds, (segment.forward[at], error))
+    failed = [(segment.forward[at], error)]
+    del error
+    run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=True)), seeds, failed)
     return (run.y, *[run.channels[name] for name in segment.outputs]) if segment.outputs else run.y
 
 
@@ -134,25 +139,30 @@ def _interpret_backward(
 
 
 def _kept(ctx: Any, segment: Segment) -> Sequence[interpret.Kept]:
-    if ctx.tokens is None:
-        assert segment.layout is not None
-        return segment.layout
+    if ctx.layout is not None:
+        return ctx.layout
     records = [record for step in segment.forward for record in step.saves]
     return [*zip(records, ctx.tokens, strict=True)]
 
 
 def _prepare_backward(segment: Segment, douts: Sequence[Any]) -> None:
-    ready = segment.keeping is not None and segment.gradients is None and not torch.compiler.is_compiling()
-    if ready and not any(map(is_fake, douts)) and segment.is_checked(segment.backward, True):
-        segment.gradients = backward_code(segment, {"failed": _failed_back}, segment.layout)
+    layout, made = segment.layout, segment.gradients
+    if segment.keeping is None or torch.compiler.is_compiling() or (made is not None and made[0] is layout):
+        return
+    if not any(map(is_fake, douts)) and segment.is_checked(segment.backward, True):
+        segment.gradients = layout, backward_code(segment, {"failed": _failed_back}, layout)
 
 
 def _failed_back(
     ctx: Any, segment: Segment, at: int, error: Exception, tensors: Sequence[Any], douts: Sequence[Any]
 ) -> Any:
-    failed = None if at < 0 else (segment.backward[at], error)
-    if failed is not None and failed[0].fused:
-        may_fall_back(segment, *failed, douts[0], segment.backward[:at])
+    if at < 0:
+        return _interpret_backward(ctx, segment, douts, tensors)
+    step, again = segment.backward[at], segment.backward[:at]
+    if step.fused or not all(s.repeatable for s in again):
+        may_fall_back(segment, step, error, douts[0], again)
+    failed = [(step, error)]
+    del error
     return _interpret_backward(ctx, segment, douts, tensors, failed)
 
 

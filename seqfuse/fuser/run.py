@@ -192,7 +192,8 @@ class Fuser:
         if x.__class__ not in _PLAIN or (program.by_reference and program.native is None):
             return program, None
         rest = region.summed, region.channels, program.native or program.segments, state, x, parameters, given
-        return program, bind_call(region.slots, region.plain, *rest)
+        place = f"in operation {op_list.nodes[region.start].name} at position {region.start}"
+        return program, bind_call(region.slots, region.plain, *rest, place)
 
     def bind(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqfuse as sf
@@ -72,3 +72,66 @@ def test_what_changed_after_the_forward_does_not_reach_its_backward(make: Any, c
     for a, b in zip(*results, strict=True):
         assert a.abs().max() > 0
         assert torch.equal(a, b)
+
+
+class Varying(sf.UnfusedOperation):
+    """y = 3 x, which saves what the end of `saving` says: a field that is another one, `None`, a tensor or a tuple."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+        other: Tensor | tuple[Tensor, ...] | None
+
+    def __init__(self, saving: list[str]) -> None:
+        super().__init__()
+        self.saving = saving
+
+    def reference(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+    def fwd(self, x: Tensor) -> Any:
+        other = {"same": x, "none": None, "one": 2 * x, "two": (2 * x, x)}[self.saving[-1]]
+        return 3 * x, self.Saved(x=x, other=other)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        others = saved.other if isinstance(saved.other, tuple) else (saved.other,)
+        assert all(t is None or t.shape == saved.x.shape for t in others)
+        return 3 * dy, {}
+
+
+class Steady(Varying):
+    """The same by tensors alone."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+        other: Tensor | None
+
+    def reference(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+@pytest.mark.parametrize("first", ["same", "none"])
+@pytest.mark.parametrize("between", [False, True], ids=["without a backward", "with a backward"])
+def test_a_backward_reads_what_its_own_forward_saved_whatever_later_ones_save(first: str, between: bool):
+    saving = [first]
+    model = sf.Sequential(ops.Tanh(), Steady(saving), ops.Tanh())
+    x = draw(3, 4).requires_grad_()
+    (expected,) = torch.autograd.grad(torch.tanh(3 * torch.tanh(x)).sum(), x)
+    graphs = [model(x), model(x)]
+    if between:
+        torch.autograd.grad(model(x).sum(), x)
+        torch.autograd.grad(model(x).sum(), x)
+    for now in ("one", first, "one"):
+        saving.append(now)
+        graphs += [model(x), model(x)]
+    for y in (*graphs[::2], *graphs[1::2]):
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_a_field_may_hold_one_tensor_and_later_several():
+    saving = ["one"]
+    model = sf.Sequential(ops.Tanh(), Varying(saving), ops.Tanh())
+    x = draw(3, 4).requires_grad_()
+    (expected,) = torch.autograd.grad(torch.tanh(3 * torch.tanh(x)).sum(), x)
+    for now in ("one", "one", "two", "none", "one"):
+        saving.append(now)
+        assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)

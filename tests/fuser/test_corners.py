@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -348,3 +348,29 @@ def test_the_output_of_an_absent_slot_is_an_empty_dictionary(present: bool) -> N
         with sf.fusing(False):
             expected = model(x)
     torch.testing.assert_close(got, expected)
+
+
+class OwnReLU(ops.ReLU):
+    """A forward of its own."""
+
+    ran: ClassVar[list[None]] = []
+
+    def fwd(self, x: Tensor) -> Any:
+        self.ran.append(None)
+        return super().fwd(x)
+
+
+def test_a_subclass_of_an_activation_runs_its_own_passes_where_it_stands_alone() -> None:
+    OwnReLU.ran.clear()
+    for model in (OwnReLU(), sf.Sequential(nn.Identity(), OwnReLU(), nn.Identity())):
+        model(tensor(3, 5))
+        model(tensor(3, 5))
+    assert len(OwnReLU.ran) == 4
+
+
+def test_an_error_of_an_activation_that_stands_alone_says_where() -> None:
+    model = sf.Sequential(nn.Identity(), ops.GeLU(), nn.Identity())
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.ones(3, 5, dtype=torch.int64))
+        assert caught.value.__notes__ == ["in operation GeLU at position 1"]

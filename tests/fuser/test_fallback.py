@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -609,3 +609,64 @@ def test_a_requirement_of_another_form_refuses_with_a_reason(yields: Any):
     assert plan.fused == (0, 0)
     assert len(plan.refused) == 1
     assert plan.refused[0].reason
+
+
+class Counting(sf.UnfusedOperation):
+    """y = 2 x, in passes that may run once."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    repeatable = False
+    ran: ClassVar[list[str]] = []
+
+    def reference(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def fwd(self, x: Tensor) -> Any:
+        self.ran.append("fwd")
+        return 2 * x, self.Saved(x=x)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        self.ran.append("bwd")
+        return 2 * dy, {}
+
+
+class Breaking(sf.UnfusedOperation):
+    """y = 2 x; a pass fails once `broken` says so, or its record is none."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    broken: ClassVar[str] = ""
+
+    def reference(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def fwd(self, x: Tensor) -> Any:
+        if self.broken == "fwd":
+            raise RuntimeError("broken")
+        return 2 * x, self.Saved(x=3 if self.broken == "saved" else x)  # pyright: ignore[reportArgumentType]
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        if self.broken == "bwd":
+            raise RuntimeError("broken")
+        return 2 * dy, {}
+
+
+@pytest.mark.parametrize("calls", [0, 2], ids=["first call", "third call"])
+@pytest.mark.parametrize("broken", ["fwd", "saved", "bwd"])
+def test_what_may_run_once_does_not_run_again_where_an_operation_fails(
+    broken: str, calls: int, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = (Breaking(), Counting()) if broken == "bwd" else (Counting(), Breaking())
+    model, x = sf.Sequential(first, second, ops.Tanh()), draw(3, 4).requires_grad_()
+    for _ in range(calls):
+        model(x).sum().backward()
+    monkeypatch.setattr(Breaking, "broken", broken)
+    Counting.ran.clear()
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        model(x).sum().backward()
+    at = 0 if broken == "bwd" else 1
+    assert f"in operation Breaking at position {at}" in caught.value.__notes__
+    assert Counting.ran == ["fwd", "bwd"][: 1 + (broken == "bwd")]

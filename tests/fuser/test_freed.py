@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from tests.fuser.fusions import PAIR, tensor
+from tests.fuser.fusions import PAIR, BiasReLU, BiasReLUBack, tensor
 
 
 class BrokenBiasReLU(sf.ForwardFusion):
@@ -24,6 +24,45 @@ class BrokenBiasReLU(sf.ForwardFusion):
 
     def fwd(self, x: Tensor) -> Any:
         raise RuntimeError("broken")
+
+
+class Later:
+    """Fails in the second call."""
+
+    calls = 0
+
+    @classmethod
+    def call(cls) -> None:
+        cls.calls += 1
+        if cls.calls == 2:
+            raise RuntimeError("broken")
+
+
+class LaterForward(Later, sf.ForwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def fwd(self, x: Tensor) -> Any:
+        self.call()
+        return BiasReLU.fwd(self, x)  # pyright: ignore[reportArgumentType]
+
+
+class LaterBackward(Later, sf.BackwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def bwd(self, dy: Tensor, *, bias: sf.Saved, act: Any) -> Any:
+        self.call()
+        return BiasReLUBack.bwd(self, dy, bias=bias, act=act)  # pyright: ignore[reportArgumentType]
+
+
+class LaterInference(Later, sf.InferenceFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def fwd(self, x: Tensor) -> Tensor:
+        self.call()
+        return torch.relu(x + self.bias.bias)
 
 
 class BrokenBiasReLUBack(sf.BackwardFusion):
@@ -65,6 +104,12 @@ def uncalled(model: sf.Sequential) -> None:
 
 def trained(model: sf.Sequential) -> None:
     model(tensor(3, 5)).sum().backward()
+
+
+def cast(model: sf.Sequential) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        trained(model)
+        trained(model)
 
 
 def evaluated(model: sf.Sequential) -> None:
@@ -110,7 +155,15 @@ def alive(model: nn.Module) -> Callable[[], list[str]]:
 @pytest.mark.parametrize(
     ("make", "use"),
     [
-        *[(plain, uncalled), (plain, evaluated), (plain, changed), (fused, trained), (fused, planned), (fused, copied)],
+        *[
+            (plain, uncalled),
+            (plain, evaluated),
+            (plain, cast),
+            (plain, changed),
+            (fused, trained),
+            (fused, planned),
+            (fused, copied),
+        ],
         *[(broken, trained), (nested, planned), (nested, switched)],
     ],
 )
@@ -121,6 +174,28 @@ def test_a_model_is_freed_with_its_parameters_when_nobody_holds_it(
     left = alive(model)
     use(model)
     assert left()
+    del model
+    assert left() == []
+
+
+@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
+@pytest.mark.parametrize("fusion", [LaterForward, LaterBackward, LaterInference])
+def test_a_call_in_which_a_fusion_failed_leaves_nothing_behind(fusion: Any) -> None:
+    fusion.calls = 0
+    model = sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 5), fusions=(fusion,))
+    for _ in range(3):
+        x = tensor(3, 5)
+        if fusion is LaterInference:
+            with torch.no_grad():
+                y = model(x)
+        else:
+            y = model(x)
+            y.sum().backward()
+        held = weakref.ref(x), weakref.ref(y)
+        del x, y
+        assert [t() for t in held] == [None, None]
+    assert fusion.calls == 3
+    left = alive(model)
     del model
     assert left() == []
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -79,11 +80,38 @@ def test_batch_sizes_share_a_plan_per_power_of_two():
 
 
 def test_inputs_of_one_bucket_and_two_widths_have_gradients_of_their_own_widths():
-    model = sf.Sequential(ops.Tanh())
+    model = sf.Sequential(ops.Tanh(), ops.Tanh())
     model(draw(3, 5).requires_grad_())
     x = draw(3, 7).requires_grad_()
     model(x).sum().backward()
-    torch.testing.assert_close(x.grad, 1 - x.detach().tanh().square())
+    torch.testing.assert_close(x.grad, torch.autograd.grad(x.tanh().tanh().sum(), x)[0])
+
+
+class Folded(sf.UnfusedOperation):
+    """y = x with its leading dimensions made one."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x.flatten(0, -2).clone()
+
+    def fwd(self, x: Tensor) -> Any:
+        return self.reference(x), self.Saved(x=x)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy.reshape(saved.x.shape), {}
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return math.prod(shape[:-1]), shape[-1]
+
+
+def test_inputs_that_one_plan_serves_may_be_folded_into_one_shape():
+    model = sf.Sequential(ops.Tanh(), Folded(), ops.Tanh())
+    model(draw(3, 4, 2).requires_grad_())
+    x = draw(4, 3, 2).requires_grad_()
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(x.tanh().tanh().sum(), x)[0])
 
 
 def test_without_gradients_a_plan_has_no_backward_steps():
