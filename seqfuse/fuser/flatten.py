@@ -24,6 +24,9 @@ _TWINS: dict[type, str] = {
 }  # fmt: skip
 
 
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
 class _Never:
     """Stands for the type of what no slot matches."""
 
@@ -62,16 +65,18 @@ def plain_type(module: nn.Module) -> type:
 def has_own_graph(module: nn.Module) -> bool:
     """Whether a tensor with a graph of its own stands for a parameter: only plain autograd sees it."""
     owners = module.modules() if isinstance(module, UnfusedOperation) else (module,)
-    values = [value for owner in owners for value in attributes(owner).values()]
+    values = [value for owner in owners for key, value in attributes(owner).items() if key not in _OF_EVERY_MODULE]
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes of a module, as a trace has set them where it is traced; of operations alone there."""
     held = vars(module)
+    if not torch.compiler.is_dynamo_compiling():
+        return held
     if isinstance(module, FusableOperation):
         return {name: held[name] for name in module._attributes if name in held}  # pyright: ignore[reportPrivateUsage]
-    return {} if torch.compiler.is_dynamo_compiling() else held  # torch 2.11 traces no loop over `vars`
+    return {}  # torch 2.11 traces no loop over `vars`
 
 
 def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
