@@ -189,9 +189,14 @@ any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright:
 """Whether any device's autocast is on: one call, where asking for a device by name costs several."""
 
 
+# Asked once: torch 2.11 does not trace the question.
+_WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps")))
+
+
 def autocast_of(kind: str) -> torch.dtype | None:
     """Dtype of the autocast region active for a device type, or `None`."""
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    asked = not torch.compiler.is_compiling() and torch.amp.is_autocast_available(kind)
+    if not (kind in _WITH_AUTOCAST or asked) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 

@@ -92,8 +92,8 @@ def _call(
     given |= {name: drawn(seeds, index) for name, index in step.seeds}
     x = fit(x, layout)
     out = step.operation.fwd(x, **given)
-    if (step, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
-        segment.checked.add((step, False))
+    if (step.place, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
+        segment.checked.add((step.place, False))
     none: dict[str, Any] = {}
     results = iter(out) if step.operation.outputs or not step.inference else iter((out,))
     y = next(results)
@@ -184,9 +184,9 @@ def _call_back(
     else:
         given |= _by_slot(step, own)
     out = step.operation.bwd(d, *positional, **given)
-    unchecked = asked is not None or (step, True) not in segment.checked
+    unchecked = asked is not None or (step.place, True) not in segment.checked
     if unchecked and check_backward(segment.context, step, d, out, given) and asked is None:
-        segment.checked.add((step, True))
+        segment.checked.add((step.place, True))
     return out
 
 

@@ -63,6 +63,11 @@ class Step:
         return self.covers.stop
 
     @property
+    def place(self) -> tuple[str, int, int]:
+        """What tells it from the other steps of its pass; compilers do not trace a hash of the step itself."""
+        return self.name, self.start, self.stop
+
+    @property
     def joint(self) -> bool:
         """Whether it is a fusion of both passes, with a `Saved` of its own."""
         return self.fused and self.operation.has_record
