@@ -21,9 +21,11 @@ from .node import apply_node, run_plain, taken
 Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
 
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
+device = operator.attrgetter("device")
 _FIXED: Mapping[str, Any] = {
     "requires": requires,
     "dtype": dtype,
+    "device": device,
     "kind": type,
     "apply": apply_node,
     "plain": run_plain,
@@ -62,7 +64,7 @@ def bind(
         runs: the segments, each with the indices of its parameters; or a function of x.
         state: grad mode, determinism, dtype of autocast and `sf.fusing` for which the plan was made.
         x: the input; its shape, dtype, device and `requires_grad` are checked.
-        parameters: their `requires_grad`, dtype and class are checked; `given` are the channels, of which the same is.
+        parameters: their `requires_grad`, dtype and class are checked; of the channels, `given`, the device as well.
         place: what a function of x notes on its error.
     """
     s = Source("call", "x, channels, seeds")
@@ -101,6 +103,8 @@ def bind(
                 f"[*map(requires, {packed})] != {s.put([*map(requires, tensors)])}",
                 f"[*map(dtype, {packed})] != {s.put([*map(dtype, tensors)])}",
             ]
+    if given:
+        tests.append(f"[*map(device, ({', '.join(local.values())},))] != {s.put([*map(device, given)])}")
     s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
     for i, group in summed:
         if parameters[i].requires_grad and grad:

@@ -19,7 +19,7 @@ from ..operation import FusableOperation, changes
 from ..settings import fusing_now, settings
 from .cost_lookup import Known
 from .flatten import flatten, has_own_graph, public_channels
-from .guard import Call, dtype, requires
+from .guard import Call, device, dtype, requires
 from .guard import bind as bind_call
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate
 from .lowering import Context, lower
@@ -154,7 +154,7 @@ class Fuser:
         given = [channels[c] for c in region.channels]
         autocast = autocast_of(x.device.type) if any_autocast() else None
         state = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast, fusing_now()
-        about = x.dtype, x.device, x.requires_grad, *state, signature, _signature(given)
+        about = x.dtype, x.device, x.requires_grad, *state, signature, _signature(given), (*map(device, given),)
         with _planning:
             known = region.states.get((x.shape, *about))
             if known is None:

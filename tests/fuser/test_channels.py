@@ -549,10 +549,13 @@ def test_shapes_that_do_not_add_up_are_an_error_and_are_not_broadcast() -> None:
         assert (caught.value.operation, caught.value.position) == ("Add", 2)
 
 
-def test_a_channel_on_another_device_is_an_error_that_names_both() -> None:
+@pytest.mark.parametrize("calls", [0, 2], ids=["first call", "third call"])
+def test_a_channel_on_another_device_is_an_error_that_names_both(calls: int) -> None:
     model = sf.Sequential(ops.Linear(5, 3), ops.Add("r"))
-    with pytest.raises(Exception, match="meta"):
-        model(tensor(7, 5), r=torch.empty(7, 3, device="meta"))
+    for _ in range(calls):
+        model(tensor(7, 5), r=tensor(7, 3))
+    with pytest.raises(sf.InputError, match=r"SF102 position 2 \(Add\): expects its other on cpu, .* got meta"):
+        model(tensor(7, 5), r=tensor(7, 3).detach().to("meta").requires_grad_())
 
 
 def test_a_plan_refuses_a_channel_of_the_wrong_shape_as_the_call_does() -> None:
