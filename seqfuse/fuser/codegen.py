@@ -169,7 +169,9 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
             else:
                 s.add(f"{r} = {s.put(record.cls.__new__)}({s.put(record.cls)})", f"f = {r}.__dict__")
                 for name, token in zip(kept[at].kept, layout[at][1], strict=True):
-                    value = "None" if token is None else _fitted(s, f"tensors[{token}]", kind)
+                    value = "None" if token is None else f"tensors[{token}]"
+                    if token is not None and kind != "any":  # it may have become `None`
+                        value = f"None if {value} is None else {_fitted(s, value, kind)}"
                     s.add(f"f[{s.put(name)}] = {value}")
         given = ["d", *own] if step.joint or not step.fused else ["d", *_by_slot(step, own)]
         given += [f"{identifier(keyword)}={name}" for keyword, name in came]
