@@ -91,6 +91,14 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     inlines: ClassVar[bool] = True
     default_fusions: ClassVar[Fusions] = ()
+    is_made_of_modules: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Here, since compilers trace what a call does, and no signature.
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        optional = all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters[1:])
+        cls.is_made_of_modules = bool(parameters) and parameters[0].kind is parameters[0].VAR_POSITIONAL and optional
 
     def __init__(self, *operations: nn.Module | OrderedDict[str, nn.Module], fusions: Fusions | None = None) -> None:
         super().__init__()
@@ -155,10 +163,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         if not isinstance(idx, slice):
             return super().__getitem__(idx)
         # The class itself, as in torch, where it is made from modules; what makes its modules from numbers cannot be.
-        first, *rest = inspect.signature(type(self)).parameters.values() or (None,)
-        optional = all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in rest)
-        from_modules = first is not None and first.kind is first.VAR_POSITIONAL and optional
-        new = (type(self) if from_modules else Sequential)(OrderedDict(list(self._modules.items())[idx]))
+        new = (type(self) if self.is_made_of_modules else Sequential)(OrderedDict(list(self._modules.items())[idx]))
         new.fusions = self.fusions
         return new
 
