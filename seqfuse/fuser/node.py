@@ -177,7 +177,8 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
         if not any(map(_attributes, nodes[len(nodes) - len(segment.parameters) :])):
             return True
     except RuntimeError:  # there is a leaf whose gradient is to be returned
-        return False
+        if not all(map(_will_run, nodes)):
+            return False
     except AttributeError:  # what stands for a parameter is no leaf
         pass
     return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn in nodes)
