@@ -77,8 +77,9 @@ def check_dtypes(nodes: Sequence[Node], positions: range, dtypes: Sequence[torch
     for position in positions:
         node, entering = nodes[position], dtypes[position]
         for name, (owner, attribute) in node.slots.items() if getattr(node.operation, "same_dtype", False) else ():
-            expected = getattr(owner, attribute).dtype
-            if entering is not None and entering is not expected:
+            parameter: Tensor = getattr(owner, attribute)
+            expected = parameter.dtype
+            if entering is not None and entering is not expected and not parameter.is_meta:  # there torch takes any
                 message = f"expects its input in {expected}, the dtype of its {name}, got {entering}"
                 hint = "convert one of them with .to(dtype), or run under torch.autocast"
                 raise InputError(message, code="SF102", operation=node.name, position=position, hint=hint)

@@ -74,12 +74,14 @@ def plan_ahead(
     tensors = [x, *channels.values()] + [t for node in op_list.nodes for t in node.operation.parameters()]
     asked = [t.requires_grad for t in tensors]
 
-    place = next((p.device for node in op_list.nodes for p in node.operation.parameters()), x.device)
+    places = list(dict.fromkeys(p.device for node in op_list.nodes for p in node.operation.parameters())) or [x.device]
 
     def memory(_: Plan, held: Any = fuser.root) -> Memory | str | None:  # the plan holds the model
         if [t.requires_grad for t in tensors] != asked:
             return None  # what is kept now is not what this plan says
-        return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, place)
+        if len(places) > 1:
+            return "the parameters are on several devices"
+        return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, places[0])
 
     return dataclasses.replace(plan, measure=memory)
 
