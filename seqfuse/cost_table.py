@@ -19,7 +19,7 @@ import torch
 from . import store
 from .env import Env
 from .errors import CacheWarning
-from .operation import Version, changes
+from .operation import Version, config_version
 from .settings import settings
 
 FORMAT = 1
@@ -139,10 +139,10 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-class Epoch:
-    """When a measurement was last added: lists planned before are planned anew."""
+class TableVersion:
+    """A token that is replaced whenever a measurement is added: sequences planned before are planned anew."""
 
-    now = Version()
+    current = Version()
 
 
 _tables: dict[Machine, dict[str, Measurement]] = {}
@@ -163,8 +163,8 @@ def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = F
     known = dict(found) if instead else {**table(machine), **found}
     if known != table(machine):
         _tables[machine] = known
-        Epoch.now = Version()
-        changes.note()
+        TableVersion.current = Version()
+        config_version.bump()
 
 
 def user_file(machine: Machine, *, create: bool) -> Path | None:

@@ -33,24 +33,24 @@ def named_input(channels: dict[str, Tensor]) -> Tensor:
 
 
 class Version:
-    """A point in time, which is itself only; `object()` would be that too, but compilers do not trace it."""
+    """A unique token; two of them never compare equal. Compilers do not trace `object()`."""
 
 
-class Changes:
-    """When an attribute of any operation was last set: what was compared since then need not be compared again.
+class ConfigVersion:
+    """A token that is replaced whenever an attribute of any operation is set: an unchanged one spares a comparison.
 
     An instance, because torch 2.11 does not trace that a class is set.
     """
 
     def __init__(self) -> None:
-        self.epoch = Version()
+        self.current = Version()
 
-    def note(self) -> None:
-        """Mark a change, after it was made; who holds a moment keeps it from being used twice."""
-        self.epoch = Version()
+    def bump(self) -> None:
+        """Say that an attribute was set, after it was."""
+        self.current = Version()
 
 
-changes = Changes()
+config_version = ConfigVersion()
 
 
 class FusableOperation(nn.Module):
@@ -71,16 +71,16 @@ class FusableOperation(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        changes.note()
+        config_version.bump()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)  # pyright: ignore[reportUnknownMemberType]
-        changes.note()
+        config_version.bump()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add a parameter, as in torch."""
         super().register_parameter(name, param)
-        changes.note()
+        config_version.bump()
 
     def expand(self) -> tuple[nn.Module, ...]:
         """The operations that stand for this one in the fuser's list; by default itself."""

@@ -149,7 +149,7 @@ class _Noting(Matcher):
 class _Recorder(Fuser):
     """A fuser that keeps what the passes of operations and fusions return."""
 
-    by_reference = False
+    plain_autograd = False
 
     def __init__(self, root: Sequential, fusions: Sequence[type[FusedOperation]]) -> None:
         self._seen: dict[tuple[int, str], list[Tensor | None]] = {}

@@ -126,7 +126,7 @@ def _expected(
             y: Tensor = mode.from_tensor(x)
             given = {name: mode.from_tensor(value) for name, value in inputs.items()}
             made: dict[str, Tensor] = {}
-            for place, prefix, position, node, needs in step.members:
+            for place, prefix, _, node, needs in step.members:
                 operation: Any = node.operation
                 extras: dict[str, Any] = {n: made[c] if c in made else given[prefix + n] for n, c in node.inputs}
                 signature = operation.forward_signature
@@ -135,7 +135,7 @@ def _expected(
                 if signature.env:
                     extras["env"] = context.env
                 if signature.seed:
-                    active = position in context.random
+                    active = node.seed is not None
                     extras["seed"] = torch.zeros((), dtype=torch.int64, device=x.device) if active else None
                 y, *rest = operation.fwd(y, **extras)
                 records[place] = rest[-1]

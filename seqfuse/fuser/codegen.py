@@ -15,7 +15,7 @@ from ..generated import Source, identifier
 from ..saved import packing
 from .interpret import Kept, fit, fit_record, look
 from .lowering import Segment
-from .step import Drawn, Step
+from .step import Drawn
 
 
 class _Locals:
@@ -173,7 +173,12 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
                     if token is not None and kind != "any":  # it may have become `None`
                         value = f"None if {value} is None else {_fitted(s, value, kind)}"
                     s.add(f"f[{s.put(name)}] = {value}")
-        given = ["d", *own] if step.joint or not step.fused else ["d", *_by_slot(step, own)]
+        given = ["d"]
+        if step.joint or not step.fused:
+            given += own
+        else:
+            slots = {identifier(slot): several for slot, several in step.by_slot(own).items()}
+            given += [f"{n}=({', '.join(v)},)" if n in step.variadic else f"{n}={v[0]}" for n, v in slots.items()]
         given += [f"{identifier(keyword)}={name}" for keyword, name in came]
         given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env, True).items()]
         if step.operation.backward_signature.main_grads:
@@ -200,17 +205,6 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
     summed = "".join(f"{sums.get(i, 'None')}, " for i in range(len(segment.parameters)))
     s.add(f"return None, None, {dx}, {inputs}{summed}")
     return s.define()
-
-
-def _by_slot(step: Step, own: Sequence[str]) -> list[str]:
-    places: dict[str, list[str]] = {}
-    variadic = {slot.name for slot in step.operation.slots if slot.variadic}
-    for record, name in zip(step.records, own, strict=True):
-        places.setdefault(record.place[0], []).append(name)
-    return [
-        f"{identifier(slot)}=" + (f"({''.join(f'{n}, ' for n in names)})" if slot in variadic else names[0])
-        for slot, names in places.items()
-    ]
 
 
 def _fit(s: Source, name: str, layout: Any) -> str:

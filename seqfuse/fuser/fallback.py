@@ -21,23 +21,27 @@ _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 
 
 def recovered(
-    segment: Segment, step: Step, error: Exception, records: Mapping[int, Saved], buffers: MainGrads | None
+    segment: Segment,
+    step: Step,
+    error: Exception,
+    tensor: Any,
+    records: Mapping[int, Saved],
+    buffers: MainGrads | None,
 ) -> dict[int, Saved]:
     """Check that a backward step may fall back; a joint fusion's record as the records of its operations."""
     where: dict[str, Any] = {"code": "SF401", "operation": step.name, "position": step.start}
     if step.fused and step.operation.backward_signature.main_grads and buffers and (taken := buffers.taken()):
         message = f"it failed after it took the main_grad of {', '.join(taken)}: {type(error).__name__}: {error}"
         raise KernelError(message, **where) from error
-    if not step.joint:
-        return {}
-    if not hasattr(step.operation, "unfused"):
-        if isinstance(error, SeqfuseError):
-            return {}
+    convertible = step.joint and hasattr(step.operation, "unfused")
+    if step.joint and not convertible and not isinstance(error, SeqfuseError):
         message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
         raise KernelError(
             message, hint="define unfused(saved) -> {slot: Saved} to let it fall back", **where
         ) from error
-    may_fall_back(segment, step, error, None)
+    may_fall_back(segment, step, error, tensor)
+    if not convertible:
+        return {}
     try:
         saved, found = step.operation.unfused(records[~step.start]), dict[int, Saved]()
         for name, _, position, node, _ in step.members:

@@ -9,8 +9,8 @@ from typing import Any
 import torch.nn.modules.module as hooks_of
 from torch import Tensor, nn
 
-from ..cost_table import Epoch
-from ..operation import FusableOperation, changes
+from ..cost_table import TableVersion
+from ..operation import FusableOperation, config_version
 
 # Of the attributes of a module, those that hold the engine.
 OWN = ("_fuser", "_engine")
@@ -42,7 +42,7 @@ class Fingerprint:
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
-        self._epoch, self._measured = changes.epoch, Epoch.now
+        self._config, self._measured = config_version.current, TableVersion.current
         self._root, every = weakref.ref(root), list(dict.fromkeys((root, *modules)))
         self._modules = every[1:]
         self._attributes_then = [dict(m.__dict__) for m in every]
@@ -64,7 +64,7 @@ class Fingerprint:
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return (
-            (self._epoch is changes.epoch or self._compare())
+            (self._config is config_version.current or self._compare())
             and self._children == self._children_then
             and not any(self._empty)
             and all(self._full)
@@ -73,10 +73,10 @@ class Fingerprint:
         )
 
     def _compare(self) -> bool:
-        epoch = changes.epoch
-        same = self._measured is Epoch.now and self._same(self._attributes_then)
+        current = config_version.current
+        same = self._measured is TableVersion.current and self._same(self._attributes_then)
         if same:
-            self._epoch = epoch
+            self._config = current
         return same
 
     def _now(self) -> list[nn.Module]:
@@ -101,7 +101,7 @@ class Fingerprint:
 
     def differs_in_training_only(self) -> bool:
         """Whether what changed is training flags and nothing else, so that it may come back."""
-        if self._measured is not Epoch.now:
+        if self._measured is not TableVersion.current:
             return False
         pairs = zip(self._now(), self._attributes_then, strict=True)
         rest = self._same([{**then, "training": now.__dict__.get("training")} for now, then in pairs])

@@ -133,8 +133,7 @@ def backward(
                 raise failed.pop()[1]
             dx, grads = _call_back(segment, step, records, d, came, like, buffers, asked)
         except Exception as error:
-            records |= recovered(segment, step, error, records, buffers)
-            may_fall_back(segment, step, error, d)
+            records |= recovered(segment, step, error, d, records, buffers)
             left += reversed(step.unfused(backward=True))
             failures.append((step, reason_of(error)))
             continue
@@ -182,22 +181,12 @@ def _call_back(
     if step.joint or not step.fused:
         positional = own
     else:
-        given |= _by_slot(step, own)
+        given |= {slot: several if slot in step.variadic else several[0] for slot, several in step.by_slot(own).items()}
     out = step.operation.bwd(d, *positional, **given)
     unchecked = asked is not None or (step.place, True) not in segment.checked
     if unchecked and check_backward(segment.context, step, d, out, given) and asked is None:
         segment.checked.add((step.place, True))
     return out
-
-
-def _by_slot(step: Step, records: Sequence[Saved]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    for place, record in zip((r.place for r in step.records), records, strict=True):
-        if len(place) == 1:
-            given[place[0]] = record
-        else:
-            given[place[0]] = (*given.get(place[0], ()), record)
-    return given
 
 
 def drawn(seeds: Tensor | None, index: Drawn) -> Any:

@@ -30,7 +30,6 @@ class Context:
 
     Attributes:
         nodes: the operations of the whole sequence.
-        random: position to index into the seeds of a call, for each operation that reads a seed.
         wants: the needed gradients.
         env: the environment.
         dtypes: of the tensor that enters each position, where they can differ.
@@ -40,7 +39,6 @@ class Context:
     """
 
     nodes: Sequence[Node]
-    random: Mapping[int, int]
     wants: Wants
     env: Env
     dtypes: Sequence[torch.dtype | None] | None
@@ -82,7 +80,7 @@ class Context:
             blank = {c: like.empty() for c, like in channel_likes.items()}
             return dtypes_of(nodes, random, positions, entering[positions.start].empty(), blank)
 
-        return cls(nodes, random, wants, env, dtypes, likes, entering, dtypes_now, on_error == "fallback", note)
+        return cls(nodes, wants, env, dtypes, likes, entering, dtypes_now, on_error == "fallback", note)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -188,10 +188,7 @@ def _asked(ctx: Any, segment: Segment) -> Asked | None:
     """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where all are asked for."""
     if torch.compiler.is_compiling():
         return None
-    try:
-        runs = [fn is None or executes(fn) for fn, _ in ctx.next_functions]
-    except RuntimeError:
-        runs = [fn is None or _will_run(fn) for fn, _ in ctx.next_functions]
+    runs = [fn is None or _will_run(fn) for fn, _ in ctx.next_functions]
     if all(runs):
         return None
     first = len(runs) - len(segment.parameters)

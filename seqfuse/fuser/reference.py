@@ -31,7 +31,7 @@ _interpreter: Callable[[], Any] = peek_interpreter_stack
 
 
 def random_positions(nodes: Sequence[Node]) -> dict[int, int]:
-    """Position to index into the seed vector, for the operations that read a seed now."""
+    """Position to index into the seed vector, for the operations that read a seed now; each node is told its own."""
     random: dict[int, int] = {}
     for position, node in enumerate(nodes):
         if node.alone is None and isinstance(node.operation, UnfusedOperation) and node.operation.random:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from ..env import Env, any_autocast, autocast_of
 from ..errors import StateError
 from ..fusion import FusedOperation, checked
-from ..operation import FusableOperation, changes
+from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
 from .cost_lookup import Known
 from .flatten import flatten, has_own_graph, public_channels
@@ -60,7 +60,7 @@ class Fuser:
         owned: whether `root` holds this fuser, which then does not keep it alive.
     """
 
-    by_reference = True  # stretches of nothing but views, and lone native operations, run under plain autograd
+    plain_autograd = True  # runs stretches of nothing but views, and lone native operations
 
     def __init__(
         self, root: FusableOperation, fusions: Sequence[type[FusedOperation]] = (), owned: bool = False
@@ -160,11 +160,11 @@ class Fuser:
             if known is None:
                 known = self._planned(op_list, region, about, x, channels, parameters, given, state)
                 region.states = with_entry(region.states, (x.shape, *about), known)
-            region.program, region.latest = known
         program, call = known
         if settings().debug and not region.compared:
             compare(op_list.nodes, region.positions, program.plan, op_list.random, x, seeds)
             region.compared = True
+        region.program, region.latest = known  # not before: plans that differ are told in every call
         if call is not None and (y := call(x, channels, seeds)) is not None:
             return y
         if program.by_reference:
@@ -230,12 +230,12 @@ class Fuser:
         inside: list[Any] = [node.operation for node in op_list.nodes[region.start : region.stop]]
         native = inside[0].reference if len(inside) == 1 and inside[0].native and exact else None
         plainly = (
-            self.by_reference and not any(plan.fused) and (native or all(operation.is_view for operation in inside))
+            self.plain_autograd and not any(plan.fused) and (native or all(operation.is_view for operation in inside))
         )
         return CompiledRegion(plan, segments, bool(plainly) or not exact, native if plainly else None)
 
     def _changed(self) -> OpList:
-        changes.note()
+        config_version.bump()
         return self.op_list()
 
     def _note_failure(self, fusion: str, at: int, reason: str) -> None:

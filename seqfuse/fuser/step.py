@@ -149,6 +149,18 @@ class Step:
             found.append(Record(path_of(place), position, cls, cls.kept(needs)))
         return tuple(found)
 
+    @property
+    def variadic(self) -> set[str]:
+        """The slots of a fusion that take several operations."""
+        return {slot.name for slot in self.operation.slots if slot.variadic}
+
+    def by_slot(self, of_records: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
+        """What stands for each of the records, by the slot of the fusion."""
+        found: dict[str, tuple[Any, ...]] = {}
+        for record, value in zip(self.records, of_records, strict=True):
+            found[record.place[0]] = (*found.get(record.place[0], ()), value)
+        return found
+
     @cached_property
     def incoming(self) -> tuple[tuple[str, str], ...]:
         """Keyword of `bwd` and channel, for each gradient of an extra output that can arrive."""

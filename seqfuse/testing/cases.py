@@ -49,7 +49,7 @@ class Bench(Fuser):
     `prepare` sees each instance of a fusion before it is used.
     """
 
-    by_reference = False  # a stretch of views is tested behind a node as all others are
+    plain_autograd = False  # a stretch of views is tested behind a node as all others are
 
     def __init__(
         self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), prepare: Prepare | None = None

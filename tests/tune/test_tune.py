@@ -175,11 +175,11 @@ def test_what_is_known_already_makes_nothing_anew() -> None:
     model = pair(Slow)
     sf.tune(model, X)
     model(X)
-    op_list, epoch = model._fuser._op_lists[0], cost_table.Epoch.now
+    op_list, version = model._fuser._op_lists[0], cost_table.TableVersion.current
     sf.tune(model, X)
     model(X)
     assert model._fuser._op_lists[0] is op_list
-    assert cost_table.Epoch.now is epoch
+    assert cost_table.TableVersion.current is version
 
 
 def test_nothing_is_looked_up_in_a_call_whose_program_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
