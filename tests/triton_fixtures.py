@@ -58,6 +58,7 @@ def compiled(request: pytest.FixtureRequest) -> Callable[..., list[Compiled]]:
         for one in found:
             assert one.error is None, one
             assert one.int32_multiplications == 0, one
+            assert one.late_reads == 0, one
             assert not one.over_shared, one
             assert not one.dot_without_wgmma, one
         return found

@@ -48,6 +48,9 @@ def _cross_entropy_kernel(
     target = tl.load(targets + row)
     counted = target != ignore
     if given is None:
+        # Each thread reads it, and the sums below hold them together before the second pass writes.
+        known = counted & (target >= 0) & (target < classes)
+        picked = tl.load(logits + target, mask=known, other=0.0).to(COMPUTE)
         top = tl.full((), float("-inf"), COMPUTE)
         total = tl.zeros((), COMPUTE)
         plain = tl.zeros((), COMPUTE)
@@ -60,9 +63,6 @@ def _cross_entropy_kernel(
             top = higher
             if SMOOTHING > 0.0:
                 plain += tl.sum(tl.where(inside, z, 0.0), 0)
-        # Read before the second pass writes; the sums above hold all of the program's threads together.
-        known = counted & (target >= 0) & (target < classes)
-        picked = tl.load(logits + target, mask=known, other=0.0).to(COMPUTE)
         if SOFTCAP is not None:
             picked = tanh(picked / SOFTCAP) * SOFTCAP
         log_total = tl.log(total)

@@ -23,7 +23,7 @@ from typing import Any
 
 from .. import kernels
 from ..kernels._variants import Type, Variant
-from .ttir import int32_multiplications
+from .ttir import int32_multiplications, late_reads
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376}
@@ -47,6 +47,7 @@ class Compiled:
         wide: global accesses of 16 bytes, and tiles moved by descriptors.
         narrow: all other global accesses.
         int32_multiplications: 32-bit products that an address is made of.
+        late_reads: single values read where other threads of the program may have written already.
         has_dot: whether the configuration multiplies matrices.
         seconds: time it took.
     """
@@ -62,6 +63,7 @@ class Compiled:
     wide: int = 0
     narrow: int = 0
     int32_multiplications: int = 0
+    late_reads: int = 0
     has_dot: bool = False
     seconds: float = 0.0
 
@@ -173,6 +175,7 @@ def compile_one(variant: Variant, target: str, module: str = "") -> Compiled:
         target=target,
         shared=kernel.metadata.shared,
         int32_multiplications=int32_multiplications(kernel.asm["ttir"]),
+        late_reads=late_reads(kernel.asm["ttir"]),
         has_dot=variant.has_dot,
         seconds=time.perf_counter() - begun,
         **found,

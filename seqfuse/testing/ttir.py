@@ -1,4 +1,4 @@
-"""What Triton's intermediate representation of a kernel says about its addresses."""
+"""What Triton's intermediate representation of a kernel says about its addresses and the order of its accesses."""
 
 from __future__ import annotations
 
@@ -43,3 +43,27 @@ def int32_multiplications(ttir: str) -> int:
         products += kind == "arith.muli" and re.search(r": (?:tensor<[\dx]*x)?i32", rest) is not None
         roots.extend(inputs)
     return products
+
+
+def late_reads(ttir: str) -> int:
+    """How many single values a kernel reads from a tensor that other threads of the program may have written already.
+
+    A scalar is loaded by each thread for itself. Where a block is stored to the same tensor behind it, a reduction must
+    stand between the two: its barrier is what makes all threads read before one of them writes.
+    """
+    base: dict[str, str] = {}
+    unordered: dict[str, int] = {}
+    late = 0
+    for line in ttir.splitlines():
+        match = _DEFINED.match(line)
+        names = _NAME.findall(line)
+        if match is not None and match.group(2) in ("tt.addptr", "tt.splat", "tt.broadcast", "tt.bitcast"):
+            base[names[0]] = base.get(names[1], names[1])
+        elif match is not None and match.group(2) == "tt.load" and ": !tt.ptr<" in line:
+            root = base.get(names[1], names[1])
+            unordered[root] = unordered.get(root, 0) + 1
+        elif '"tt.reduce"' in line:
+            unordered.clear()
+        elif " tt.store " in line and ": tensor<" in line:
+            late += unordered.pop(base.get(names[0], names[0]), 0)
+    return late

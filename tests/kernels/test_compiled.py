@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from seqfuse.testing.compiled import Compiled, compile_variants, kernel_modules
-from seqfuse.testing.ttir import int32_multiplications
+from seqfuse.testing.ttir import int32_multiplications, late_reads
 from tests.processes import Script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -139,6 +139,23 @@ def test_products_are_counted_where_an_address_is_made_of_them() -> None:
     }
     """
     assert int32_multiplications(ttir) == 1
+
+
+@pytest.mark.parametrize(("first", "late"), [("load", 0), ("reduce", 1)])
+def test_a_scalar_read_behind_the_last_barrier_before_a_store_is_late(first: str, late: int) -> None:
+    load = "%2 = tt.load %1, %mask, %other : !tt.ptr<bf16> loc(#loc)"
+    reduce = '%3 = "tt.reduce"(%9) <{axis = 0 : i32}> ({'
+    ttir = f"""
+    %1 = tt.addptr %logits, %target : !tt.ptr<bf16>, i64 loc(#loc)
+    %4 = tt.load %targets : !tt.ptr<i64> loc(#loc)
+    {load if first == "load" else reduce}
+    {reduce if first == "load" else load}
+    tt.store %loss, %2 : !tt.ptr<f32> loc(#loc)
+    %5 = tt.splat %logits : !tt.ptr<bf16> -> tensor<64x!tt.ptr<bf16>> loc(#loc)
+    %6 = tt.addptr %5, %cols : tensor<64x!tt.ptr<bf16>>, tensor<64xi32> loc(#loc)
+    tt.store %6, %7, %8 : tensor<64x!tt.ptr<bf16>> loc(#loc)
+    """
+    assert late_reads(ttir) == late
 
 
 def test_over_shared_memory_depends_on_the_target() -> None:
