@@ -15,6 +15,7 @@ from .identity import Identity
 from .identityforwardallreducebackward import IdentityForwardAllReduceBackward
 from .layernorm import LayerNorm
 from .linear import Linear
+from .mergedlinear import MergedLinear
 from .positionembedding import PositionEmbedding
 from .qknorm import QKNorm
 from .quickgelu import QuickGeLU
@@ -49,6 +50,7 @@ __all__ = [
     "IdentityForwardAllReduceBackward",
     "LayerNorm",
     "Linear",
+    "MergedLinear",
     "PositionEmbedding",
     "QKNorm",
     "QuickGeLU",

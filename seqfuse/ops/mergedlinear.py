@@ -1,0 +1,271 @@
+"""MergedLinear: one product with several weights, whose outputs lie side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import operation as sf
+from ..env import autocast_of
+from ..maingrad import Accumulated
+from ._read import parameter, required
+from .linear import weight_grad
+
+MAX_PARTS = 8
+_WEIGHTS = tuple(f"weight_{i}" for i in range(MAX_PARTS))
+_BIASES = tuple(f"bias_{i}" for i in range(MAX_PARTS))
+
+
+class MergedLinear(sf.UnfusedOperation):
+    """y = [x weight_0^T + bias_0; x weight_1^T + bias_1; ...]: several `Linear`s of one x, as q, k, v or gate, up.
+
+    Forward: the parts lie side by side along the last dimension of y. Where the weights lie one behind the other in one
+    storage, and so do the biases, it is one GEMM; where not, one GEMM for each part writes its slice of y. Nothing is
+    copied, and no packed weight is kept.
+
+    Backward: with dy = [dy_0; dy_1; ...], dx = sum of dy_i weight_i;  dweight_i = dy_i^T x;
+    dbias_i = sum of dy_i over all rows.
+
+    x: [*, in_features], y: [*, sum of out_features], weight_i: [out_features[i], in_features],
+    bias_i: [out_features[i]].
+    Saved: x for the gradients of the weights, the weights themselves for dx.
+    Initial values are those of a `torch.nn.Linear` for each part. A new one, and what `.to()` makes of it, has its
+    weights in one storage.
+
+    Args:
+        in_features: last dimension of x.
+        out_features: size of each part, one to eight.
+        bias: whether each part owns a bias: one answer for all, or one for each.
+
+    Attributes:
+        weight_0, weight_1, ..., bias_0, bias_1, ...: the parameters of each part; `None` for a part without a bias.
+            Parameters of other modules may be assigned to them: they are shared then, as by `MergedLinear.of`.
+        parts: the sizes of the parts.
+        out_features: their sum.
+
+    Raises:
+        ValueError: for no part, or more than eight, or another number of biases.
+        InputError: (SF106) where a weight is `None`.
+    """
+
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_=_WEIGHTS)  # [*, in_features]
+        weights: tuple[Tensor, ...] = sf.field(for_="x")  # the parameters themselves
+
+    same_dtype = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        bias: bool | Sequence[bool] = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        biases = (bias,) * len(out_features) if isinstance(bias, bool) else tuple(bias)
+        self._declare(in_features, tuple(out_features), biases)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        for i, (size, biased) in enumerate(zip(self.parts, biases, strict=True)):
+            self.register_parameter(_WEIGHTS[i], nn.Parameter(torch.empty((size, in_features), **made)))
+            self.register_parameter(_BIASES[i], nn.Parameter(torch.empty(size, **made)) if biased else None)
+        self._lay(_WEIGHTS)
+        self._lay(_BIASES)
+        self.reset_parameters()
+
+    def _declare(self, in_features: int, parts: tuple[int, ...], biases: Sequence[Any]) -> None:
+        if not 1 <= len(parts) <= MAX_PARTS:
+            raise ValueError(f"out_features names one to {MAX_PARTS} parts, got {len(parts)}")
+        if len(biases) != len(parts):
+            raise ValueError(f"expects one answer for the biases or one for each of {len(parts)}, got {len(biases)}")
+        self.in_features, self.parts, self.out_features = in_features, parts, sum(parts)
+        for name in (*_WEIGHTS, *_BIASES):  # the record is declared for as many as there may be
+            self.register_parameter(name, None)
+
+    @classmethod
+    def of(cls, *linears: nn.Module) -> MergedLinear:
+        """The `Linear`s of one input as one operation, which shares their parameters: nothing is copied.
+
+        Args:
+            linears: modules with a `weight` [N, K] and a `bias` [N] or `None`, such as `torch.nn.Linear`.
+
+        Raises:
+            ValueError: where their inputs have several sizes.
+        """
+        self = cls.__new__(cls)
+        super().__init__(self)
+        weights, biases = ([getattr(linear, name) for linear in linears] for name in ("weight", "bias"))
+        sizes = sorted({weight.shape[1] for weight in weights})
+        if len(sizes) > 1:
+            raise ValueError(f"expects Linears of one input, got inputs of {sizes}")
+        self._declare(sizes[0] if sizes else 0, tuple(len(weight) for weight in weights), biases)
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            self.register_parameter(_WEIGHTS[i], weight)
+            self.register_parameter(_BIASES[i], bias)
+        return self
+
+    def reset_parameters(self) -> None:
+        """Start each part from U(-1/sqrt(in_features), 1/sqrt(in_features)), as `torch.nn.Linear` does."""
+        for weight, bias in zip(self.weights(), self.biases(), strict=True):
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            if bias is not None:
+                bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+                nn.init.uniform_(bias, -bound, bound)
+
+    def weights(self) -> tuple[Tensor, ...]:
+        """The weight of each part, as it is now."""
+        return tuple([required(self, name) for name in _WEIGHTS[: len(self.parts)]])
+
+    def biases(self) -> tuple[Tensor | None, ...]:
+        """The bias of each part, as it is now."""
+        return tuple([parameter(self, name) for name in _BIASES[: len(self.parts)]])
+
+    def _lay(self, names: Iterable[str]) -> None:
+        """Move these parameters into one storage, one behind the other."""
+        found = self._own(names)
+        if len(found) < 2 or joined(found) is not None or any(type(p) is not nn.Parameter for p in found):
+            return
+        whole = torch.cat([p.detach() for p in found])
+        for p, part in zip(found, whole.split_with_sizes([len(p) for p in found]), strict=True):
+            p.data = part
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As in torch; weights that lay in one storage do so afterwards."""
+        groups = self._laid()
+        super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+        for names in groups:
+            self._lay(names)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_groups": self._laid()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        groups = state.pop("_groups", ())
+        super().__setstate__(state)  # pyright: ignore[reportUnknownMemberType]
+        for names in groups:
+            self._lay(names)
+
+    def _laid(self) -> list[tuple[str, ...]]:
+        """The names of the parameters, weights and biases, that lie in one storage."""
+        return [names for names in (_WEIGHTS, _BIASES) if joined(self._own(names)) is not None]
+
+    def _own(self, names: Iterable[str]) -> list[nn.Parameter]:
+        return [p for name in names if (p := self._parameters.get(name)) is not None]
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.cat([F.linear(x, *pair) for pair in zip(self.weights(), self.biases(), strict=True)], -1)
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        weights = self.weights()
+        return self.product(x, weights, self.biases()), self.Saved(x=x, weights=weights)
+
+    def product(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
+        """Return y from one GEMM, or one for each part into its slice."""
+        given = [bias for bias in biases if bias is not None]
+        whole, start = joined(weights), joined(given) if len(given) == len(biases) else None
+        if whole is not None and (start is not None or not given):
+            return F.linear(x, whole, start)
+        if torch.compiler.is_compiling() or x.is_meta:  # a compiler takes no slice for `out`, meta no other dtype
+            return torch.cat([F.linear(x, *pair) for pair in zip(weights, biases, strict=True)], -1)
+        cast_to = autocast_of(x.device.type)
+        if cast_to is not None and x.dtype is not torch.float64:  # it does not reach a product into a slice
+            x, weights = x.to(cast_to), tuple([weight.to(cast_to) for weight in weights])
+            biases = tuple([None if bias is None else bias.to(cast_to) for bias in biases])
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        rows, out = x.reshape(-1, self.in_features), y.view(-1, self.out_features)
+        for weight, bias, part in zip(weights, biases, out.split_with_sizes(self.parts, 1), strict=True):
+            if bias is None:
+                torch.mm(rows, weight.t(), out=part)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=part)
+        return y
+
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor | None, sf.Grads]:
+        dx = self.dgrad(dy, saved.weights) if "x" in needs else None
+        return dx, self.grads(dy, saved, needs, main_grads)
+
+    def dgrad(self, dy: Tensor, weights: tuple[Tensor, ...], addend: Tensor | None = None) -> Tensor:
+        """Return addend + sum of dy_i weight_i."""
+        rows = dy.reshape(-1, self.out_features)
+        if dy.is_complex():
+            weights = tuple([weight.conj() for weight in weights])
+        whole = joined(weights)
+        pairs = (
+            [(rows, whole)]
+            if whole is not None
+            else list(zip(rows.split_with_sizes(self.parts, 1), weights, strict=True))
+        )
+        cast_to = autocast_of(dy.device.type)
+        if cast_to is not None and dy.dtype is not torch.float64:
+            pairs = [(d.to(cast_to), weight.to(cast_to)) for d, weight in pairs]
+        (d, weight), *others = pairs
+        dx = d.mm(weight) if addend is None else torch.addmm(addend.reshape(-1, self.in_features), d, weight)
+        for d, weight in others:
+            dx.addmm_(d, weight)
+        return dx.view(*dy.shape[:-1], self.in_features)
+
+    def grads(
+        self, dy: Tensor, saved: Saved, needs: frozenset[str], main_grads: dict[str, Tensor] | None, slot: str = ""
+    ) -> dict[str, Tensor | Accumulated | None]:
+        """The gradients of the parameters, as those of a fusion's slot where one is given."""
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        rows = dy.reshape(-1, self.out_features)
+        parts = rows.split_with_sizes(self.parts, 1)
+        for i, d in enumerate(parts):
+            if (name := f"{slot}bias_{i}") in needs:
+                grads[name] = d.sum(0)
+        for i, d in enumerate(parts):  # last: what fails before it may fall back
+            if (name := f"{slot}weight_{i}") in needs:
+                x = saved.x.conj() if dy.is_complex() else saved.x
+                x = x.reshape(-1, self.in_features)
+                grads[name] = weight_grad(d, x, main_grads.pop(name, None) if main_grads else None)
+        return grads
+
+    def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not shape or shape[-1] != self.in_features:
+            got = shape[-1] if shape else "a 0-d tensor"
+            raise ValueError(f"expects last dimension {self.in_features}, got {got}")
+        return (*shape[:-1], self.out_features)
+
+    @classmethod
+    def example(cls, x: Tensor) -> MergedLinear:
+        # One part without a bias, as keys have none in some models.
+        return cls(x.shape[-1], (x.shape[-1] + 3, 2, 4), (True, False, True), device=x.device, dtype=x.dtype)
+
+    @classmethod
+    def examples(cls, x: Tensor) -> tuple[MergedLinear, ...]:
+        apart = cls.of(*(nn.Linear(x.shape[-1], 4, i > 0, x.device, x.dtype) for i in range(2)))
+        return (cls.example(x), apart, cls(x.shape[-1], (4, 4), False, device=x.device, dtype=x.dtype))
+
+    def extra_repr(self) -> str:
+        owned = [self._parameters.get(name, self) is not None for name in _BIASES[: len(self.parts)]]
+        return f"{self.in_features}, {self.parts}, bias={owned[0] if len(set(owned)) == 1 else tuple(owned)}"
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that lie one behind the other in one storage as one view along their first dimension; else `None`."""
+    if not tensors or torch.compiler.is_compiling():
+        return None
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    end = first.storage_offset() + first.numel()
+    for t in tensors[1:]:
+        if t.storage_offset() != end:
+            return None
+        end += t.numel()
+    storage = first.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    dtype = first.dtype
+    for t in tensors:
+        same = type(t) in (Tensor, nn.Parameter) and t.is_contiguous() and t.dtype is dtype
+        if not same or t.untyped_storage()._cdata != storage:  # pyright: ignore[reportPrivateUsage]
+            return None
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
