@@ -21,6 +21,9 @@ from triton.runtime.jit import JITFunction
 
 MAX_GRID = 2**31 - 1
 
+GPU_TYPES = frozenset({"cuda"})
+"""Device types whose tensors compiled kernels take; the test kit's stand-in for a driver adds another."""
+
 _compiled: dict[Any, Any] = {}
 # The interpreter patches triton.language while a kernel runs: one at a time.
 _interpreting = threading.RLock()
@@ -101,9 +104,9 @@ def launch(
         _interpret(kernel, grid, args, constexprs)
         return
     device, key = _key_of(args)
-    if device is None or device < 0:
+    if device is None or (device < 0 and "cpu" not in GPU_TYPES):
         raise ValueError(f"{kernel.__name__}: tensors must be on a GPU, or TRITON_INTERPRET=1 set before the start")
-    if device != torch.cuda.current_device():
+    if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             _run(kernel, grid, args, constexprs, num_warps, num_stages, options, device, key)
     else:
@@ -245,12 +248,12 @@ def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -
     Kernels on one stream run in order, so the next launch may write where the last one read. The buffer must not
     outlive the host function that asked for it. A graph under capture gets one from its own pool instead.
     """
-    if device.type != "cuda" or faking() or torch.cuda.is_current_stream_capturing():
+    if device.type not in GPU_TYPES or faking() or torch.cuda.is_current_stream_capturing():
         return torch.empty(numel, dtype=dtype, device=device)
     buffers: dict[Any, Tensor] | None = getattr(_local, "buffers", None)
     if buffers is None:
         buffers = _local.buffers = {}
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    index = device.index if device.index is not None else torch._C._cuda_getDevice()
     key = (name, dtype, index, torch._C._cuda_getCurrentRawStream(index))
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < numel:
@@ -266,7 +269,7 @@ def release_workspaces() -> None:
 @functools.cache
 def architecture(device: torch.device) -> str:
     """`"sm_90"`, `"gfx942"`, or `"interpreter"` for a CPU tensor."""
-    if device.type != "cuda":
+    if device.type not in GPU_TYPES:
         return "interpreter"
     properties: Any = torch.cuda.get_device_properties(device)
     return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
@@ -287,7 +290,7 @@ INTERPRETER_PROCESSORS = 2
 @functools.cache
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors, or compute units; two where kernels are interpreted."""
-    if device.type != "cuda":
+    if device.type not in GPU_TYPES:
         return INTERPRETER_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -146,7 +146,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(_launch, "JITFunction", Kernel)
     monkeypatch.setattr(_launch, "_direct", lambda: True)
     monkeypatch.setattr(_launch, "_compiled", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     return Kernel()

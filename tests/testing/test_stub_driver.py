@@ -1,0 +1,190 @@
+"""Every kernel is launched as on a GPU, with a driver that does nothing."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from seqfuse import kernels
+from seqfuse.kernels import _launch, gemm, pointwise
+from seqfuse.kernels._launch import launch, workspace
+from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.attention import attention_bwd, attention_fwd
+from seqfuse.kernels.crossentropy import cross_entropy_
+from seqfuse.kernels.decode import cache_write, decode_attention
+from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
+from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
+from seqfuse.testing.stub_driver import Stub, stub_driver
+
+pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
+
+GELU, SILU = ACTIVATIONS["gelu"], ACTIVATIONS["silu"]
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def chains() -> None:
+    x, row, seed = drawn(6, 64), drawn(64), torch.tensor(3)
+    pointwise.pointwise(x, pointwise.Chain(pointwise.bias(), pointwise.store(), pointwise.act(GELU)), (row,))
+    pointwise.pointwise(x, pointwise.Chain(pointwise.dact(GELU), pointwise.column_sum()), (x,))
+    pointwise.pointwise(x[:, :63], pointwise.Chain(pointwise.dropout(0.1)), (seed,))
+
+
+def products() -> None:
+    x, weight, dy, seed = drawn(33, 64), drawn(128, 64), drawn(33, 128), torch.tensor(3)
+    gemm.linear(x, weight, drawn(128), act=GELU, store_pre=True, dropout=gemm.Dropout(seed, 0.1))
+    gemm.linear(x[:, 1:], weight[:, 1:])
+    gemm.linear_gated(x, weight, act=SILU, store_pre=True)
+    gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, emit=True)
+    gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, dy_sums=dy.dtype)
+    gemm.linear_dgrad_gated(dy, weight, act=SILU, t=drawn(33, 128), sums=True)
+    gemm.linear_wgrad(dy, x, main_grad=drawn(128, 64, dtype=torch.float32))
+    gemm.linear_wgrad_bias(dy, x)
+
+
+def norms() -> None:
+    x, wide = drawn(6, 64), drawn(6, 16384)
+    for forward, backward, more in ((layernorm_fwd, layernorm_bwd, (drawn(64),)), (rmsnorm_fwd, rmsnorm_bwd, ())):
+        y = forward(x, drawn(64), *more, 1e-5, residual=x)
+        statistics = (y.rstd,) if backward is rmsnorm_bwd else (y.mean, y.rstd)
+        backward(x, x, *statistics, drawn(64), dweight=x.dtype)
+        y = forward(wide, drawn(16384), *(drawn(16384) for _ in more), 1e-5)
+        statistics = (y.rstd,) if backward is rmsnorm_bwd else (y.mean, y.rstd)
+        backward(wide, wide, *statistics, drawn(16384), dweight=x.dtype)
+
+
+def attention() -> None:
+    q, k, v = drawn(1, 4, 40, 64), drawn(1, 2, 40, 64), drawn(1, 2, 40, 64)
+    y, lse = attention_fwd(q, k, v, causal=True)
+    attention_bwd(torch.empty_like(y), q, k, v, y, lse, (q.clone(), k.clone(), v.clone()), causal=True)
+    new = drawn(1, 2, 64)
+    lengths = torch.tensor([7])
+    cache = drawn(1, 2, 4096, 64), drawn(1, 2, 4096, 64)
+    cache_write(new, new, *cache, lengths)
+    decode_attention(drawn(1, 4, 64), *cache, lengths)
+    x, rotation = drawn(1, 40, 8 * 64), Rotation("half", 64)
+    rope_fwd(x, 4, 2, rotation)
+    rope_bwd(x, 4, 2, rotation, dbias=x.dtype)
+    rope_write(drawn(1, 8 * 64), 4, 2, rotation, *cache, lengths)
+
+
+def losses() -> None:
+    cross_entropy_(drawn(6, 100), torch.arange(6))
+
+
+GROUPS = (chains, products, norms, attention, losses)
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with stub_driver(compiles=False) as stub:
+        yield stub
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_arguments_of_a_launch_are_those_that_its_kernel_was_compiled_for(
+    group: Callable[[], None], stub: Stub
+) -> None:
+    group()
+    first = len(stub.launched)
+    compiled = list(stub.compiled)
+    group()
+    assert first > 0
+    assert len(stub.launched) == 2 * first
+    assert stub.compiled == stub.loaded == compiled
+
+
+def test_these_are_all_the_kernels_there_are(stub: Stub) -> None:
+    for group in GROUPS:
+        group()
+    found: set[str] = set()
+    for one in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{one.name}")
+        found |= {name for name, value in vars(module).items() if type(value) is JITFunction and "_kernel" in name}
+    assert set(stub.launched) == found
+
+
+def test_a_launch_that_its_kernel_was_not_compiled_for_is_noticed(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, chain = drawn(6, 64), drawn(6, 64), pointwise.Chain(pointwise.act(GELU))
+    key_of = _launch._key_of
+    monkeypatch.setattr(_launch, "_key_of", lambda args: (key_of(args)[0], ()))
+
+    def launched(x: Tensor) -> None:
+        args = (x, y, (None,), (None,), 64, (0,), 6, 64)
+        launch(pointwise._chain_kernel, 1, args, chain.tile(64, 2)[2], 4)
+
+    launched(x)
+    with pytest.raises(AssertionError, match=r"x is \*bf16, got torch.float32"):
+        launched(x.float())
+
+
+def test_a_kernel_is_compiled_once_for_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    chain = pointwise.Chain(pointwise.act(ACTIVATIONS["relu"]))
+    for compiled in (["_chain_kernel"], []):
+        with stub_driver() as stub:
+            for _ in range(2):
+                pointwise.pointwise(drawn(6, 64), chain)
+            assert stub.compiled == compiled
+            assert stub.loaded == ["_chain_kernel"]
+            assert stub.launched == ["_chain_kernel"] * 2
+    assert list(tmp_path.glob("*/_chain_kernel.cubin"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", GROUPS)
+def test_each_kernel_compiles_for_the_arguments_it_is_launched_with(
+    group: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    with stub_driver() as stub:
+        group()
+        compiled = list(stub.compiled)
+        group()
+        assert stub.compiled == compiled
+        assert stub.loaded
+
+
+@pytest.mark.parametrize("every", [pytest.param(6, id="one in six"), pytest.param(1, id="all", marks=pytest.mark.full)])
+def test_rows_of_the_gpu_benchmark_are_launched(every: int, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    monkeypatch.setenv("SEQFUSE_ON_ERROR", "raise")
+    from gpu import rows
+    from gpu.sizes import tiny
+
+    for case in rows.cases(tiny(torch.bfloat16))[::every]:
+        if case.group != "host" and "tuned" not in case.group:
+            before = len(stub.launched)
+            for _ in range(2):
+                case.contenders["seqfuse"].prepare(case.make(case.rows, 1))()
+            assert len(stub.launched) > before, case.key
+
+
+def test_workspaces_are_kept_and_a_graph_under_capture_has_its_own(stub: Stub) -> None:
+    ask = lambda: workspace("partials", 8, torch.float32, torch.device("cpu"))  # noqa: E731
+    first = ask()
+    assert ask() is first
+    stub.capturing = True
+    assert ask() is not first
+
+
+def test_afterwards_nothing_is_launched_on_a_cpu() -> None:
+    with stub_driver(compiles=False):
+        chains()
+    with pytest.raises(ValueError, match="must be on a GPU"):
+        chains()
