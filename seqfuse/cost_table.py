@@ -25,6 +25,8 @@ from .settings import settings
 FORMAT = 1
 MOST_NANOSECONDS = 1e15
 _SOURCES = ("kernels", "ops", "fusions")
+SHIPPED = Path(__file__).parent / "measured"
+"""The folder of measurements that come with this library: a file a device, as `sf.tune(file=...)` writes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,8 +156,19 @@ def table(machine: Machine) -> Mapping[str, Measurement]:
     known = _tables.get(machine)
     if known is None:
         path = user_file(machine, create=False) if settings().tune else None
-        known = _tables.setdefault(machine, {} if path is None else load(path, machine))
+        known = _tables.setdefault(machine, {**shipped(machine), **({} if path is None else load(path, machine))})
     return known
+
+
+def shipped(machine: Machine) -> dict[str, Measurement]:
+    """The measurements that came with this library for the same device and versions, whatever the driver."""
+    path = SHIPPED / (re.sub(r"[^a-z0-9]+", "-", machine.device.lower()) + ".json")
+    if not path.is_file():
+        return {}
+    document = json.loads(path.read_bytes())
+    here = dataclasses.asdict(machine)
+    same = all(document["machine"][name] == here[name] for name in here if name not in ("driver", "threads"))
+    return entries(document["entries"]) if same else {}
 
 
 def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = False) -> None:

@@ -48,6 +48,8 @@ class FusedOperation:
         layout: what the passes accept; the engine copies a tensor that does not fit.
         reach: how many operations it takes at most.
         triton: whether the passes launch Triton kernels; it is refused where none can run.
+        needs_measurement: whether a GPU uses it only where a measurement says that it is faster: so do all that put a
+            GEMM of their own in the place of the vendor's.
 
     Raises:
         PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
@@ -56,6 +58,7 @@ class FusedOperation:
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "contig"
     triton: ClassVar[bool] = False
+    needs_measurement: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()
     reach: ClassVar[int] = 0
     forward_signature: ClassVar[Signature] = Signature()

@@ -69,6 +69,7 @@ class Fusing:
     on_error: OnError
     only: tuple[Chosen, ...] = ()  # one set for each region that chooses
     exclude: Chosen = frozenset()
+    unmeasured: bool = False
 
     def allows(self, fusion: type) -> str | None:
         """`None` if this fusion may be used, else the reason it may not."""
@@ -94,12 +95,12 @@ def fusing_now() -> Fusing:
 @functools.cache
 def default_fusing() -> Fusing:
     """What the settings say."""
-    return _fusing_of(settings().fusing, settings().on_error, (), Chosen())
+    return _fusing_of(settings().fusing, settings().on_error, (), Chosen(), False)
 
 
 @functools.lru_cache(maxsize=256)
-def _fusing_of(enabled: bool, on_error: OnError, only: tuple[Chosen, ...], exclude: Chosen) -> Fusing:
-    return Fusing(enabled, on_error, only, exclude)
+def _fusing_of(enabled: bool, on_error: OnError, only: tuple[Chosen, ...], exclude: Chosen, unmeasured: bool) -> Fusing:
+    return Fusing(enabled, on_error, only, exclude, unmeasured)
 
 
 @contextlib.contextmanager
@@ -109,6 +110,7 @@ def fusing(
     only: str | type[Any] | Iterable[str | type[Any]] | None = None,
     exclude: str | type[Any] | Iterable[str | type[Any]] = (),
     on_error: OnError | None = None,
+    unmeasured: bool | None = None,
 ) -> Generator[None]:
     """Within the block, choose which fusions may be used; what is left out stays as it is outside.
 
@@ -118,19 +120,22 @@ def fusing(
             an error where a list is planned: by then the fusions of its rule set exist.
         exclude: names or classes of fusions that may not be, beside those that may not outside.
         on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
+        unmeasured: whether fusions that a GPU uses only where `sf.tune` measured that they win may be used without.
 
     Raises:
         InputError: (SF106) for a value that is none of these.
     """
-    if enabled not in (None, True, False) or on_error not in (None, "fallback", "raise"):
-        given = f"enabled={enabled!r}, on_error={on_error!r}"
-        hint = 'enabled is True or False, on_error "fallback" or "raise"'
+    switches = enabled, unmeasured
+    if any(value not in (None, True, False) for value in switches) or on_error not in (None, "fallback", "raise"):
+        given = f"enabled={enabled!r}, on_error={on_error!r}, unmeasured={unmeasured!r}"
+        hint = 'enabled and unmeasured are True or False, on_error "fallback" or "raise"'
         raise InputError(f"fusing({given})", code="SF106", hint=hint)
     outer = fusing_now()
     chosen = outer.only if only is None else tuple(dict.fromkeys((*outer.only, _several(only))))
     allowed = outer.enabled if enabled is None else enabled
+    free = outer.unmeasured if unmeasured is None else unmeasured
     token = current_fusing.set(
-        _fusing_of(allowed, on_error or outer.on_error, chosen, outer.exclude | _several(exclude))
+        _fusing_of(allowed, on_error or outer.on_error, chosen, outer.exclude | _several(exclude), free)
     )
     try:
         yield

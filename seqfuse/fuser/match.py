@@ -28,6 +28,8 @@ _Near = tuple[type[FusedOperation], str]
 MAX_NEAR = 4
 """A longer pattern, of which one operation is absent, is not said to be nearly there."""
 
+UNMEASURED = "not measured on this device; sf.tune(model, x)"
+
 MAX_FAILURES = 3
 """A fusion that failed so often in one place is not tried there again."""
 
@@ -105,6 +107,8 @@ class Matcher:
                     bound = _bind(cls, lengths, nodes, a)
                     reason = self._refuses(bound, nodes, a, b, live_from, env)
                     measured = known(bound, a, b) if known is not None and reason is None else None
+                    if measured is None and reason is None and cls.needs_measurement and env.device == "cuda":
+                        reason = None if fusing.unmeasured else UNMEASURED
                     if reason is None:
                         # Where nothing wants a gradient a joint fusion is worth its forward only.
                         cost = self._cost(bound, env if b > live_from or not env.grad else still, measured)

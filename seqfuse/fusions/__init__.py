@@ -33,6 +33,7 @@ from .linear_bias_activation import LinearBiasActivationInference as LinearBiasA
 from .linear_bias_activation import LinearBiasActOneDNN as LinearBiasActOneDNN
 from .linear_bias_add import LinearBiasAdd as LinearBiasAdd
 from .linear_bias_dropout_add import LinearBiasDropoutAdd as LinearBiasDropoutAdd
+from .linear_bias_pointwise import LinearBiasPointwise as LinearBiasPointwise
 from .linear_scale import BackwardLinearScale as BackwardLinearScale
 from .linear_scale import ForwardLinearScaleAdd as ForwardLinearScaleAdd
 from .norm import NormBackward as NormBackward
@@ -70,6 +71,7 @@ triton: tuple[type[FusedOperation], ...] = (
     WideLinearActivationLinear,  # saves the pre-activation alone, where recomputing the activation takes almost no time
     LinearBiasActivation,  # the epilogue in training: stores the pre-activation if the activation's gradient reads it
     LinearBiasDropoutAdd,  # dropout and the residual sum in the GEMM's epilogue
+    LinearBiasPointwise,  # torch's GEMM with the bias in its epilogue, and an activation in one pass behind it
     BiasGated,  # a bias and a gated unit in one pass
     BiasDropoutAdd,  # bias, dropout and residual sum in one pass
     BlockEndBackward,  # the next, with the gradients of the bias, dropout and residual sum that end a block

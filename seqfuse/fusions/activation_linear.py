@@ -30,7 +30,7 @@ class ActivationLinearBackward(BackwardFusion):
     dropout: Dropout | None
     linear: Linear
 
-    triton = True
+    triton = needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

@@ -12,11 +12,9 @@ from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear
 from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd, unit_worth
+from ._kernels import STEP
 from ._pointwise import passes
 from .bias_dropout_add import branch_bwd
-
-# The part of a launch that a step of the engine takes.
-_STEP = 0.25
 
 
 class BlockEndBackward(BackwardFusion):
@@ -38,7 +36,7 @@ class BlockEndBackward(BackwardFusion):
     dropout: Dropout | None
     add: Add
 
-    triton = True
+    triton = needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
@@ -84,7 +82,7 @@ def branch_worth(inner: Savings, bias: Bias | None, dropout: Dropout | None, env
     # The bias's sum reads what the dropout wrote.
     dropped, summed = drops(dropout), bias is not None
     around = Savings() if bias is None else passes(bias, env, dropped, dropped)
-    launches = inner.launches + around.launches + _STEP * (1 + summed)
+    launches = inner.launches + around.launches + STEP * (1 + summed)
     return Savings(launches, inner.bytes + around.bytes, inner.flops)
 
 

@@ -66,7 +66,7 @@ class LinearActivationLinear(JointFusion):
     out_dropout: Dropout | None
     add: Add | None
 
-    triton = True
+    triton = needs_measurement = True
     layout = "inner_contig"
 
     class Saved(context.Saved):

@@ -13,6 +13,7 @@ from ..ops import Bias, Linear
 from ..ops._read import required
 from ..ops.linear import weight_grad
 from ._gemm import kernel_takes, like, tf32, worth
+from ._kernels import STEP
 from ._linear import as_rows, one_dtype, output_bytes
 
 
@@ -56,7 +57,7 @@ class LinearBiasBackward(BackwardFusion):
         yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
-        return Savings(launches=1 if env.device == "cpu" else 0)
+        return Savings(launches=1 if env.device == "cpu" else STEP)
 
     def bwd(
         self,
@@ -93,7 +94,7 @@ class LinearBiasBackwardTriton(BackwardFusion):
     linear: Linear
     bias: Bias
 
-    triton = True
+    triton = needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

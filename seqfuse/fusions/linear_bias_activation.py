@@ -46,7 +46,7 @@ class LinearBiasActivation(ForwardFusion):
     act: Pointwise | Gated
     dropout: Dropout | None
 
-    triton = True
+    triton = needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
@@ -78,7 +78,7 @@ class LinearBiasActivationInference(InferenceFusion):
     act: Pointwise | Gated
     dropout: Dropout | None
 
-    triton = True
+    triton = needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

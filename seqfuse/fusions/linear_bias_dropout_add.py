@@ -27,7 +27,7 @@ class LinearBiasDropoutAdd(ForwardFusion):
     dropout: Dropout | None
     add: Add
 
-    triton = True
+    triton = needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

@@ -48,7 +48,7 @@ class NormLinearActivationLinear(JointFusion):
     out_dropout: Dropout | None
     add: Add
 
-    triton = True
+    triton = needs_measurement = True
 
     class Saved(context.Saved):
         x: Tensor = context.field(for_=("x", "norm.weight", "linear.weight"))  # [*, H]

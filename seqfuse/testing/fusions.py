@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..env import Env
 from ..errors import PluginError
 from ..fusion import FusedOperation
+from ..settings import fusing
 from .arguments import check_arguments, check_fusion_arguments
 from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
@@ -91,7 +92,7 @@ def check_fusion(
     """
     check_fusion_arguments(fusion, env)
     check_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
-    with seeded(seed, x.device), as_on_a_gpu():
+    with seeded(seed, x.device), as_on_a_gpu(), fusing(unmeasured=True):
         found = _check(fusion, x, ops, seed, dtypes, env, channels)
         missed = [] if ops else [*_missed(fusion, x, seed, dtypes, channels)]
     for said in missed:

@@ -85,7 +85,8 @@ def _stretch(
     entering = {c: channels[c] for c in region.channels}
     about = nodes, site.op_list.random, region.positions, region.slots, x, entering, parameters
     context = Context.of(*about, shapes, wants, env, "raise", lambda: None)
-    found, _ = Matcher(site.fuser.fusions).find(nodes, start, stop, wants.live_from, env, fusing_now())
+    fusing = dataclasses.replace(fusing_now(), unmeasured=True)
+    found, _ = Matcher(site.fuser.fusions).find(nodes, start, stop, wants.live_from, env, fusing)
     return Stretch(site, region, env, wants, Known(nodes, wants, env, start, shapes), context, found)
 
 

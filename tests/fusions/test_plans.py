@@ -28,8 +28,8 @@ def block(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_data():
-    with torch.device("meta"):
+def _without_data_as_if_measured():
+    with torch.device("meta"), sf.fusing(unmeasured=True):
         yield
 
 
@@ -75,7 +75,7 @@ def test_of_a_feed_forward_block_no_point_wise_step_is_left(
 def test_the_rules_of_aten_alone_leave_some(act: type[sf.UnfusedOperation]):
     model = sf.Sequential(block(act, ops.LayerNorm, True, 0.1), fusions=sf.fusions.aten).bfloat16()
     left = {step.name for step in model.plan(env=H100).backward if not step.fused}
-    assert left >= {act.__name__, "Bias", "Dropout"}
+    assert left >= {act.__name__, "Dropout"}
 
 
 def test_inference_writes_no_pre_activation():

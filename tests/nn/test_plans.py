@@ -23,8 +23,8 @@ LLAMA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _without_data():
-    with torch.device("meta"):
+def _without_data_as_if_measured():
+    with torch.device("meta"), sf.fusing(unmeasured=True):
         yield
 
 

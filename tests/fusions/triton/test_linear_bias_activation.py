@@ -115,7 +115,7 @@ def test_inference_writes_no_pre_activation():
     assert model.plan(env=still).count("LinearBiasActivationInference") == 1
 
 
-@pytest.mark.parametrize(("k", "chosen"), [(1024, "LinearBiasActivation"), (16384, "LinearBias")])
+@pytest.mark.parametrize(("k", "chosen"), [(1024, "LinearBiasActivation"), (16384, "LinearBiasPointwise")])
 def test_a_pass_saved_has_to_pay_for_the_slower_product(k: int, chosen: str):
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
     model = sf.Sequential(

@@ -1,0 +1,51 @@
+"""Linear and Bias as one GEMM of torch, and the activation behind them as one Triton kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..env import Env, Savings
+from ..fusion import ForwardFusion, Requirements
+from ..ops import Bias, Linear
+from ..ops._read import required
+from ..pointwise import Pointwise
+from ._kernels import STEP, device, kernel_takes_act, kernels_run
+from ._linear import one_dtype, output_bytes
+from ._pointwise import chain_of
+
+
+class LinearBiasPointwise(ForwardFusion):
+    """y = act(z), z = x weight^T + bias: a GEMM that adds the bias in its epilogue, as cuBLAS does, and one pass.
+
+    z is written once, which the gradient of the activation reads in any case. Where no GEMM of our own was measured to
+    be faster, nothing moves fewer bytes in training.
+
+    x: [*, in_features], z, y: [*, out_features]. Saves what the operations save.
+    """
+
+    linear: Linear
+    bias: Bias
+    act: Pointwise
+
+    triton = True
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield from kernels_run(env)
+        yield from kernel_takes_act(self.act)
+        one = self.linear.weight.dtype == env.dtype and one_dtype(self.linear, self.bias)
+        yield one, "input, weight and bias must have one dtype"
+
+    def saves(self, env: Env) -> Savings:
+        return Savings(launches=1 + STEP, bytes=2 * output_bytes(self.linear, env))
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        from ..kernels.pointwise import pointwise
+
+        weight = required(self.linear, "weight")
+        z = F.linear(x, weight, self.bias.read())
+        y: Any = pointwise(z, chain_of([("act", (device(self.act),))]))[0]
+        return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING, "act": self.act.record(z, y)}

@@ -1,0 +1,75 @@
+"""What a GPU uses of the default fusions before anything was measured there: torch's GEMMs, and no GEMM of our own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.fuser.match import UNMEASURED
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import plain
+from gpu.blocks import spec_of
+from gpu.sizes import MODELS
+
+OWN_GEMM = {
+    "ActivationLinearBackward", "BlockEndBackward", "LinearActivationLinear", "LinearBiasActivation",
+    "LinearBiasActivationInference", "LinearBiasBackwardTriton", "LinearBiasDropoutAdd", "NormLinearActivationLinear",
+    "WideLinearActivationLinear",
+}  # fmt: skip
+# What may stand unfused: torch's GEMMs and attention, a norm that begins a list, and what launches nothing.
+FORWARD, BACKWARD = {"Fork", "LayerNorm", "RMSNorm", "Linear", "Attention"}, {"Linear", "Attention", "Add"}
+
+
+def planned(what: str, model: Any, dropout: float, arch: str = "sm_90", rows: int = 8192, grad: bool = True) -> sf.Plan:
+    layers = 2 if what == "stack" else 1
+    block = plain.fused(what, spec_of(model, dropout), layers, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(4, rows // 4, model.H, dtype=torch.bfloat16, device="meta", requires_grad=grad)
+    return block.plan(x, env=sf.Env.of(f"cuda:{arch}", dtype=torch.bfloat16, rows=rows, grad=grad))
+
+
+def test_a_fusion_that_needs_a_measurement_is_one_with_a_gemm_of_our_own():
+    every = (*fusions.default, *fusions.lean)
+    assert {fusion.__name__ for fusion in every if fusion.needs_measurement} == OWN_GEMM
+    assert not any(fusion.needs_measurement for fusion in fusions.aten)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("what", ["feedforward", "attention", "layer", "stack"])
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_no_block_has_a_gemm_of_our_own_or_a_lone_point_wise_step(model: Any, what: str, dropout: float):
+    for rows, grad in ((512, True), (8192, True), (8192, False)):
+        plan = planned(what, model, dropout, rows=rows, grad=grad)
+        steps = (*plan.forward, *plan.backward)
+        assert not OWN_GEMM & {step.name for step in steps}, plan
+        assert {step.name for step in plan.forward if not step.fused} <= FORWARD, plan
+        assert {step.name for step in plan.backward if not step.fused} <= BACKWARD, plan
+
+
+def test_the_reason_says_how_to_measure():
+    plan = planned("feedforward", MODELS[0], 0.0)
+    assert UNMEASURED == "not measured on this device; sf.tune(model, x)"
+    refused = {refusal.fusion for refusal in plan.refused if refusal.reason == UNMEASURED}
+    assert refused == {"LinearBiasActivation", "LinearBiasDropoutAdd", "LinearBiasBackwardTriton",
+                       "ActivationLinearBackward", "BlockEndBackward"}  # fmt: skip
+    assert str(plan).count("sf.tune") == 1
+
+
+def test_whoever_asks_for_them_unmeasured_has_them():
+    with sf.fusing(unmeasured=True):
+        assert planned("feedforward", MODELS[0], 0.0).count("LinearBiasActivation") == 1
+        with sf.fusing(unmeasured=False):
+            assert planned("feedforward", MODELS[0], 0.0).count("LinearBiasActivation") == 0
+    with pytest.raises(sf.InputError, match="SF106"), sf.fusing(unmeasured="yes"):  # pyright: ignore[reportArgumentType]
+        pass
+
+
+def test_a_cpu_whose_kernels_are_interpreted_measures_nothing_first():
+    model = sf.Sequential(ops.Linear(64, 256), ops.GeLU(), fusions=fusions.LinearBiasActivation).bfloat16()
+    assert model.plan(env=sf.Env(triton=True, rows=64, dtype=torch.bfloat16)).count("LinearBiasActivation") == 1
