@@ -265,7 +265,7 @@ class KVCache:
 
 
 def _attended(qkv: QKV, how: Scores) -> Tensor:
-    kernel = how.kernel(qkv[0], qkv[1].shape[2])
+    kernel = how.kernel(qkv[0], qkv[1])
     return (attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel))[0]
 
 

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import _sdpa
+
 _aten: Any = torch.ops.aten
 _flash_cpu: Callable[..., tuple[Tensor, Tensor]] = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 )
-_flash: Callable[..., tuple[Tensor, ...]] = _aten._flash_attention_forward.default
-_flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten._flash_attention_backward.default
 
 # With fewer keys than this, torch's kernel for the CPU gives numbers for a query that holds NaN.
 _VECTOR = 16
@@ -32,7 +32,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 # Whether our kernels run on a CPU, in Triton's interpreter, in place of all others: tests say so.
 interpreting = False
-Kernel = Literal["cpu", "flash", "triton", "blocks"]
+Kernel = Literal["cpu", "triton", "blocks"] | _sdpa.Backend
 QKV = tuple[Tensor, Tensor, Tensor]
 # The largest rounding error of a log-sum-exp that weights may be made of.
 _ROUNDED = 1e-5
@@ -62,14 +62,15 @@ class Scores:
     mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    def kernel(self, q: Tensor, keys: int | None = None) -> Kernel:
-        """Which kernel does all of this for q [*, H, S, D] over as many keys, or a given number.
+    def kernel(self, q: Tensor, k: Tensor | None = None) -> Kernel:
+        """Which kernel does all of this for q [B, H, S, D] and k, of the shape of q by default.
 
-        Torch's own where it does; ours on a Triton device for what it does not; blocks in plain torch for the rest.
+        Torch's own where it does: on a GPU the one that `scaled_dot_product_attention` takes. Ours on a Triton device
+        for what none of these does; blocks in plain torch for the rest.
         """
         if not q.numel():
             return "blocks"
-        keys = q.shape[-2] if keys is None else keys
+        keys = q.shape[-2] if k is None else k.shape[-2]
         bounded = self.window is not None and self.window < keys
         plain = not self.p and self.softcap is None
         ours = q.shape[-1] <= _WIDEST.get(q.dtype, 0) and kernels_run(q, q.shape[-1])
@@ -77,10 +78,12 @@ class Scores:
             if ours:
                 return "triton"
             return "cpu" if plain and not bounded and keys >= _VECTOR and q.is_floating_point() else "blocks"
-        head = q.shape[-1]
-        fits = q.device.type == "cuda" and q.dtype in _HALF and head <= 256 and head % 8 == 0
-        if plain and fits and self.mask is None and _has_flash(q.device):
-            return "flash"
+        if plain and self.mask is None and q.device.type == "cuda" and torch.version.hip is None:
+            if bounded or self.cu_seqlens is not None or keys != q.shape[-2]:
+                if q.dtype in _HALF and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and _sdpa.has_flash(q.device):
+                    return "flash"
+            elif (found := _sdpa.backend(q, q if k is None else k, self.causal)) is not None:
+                return found
         return "triton" if ours else "blocks"
 
     def loses_sums(self, lse: Tensor) -> bool:
@@ -104,11 +107,6 @@ def kernels_run(x: Tensor, size: int) -> bool:
 @functools.cache
 def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _has_flash(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def stats_dtype(q: Tensor) -> torch.dtype:
@@ -165,7 +163,9 @@ def by_torch(qkv: QKV, how: Scores, causal: bool) -> Tensor | None:
     """
     q, k, v = qkv
     added = how.mask is not None and how.mask.is_floating_point()
-    fits = torch.compiler.is_compiling() or (q.dtype is not torch.float64 and how.kernel(q) in ("cpu", "flash"))
+    fits = torch.compiler.is_compiling() or (
+        q.dtype is not torch.float64 and how.kernel(q, k) in ("cpu", *_sdpa.BACKENDS)
+    )
     if how.softcap is not None or not fits or (added and torch.is_grad_enabled()):
         return None
     shared = q.shape[1] // k.shape[1]
@@ -174,7 +174,7 @@ def by_torch(qkv: QKV, how: Scores, causal: bool) -> Tensor | None:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=how.scale)
 
 
-def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash", "triton"]) -> tuple[Tensor, Tensor]:
+def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """The result [B, S, H, D] in the dtype of q, and the log-sum-exp [B, H, S].
 
     q: [B, H, S, D], k and v: [B, Hkv, S, D], each with a contiguous last dimension.
@@ -184,16 +184,8 @@ def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash", "triton"]) -> 
         from ..kernels.attention import attention_fwd
 
         return attention_fwd(q, k, v, how.scale, **how.arguments())
-    if kernel == "flash":
-        window = _flash_window(how)
-        if how.cu_seqlens is None:
-            out = _flash(*_turned(qkv), None, None, q.shape[2], k.shape[2], 0.0, how.causal, False, **window)
-            return out[0], out[1]
-        rows = q.shape[2]
-        ends = how.cu_seqlens.int()
-        packed = (t[0].transpose(0, 1) for t in qkv)
-        out = _flash(*packed, ends, ends, rows, rows, 0.0, how.causal, False, **window)
-        return out[0].unsqueeze(0), out[1].unsqueeze(0)
+    if kernel in _sdpa.BACKENDS:
+        return _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
@@ -209,34 +201,21 @@ def attend(qkv: QKV, how: Scores, kernel: Literal["cpu", "flash", "triton"]) -> 
 
 
 def attend_backward(
-    dy: Tensor,
-    qkv: QKV,
-    y: Tensor,
-    lse: Tensor,
-    how: Scores,
-    kernel: Literal["cpu", "flash", "triton"],
-    out: QKV,
+    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, packed: Tensor, out: QKV
 ) -> None:
-    """Write dq, dk and dv into `out`, which are shaped as q, k and v; dy and y: [B, S, H, D]."""
+    """Write dq, dk and dv into `packed` [B, S, H + 2 Hkv, D], of which `out` are views shaped as q, k and v.
+
+    dy and y: [B, S, H, D].
+    """
     q = qkv[0]
     if kernel == "triton":
         from ..kernels.attention import attention_bwd
 
         attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
         return
-    if kernel == "flash":
-        rows = q.shape[2]
-        unread = q.new_zeros(2, dtype=torch.int64)
-        window = _flash_window(how)
-        if how.cu_seqlens is None:
-            ends: Any = None
-            given = (dy, *_turned(qkv), y, lse)
-        else:
-            ends = how.cu_seqlens.int()
-            given = (dy[0], *(t[0].transpose(0, 1) for t in qkv), y[0], lse[0])
-        grads = _flash_backward(*given, ends, ends, rows, rows, 0.0, how.causal, unread, unread, **window)
-        for mine, grad in zip(out, grads, strict=True):
-            mine.copy_((grad if how.cu_seqlens is None else grad.unsqueeze(0)).transpose(1, 2))
+    if kernel in _sdpa.BACKENDS:
+        grads = _sdpa.backward(dy, *qkv, y, lse, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
+        torch.cat(grads, 2, out=packed)
         return
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
@@ -245,15 +224,6 @@ def attend_backward(
         grads = _flash_cpu_backward(*part, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
         for mine, grad in zip(out, grads, strict=True):
             mine[:, :, rows] = grad
-
-
-def _flash_window(how: Scores) -> dict[str, Any]:
-    left = None if how.window is None else how.window - 1
-    return {"scale": how.scale, "window_size_left": left, "window_size_right": 0 if how.causal else left}
-
-
-def _turned(qkv: QKV) -> Iterator[Tensor]:
-    return (t.transpose(1, 2) for t in qkv)
 
 
 def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:

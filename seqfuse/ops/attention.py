@@ -28,6 +28,7 @@ from ._attention import (
 from ._attention_blocks import attend_blocks, attend_blocks_backward
 from ._cache import current
 from ._philox import drop_mask
+from ._sdpa import aligned
 
 
 class Attention(sf.UnfusedOperation):
@@ -175,7 +176,7 @@ class Attention(sf.UnfusedOperation):
         fit = self._fit(x)
         qkv = self._batched(fit)
         how = self._how(fit, attn_mask, cu_seqlens, seed, p)
-        kernel = "blocks" if "attn_mask" in needs else how.kernel(qkv[0])
+        kernel = "blocks" if "attn_mask" in needs else how.kernel(qkv[0], qkv[1])
         y, lse = attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel)
         y, lse = y.reshape(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
         kept = None if kernel == "blocks" else y
@@ -191,11 +192,12 @@ class Attention(sf.UnfusedOperation):
         lse = saved.lse.reshape(q.shape[:3])
         dx = torch.empty_like(fit, memory_format=torch.contiguous_format) if "x" in needs else None
         out = None if dx is None else self._batched(dx)
-        y, kernel, dmask = saved.y, how.kernel(q), None
+        y, kernel, dmask = saved.y, how.kernel(q, qkv[1]), None
         if y is None or wants_mask or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse)):
             dmask = attend_blocks_backward(dy, qkv, how, out, wants_mask)
-        elif out is not None:
-            attend_backward(dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel, out)
+        elif dx is not None and out is not None:
+            packed = dx.view(q.shape[0], q.shape[2], -1, q.shape[3])
+            attend_backward(dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel, packed, out)
         if dmask is not None and saved.mask is not None:
             dmask = dmask.view(*(x.shape[:-2] if x.ndim > 3 else dmask.shape[:1]), *dmask.shape[1:])
             dmask = dmask.sum_to_size(saved.mask.shape).to(saved.mask.dtype)
@@ -220,7 +222,8 @@ class Attention(sf.UnfusedOperation):
     def _fit(self, x: Tensor) -> Tensor:
         """The input in the dtype of autocast, laid out as the kernels read it: they skip no element of a head."""
         x = self._cast(x)
-        return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+        fits = x.stride(-1) == 1 and 0 not in x.stride() and aligned(x)
+        return x if fits else x.clone(memory_format=torch.contiguous_format)
 
     def scale_of(self, x: Tensor) -> float:
         """What products of queries and keys are multiplied by."""

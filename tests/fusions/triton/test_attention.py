@@ -105,8 +105,10 @@ def test_what_the_kernels_do_not_take_is_done_in_torch(dtype: torch.dtype):
 
 
 def test_the_kernel_follows_what_torch_has(monkeypatch: pytest.MonkeyPatch):
-    """On a GPU, in 16 bits: torch's own where it does all of it, ours for the rest."""
-    monkeypatch.setattr(_attention, "_has_flash", lambda device: True)
+    """On a GPU: what torch takes itself where it does all of it, FlashAttention for a window, ours for the rest."""
+    taken = {torch.bfloat16: "cudnn", torch.float32: "efficient"}
+    monkeypatch.setattr(_attention._sdpa, "has_flash", lambda device: True)
+    monkeypatch.setattr(_attention._sdpa, "backend", lambda q, k, causal: taken.get(q.dtype))
 
     class OnGPU:
         device = torch.device("cuda")
@@ -123,12 +125,19 @@ def test_the_kernel_follows_what_torch_has(monkeypatch: pytest.MonkeyPatch):
 
     q: Any = OnGPU()
     of, ends = _attention.Scores, torch.tensor([0, 64])
-    for how in (of(1.0), of(1.0, causal=True), of(1.0, window=8), of(1.0, cu_seqlens=ends)):
+    for how in (of(1.0), of(1.0, causal=True), of(1.0, window=64)):
+        assert how.kernel(q) == "cudnn"
+    for how in (of(1.0, window=8), of(1.0, cu_seqlens=ends)):
         assert how.kernel(q) == "flash"
+        assert how.kernel(OnGPU(torch.float32)) == "triton"
     for how in (of(1.0, softcap=2.0), of(1.0, p=0.1, seed=SEED), of(1.0, mask=torch.ones(1, 1, 64, 64))):
         assert how.kernel(q) == "triton"
-    assert of(1.0).kernel(OnGPU(torch.float32)) == "triton"
+    assert of(1.0).kernel(OnGPU(torch.float32)) == "efficient"
+    assert of(1.0).kernel(OnGPU(torch.float16)) == "triton"
     assert of(1.0).kernel(OnGPU(torch.float64)) == "blocks"
+    longer: Any = OnGPU()
+    longer.shape = (2, 4, 128, 128)
+    assert of(1.0, causal=True).kernel(q, longer) == "flash", "the last rows of what a cache holds"
 
 
 def test_a_list_in_bfloat16_gives_the_same_bits_each_time():

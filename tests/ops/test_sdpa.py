@@ -1,0 +1,246 @@
+"""Torch's kernels for attention on GPUs: which is taken, and what they are called with.
+
+Stand-ins with the layouts of the real operators are registered with torch for the CPU, so every call goes through the
+dispatcher and its schema; what they compute is torch's own attention for the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from seqfuse import ops
+from seqfuse.ops import _attention, _sdpa
+from seqfuse.testing import seeded_randn
+
+H, KV, D = 4, 2, 16
+_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _as_packed(t: Tensor) -> Tensor:
+    """A copy whose [B, S, heads, D] is contiguous, as the real ones allocate results for a packed q."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _nothing() -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+class StandIns:
+    """The operators on a CPU, and the names of those that were called."""
+
+    def __init__(self, sums: int) -> None:
+        self.called: list[str] = []
+        self.sums = sums
+
+    def cudnn(self, q, k, v, bias, log_sums, p=0.0, causal=False, debug=False, *, scale=None):  # type: ignore[no-untyped-def]
+        self.called.append("cudnn")
+        assert (bias, log_sums, p, debug) == (None, True, 0.0, False)
+        y, lse = _cpu(q, k, v, 0.0, causal, scale=scale)
+        sums = lse.contiguous().view(*lse.shape, *(1,) * (self.sums - 3))
+        return _as_packed(y), sums, None, None, q.shape[2], k.shape[2], _nothing(), _nothing(), None
+
+    def cudnn_backward(  # type: ignore[no-untyped-def]
+        self, dy, q, k, v, y, lse, seed, offset, bias, ends_q, ends_k, rows, keys, p, causal, *, scale=None
+    ):
+        self.called.append("cudnn_backward")
+        assert (rows, keys, p) == (q.shape[2], k.shape[2], 0.0)
+        assert lse.ndim == self.sums
+        assert lse.is_contiguous()
+        grads = _cpu_backward(dy, q, k, v, y, lse.reshape(q.shape[:3]), 0.0, causal, scale=scale)
+        return tuple(map(_as_packed, grads))
+
+    def efficient(self, q, k, v, bias, log_sums, p=0.0, causal=False, *, scale=None):  # type: ignore[no-untyped-def]
+        self.called.append("efficient")
+        assert (bias, log_sums, p) == (None, True, 0.0)
+        y, lse = _cpu(q, k, v, 0.0, causal, scale=scale)
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.nan)
+        return _as_packed(y), padded, _nothing(), _nothing()
+
+    def efficient_backward(  # type: ignore[no-untyped-def]
+        self, dy, q, k, v, bias, y, lse, seed, offset, p, wanted, causal=False, *, scale=None
+    ):
+        self.called.append("efficient_backward")
+        assert lse.shape[-1] % 32 == 0
+        assert list(wanted) == [True, True, True, False]
+        lse = lse[..., : q.shape[2]].contiguous()
+        grads = _cpu_backward(dy, q, k, v, y, lse, 0.0, causal, scale=scale)
+        return *map(_as_packed, grads), None
+
+    def flash(  # type: ignore[no-untyped-def]
+        self, q, k, v, ends_q, ends_k, rows, keys, p, causal, debug, *, scale=None, window_size_left=None,
+        window_size_right=None, **_,
+    ):  # fmt: skip
+        self.called.append("flash")
+        assert (ends_q, p, debug, window_size_left) == (None, 0.0, False, None)
+        assert window_size_right == (0 if causal else None)
+        y, lse = _cpu(*(t.transpose(1, 2) for t in (q, k, v)), 0.0, causal, scale=scale)
+        return y.transpose(1, 2).contiguous(), lse.contiguous(), _nothing(), _nothing(), torch.empty(0)
+
+    def flash_backward(  # type: ignore[no-untyped-def]
+        self, dy, q, k, v, y, lse, ends_q, ends_k, rows, keys, p, causal, state, unused, *, scale=None, **_
+    ):
+        self.called.append("flash_backward")
+        turned = [t.transpose(1, 2) for t in (dy, q, k, v, y)]
+        grads = _cpu_backward(*turned, lse, 0.0, causal, scale=scale)
+        return tuple(t.transpose(1, 2).contiguous() for t in grads)
+
+
+@pytest.fixture(params=[4, 3], ids=["sums [B, H, S, 1]", "sums [B, H, S]"])
+def stand_ins(request: pytest.FixtureRequest) -> Iterator[StandIns]:
+    made = StandIns(request.param)
+    _sdpa._cudnn_sums.cache_clear()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in (
+            ("_scaled_dot_product_cudnn_attention", made.cudnn),
+            ("_scaled_dot_product_cudnn_attention_backward", made.cudnn_backward),
+            ("_scaled_dot_product_efficient_attention", made.efficient),
+            ("_scaled_dot_product_efficient_attention_backward", made.efficient_backward),
+            ("_flash_attention_forward", made.flash),
+            ("_flash_attention_backward", made.flash_backward),
+        ):
+            library.impl(name, function, "CPU")
+        yield made
+    _sdpa._cudnn_sums.cache_clear()
+
+
+def _passes(op: ops.Attention, x: Tensor, dy: Tensor, ways: tuple[str, str]) -> list[Tensor]:
+    kinds = iter(ways)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_attention.Scores, "kernel", lambda *_: next(kinds))
+        y, saved = op.fwd(x)
+        dx, _ = op.bwd(dy, saved, needs=frozenset({"x"}))
+    assert dx is not None
+    return [y, saved.lse, dx]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_each_kernel_reads_what_each_other_saved(stand_ins: StandIns, causal: bool) -> None:
+    op = ops.Attention(H, H, causal=causal, scale=0.3)
+    x, dy = seeded_randn((2, 33, 3 * H * D), 1), seeded_randn((2, 33, H * D), 2)
+    wanted = _passes(op, x, dy, ("cpu", "cpu"))
+    for ahead in _sdpa.BACKENDS:
+        for back in _sdpa.BACKENDS:
+            stand_ins.called.clear()
+            found = _passes(op, x, dy, (ahead, back))
+            asked = ["cudnn"] if back == "cudnn" and stand_ins.called[1] == "cudnn" else []
+            assert stand_ins.called == [ahead, *asked, f"{back}_backward"]
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert ours.shape == theirs.shape
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["cudnn", "flash"])
+def test_shared_key_heads_are_not_repeated(stand_ins: StandIns, kind: str) -> None:
+    op = ops.Attention(H, KV, causal=True)
+    x, dy = seeded_randn((2, 20, (H + 2 * KV) * D), 1), seeded_randn((2, 20, H * D), 2)
+    for ours, theirs in zip(_passes(op, x, dy, (kind, kind)), _passes(op, x, dy, ("cpu", "cpu")), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+class _Named(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = (
+    "alias",
+    "transpose",
+    "view",
+    "unsafe_view",
+    "select",
+    "slice",
+    "unsqueeze",
+    "split",
+    "empty",
+    "empty_like",
+    "new_empty",
+)
+
+
+@pytest.mark.parametrize("kind", _sdpa.BACKENDS)
+def test_nothing_is_copied_but_the_gradients_into_one_tensor(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sdpa, "_cudnn_sums", lambda device: 4)
+    op = ops.Attention(H, H, causal=True)
+    x = torch.empty(2, 64, 3 * H * D, dtype=torch.bfloat16, device="meta")
+    with _Named() as seen:
+        _, _, dx = _passes(op, x, x.new_empty(2, 64, H * D), (kind, kind))
+    kernels = [name.split(".")[1] for name in seen.names]
+    kernels = [name for name in kernels if name.strip("_") not in VIEWS]
+    name = "_flash_attention" if kind == "flash" else f"_scaled_dot_product_{kind}_attention"
+    assert kernels == [f"{name}_forward" if kind == "flash" else name, f"{name}_backward", "cat"]
+    assert dx.shape == x.shape
+
+
+def test_the_kernel_is_the_one_that_torch_takes_for_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    answer = {"now": 3}
+
+    def choice(q: Tensor, k: Tensor, v: Tensor, mask: None, p: float, causal: bool, *, enable_gqa: bool) -> int:
+        asked.append((tuple(q.shape), tuple(k.shape), causal, enable_gqa, q.requires_grad and torch.is_grad_enabled()))
+        return answer["now"]
+
+    monkeypatch.setattr(_sdpa, "_sdp_choice", choice)
+    monkeypatch.setattr(_sdpa, "_choices", {})
+    q = torch.empty(2, H, 256, D)
+    for expected, number in (("cudnn", 3), ("flash", 1), ("efficient", 2), (None, 0)):
+        answer["now"] = number
+        monkeypatch.setattr(_sdpa, "_choices", {})
+        with torch.no_grad():
+            assert _sdpa.backend(q, q, True) == expected
+    assert asked[0] == ((1, H, 128, D), (1, H, 128, D), True, False, True)
+    answer["now"] = 3
+    monkeypatch.setattr(_sdpa, "_choices", {})
+    with torch.no_grad():
+        assert _sdpa.backend(q, q[:, :KV], False) == "cudnn"
+    assert asked[-1] == ((1, H, 128, D), (1, KV, 128, D), False, True, True)
+    before = len(asked)
+    assert _sdpa.backend(q, q[:, :KV], False) == "cudnn"
+    assert len(asked) == before, "asked once for each size"
+    answer["now"] = 2
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+        assert _sdpa.backend(q, q, False) == "efficient"
+        assert _sdpa.backend(q, q[:, :KV], False) is None, "it takes no shared heads"
+    answer["now"] = 1
+    assert _sdpa.backend(torch.empty(2, H, 256, 20), torch.empty(2, H, 256, 20), False) is None, (
+        "heads of 20 are padded"
+    )
+
+
+def test_rows_that_begin_between_16_bytes_are_copied() -> None:
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    def laid(t: Tensor) -> Tensor:
+        return t.as_subclass(OnGPU)
+
+    whole = torch.zeros(2 * 33 * 64 + 8, dtype=torch.bfloat16)
+    assert _sdpa.aligned(laid(whole[: 2 * 64].view(2, 64)))
+    assert _sdpa.aligned(laid(whole[8 : 8 + 2 * 64].view(2, 64)))
+    assert not _sdpa.aligned(laid(whole[1 : 1 + 2 * 64].view(2, 64)))
+    assert not _sdpa.aligned(laid(whole.as_strided((2, 64), (65, 1))))
+    assert _sdpa.aligned(laid(whole.as_strided((2, 60), (60, 1)))), "no kernel takes such rows"
+
+
+def test_a_compiler_takes_the_choice_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sdpa, "_sdp_choice", lambda *args, **more: 3)
+    monkeypatch.setattr(_sdpa, "_choices", {})
+
+    def double(q: Tensor) -> Tensor:
+        return q * 2 if _sdpa.backend(q, q, True) == "cudnn" else q
+
+    q = seeded_randn((2, H, 8, D), 1)
+    for given in (q, torch.cat((q, q), 2)):
+        compiled = torch.compile(double, backend="eager", fullgraph=True, dynamic=True)
+        assert torch.equal(compiled(given), given * 2)
