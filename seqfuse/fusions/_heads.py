@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
 from ..env import Env, Savings
+from ..errors import InputError
 from ..fusion import Requirements
 from ..ops import Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
@@ -15,6 +16,15 @@ from ._kernels import kernels_run, rows_of
 
 if TYPE_CHECKING:
     from ..kernels import rope
+
+
+class Angles(TypedDict):
+    """What the kernels make the angles of, or the angles."""
+
+    positions: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+
 
 # `kernels.rope.MAX_HEAD`, which cannot be asked where Triton is not installed.
 _MAX_HEAD = 1024
@@ -68,12 +78,25 @@ def rotation_of(rotary: RotaryEmbedding | None, size: int) -> rope.Rotation | No
     return Rotation(style, rotary.rotary_dim or size, rotary.base)
 
 
+def angles(
+    positions: Tensor | None, cos: Tensor | None, sin: Tensor | None, needs: frozenset[str] = frozenset()
+) -> Angles:
+    """The angles as given.
+
+    Raises:
+        InputError: where gradients of cos or sin are wanted, which the operation makes; it then runs unfused.
+    """
+    if needs & {"rotary.cos", "rotary.sin"}:
+        raise InputError("the kernel makes no gradients of cos and sin", code="SF101", operation="RotaryEmbedding")
+    return Angles(positions=positions, cos=cos, sin=sin)
+
+
 def run(
     bias: Bias | None,
     norm: QKNorm | None,
     rotary: RotaryEmbedding | None,
     x: Tensor,
-    positions: Tensor | None,
+    angles: Angles,
     *,
     store: bool,
 ) -> rope.Forward:
@@ -82,11 +105,11 @@ def run(
 
     of: Any = norm if norm is not None else rotary
     cache = current()
-    if positions is None and rotary is not None and cache is not None:
-        positions = cache.positions(x)
+    if angles["positions"] is None and angles["cos"] is None and rotary is not None and cache is not None:
+        angles["positions"] = cache.positions(x)
     rotation = rotation_of(rotary, x.shape[-1] // parts_of(norm, rotary))
     given = around(bias, norm)
-    return rope_fwd(x, of.heads, of.kv_heads, rotation, positions=positions, store=store, **given)
+    return rope_fwd(x, of.heads, of.kv_heads, rotation, store=store, **angles, **given)
 
 
 def around(bias: Bias | None, norm: QKNorm | None) -> dict[str, Any]:

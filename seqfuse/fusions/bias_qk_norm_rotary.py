@@ -11,7 +11,7 @@ from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirement
 from ..operation import Grads
 from ..ops import Bias, QKNorm, RotaryEmbedding
 from ..ops._read import parameter
-from ._heads import gains, kernels_take, parts_of, rotation_of, run, worth
+from ._heads import Angles, angles, gains, kernels_take, parts_of, rotation_of, run, worth
 
 
 class BiasQKNormRotary(ForwardFusion):
@@ -33,8 +33,17 @@ class BiasQKNormRotary(ForwardFusion):
         stored = self.bias is not None and self.norm is not None
         return worth(self.bias, self.norm, self.rotary, env, 2 + stored)
 
-    def fwd(self, x: Tensor, *, rotary_position_ids: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
-        return _forward(self.bias, self.norm, self.rotary, x, rotary_position_ids)
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        rotary_position_ids: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        needs: frozenset[str] = frozenset(),
+    ) -> tuple[Tensor, dict[str, Any]]:
+        given = angles(rotary_position_ids, rotary_cos, rotary_sin, needs)
+        return _forward(self.bias, self.norm, self.rotary, x, given)
 
 
 class BiasQKNorm(ForwardFusion):
@@ -55,7 +64,7 @@ class BiasQKNorm(ForwardFusion):
         return worth(self.bias, self.norm, None, env, 2 + (self.bias is not None))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return _forward(self.bias, self.norm, None, x, None)
+        return _forward(self.bias, self.norm, None, x, angles(None, None, None))
 
 
 class BiasQKNormRotaryInference(InferenceFusion):
@@ -76,8 +85,16 @@ class BiasQKNormRotaryInference(InferenceFusion):
     def saves(self, env: Env) -> Savings:
         return worth(self.bias, self.norm, self.rotary, env, 2)
 
-    def fwd(self, x: Tensor, *, rotary_position_ids: Tensor | None = None) -> Any:
-        return run(self.bias, self.norm, self.rotary, x, rotary_position_ids, store=False).y
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        rotary_position_ids: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+    ) -> Any:
+        given = angles(rotary_position_ids, rotary_cos, rotary_sin)
+        return run(self.bias, self.norm, self.rotary, x, given, store=False).y
 
 
 class BiasQKNormRotaryBackward(BackwardFusion):
@@ -107,7 +124,8 @@ class BiasQKNormRotaryBackward(BackwardFusion):
         rotary: RotaryEmbedding.Saved,
         needs: frozenset[str],
     ) -> tuple[Tensor | None, Grads]:
-        return _backward(self.bias, self.norm, self.rotary, dy, norm, rotary.positions, needs)
+        given = angles(rotary.positions, rotary.cos, rotary.sin, needs)
+        return _backward(self.bias, self.norm, self.rotary, dy, norm, given, needs)
 
 
 class BiasQKNormBackward(BackwardFusion):
@@ -130,13 +148,13 @@ class BiasQKNormBackward(BackwardFusion):
     def bwd(
         self, dy: Tensor, *, bias: Bias.Saved | None, norm: QKNorm.Saved, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
-        return _backward(self.bias, self.norm, None, dy, norm, None, needs)
+        return _backward(self.bias, self.norm, None, dy, norm, angles(None, None, None), needs)
 
 
 def _forward(
-    bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, x: Tensor, positions: Tensor | None
+    bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, x: Tensor, given: Angles
 ) -> tuple[Tensor, dict[str, Any]]:
-    out = run(bias, norm, rotary, x, positions, store=bias is not None and norm is not None)
+    out = run(bias, norm, rotary, x, {**given}, store=bias is not None and norm is not None)
     saved: dict[str, Any] = {}
     if bias is not None:
         saved["bias"] = Bias.NOTHING
@@ -145,7 +163,7 @@ def _forward(
         weights = {name: parameter(norm, name) for name in ("q_weight", "k_weight")}
         saved["norm"] = QKNorm.Saved(x=x if out.z is None else out.z, rstd=out.rstd, **weights)
     if rotary is not None:
-        saved["rotary"] = RotaryEmbedding.Saved(positions=positions)
+        saved["rotary"] = RotaryEmbedding.Saved(**given, x=None)
     return out.y, saved
 
 
@@ -155,7 +173,7 @@ def _backward(
     rotary: RotaryEmbedding | None,
     dy: Tensor,
     kept: QKNorm.Saved | None,
-    positions: Tensor | None,
+    given: Angles,
     needs: frozenset[str],
 ) -> tuple[Tensor | None, Grads]:
     from ..kernels.rope import rope_bwd
@@ -173,6 +191,6 @@ def _backward(
             if f"norm.{name}" in needs and owner is not None:
                 around[f"d{name}"] = owner.dtype
     rotation = rotation_of(rotary, dy.shape[-1] // parts_of(norm, rotary))
-    out = rope_bwd(dy, of.heads, of.kv_heads, rotation, positions=positions, dx="x" in needs, **around)
+    out = rope_bwd(dy, of.heads, of.kv_heads, rotation, dx="x" in needs, **given, **around)
     grads = {"bias.bias": out.dbias, "norm.q_weight": out.dq_weight, "norm.k_weight": out.dk_weight}
     return out.dx, {name: gradient for name, gradient in grads.items() if name in needs}

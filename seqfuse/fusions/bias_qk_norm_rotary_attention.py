@@ -10,7 +10,7 @@ from ..env import Env, Savings
 from ..fusion import InferenceFusion, Requirements
 from ..ops import Attention, Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
-from ._heads import around, kernels_take, parts_of, rotation_of, run, worth
+from ._heads import angles, around, kernels_take, parts_of, rotation_of, run, worth
 
 
 class BiasQKNormRotaryAttention(InferenceFusion):
@@ -52,4 +52,4 @@ class BiasQKNormRotaryAttention(InferenceFusion):
             y = cache.decode(attention, x, write)
             if y is not None:
                 return y
-        return attention.fwd(run(bias, norm, rotary, x, None, store=False).y)[0]
+        return attention.fwd(run(bias, norm, rotary, x, angles(None, None, None), store=False).y)[0]

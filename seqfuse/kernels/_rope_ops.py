@@ -20,7 +20,7 @@ from torch import Tensor
 from ._operators import register as _register
 
 _FIELDS = "str? style=None, int dim=0, float base=10000.0"
-_ROTATION = f"{_FIELDS}, Tensor? positions=None"
+_ROTATION = f"{_FIELDS}, Tensor? positions=None, Tensor? cos=None, Tensor? sin=None"
 _FORWARD = (
     f"rope(Tensor x, int heads, int kv_heads, *, {_ROTATION}, Tensor? bias=None, float? norm_eps=None, "
     "Tensor? q_weight=None, Tensor? k_weight=None, bool store=False) -> Tensor[]"

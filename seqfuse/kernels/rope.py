@@ -71,6 +71,31 @@ def _turn(frequencies, positions, rows, M, period, ROTARY: tl.constexpr, BLOCK_R
 
 
 @triton.jit
+def _angles(
+    frequencies, positions, cos, sin, rows, M, period,
+    ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BY_PAIR: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Sines of the first and second members of each row's pairs, then cosines, [BLOCK_M, 1, BLOCK_R]: made or given."""
+    if cos is None:
+        sine, cosine = _turn(frequencies, positions, rows, M, period, ROTARY, BLOCK_R)
+        return sine, sine, cosine, cosine
+    else:
+        mask = (rows < M)[:, None, None]
+        place = (rows.to(tl.int32) % period).to(tl.int64)[:, None, None]
+        if BY_PAIR:
+            pairs = tl.arange(0, BLOCK_R)[None, None, :]
+            inside = mask & (pairs < ROTARY // 2)
+            at = place * (ROTARY // 2) + pairs
+            sine = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+            cosine = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+            return sine, sine, cosine, cosine
+        else:
+            s1, s2 = _load_pair(sin + place * ROTARY, mask, ROTARY, INTERLEAVED, BLOCK_R)
+            c1, c2 = _load_pair(cos + place * ROTARY, mask, ROTARY, INTERLEAVED, BLOCK_R)
+            return s1, s2, c1, c2
+
+
+@triton.jit
 def _load_pair(at, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr):
     """First and second members of the pairs of heads that begin `at`, float32 [*, *, BLOCK_R] each."""
     if INTERLEAVED:
@@ -131,9 +156,9 @@ def _rest_gain(q_weight, k_weight, heads, Q, KNOWN, ROTARY: tl.constexpr, D: tl.
 
 @triton.jit
 def _rope_fwd_kernel(
-    x, bias, q_weight, k_weight, frequencies, positions, y, stored, rstd_out, x_stride, M, Q, K, period,
+    x, bias, q_weight, k_weight, frequencies, positions, cos, sin, y, stored, rstd_out, x_stride, M, Q, K, period,
     EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BY_PAIR: tl.constexpr,
 ):  # fmt: skip
     parts = tl.cast(Q, tl.int64) + K + K
     across = tl.cdiv(Q + K + K, BLOCK_H)
@@ -178,9 +203,11 @@ def _rope_fwd_kernel(
                 n2 *= g2
         else:
             n1, n2 = one, two
-        sine, cosine = _turn(frequencies, positions, rows, M, period, ROTARY, BLOCK_R)
-        one = tl.where(known, n1 * cosine - n2 * sine, one)
-        two = tl.where(known, n2 * cosine + n1 * sine, two)
+        s1, s2, c1, c2 = _angles(
+            frequencies, positions, cos, sin, rows, M, period, ROTARY, INTERLEAVED, BY_PAIR, BLOCK_R
+        )
+        one = tl.where(known, n1 * c1 - n2 * s1, one)
+        two = tl.where(known, n2 * c2 + n1 * s2, two)
         _store_pair(y + target, one, two, mask, ROTARY, INTERLEAVED, BLOCK_R)
     if ROTARY < D:
         if NORM:
@@ -193,10 +220,10 @@ def _rope_fwd_kernel(
 
 @triton.jit
 def _rope_bwd_kernel(
-    dy, x, rstd, q_weight, k_weight, frequencies, positions, dx, biases, gains, dy_stride, x_stride, M, Q, K, period,
-    steps,
+    dy, x, rstd, q_weight, k_weight, frequencies, positions, cos, sin, dx, biases, gains, dy_stride, x_stride, M, Q, K,
+    period, steps,
     NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BY_PAIR: tl.constexpr,
 ):  # fmt: skip
     """Rows of one program, one tile after the other, for the same heads: sums over rows stay in registers.
 
@@ -226,9 +253,11 @@ def _rope_bwd_kernel(
             r = tl.load(rstd + rows[:, None, None] * (parts - K) + heads, mask=mask & known, other=0.0)
         if ROTARY > 0:
             d1, d2 = _load_pair(gradient, mask, ROTARY, INTERLEAVED, BLOCK_R)
-            sine, cosine = _turn(frequencies, positions, rows, M, period, ROTARY, BLOCK_R)
-            g1 = tl.where(known, d1 * cosine + d2 * sine, d1)
-            g2 = tl.where(known, d2 * cosine - d1 * sine, d2)
+            s1, s2, c1, c2 = _angles(
+                frequencies, positions, cos, sin, rows, M, period, ROTARY, INTERLEAVED, BY_PAIR, BLOCK_R
+            )
+            g1 = tl.where(known, d1 * c1 + d2 * s2, d1)
+            g2 = tl.where(known, d2 * c2 - d1 * s1, d2)
             if NORM:
                 x1, x2 = _load_pair(source, mask & known, ROTARY, INTERLEAVED, BLOCK_R)
                 x1 *= r
@@ -422,6 +451,8 @@ def rope_fwd(
     *,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
     norm_eps: float | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
@@ -441,6 +472,9 @@ def rope_fwd(
         rotation: how heads are turned, if they are.
         bias: added first.
         positions: broadcast to [*, S]; 0..S-1 by default.
+        cos: cosines, given with `sin` in place of positions: [*, S, R] by element or [*, S, R / 2] by pair, or
+            broadcast to that, R elements of a head being turned.
+        sin: sines.
         norm_eps: added to the mean square; `None` for no norm.
         q_weight: gain of queries, with the norm; given with `k_weight` or not at all.
         k_weight: gain of keys.
@@ -451,8 +485,8 @@ def rope_fwd(
     """
     if traced():
         return _rope_ops.forward(
-            x, heads, kv_heads, rotation, bias=bias, positions=positions, norm_eps=norm_eps, q_weight=q_weight,
-            k_weight=k_weight, store=store,
+            x, heads, kv_heads, rotation, bias=bias, positions=positions, cos=cos, sin=sin, norm_eps=norm_eps,
+            q_weight=q_weight, k_weight=k_weight, store=store,
         )  # fmt: skip
     size, rotary = _checked(x, heads, kv_heads, rotation, bias=bias)
     source = as_rows("x", x, x.shape[-1])
@@ -463,17 +497,16 @@ def rope_fwd(
     z = torch.empty(x.shape, dtype=x.dtype, device=x.device) if store else None
     known = heads + kv_heads
     rstd = torch.empty((*x.shape[:-1], known), dtype=torch.float32, device=x.device) if norm else None
-    frequencies = None if rotation is None else _frequencies(rotation, x.device)
-    at, period = (None, 1) if rotation is None else _positions(x, positions)
+    around, period, by_pair = _around(x, rotation, positions, cos, sin)
     tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
     launch(
         _rope_fwd_kernel,
         cdiv(M, tile.m) * cdiv(heads + 2 * kv_heads, tile.h),
         (
-            source, bias, q_weight if norm else None, k_weight if norm else None, frequencies, at, y, z, rstd,
+            source, bias, q_weight if norm else None, k_weight if norm else None, *around, y, z, rstd,
             source.stride(0), M, heads, kv_heads, period,
         ),
-        {"EPS": float(norm_eps or 0.0), **_constexprs(tile, norm, size, rotation)},
+        {"EPS": float(norm_eps or 0.0), **_constexprs(tile, norm, size, rotation), "BY_PAIR": by_pair},
         tile.num_warps,
     )  # fmt: skip
     return Forward(y, z, rstd)
@@ -486,6 +519,8 @@ def rope_bwd(
     rotation: Rotation | None = None,
     *,
     positions: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
     x: Tensor | None = None,
     rstd: Tensor | None = None,
     q_weight: Tensor | None = None,
@@ -506,6 +541,8 @@ def rope_bwd(
         kv_heads: Hkv.
         rotation: as in the forward.
         positions: as in the forward.
+        cos: as in the forward.
+        sin: as in the forward.
         x: what was normalized, where there was a norm: x + bias of the forward.
         rstd: as the forward gave it.
         q_weight: gain of queries, for dx.
@@ -520,8 +557,8 @@ def rope_bwd(
     """
     if traced():
         return _rope_ops.backward(
-            dy, heads, kv_heads, rotation, positions=positions, x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight,
-            dx=dx, dbias=dbias, dq_weight=dq_weight, dk_weight=dk_weight,
+            dy, heads, kv_heads, rotation, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight,
+            k_weight=k_weight, dx=dx, dbias=dbias, dq_weight=dq_weight, dk_weight=dk_weight,
         )  # fmt: skip
     size, rotary = _checked(dy, heads, kv_heads, rotation)
     _check_weights(size, q_weight, k_weight)
@@ -549,16 +586,15 @@ def rope_bwd(
         biases = workspace("rope.bias", programs * width, torch.float32, device)
     if dq_weight is not None or dk_weight is not None:
         gains = workspace("rope.gain", programs * known * size, torch.float32, device)
-    frequencies = None if rotation is None else _frequencies(rotation, device)
-    at, period = (None, 1) if rotation is None else _positions(dy, positions)
+    around, period, by_pair = _around(dy, rotation, positions, cos, sin)
     launch(
         _rope_bwd_kernel,
         programs * across,
         (
-            gradient, source, rstd, q_weight, k_weight, frequencies, at, out, biases, gains, gradient.stride(0),
+            gradient, source, rstd, q_weight, k_weight, *around, out, biases, gains, gradient.stride(0),
             0 if source is None else source.stride(0), M, heads, kv_heads, period, steps,
         ),
-        _constexprs(tile, x is not None, size, rotation),
+        _constexprs(tile, x is not None, size, rotation) | {"BY_PAIR": by_pair},
         tile.num_warps,
     )  # fmt: skip
     totals: list[Tensor | None] = [None, None, None]
@@ -689,6 +725,26 @@ def _check_weights(size: int, *weights: Tensor | None) -> None:
             inner_contiguous("weight", weight)
 
 
+def _around(
+    x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], int, bool]:
+    """What the kernels make angles of, or the angles; after how many rows they begin again; whether by pair."""
+    if rotation is None:
+        return (None, None, None, None), 1, False
+    if cos is None or sin is None:
+        at, period = _positions(x, positions)
+        return (_frequencies(rotation, x.device), at, None, None), period, False
+    width = cos.shape[-1]
+    lead = x.shape[:-1]
+    fits = all(a in (1, b) for a, b in zip(cos.shape[-2::-1], lead[::-1], strict=False))
+    if sin.shape != cos.shape or width not in (rotation.dim, rotation.dim // 2) or cos.ndim > x.ndim or not fits:
+        wanted = f"{(*lead, rotation.dim)} or {(*lead, rotation.dim // 2)}"
+        raise ValueError(f"cos and sin must broadcast to {wanted}, got {tuple(cos.shape)} and {tuple(sin.shape)}")
+    of = lead if cos.shape[:-2].numel() > 1 else lead[-1:]
+    table = [t.reshape(t.shape[-len(of) - 1 :]).expand(*of, width).contiguous() for t in (cos, sin)]
+    return (None, None, *table), max(1, of.numel()), width < rotation.dim
+
+
 def _positions(x: Tensor, positions: Tensor | None) -> tuple[Tensor | None, int]:
     """Positions in one piece, `None` for 0, 1, ..., and after how many rows they begin again."""
     lead = x.shape[:-1]
@@ -743,14 +799,15 @@ _SHAPES = (
     (127, Rotation("half", 126)),
     (128, None),
 )
+_AROUND = (("bias", "norm", "positions"), ("norm",), ("bias",), (), ("bias", "norm", "cos"), ("cos by pair",))
 
 
 def variants() -> Iterator[Variant]:
     """Common sizes of heads, both styles, with and without bias, norm and given positions, every dtype for one size."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for size, rotation in _SHAPES if dtype is torch.bfloat16 else _SHAPES[1:3]:
-            for around in (("bias", "norm", "positions"), ("norm",), ("bias",), ()):
-                if rotation is not None or "norm" in around:
+            for around in _AROUND:
+                if rotation is not None or ("norm" in around and "cos" not in around):
                     yield from _of_shape(dtype, size, rotation, around, "sm_")
                     yield from _of_shape(dtype, size, rotation, around, "gfx")
             if size <= 256:
@@ -766,7 +823,11 @@ def _of_shape(
     style = "none" if rotation is None else f"{rotation.style} {rotation.dim}"
     label = f"rope{'+' + ','.join(around) if around else ''} {item} {size} {style}"
     shared = {"positions": "i64"} if "positions" in around and rotation is not None else {}
-    shared |= {"frequencies": "fp32"} if rotation is not None else {}
+    given = [name for name in around if name.startswith("cos")]
+    if given:
+        shared |= {"cos": item, "sin": item}
+    elif rotation is not None:
+        shared |= {"frequencies": "fp32"}
     shared |= {"q_weight": item, "k_weight": item} if norm else {}
     forward = {**shared, "x": item, "y": item} | ({"bias": item} if bias else {})
     forward |= {"rstd_out": "fp32"} if norm else {}
@@ -777,6 +838,7 @@ def _of_shape(
     for kernel, name, present, most in both:
         tile = tile_of(40, size, 0 if rotation is None else rotation.dim, most, target == "gfx")
         fixed = {**({"EPS": 1e-6} if name == "fwd" else {}), **_constexprs(tile, norm, size, rotation)}
+        fixed["BY_PAIR"] = given == ["cos by pair"]
         numbers = [n for n in kernel.arg_names if n.endswith("stride") or n in ("M", "Q", "K", "period", "steps")]
         pointers = [n for n in kernel.arg_names if n not in fixed and n not in numbers]
         yield Variant(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import operation as sf
-from ._attention import head_size, unflatten
+from ..errors import InputError
+from ._attention import broadcasts, head_size, unflatten
 from ._cache import current
 from ._norm import stats_dtype
 from ._takes import broadcasting, floating
@@ -21,29 +22,40 @@ class RotaryEmbedding(sf.UnfusedOperation):
     Forward, for pair i < R / 2 of a head at position t, with a = t base^(-2 i / R):
     y_1 = x_1 cos a - x_2 sin a, y_2 = x_2 cos a + x_1 sin a. The pair is elements i and i + R / 2 with `style="half"`,
     2 i and 2 i + 1 with `style="interleaved"`. Elements from R on and the values pass as they are.
+    With the channels `cos` and `sin` the angles are given, scaled or not: by pair, or by element, as models do that
+    compute x cos + rotate(x) sin; y_1 = x_1 cos_1 - x_2 sin_1, y_2 = x_2 cos_2 + x_1 sin_2.
 
-    Backward: the same by -a.
+    Backward: the transpose, with a the same by -a: dx_1 = dy_1 cos_1 + dy_2 sin_2, dx_2 = dy_2 cos_2 - dy_1 sin_1.
+    dcos_1 = dy_1 x_1, dcos_2 = dy_2 x_2, dsin_1 = -dy_1 x_2, dsin_2 = dy_2 x_1, summed over heads and rows that
+    share them.
 
-    x, y: [*, S, (H + 2 Hkv) D]; positions: [S], or broadcast to [*, S]. Angles are float32 (float64 for float64), and
-    so are the products, rounded to the dtype of x once.
-    Saved: positions.
+    x, y: [*, S, (H + 2 Hkv) D]; positions: [S], or broadcast to [*, S]; cos, sin: [S, R] or [S, R / 2], or broadcast to
+    [*, S, R] or [*, S, R / 2]. Angles are float32 (float64 for float64), and so are the products, rounded to the dtype
+    of x once.
+    Saved: positions, cos, sin; x for the gradients of cos and sin.
     Source: Su et al. 2021, arXiv:2104.09864.
 
     Args:
         heads: H.
-        kv_heads: Hkv; H by default.
+        kv_heads: Hkv; H by default. With 0 x is queries alone, or keys alone: [*, S, H D].
         style: which elements are a pair.
         base: of the geometric row of angles.
         rotary_dim: R, even and at most D; D by default.
         positions: channel of the positions; 0..S-1 by default.
+        cos: channel of the cosines, given with `sin` and without `positions`; `base` is not read then.
+        sin: channel of the sines.
 
     Raises:
-        ValueError: for another style, or a `rotary_dim` that is odd.
-        InputError: (SF101) for x that is not floating-point, and positions that are bool or do not broadcast.
+        ValueError: for another style, a `rotary_dim` that is odd, `cos` without `sin` or with `positions`.
+        InputError: (SF101) for x that is not floating-point, positions that are bool or do not broadcast, cos and sin
+            of another shape.
     """
 
     class Saved(sf.Saved):
         positions: Tensor | None  # [*, S]
+        cos: Tensor | None  # [*, S, R] or [*, S, R / 2]
+        sin: Tensor | None  # the same
+        x: Tensor | None  # [*, S, (H + 2 Hkv) D], where gradients of cos or sin are wanted
 
     def __init__(
         self,
@@ -54,37 +66,110 @@ class RotaryEmbedding(sf.UnfusedOperation):
         base: float = 10000.0,
         rotary_dim: int | None = None,
         positions: str | None = None,
+        cos: str | None = None,
+        sin: str | None = None,
     ) -> None:
         super().__init__()
         if style not in ("half", "interleaved"):
             raise ValueError(f'style must be "half" or "interleaved", got {style!r}')
         if rotary_dim is not None and (rotary_dim < 2 or rotary_dim % 2):
             raise ValueError(f"rotary_dim must be even and at least 2, got {rotary_dim}")
+        if (cos is None) != (sin is None) or (cos is not None and positions is not None):
+            raise ValueError(
+                f"cos and sin are given together, in place of positions, got {cos!r}, {sin!r}, {positions!r}"
+            )
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
         self.style, self.base, self.rotary_dim, self.positions = style, base, rotary_dim, positions
+        self.cos, self.sin = cos, sin
 
     @property
     def channels(self) -> Mapping[str, str | None]:
-        return {} if self.positions is None else {"position_ids": self.positions}
+        named = {"position_ids": self.positions, "cos": self.cos, "sin": self.sin}
+        return {name: channel for name, channel in named.items() if channel is not None}
 
-    def reference(self, x: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
+    def reference(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> Tensor:
         turned, rest, values = self._parts(x)
-        cos, sin = self.angles(x, position_ids)
-        t = turned.to(cos.dtype)
-        if self.style == "half":
-            first, second = t.chunk(2, -1)
-            t = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        else:
-            first, second = t[..., ::2], t[..., 1::2]
-            t = torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
+        (c1, c2), (s1, s2) = self._angles(x, position_ids, cos, sin)
+        first, second = self._pairs(turned.to(c1.dtype))
+        made = (first * c1 - second * s1, second * c2 + first * s2)
+        t = torch.cat(made, -1) if self.style == "half" else torch.stack(made, -1).flatten(-2)
         heads = torch.cat((t.to(x.dtype), rest), -1)
         return torch.cat((heads, values), -2).flatten(-2)
 
-    def fwd(self, x: Tensor, *, position_ids: Tensor | None = None) -> tuple[Tensor, Saved]:
-        return self._turned(x, position_ids, 1), self.Saved(positions=position_ids)
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        needs: frozenset[str] = frozenset(),
+    ) -> tuple[Tensor, Saved]:
+        y = self._turned(x, self._angles(x, position_ids, cos, sin), 1)
+        return y, self.Saved(positions=position_ids, cos=cos, sin=sin, x=x if needs & {"cos", "sin"} else None)
 
-    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
-        return self._turned(dy, saved.positions, -1), {}
+    def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        angles = self._angles(dy, saved.positions, saved.cos, saved.sin)
+        dx = self._turned(dy, angles, -1) if "x" in needs else None
+        grads: dict[str, Tensor | None] = {}
+        if saved.x is not None and saved.cos is not None and saved.sin is not None:
+            dtype = angles[0][0].dtype
+            (x1, x2), (d1, d2) = (self._pairs(self._parts(t)[0].to(dtype)) for t in (saved.x, dy))
+            if "cos" in needs:
+                grads["cos"] = self._summed(d1 * x1, d2 * x2, saved.cos)
+            if "sin" in needs:
+                grads["sin"] = self._summed(-d1 * x2, d2 * x1, saved.sin)
+        return dx, grads
+
+    def _summed(self, first: Tensor, second: Tensor, like: Tensor) -> Tensor:
+        """The gradient of a cosine or sine, from that of each pair of each head."""
+        first, second = first.sum(-2), second.sum(-2)
+        if like.shape[-1] == first.shape[-1]:
+            d = first + second
+        elif self.style == "half":
+            d = torch.cat((first, second), -1)
+        else:
+            d = torch.stack((first, second), -1).flatten(-2)
+        return d.sum_to_size(like.shape).to(like.dtype)
+
+    def _pairs(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """First and second members of all pairs."""
+        if self.style == "half":
+            half = t.shape[-1] // 2
+            return t[..., :half], t[..., half:]
+        return t[..., ::2], t[..., 1::2]
+
+    def _angles(
+        self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Cosines and sines of the first and of the second member of each pair, [*, S, 1, R / 2]."""
+        if cos is None or sin is None:
+            c, s = self.angles(x, positions)
+            return (c, c), (s, s)
+        floating(x, "RotaryEmbedding")
+        size = self._sizes(x)[1]
+        for t in (cos, sin):
+            fits = (
+                t.is_floating_point()
+                and t.ndim
+                and x.ndim > 1
+                and t.shape[-1] in (size, size // 2)
+                and t.shape == cos.shape
+            )
+            if not fits or not broadcasts(t.shape[:-1], x.shape[:-1]):
+                wanted = f"{(*x.shape[:-1], size)} or {(*x.shape[:-1], size // 2)}"
+                message = f"expects cos and sin that broadcast to {wanted}, got {tuple(cos.shape)}, {tuple(sin.shape)}"
+                raise InputError(message, code="SF101", operation="RotaryEmbedding")
+        both = [t.to(stats_dtype(x)).unsqueeze(-2) for t in (cos, sin)]
+        c, s = [self._pairs(t) if t.shape[-1] == size else (t, t) for t in both]
+        return c, s
 
     def angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position and pair, [*, S, 1, R / 2]."""
@@ -112,17 +197,17 @@ class RotaryEmbedding(sf.UnfusedOperation):
         known = self.heads + self.kv_heads
         return heads[..., :known, :turned], heads[..., :known, turned:], heads[..., known:, :]
 
-    def _turned(self, x: Tensor, positions: Tensor | None, sign: int) -> Tensor:
-        cos, sin = self.angles(x, positions)
+    def _turned(self, x: Tensor, angles: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], sign: int) -> Tensor:
+        """The rotation, or its transpose for a sign of -1."""
+        (c1, c2), sines = angles
+        s1, s2 = sines[::sign]
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         for mine, its in zip(self._parts(y)[1:], self._parts(x)[1:], strict=True):
             mine.copy_(its)
-        out, t = self._parts(y)[0], self._parts(x)[0].to(cos.dtype)
-        half = t.shape[-1] // 2
-        one, two = (slice(half), slice(half, None)) if self.style == "half" else (slice(0, None, 2), slice(1, None, 2))
-        first, second = t[..., one], t[..., two]
-        out[..., one] = torch.addcmul(first * cos, second, sin, value=-sign)
-        out[..., two] = torch.addcmul(second * cos, first, sin, value=sign)
+        one, two = self._pairs(self._parts(y)[0])
+        first, second = self._pairs(self._parts(x)[0].to(c1.dtype))
+        one.copy_(torch.addcmul(first * c1, second, s1, value=-sign))
+        two.copy_(torch.addcmul(second * c2, first, s2, value=sign))
         return y
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -140,5 +225,5 @@ class RotaryEmbedding(sf.UnfusedOperation):
     def extra_repr(self) -> str:
         text = f"{self.heads}" + (f", {self.kv_heads}" if self.kv_heads != self.heads else "")
         text += f", style={self.style!r}, base={self.base:g}"
-        named = {"rotary_dim": self.rotary_dim, "positions": self.positions}
+        named = {"rotary_dim": self.rotary_dim, "positions": self.positions, "cos": self.cos, "sin": self.sin}
         return text + "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)

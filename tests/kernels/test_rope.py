@@ -45,6 +45,7 @@ class Case:
     norm: bool = False
     affine: bool = True
     positions: str | None = None  # "shared" or "each"
+    angles: str | None = None  # given, "by pair" or "by element"; "each ..." of every sequence
 
 
 CASES = {
@@ -57,6 +58,9 @@ CASES = {
     "norm_plain": Case(8, Rotation("half", 4), bias=True, norm=True, affine=False),
     "all": Case(12, Rotation("half", 12), bias=True, norm=True),
     "all_interleaved": Case(16, Rotation("interleaved", 12), bias=True, norm=True, positions="each"),
+    "by_pair": Case(10, Rotation("half", 6), bias=True, angles="by pair"),
+    "by_element": Case(8, Rotation("half", 8), norm=True, angles="each by element"),
+    "by_element_interleaved": Case(12, Rotation("interleaved", 8), bias=True, norm=True, angles="by element"),
     "norm_alone": Case(8, None, norm=True),
     "bias_norm": Case(7, None, bias=True, norm=True),
 }
@@ -82,6 +86,15 @@ def positions(case: Case, lead: tuple[int, ...]) -> Tensor | None:
     return torch.randint(0, 5000, shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
 
 
+def angles(case: Case, lead: tuple[int, ...]) -> dict[str, Tensor]:
+    """No circle: what is given is taken as it is."""
+    if case.angles is None or case.rotation is None:
+        return {}
+    width = case.rotation.dim // 2 if "pair" in case.angles else case.rotation.dim
+    shape = (*(lead if "each" in case.angles else lead[-1:]), width)
+    return {name: seeded_randn(shape, 8 + i).to(DEVICE) for i, name in enumerate(("cos", "sin"))}
+
+
 def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     leaves = {name: t.clone().requires_grad_() for name, t in tensors.items() if name != "dy"}
     x = leaves["x"]
@@ -95,8 +108,12 @@ def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if case.rotation is not None:
         r = case.rotation
         ids = None if case.positions is None else "ids"
-        turn = ops.RotaryEmbedding(HEADS, KV, style=r.style, base=r.base, rotary_dim=r.dim, positions=ids)
-        y = turn.reference(y, position_ids=positions(case, tuple(x.shape[:-1])))
+        lead = tuple(x.shape[:-1])
+        given = angles(case, lead)
+        turn = ops.RotaryEmbedding(
+            HEADS, KV, style=r.style, base=r.base, rotary_dim=r.dim, positions=ids, **{name: name for name in given}
+        )
+        y = turn.reference(y, position_ids=positions(case, lead), **given)
     y.backward(tensors["dy"])
     return {"y": y.detach()} | {f"d_{name}": t.grad for name, t in leaves.items() if t.grad is not None}
 
@@ -106,7 +123,8 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> dict[st
     rotation: Any = case.rotation
     if rotation is not None:
         rotation = k.Rotation(rotation.style, rotation.dim, rotation.base)
-    both: dict[str, Any] = {"positions": positions(case, tuple(x.shape[:-1]))}
+    lead = tuple(x.shape[:-1])
+    both: dict[str, Any] = {"positions": positions(case, lead), **angles(case, lead)}
     weights = {"q_weight": tensors.get("q"), "k_weight": tensors.get("k")}
     f = k.rope_fwd(
         x, HEADS, KV, rotation, bias=tensors.get("bias"), norm_eps=EPS if case.norm else None,
@@ -170,7 +188,7 @@ def test_far_positions_are_turned_as_by_the_operation() -> None:
     torch.testing.assert_close(y, op.fwd(x, position_ids=ids)[0], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["all", "part_interleaved", "bias_norm"])
+@pytest.mark.parametrize("name", ["all", "part_interleaved", "bias_norm", "by_pair", "by_element_interleaved"])
 def test_nothing_outside_the_tensors_is_read_or_written(name: str) -> None:
     tensors = drawn(CASES[name], (5,), torch.float32)
     with red_zones():
@@ -261,6 +279,8 @@ def test_what_does_not_fit_is_refused() -> None:
         rope.rope_fwd(x, HEADS, KV, Rotation("half", 10))
     with pytest.raises(ValueError, match=r"positions must broadcast to \(3,\), got shape \(2,\)"):
         rope.rope_fwd(x, HEADS, KV, Rotation("half", 8), positions=torch.arange(2))
+    with pytest.raises(ValueError, match=r"cos and sin must broadcast to \(3, 8\) or \(3, 4\), got \(3, 6\)"):
+        rope.rope_fwd(x, HEADS, KV, Rotation("half", 8), cos=torch.ones(3, 6), sin=torch.ones(3, 6))
     with pytest.raises(ValueError, match="must not be float64"):
         rope.rope_fwd(x.double(), HEADS, KV, Rotation("half", 8))
     with pytest.raises(ValueError, match="given together"):
@@ -268,7 +288,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
-    only = r"(positions|norm) bf16 (128 half 128|128 interleaved|80|127|96) "
+    only = r"(positions|norm|norm,cos|cos by pair) bf16 (128 half 128|128 interleaved|80|127|96) "
     for one in compiled("seqfuse.kernels.rope", only, 20):
         # Heads of an odd size there keep six scalars in lanes of vector registers; none goes to memory.
         odd = " 127 " in one.variant and one.target.startswith("gfx")
@@ -333,15 +353,17 @@ def test_a_row_that_cannot_be_written_is_refused() -> None:
 
 
 MUTANTS = {
-    "sine": ("two = tl.where(known, n2 * cosine + n1 * sine, two)", "two = tl.where(known, n2 * cosine, two)", "half"),
+    "sine": ("two = tl.where(known, n2 * c2 + n1 * s2, two)", "two = tl.where(known, n2 * c2, two)", "half"),
     "turned back": (
-        "g1 = tl.where(known, d1 * cosine + d2 * sine, d1)",
-        "g1 = tl.where(known, d1 * cosine - d2 * sine, d1)",
+        "g1 = tl.where(known, d1 * c1 + d2 * s2, d1)",
+        "g1 = tl.where(known, d1 * c1 - d2 * s2, d1)",
         "half",
     ),
-    "values turned": ("one = tl.where(known, n1 * cosine - n2 * sine, one)", "one = n1 * cosine - n2 * sine", "half"),
+    "values turned": ("one = tl.where(known, n1 * c1 - n2 * s1, one)", "one = n1 * c1 - n2 * s1", "half"),
     "quadrant": ("odd = (quadrant & 1) != 0", "odd = (quadrant & 1) == 3", "interleaved"),
     "period": ("position = rows.to(tl.int32) % period", "position = rows.to(tl.int32) + 0 * period", "part"),
+    "sine of the other member": ("d1 * c1 + d2 * s2", "d1 * c1 + d2 * s1", "by_element"),
+    "angles of the first rows": ("place = (rows.to(tl.int32) % period)", "place = (rows.to(tl.int32) % 2)", "by_pair"),
     "keys' gain": ("return q1 + k1, q2 + k2", "return q1 + k1, q2 + 0.0 * k2", "all"),
     "rest of the mean square": ("        squares += tl.sum(rest * rest, 2)\n", "", "all_interleaved"),
     "rounded as stored": (

@@ -51,6 +51,68 @@ def test_keeps_its_contract(style: str):
     check_op(ops.RotaryEmbedding(2, style=style, rotary_dim=2), seeded_randn((6, 6 * 4), 0))
 
 
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize(("rotary_dim", "shape"), [(None, (6, 4)), (None, (2, 6, 2)), (2, (1, 6, 2))], ids=str)
+def test_keeps_its_contract_where_cos_and_sin_are_given(rotary_dim: int | None, shape: tuple[int, ...], style: str):
+    op = ops.RotaryEmbedding(3, 1, style=style, rotary_dim=rotary_dim, cos="c", sin="s")
+    check_op(op, seeded_randn((2, 6, 5 * 4), 0), c=seeded_randn(shape, 1), s=seeded_randn(shape, 2))
+
+
+def test_keeps_its_contract_of_queries_alone():
+    op = ops.RotaryEmbedding(3, 0, style="half", cos="c", sin="s")
+    check_op(op, seeded_randn((2, 6, 3 * 4), 0), c=seeded_randn((6, 4), 1), s=seeded_randn((6, 4), 2))
+    check_op(ops.RotaryEmbedding(3, 0, style="interleaved"), seeded_randn((6, 3 * 4), 0))
+
+
+def rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def rotate_every_two(x: Tensor) -> Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+
+@pytest.mark.parametrize(("style", "rotate"), [("half", rotate_half), ("interleaved", rotate_every_two)])
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_given_cos_and_sin_turn_as_models_do(style: str, rotate, rotary_dim: int | None):
+    op = ops.RotaryEmbedding(3, 2, style=style, rotary_dim=rotary_dim, cos="cos", sin="sin")
+    turned = rotary_dim or 8
+    x, cos, sin = (seeded_randn((2, 5, n), i) for i, n in enumerate((7 * 8, turned, turned)))
+    heads = x.unflatten(-1, (7, 8)).clone()
+    part = heads[..., :5, :turned]
+    heads[..., :5, :turned] = part * cos.unsqueeze(-2) + rotate(part) * sin.unsqueeze(-2)
+    torch.testing.assert_close(sf.Sequential(op)(x, cos=cos, sin=sin), heads.flatten(-2))
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_angles_of_pairs_are_those_of_positions(style: str):
+    made = ops.RotaryEmbedding(3, 2, style=style, base=100.0)
+    x = seeded_randn((2, 5, 7 * 8), 0)
+    cos, sin = (t.squeeze(-2) for t in made.angles(x, None))
+    given = ops.RotaryEmbedding(3, 2, style=style, cos="cos", sin="sin")
+    torch.testing.assert_close(sf.Sequential(given)(x, cos=cos, sin=sin), made(x))
+
+
+def test_only_wanted_gradients_of_angles_keep_the_input():
+    op = ops.RotaryEmbedding(3, 2, style="half", cos="cos", sin="sin")
+    x, angles = seeded_randn((5, 7 * 8), 0), {"cos": torch.ones(5, 8), "sin": torch.ones(5, 8)}
+    assert op.fwd(x, **angles)[1].x is None
+    assert op.fwd(x, **angles, needs=frozenset({"sin"}))[1].x is x
+
+
+def test_angles_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="cos and sin are given together, in place of positions"):
+        ops.RotaryEmbedding(2, style="half", cos="cos")
+    with pytest.raises(ValueError, match="cos and sin are given together, in place of positions"):
+        ops.RotaryEmbedding(2, style="half", cos="cos", sin="sin", positions="ids")
+    op = ops.RotaryEmbedding(1, style="half", cos="cos", sin="sin")
+    for cos, sin in (((3, 4), (3, 4)), ((2, 4), (2, 2)), ((2, 3), (2, 3)), ((2, 2, 4), (2, 2, 4))):
+        wanted = r"position 0 \(RotaryEmbedding\): expects cos and sin that broadcast to \(2, 4\) or \(2, 2\), got"
+        with pytest.raises(sf.InputError, match=wanted):
+            sf.Sequential(op)(torch.zeros(2, 12), cos=torch.zeros(cos), sin=torch.zeros(sin))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_far_positions_keep_their_digits(dtype: torch.dtype):
     op = ops.RotaryEmbedding(1, style="half")

@@ -80,6 +80,38 @@ def test_positions_may_be_given(ids: list[Any], device: torch.device):
     torch.testing.assert_close(dx, want)
 
 
+@pytest.mark.parametrize("names", WITH_ROTARY, ids="-".join)
+@pytest.mark.parametrize("width", [8, 4], ids=["by element", "by pair"])
+def test_angles_may_be_given(names: tuple[str, ...], width: int, device: torch.device):
+    fusions = (module.BiasQKNormRotary, module.BiasQKNormRotaryBackward)
+    made = operations(*names, cos="c", sin="s")
+    model = sf.Sequential(*made, fusions=fusions).to(device)
+    given = {name: seeded_randn((5, width), i).to(device) for i, name in enumerate("cs")}
+    x, results = seeded_randn((2, 5, 32), 0).to(device), []
+    assert model.plan(x.clone().requires_grad_(), **given).count("BiasQKNormRotary") == 1
+    for fusing in (True, False):
+        leaves = [x.clone().requires_grad_(), *model.parameters()]
+        with sf.fusing(fusing, on_error="raise"):
+            y = model(leaves[0], **given)
+            results.append([y, *torch.autograd.grad(y, leaves, seeded_randn((2, 5, 32), 1).to(device))])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_of_angles_are_those_of_the_operation(device: torch.device):
+    fusions = (module.BiasQKNormRotary, module.BiasQKNormRotaryBackward)
+    norm, rotary = operations("norm", "rotary", cos="c", sin="s")
+    x, dy = (seeded_randn((2, 5, 32), i).to(device) for i in range(2))
+    found = []
+    for chosen in (fusions, fusions[1:], ()):
+        model = sf.Sequential(norm, rotary, fusions=chosen).to(device)
+        given = {name: seeded_randn((5, 8), i).to(device).requires_grad_() for i, name in enumerate("cs")}
+        leaf = x.clone().requires_grad_()
+        found.append(torch.autograd.grad(model(leaf, **given), [leaf, *given.values()], dy))
+    torch.testing.assert_close(found[0], found[2])
+    torch.testing.assert_close(found[1], found[2])
+
+
 def test_positions_that_do_not_fit_are_refused_as_by_the_operation(device: torch.device):
     model = sf.Sequential(*operations("norm", "rotary", positions="ids"), fusions=(module.BiasQKNormRotary,)).to(device)
     with pytest.raises(sf.errors.InputError, match=r"positions that broadcast to \(5,\), got \(3,\)"):
