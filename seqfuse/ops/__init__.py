@@ -16,6 +16,7 @@ from .identityforwardallreducebackward import IdentityForwardAllReduceBackward
 from .layernorm import LayerNorm
 from .linear import Linear
 from .mergedlinear import MergedLinear
+from .multiply import Multiply
 from .positionembedding import PositionEmbedding
 from .qknorm import QKNorm
 from .quickgelu import QuickGeLU
@@ -31,6 +32,7 @@ from .sigmoid import Sigmoid
 from .silu import SiLU
 from .squaredrelu import SquaredReLU
 from .swiglu import SwiGLU
+from .take import Take
 from .tanh import Tanh
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MergedLinear",
+    "Multiply",
     "PositionEmbedding",
     "QKNorm",
     "QuickGeLU",
@@ -66,5 +69,6 @@ __all__ = [
     "Sigmoid",
     "SquaredReLU",
     "SwiGLU",
+    "Take",
     "Tanh",
 ]
