@@ -71,6 +71,7 @@ CASES = (
         square=True,
     ),
     Case(fusions.ScaleAdd, "Scale, Add", lambda i, o: [ops.Scale(0.5), ops.Add("other")], square=True),
+    Case(fusions.LinearBiasGeLU, "Linear, Bias, GeLU", lambda i, o: [ops.Linear(i, o), ops.GeLU()], "no grad"),
     *(
         Case(
             fusions.LinearBiasActOneDNN,

@@ -31,6 +31,7 @@ from .linear_bias_activation import LinearBiasAct as LinearBiasAct
 from .linear_bias_activation import LinearBiasActivation as LinearBiasActivation
 from .linear_bias_activation import LinearBiasActivationInference as LinearBiasActivationInference
 from .linear_bias_activation import LinearBiasActOneDNN as LinearBiasActOneDNN
+from .linear_bias_activation import LinearBiasGeLU as LinearBiasGeLU
 from .linear_bias_add import LinearBiasAdd as LinearBiasAdd
 from .linear_bias_dropout_add import LinearBiasDropoutAdd as LinearBiasDropoutAdd
 from .linear_bias_pointwise import LinearBiasPointwise as LinearBiasPointwise
@@ -49,7 +50,8 @@ from .scale_add import ScaleAdd as ScaleAdd
 
 aten: tuple[type[FusedOperation], ...] = (
     LinearBiasActOneDNN,  # without gradients, for a large GEMM: bias and activation inside it
-    LinearBiasAct,  # the activation in place, which saves a tensor
+    LinearBiasGeLU,  # without gradients: bias and GeLU in the GEMM's epilogue on a GPU, in place on a CPU
+    LinearBiasAct,  # the activation in place, which saves a tensor; on a GPU bias and ReLU in the GEMM's epilogue
     LinearBiasAdd,  # the residual sum in place, which saves a tensor
     LinearBias,  # a GEMM that starts from the bias, instead of a GEMM and a pass over its output
     ForwardLinearScaleAdd,  # factor and sum in the GEMM, instead of one or two passes behind it

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from ..env import Env
+from ..env import Env, autocast_of
 from ..fusion import Requirements
 from ..ops import Bias, Linear
 from ..ops.linear import scaled_mm
@@ -22,6 +26,33 @@ def output_bytes(linear: Linear, env: Env) -> float:
     """Bytes of the output; of one row where the number of rows is not known."""
     dtype = env.autocast or linear.weight.dtype
     return float((env.rows or 1) * linear.out_features * dtype.itemsize)
+
+
+def linear_epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gelu"]) -> Tensor:
+    """act(x weight^T + bias) as one call of ATen; GeLU is by tanh on a GPU and exact on a CPU."""
+    if autocast_of(x.device.type) is not None:  # a call that autocast does not know
+        y = F.linear(x, weight, bias)
+        return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
+    y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+def epilogue_keeps_nan(kind: str, dtype: torch.dtype) -> bool:
+    """Whether the GEMM with ReLU in its epilogue keeps NaN; a GPU is tried once, one that is not here trusted."""
+    return kind != "cuda" or not torch.cuda.is_available() or tried_with_nan(kind, dtype)
+
+
+@functools.cache
+def tried_with_nan(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a small product and one of whole tiles give NaN for NaN."""
+    kept = True
+    with _disable_current_modes():
+        for size in (16, 512):
+            bias = torch.full((size,), torch.nan, dtype=dtype, device=kind)
+            t = bias.new_zeros(size, size)
+            kept = kept and bool(torch._addmm_activation(bias, t, t).isnan().all())  # pyright: ignore
+    return kept
 
 
 def as_rows(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from ..ops._read import parameter, required
 from ..pointwise import Gated, Pointwise
 from ._gemm import around_saved, epilogue, epilogue_takes, forward_worth, mask, weight_of
-from ._linear import one_dtype, output_bytes
+from ._linear import epilogue_keeps_nan, linear_epilogue, one_dtype, output_bytes
 
 _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
     ReLU: torch.relu_,
@@ -96,7 +96,8 @@ class LinearBiasAct(ForwardFusion):
     """y = act(x weight^T + bias), the activation in place of the product, which nobody else sees; on any device.
 
     The backward of these activations reads y, so the pre-activation need not stay and no second tensor is allocated.
-    The numbers are those of `LinearBias` followed by the activation, bit for bit.
+    The numbers are those of `LinearBias` followed by the activation, bit for bit. A ReLU behind a bias is in the GEMM's
+    epilogue on a GPU (cuBLASLt's), unless that makes a number of NaN.
 
     x: [*, in_features], y: [*, out_features]. Saves what the operations save.
     """
@@ -111,16 +112,51 @@ class LinearBiasAct(ForwardFusion):
         yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
-        tensors = 1 if self.bias is None else 3
-        return Savings(launches=0 if self.bias is None else 1, bytes=tensors * output_bytes(self.linear, env))
+        inside = env.device == "cuda" and env.autocast is None and isinstance(self.act, ReLU)
+        inside = inside and epilogue_keeps_nan(env.device, self.linear.weight.dtype)
+        launches, tensors = (0, 1) if self.bias is None else (2, 4) if inside else (1, 3)
+        return Savings(launches=launches, bytes=tensors * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        weight, bias = required(self.linear, "weight"), self.bias
-        y = F.linear(x, weight, None if bias is None else bias.read())
-        y = _IN_PLACE[type(self.act)](y)
-        record = self.act.Saved(y=y)  # pyright: ignore[reportCallIssue]
+        weight, bias, act = required(self.linear, "weight"), self.bias, self.act
+        if bias is not None and isinstance(act, ReLU) and epilogue_keeps_nan(x.device.type, weight.dtype):
+            y = linear_epilogue(x, weight, bias.read(), "relu")
+        else:
+            y = F.linear(x, weight, None if bias is None else bias.read())
+            y = _IN_PLACE[type(act)](y)
+        record = act.Saved(y=y)  # pyright: ignore[reportCallIssue]
         saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight), "act": record}
         return y, saved if bias is None else {**saved, "bias": Bias.NOTHING}
+
+
+class LinearBiasGeLU(InferenceFusion):
+    """y = gelu(x weight^T + bias) in one call of ATen: in the GEMM's epilogue on a GPU, in place on a CPU.
+
+    The epilogue of cuBLASLt is GeLU by tanh, rounded once; ATen's for a CPU is the exact one, with the bits of
+    `LinearBias` followed by `GeLU`. The gradient reads the pre-activation, which neither returns.
+
+    x: [*, in_features], y: [*, out_features].
+    """
+
+    linear: Linear
+    bias: Bias
+    act: GeLU
+
+    layout = "any"
+
+    def requires(self, env: Env) -> Requirements:
+        yield env.autocast is None, "under autocast weight and bias would have to be cast"
+        one = self.linear.weight.dtype == env.dtype and one_dtype(self.linear, self.bias)
+        yield one, "input, weight and bias must have one dtype"
+        made = "tanh" if env.device == "cuda" else "none"
+        yield self.act.approximate == made, f'the call makes approximate="{made}" on this device'
+
+    def saves(self, env: Env) -> Savings:
+        launches, tensors = (2, 4) if env.device == "cuda" else (1, 3)
+        return Savings(launches=launches, bytes=tensors * output_bytes(self.linear, env))
+
+    def fwd(self, x: Tensor) -> Tensor:
+        return linear_epilogue(x, required(self.linear, "weight"), self.bias.read(), "gelu")
 
 
 class LinearBiasActOneDNN(InferenceFusion):

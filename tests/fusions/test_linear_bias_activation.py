@@ -1,11 +1,13 @@
 """Linear, Bias and an activation: by ATen in place, and as one oneDNN primitive."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
-from seqfuse.fusions import linear_bias_activation
+from seqfuse.fusions import _linear, linear_bias_activation
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 
 SUPPORTED = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -26,6 +28,59 @@ def test_gives_the_bits_of_the_product_and_the_activation(act: sf.Pointwise):
     y = model(x)
     with sf.fusing(only=[fusions.LinearBias]):
         assert_bitwise_equal(y.detach(), model(x).detach())
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (6,)], ids=str)
+def test_gelu_behind_a_bias_is_one_call(shape: tuple[int, ...]):
+    checked = check_fusion(fusions.LinearBiasGeLU, seeded_randn(shape, 0), ops.Linear(6, 4), ops.GeLU())
+    assert checked.cases > 6
+
+
+@pytest.mark.parametrize("act", [ops.ReLU(), ops.GeLU()], ids=str)
+def test_the_call_gives_the_bits_of_bias_and_activation(act: sf.Pointwise):
+    linear = ops.Linear(6, 8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        x = seeded_randn((2, 5, 6), 0, dtype=dtype)
+        x[0, 0, 0], x[1, 1, 1] = torch.nan, torch.inf
+        model = sf.Sequential(linear.to(dtype), act)
+        with torch.no_grad():
+            y = model(x)
+            with sf.fusing(only=[fusions.LinearBias]):
+                assert_bitwise_equal(y, model(x))
+        assert y[0, 0].isnan().all()
+
+
+def test_a_relu_that_makes_a_number_of_nan_stays_outside_the_product(monkeypatch: pytest.MonkeyPatch):
+    def swallowing(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, **_: bool) -> torch.Tensor:
+        return torch.addmm(bias, x, weight).nan_to_num(0.0).relu_()
+
+    tried = _linear.tried_with_nan.__wrapped__
+    assert all(tried("cpu", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    monkeypatch.setattr(torch, "_addmm_activation", swallowing)
+    assert not tried("cpu", torch.float32)
+    monkeypatch.setattr(linear_bias_activation, "epilogue_keeps_nan", lambda *_: False)
+    x = seeded_randn((3, 6), 0)
+    x[1, 2] = torch.nan
+    model = sf.Sequential(ops.Linear(6, 8), ops.ReLU())
+    assert model.plan(x).count("LinearBiasAct") == 1
+    assert model(x)[1].isnan().all()
+
+
+@pytest.mark.parametrize(("kind", "approximate", "found"), [
+    ("cuda:sm_90", "tanh", True), ("cuda:sm_90", "none", False), ("cpu", "tanh", False), ("cpu", "none", True),
+], ids=str)  # fmt: skip
+def test_gelu_is_the_one_that_the_call_makes_there(kind: str, approximate: Any, found: bool):
+    model = sf.Sequential(ops.Linear(64, 256), ops.GeLU(approximate)).bfloat16()
+    env = sf.Env.of(kind, dtype=torch.bfloat16, rows=8192, grad=False)
+    model.requires_grad_(False)
+    with sf.fusing(exclude=[fusions.LinearBiasActOneDNN]):
+        assert (model.plan(env=env).count("LinearBiasGeLU") == 1) is found
+
+
+def test_on_a_gpu_relu_and_its_bias_cost_nothing_behind_the_product():
+    model = sf.Sequential(ops.Linear(1024, 4096), ops.ReLU()).bfloat16()
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
+    assert plan.count("LinearBiasAct") == 1
 
 
 def test_saves_the_output_and_nothing_beyond_it():
