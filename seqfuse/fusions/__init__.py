@@ -37,6 +37,9 @@ from .linear_bias_dropout_add import LinearBiasDropoutAdd as LinearBiasDropoutAd
 from .linear_bias_pointwise import LinearBiasPointwise as LinearBiasPointwise
 from .linear_scale import BackwardLinearScale as BackwardLinearScale
 from .linear_scale import ForwardLinearScaleAdd as ForwardLinearScaleAdd
+from .merged_linear import BackwardMergedLinearAdd as BackwardMergedLinearAdd
+from .merged_linear import MergedLinearGated as MergedLinearGated
+from .merged_linear import MergedLinearGatedInference as MergedLinearGatedInference
 from .norm import NormBackward as NormBackward
 from .norm import NormForward as NormForward
 from .norm_activation import NormActivation as NormActivation
@@ -58,6 +61,7 @@ aten: tuple[type[FusedOperation], ...] = (
     ScaleAdd,  # one pass instead of two
     AllReduceLinearBackward,  # the sum of dx over several processes is sent while dweight is computed
     BackwardLinearAdd,  # the GEMM that computes dx adds to the gradient that arrives at the Fork before it
+    BackwardMergedLinearAdd,  # the same of several weights
     BackwardLinearScale,  # the factor of a Scale in the GEMMs, instead of a pass over the gradient
     LinearBiasBackward,  # the same kernels, one step of the engine instead of two
 )
@@ -72,6 +76,8 @@ triton: tuple[type[FusedOperation], ...] = (
     LinearBiasActivationInference,  # an activation or a gated unit, and a dropout, in the GEMM's epilogue
     WideLinearActivationLinear,  # saves the pre-activation alone, where recomputing the activation takes almost no time
     LinearBiasActivation,  # the epilogue in training: stores the pre-activation if the activation's gradient reads it
+    MergedLinearGatedInference,  # a gated unit in the epilogue of one GEMM that reads the weights of gate and up
+    MergedLinearGated,  # the same in training
     LinearBiasDropoutAdd,  # dropout and the residual sum in the GEMM's epilogue
     LinearBiasPointwise,  # torch's GEMM with the bias in its epilogue, and an activation in one pass behind it
     BiasGated,  # a bias and a gated unit in one pass

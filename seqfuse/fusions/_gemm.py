@@ -10,7 +10,7 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import Requirements
 from ..maingrad import Accumulated
-from ..ops import Bias, Dropout, Linear
+from ..ops import Bias, Dropout, Linear, MergedLinear
 from ..ops._read import required
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
@@ -74,7 +74,7 @@ def epilogue(
 
 
 def forward_worth(
-    linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, stored: bool, env: Env
+    linear: Linear | MergedLinear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, stored: bool, env: Env
 ) -> Savings:
     """What is saved where an activation and what surrounds it are made inside the product before it.
 
@@ -174,13 +174,13 @@ def bias_of(bias: Bias | None) -> Tensor | None:
     return None if bias is None else bias.read()
 
 
-def worth(linear: Linear, env: Env, launches: float, passes: float, columns: int) -> Savings:
+def worth(linear: Linear | MergedLinear, env: Env, launches: float, passes: float, columns: int) -> Savings:
     """Launches and passes over a tensor of `columns` not made, against the slower product."""
     moved = float(passes * rows_of(env) * columns * env.dtype.itemsize)
     return Savings(launches=launches, bytes=moved, flops=-_SLOWER * product_flops(linear, env))
 
 
-def product_flops(linear: Linear, env: Env) -> float:
+def product_flops(linear: Linear | MergedLinear, env: Env) -> float:
     """FLOPs of a product, those in float32 as many more as they take longer."""
     slower = _FLOAT32 if env.dtype.itemsize == 4 else 1
     return 2.0 * rows_of(env) * linear.in_features * linear.out_features * slower

@@ -24,6 +24,7 @@ _FORWARD_GATED = (
     f"{_DROPOUT}, Tensor? residual=None, ScalarType? dtype=None, bool tf32=False) -> Tensor[]"
 )
 _FORWARD = _FORWARD_GATED.replace("bool store_pre=False", "bool store_pre=False, bool store_act=False")
+_FORWARD_GATED = _FORWARD_GATED.replace("*, ", "*, Tensor? up=None, Tensor? up_bias=None, ")
 _DGRAD = (
     "(Tensor dy, Tensor weight, *, str? act=None, Tensor? t=None, bool t_is_output=False, Tensor? row_scale=None, "
     f"{_DROPOUT}, Tensor? residual=None, bool sums=False, bool emit=False, ScalarType? dtype=None, "
@@ -99,9 +100,10 @@ def _fake_forward(gated: bool) -> Any:
         store_pre: bool = False,
         store_act: bool = False,
         dtype: Any = None,
+        up: Tensor | None = None,
         **_: Any,
     ) -> list[Tensor]:
-        N = weight.shape[0]
+        N = weight.shape[0] * (1 if up is None else 2)
         shapes = [(*x.shape[:-1], N // 2 if gated else N)] + [(*x.shape[:-1], N)] * (store_pre or store_act)
         return [x.new_empty(shape, dtype=dtype or x.dtype) for shape in shapes]
 
@@ -197,12 +199,14 @@ def forward(
     residual: Tensor | None,
     dtype: torch.dtype | None,
     tf32: bool,
+    up: Tensor | None,
+    up_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`gemm.linear` and `linear_gated` by their operators."""
     given = _texts(act, dropout) | {"store_pre": store_pre, "row_scale": row_scale, "residual": residual}
     given |= {"dtype": dtype, "tf32": tf32}
     if form == "gated":
-        y, *pre = torch.ops.seqfuse.linear_gated(x, weight, bias, **given)
+        y, *pre = torch.ops.seqfuse.linear_gated(x, weight, bias, up=up, up_bias=up_bias, **given)
     else:
         y, *pre = torch.ops.seqfuse.linear(x, weight, bias, **given, store_act=store_act)
     return y, pre[0] if pre else None

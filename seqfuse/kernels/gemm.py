@@ -108,6 +108,8 @@ def _gemm_kernel(
     seed,  # one int64
     partials,  # float32, or float64 as ACC, [tiles_m, N]; [tiles_m, 2 N] in the form "dgated"
     a_sums,  # [M]; in the form "dact" of columns, [tiles_m, K], of the dtype of partials
+    b_up,  # in the form "gated" the second half of b where it is a tensor of its own, of the same strides
+    bias_up,  # and of the bias
     M,
     N,
     K,
@@ -148,7 +150,7 @@ def _gemm_kernel(
     BS: tl.constexpr = BN // SPLIT
 
     if LOADS:
-        width = 2 * N if GATED else N
+        width = 2 * N if GATED and b_up is None else N
         if A_T:
             a_desc = tl.make_tensor_descriptor(a, [K, M], [lda, 1], [BK, BM])
         else:
@@ -157,6 +159,12 @@ def _gemm_kernel(
             b_desc = tl.make_tensor_descriptor(b, [width, K], [ldb, 1], [BN, BK])
         else:
             b_desc = tl.make_tensor_descriptor(b, [K, width], [ldb, 1], [BK, BN])
+        if b_up is None:
+            up_desc = b_desc
+        elif B_T:
+            up_desc = tl.make_tensor_descriptor(b_up, [N, K], [ldb, 1], [BN, BK])
+        else:
+            up_desc = tl.make_tensor_descriptor(b_up, [K, N], [ldb, 1], [BK, BN])
     # The two halves of a packed tensor have a descriptor each, whose end cuts the last tile off.
     c_desc = tl.make_tensor_descriptor(c, [M, N], [ldc, 1], [BM, BS]) if TILES else None
     c2_desc = tl.make_tensor_descriptor(c + N, [M, N], [ldc, 1], [BM, BS]) if TILES and DGATED else None
@@ -221,14 +229,20 @@ def _gemm_kernel(
             acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
             if GATED:
                 if LOADS:
-                    n1 = N + n0.to(tl.int32)
-                    w2 = b_desc.load([n1, k0]).T if B_T else b_desc.load([k0, n1])
+                    n1 = n0.to(tl.int32) if b_up is not None else N + n0.to(tl.int32)
+                    w2 = up_desc.load([n1, k0]).T if B_T else up_desc.load([k0, n1])
                 elif B_T:
-                    up = b_tile + (step + tl.cast(N, tl.int64) * ldb)
-                    w2 = tl.load(up, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
+                    if b_up is not None:
+                        up_tile = b_up + bn[:, None] * ldb + ks[None, :] + step
+                    else:
+                        up_tile = b_tile + (step + tl.cast(N, tl.int64) * ldb)
+                    w2 = tl.load(up_tile, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
                 else:
-                    up = b_tile + (step * ldb + N)
-                    w2 = tl.load(up, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
+                    if b_up is not None:
+                        up_tile = b_up + ks.to(tl.int64)[:, None] * ldb + bn[None, :] + step * ldb
+                    else:
+                        up_tile = b_tile + (step * ldb + N)
+                    w2 = tl.load(up_tile, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
                 if INTERPRET:
                     w2 = w2.to(ACC)
                 acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
@@ -253,7 +267,8 @@ def _gemm_kernel(
             if bias is not None:
                 z += tl.load(bias + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
                 if GATED:
-                    z2 += tl.load(bias + N + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
+                    second = bias_up if bias_up is not None else bias + N
+                    z2 += tl.load(second + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
             if pre is not None and not T_IS_OUTPUT:
                 _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)
                 if GATED:
@@ -410,6 +425,8 @@ def _product(
     sums: bool = False,
     a_sums: Tensor | None = None,
     a_columns: bool = False,
+    up: _Operand | None = None,
+    up_bias: Tensor | None = None,
     accumulate: bool = False,
     tf32: bool = False,
     tile: Tile | None = None,
@@ -429,10 +446,11 @@ def _product(
     fit = all(x is None or _fits(x, N if packed and x.shape[1] == 2 * N else 0, described) for x in tiles)
     if tile is None:
         weight = weight_of(form, heavy=pre is not None or residual is not None or dropout is not None or accumulate)
-        if not (a.described and b.described if described else a.aligned and b.aligned):
+        factors = (a, b) if up is None else (a, b, up)
+        if not all(x.described if described else x.aligned for x in factors):
             of += " unaligned"
         tile = choose(of, _number(a.tensor.dtype, tf32), weight, fit, M, N, processors(device))
-    loads = tile.descriptors and K > 0 and a.described and b.described
+    loads = tile.descriptors and K > 0 and a.described and b.described and (up is None or up.described)
     moved = tile.descriptors and fit
     if K == 0:
         tile = tile._replace(flatten=False)  # two loops made one need a step in the inner one
@@ -457,7 +475,8 @@ def _product(
         min(count, processors(device) * tile.per_processor),
         (
             a.tensor, b.tensor, c, pre, emitted, bias, row_scale, residual, t,
-            None if dropout is None else dropout.seed, partials, a_sums, M, N, K, a.ld, b.ld, *strides,
+            None if dropout is None else dropout.seed, partials, a_sums, None if up is None else up.tensor, up_bias,
+            M, N, K, a.ld, b.ld, *strides,
         ),
         constexprs(
             tile, form, act, t_is_output, accumulate,
@@ -567,6 +586,8 @@ def linear_gated(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    up: Tensor | None = None,
+    up_bias: Tensor | None = None,
     act: Any,
     store_pre: bool = False,
     row_scale: Tensor | None = None,
@@ -581,13 +602,15 @@ def linear_gated(
     y = residual + dropout(act(gate) up), [gate; up] = row_scale (x weight^T) + bias.
 
     x: [*, K], weight: [2 F, K] with the rows of the gate first, bias: [2 F], y: [*, F], [gate; up]: [*, 2 F].  The rest
-    is as in `linear`.
+    is as in `linear`. With a weight `up` of its own, weight and up are [F, K], of one layout, and bias and up_bias [F].
     Source: Shazeer 2020, arXiv:2002.05202.
 
     Raises:
-        ValueError: as `linear`, and for an odd number of rows of the weight.
+        ValueError: as `linear`, for an odd number of rows of the weight, and for an up that is not like the weight.
     """
-    return _forward("gated", x, weight, bias, act, store_pre, False, row_scale, dropout, residual, dtype, tf32, tile)
+    return _forward(
+        "gated", x, weight, bias, act, store_pre, False, row_scale, dropout, residual, dtype, tf32, tile, up, up_bias
+    )
 
 
 def _forward(
@@ -604,15 +627,23 @@ def _forward(
     dtype: torch.dtype | None,
     tf32: bool,
     tile: Tile | None,
+    up: Tensor | None = None,
+    up_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     if traced():
         return _gemm_ops.forward(
-            form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32
+            form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, up, up_bias
         )
     _factors("x", x, "weight", weight)
     packed, K = weight.shape
     N = packed
-    if form == "gated":
+    if up is not None:
+        if up.shape != weight.shape or up.dtype is not weight.dtype or up.stride() != weight.stride():
+            raise ValueError(f"up must be like the weight, got {tuple(up.shape)} {up.stride()}, {up.dtype}")
+        if (bias is None) != (up_bias is None):
+            raise ValueError("bias and up_bias are given together")
+        packed = 2 * N
+    elif form == "gated":
         if packed % 2:
             raise ValueError(f"a [gate; up] weight has an even number of rows, got shape {tuple(weight.shape)}")
         N = packed // 2
@@ -624,7 +655,8 @@ def _forward(
     dtype = dtype or x.dtype
     y = torch.empty((M, N), dtype=dtype, device=x.device)
     pre = torch.empty((M, packed), dtype=dtype, device=x.device) if store_pre or store_act else None
-    bias = None if bias is None else _row_operand("bias", bias, (packed,))
+    bias = None if bias is None else _row_operand("bias", bias, (packed if up is None else N,))
+    up_bias = None if up_bias is None else _row_operand("up_bias", up_bias, (N,))
     row_scale = None if row_scale is None else _row_operand("row_scale", row_scale, lead)
     residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
     if M and N:
@@ -632,7 +664,7 @@ def _forward(
         _product(
             a, b, y, (M, N, K), a.transposed, not b.transposed,
             form=form, act=act, pre=pre, bias=bias, row_scale=row_scale, residual=residual, dropout=dropout,
-            t_is_output=store_act, tf32=tf32, tile=tile,
+            t_is_output=store_act, up=None if up is None else _matrix("up", up), up_bias=up_bias, tf32=tf32, tile=tile,
         )  # fmt: skip
     return y.view(*lead, N), None if pre is None else pre.view(*lead, packed)
 
@@ -930,6 +962,7 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
     "gated": (
         _Kind("swiglu", "gated", (), "silu", b_t=True),
         _Kind("swiglu+bias,pre", "gated", ("pre", "bias"), "silu", b_t=True),
+        _Kind("swiglu+up,bias,pre", "gated", ("pre", "bias", "b_up", "bias_up"), "silu", b_t=True),
         _Kind("geglu+all", "gated", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
     ),
     "dgated": (
@@ -939,7 +972,7 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
     ),
 }
 _HEAVIEST = {weight: kinds[-2 if weight == "gradient" else -1 :] for weight, kinds in _KINDS.items()}
-_OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials", "a_sums")
+_OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials", "a_sums", "b_up", "bias_up")
 _STRIDES = ("lda", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")
 _PREFIXES = {"sm_80": ("sm_8", "sm_12"), "sm_90": ("sm_90",), "sm_100": ("sm_10",), "gfx942": ("gfx",)}
 

@@ -98,7 +98,12 @@ def eager_linear(
     gated: bool = False,
     store_pre: bool = False,
     store_act: bool = False,
+    up: Tensor | None = None,
+    up_bias: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
+    if up is not None:
+        weight = torch.cat((weight, up))
+        bias = None if bias is None or up_bias is None else torch.cat((bias, up_bias))
     z = F.linear(x, weight)
     if row_scale is not None:
         z = z * row_scale.to(z.dtype).unsqueeze(-1)
@@ -266,6 +271,22 @@ def test_an_activation_is_given_as_it_is_before_dropout(
 ) -> None:
     o = operands(device, dtype)
     check_linear(tile=tile, x=o.x, weight=o.weight, bias=o.bias, act=act, dropout=o.dropout, store_act=True)
+
+
+def in_two(o: Any) -> dict[str, Tensor]:
+    """The packed weight and bias as two tensors each, which do not lie side by side."""
+    weight, up = (half.clone() for half in o.packed.chunk(2))
+    bias, up_bias = (half.clone() for half in o.packed_bias.chunk(2))
+    return {"weight": weight, "bias": bias, "up": up, "up_bias": up_bias}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_gate_and_up_may_have_a_weight_each(device: torch.device, dtype: torch.dtype, tile: Tile, bias: bool) -> None:
+    o = operands(device, dtype)
+    given = in_two(o) if bias else {name: t for name, t in in_two(o).items() if "bias" not in name}
+    check_linear(tile=tile, x=o.x, **given, act="silu", store_pre=True, dropout=o.dropout, gated=True)
+    columns = given | {name: given[name].t().contiguous().t() for name in ("weight", "up")}
+    check_linear(tile=tile, x=o.x, **columns, act="gelu", gated=True)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS_IN_TORCH)
@@ -629,6 +650,13 @@ REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {
     ),
     "length of the bias": ("bias: expected shape", lambda o: gemm.linear(o.x, o.weight, o.bias[1:])),
     "odd packed weight": ("even number", lambda o: gemm.linear_gated(o.x, o.packed[1:], act=ACTIVATIONS["silu"])),
+    "another up": (
+        "up must be like the weight",
+        lambda o: gemm.linear_gated(o.x, o.packed, up=o.packed[1:], act=ACTIVATIONS["silu"]),
+    ),
+    "one bias of two": (
+        "given together", lambda o: gemm.linear_gated(o.x, o.weight, o.bias, up=o.weight, act=ACTIVATIONS["silu"])
+    ),
     "dy_sums alone": ("with an activation", lambda o: gemm.linear_dgrad(o.dy, o.weight, dy_sums=torch.float32)),
     "dy_sums with a residual": (
         "without residual",
@@ -677,6 +705,7 @@ def test_every_architecture_has_tiles() -> None:
         "linear",
         "linear of act",
         "linear_gated",
+        "linear_gated of two",
         "dgrad",
         "dgrad of dy",
         "dgrad_gated",
@@ -694,6 +723,11 @@ def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
         "linear": ("linear", (o.x, o.weight, o.bias), {"act": "gelu", "store_pre": True, "residual": o.residual}),
         "linear of act": ("linear", (o.x, o.weight, o.bias), {"act": "relu", "store_act": True, **extras}),
         "linear_gated": ("linear_gated", (o.x, o.packed, o.packed_bias), {"act": "silu", "store_pre": True, **extras}),
+        "linear_gated of two": (
+            "linear_gated",
+            (o.x, o.packed[:6].clone()),
+            {"up": o.packed[6:].clone(), "act": "silu", "store_pre": True},
+        ),
         "dgrad": ("linear_dgrad", (o.dy, o.weight), {"act": "gelu", "t": o.t, "sums": True, "emit": True, **extras}),
         "dgrad_gated": (
             "linear_dgrad_gated",
@@ -807,7 +841,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "row_scale is left out": ("z = z * factor", "z = z", "forward"),
     "the residual is scaled": ("z += _load_tile(residual, r", "z += 2 * _load_tile(residual, r", "forward"),
     "gate and up swapped": ("z = apply(VALUE, z, P) * z2", "z = apply(VALUE, z2, P) * z", "gated"),
-    "up has the bias of the gate": ("bias + N + cols", "bias + cols", "gated"),
+    "up has the bias of the gate": ("else bias + N\n", "else bias\n", "gated"),
+    "up has the weight of the gate": ("up_tile = b_up + bn", "up_tile = b + bn", "up"),
+    "up has the bias of the packed one": ("second = bias_up if", "second = bias if", "up"),
     "value for derivative": ("gradient(DERIVATIVE, z, v if READS_OUTPUT else u, P)", "z * apply(VALUE, u, P)", "dgrad"),
     "the derivative of an output": ("z * up, v if READS_OUTPUT else gate, P)", "z * up, gate, P)", "dgated"),
     "dup from the gate": ("z2 = z * v", "z2 = z * gate", "dgated"),
@@ -860,7 +896,7 @@ def test_the_checks_kill(
 
 
 @pytest.mark.parametrize(
-    "check", ["forward", "output", "gated", "dgrad", "dy_sums", "dgated", "wgrad", "ends", "root", "runs"]
+    "check", ["forward", "output", "gated", "up", "dgrad", "dy_sums", "dgated", "wgrad", "ends", "root", "runs"]
 )
 def test_the_checks_of_mutants_pass_the_kernel(device: torch.device, check: str, dtype: torch.dtype) -> None:
     CHECKS[check](gemm, device, dtype)
@@ -883,6 +919,11 @@ def _check_output(module: Any, device: torch.device, dtype: torch.dtype) -> None
 def _check_gated(module: Any, device: torch.device, dtype: torch.dtype) -> None:
     o = operands(device, dtype)
     check_linear(module, TILES["pointers"], x=o.x, weight=o.packed, bias=o.packed_bias, act="silu", gated=True)
+
+
+def _check_up(module: Any, device: torch.device, dtype: torch.dtype) -> None:
+    o = operands(device, dtype)
+    check_linear(module, TILES["pointers"], x=o.x, **in_two(o), act="silu", gated=True)
 
 
 def _check_dgrad(module: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -942,6 +983,7 @@ CHECKS: dict[str, Callable[[Any, torch.device, torch.dtype], None]] = {
     "forward": _check_forward,
     "output": _check_output,
     "gated": _check_gated,
+    "up": _check_up,
     "dgrad": _check_dgrad,
     "dy_sums": _check_dy_sums,
     "dgated": _check_dgated,
