@@ -95,6 +95,76 @@ def _store_tile(ptr, desc, ld, rows, cols, inside, row, col, value):
 
 
 @triton.jit
+def _accumulated(
+    a, b, b_up, a_desc, b_desc, up_desc, a_sums, m0, n0, tile_m, M, N, K, lda, ldb, ACC: tl.constexpr,
+    GATED: tl.constexpr, A_COLUMNS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A tile of A B, of its second half in the form "gated", and the sum of A's rows; sums of columns are stored."""
+    acc = tl.zeros((BM, BN), ACC)
+    acc2 = tl.zeros((BM, BN), ACC) if GATED else None
+    a_total = tl.zeros((BM,), ACC) if a_sums is not None and not A_COLUMNS else None
+    if not LOADS:
+        am = m0 + tl.arange(0, BM)
+        bn = n0 + tl.arange(0, BN)
+        ks = tl.arange(0, BK)
+        if A_T:
+            a_tile = a + ks.to(tl.int64)[:, None] * lda + am[None, :]
+        else:
+            a_tile = a + am[:, None] * lda + ks[None, :]
+        if B_T:
+            b_tile = b + bn[:, None] * ldb + ks[None, :]
+        else:
+            b_tile = b + ks.to(tl.int64)[:, None] * ldb + bn[None, :]
+    for k in tl.range(0, tl.cdiv(K, BK)):
+        k0 = k * BK
+        if LOADS:
+            x = a_desc.load([k0, m0.to(tl.int32)]).T if A_T else a_desc.load([m0.to(tl.int32), k0])
+            w = b_desc.load([n0.to(tl.int32), k0]).T if B_T else b_desc.load([k0, n0.to(tl.int32)])
+        else:
+            step = tl.cast(k, tl.int64) * BK
+            if A_T:
+                x = tl.load(a_tile + step * lda, mask=(ks[:, None] < K - k0) & (am[None, :] < M), other=0.0).T
+            else:
+                x = tl.load(a_tile + step, mask=(am[:, None] < M) & (ks[None, :] < K - k0), other=0.0)
+            if B_T:
+                w = tl.load(b_tile + step, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
+            else:
+                w = tl.load(b_tile + step * ldb, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
+        if INTERPRET:
+            x = x.to(ACC)
+            w = w.to(ACC)
+        if a_sums is not None:
+            if A_COLUMNS:
+                at = tl.cast(k, tl.int64) * BK + tl.arange(0, BK)
+                tl.store(a_sums + tile_m * K + at, tl.sum(x.to(ACC), 0), mask=at < K)
+            else:
+                a_total += tl.sum(x.to(ACC), 1)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
+        if GATED:
+            if LOADS:
+                n1 = n0.to(tl.int32) if b_up is not None else N + n0.to(tl.int32)
+                w2 = up_desc.load([n1, k0]).T if B_T else up_desc.load([k0, n1])
+            elif B_T:
+                if b_up is not None:
+                    up_tile = b_up + bn[:, None] * ldb + ks[None, :] + step
+                else:
+                    up_tile = b_tile + (step + tl.cast(N, tl.int64) * ldb)
+                w2 = tl.load(up_tile, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
+            else:
+                if b_up is not None:
+                    up_tile = b_up + ks.to(tl.int64)[:, None] * ldb + bn[None, :] + step * ldb
+                else:
+                    up_tile = b_tile + (step * ldb + N)
+                w2 = tl.load(up_tile, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
+            if INTERPRET:
+                w2 = w2.to(ACC)
+            acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
+    # A device function returns no None: what is not there is the first tile again, which nobody reads.
+    return acc, acc2 if GATED else acc, a_total if a_sums is not None and not A_COLUMNS else acc
+
+
+@triton.jit
 def _gemm_kernel(
     a,  # [M, K], or [K, M] where A_T
     b,  # [K, N], or [N, K] where B_T; 2 N for N in the form "gated"
@@ -149,6 +219,9 @@ def _gemm_kernel(
     A_COLUMNS: tl.constexpr = FORM == "dact"
     BS: tl.constexpr = BN // SPLIT
 
+    a_desc = None
+    b_desc = None
+    up_desc = None
     if LOADS:
         width = 2 * N if GATED and b_up is None else N
         if A_T:
@@ -180,77 +253,31 @@ def _gemm_kernel(
     # Whatever an address is made of has 64 bits.
     tiles_m = tl.cast(tl.cdiv(M, BM), tl.int64)
     tiles_n = tl.cast(tl.cdiv(N, BN), tl.int64)
-    k_tiles = tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM) * tl.cdiv(N, BN), tl.num_programs(0), flatten=FLATTEN):
         tile_m, tile_n = _place(tl.cast(tile, tl.int64), tiles_m, tiles_n, GROUP)
         m0 = tile_m * BM
         n0 = tile_n * BN
-        acc = tl.zeros((BM, BN), ACC)
-        acc2 = tl.zeros((BM, BN), ACC) if GATED else None
-        a_total = tl.zeros((BM,), ACC) if a_sums is not None and not A_COLUMNS else None
-        if not LOADS:
-            am = m0 + tl.arange(0, BM)
-            bn = n0 + tl.arange(0, BN)
-            ks = tl.arange(0, BK)
-            if A_T:
-                a_tile = a + ks.to(tl.int64)[:, None] * lda + am[None, :]
-            else:
-                a_tile = a + am[:, None] * lda + ks[None, :]
-            if B_T:
-                b_tile = b + bn[:, None] * ldb + ks[None, :]
-            else:
-                b_tile = b + ks.to(tl.int64)[:, None] * ldb + bn[None, :]
-        for k in tl.range(0, k_tiles):
-            k0 = k * BK
-            if LOADS:
-                x = a_desc.load([k0, m0.to(tl.int32)]).T if A_T else a_desc.load([m0.to(tl.int32), k0])
-                w = b_desc.load([n0.to(tl.int32), k0]).T if B_T else b_desc.load([k0, n0.to(tl.int32)])
-            else:
-                step = tl.cast(k, tl.int64) * BK
-                if A_T:
-                    x = tl.load(a_tile + step * lda, mask=(ks[:, None] < K - k0) & (am[None, :] < M), other=0.0).T
-                else:
-                    x = tl.load(a_tile + step, mask=(am[:, None] < M) & (ks[None, :] < K - k0), other=0.0)
-                if B_T:
-                    w = tl.load(b_tile + step, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
-                else:
-                    w = tl.load(b_tile + step * ldb, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
-            if INTERPRET:
-                x = x.to(ACC)
-                w = w.to(ACC)
-            # Whether it is there is known when compiling, which tile this is only when running: not one condition.
-            if a_sums is not None:  # noqa: SIM102
-                if tile_n == 0:
-                    if A_COLUMNS:
-                        at = tl.cast(k, tl.int64) * BK + tl.arange(0, BK)
-                        tl.store(a_sums + tile_m * K + at, tl.sum(x.to(ACC), 0), mask=at < K)
-                    else:
-                        a_total += tl.sum(x.to(ACC), 1)
-            acc = tl.dot(x, w, acc, input_precision=PRECISION, out_dtype=ACC)
-            if GATED:
-                if LOADS:
-                    n1 = n0.to(tl.int32) if b_up is not None else N + n0.to(tl.int32)
-                    w2 = up_desc.load([n1, k0]).T if B_T else up_desc.load([k0, n1])
-                elif B_T:
-                    if b_up is not None:
-                        up_tile = b_up + bn[:, None] * ldb + ks[None, :] + step
-                    else:
-                        up_tile = b_tile + (step + tl.cast(N, tl.int64) * ldb)
-                    w2 = tl.load(up_tile, mask=(bn[:, None] < N) & (ks[None, :] < K - k0), other=0.0).T
-                else:
-                    if b_up is not None:
-                        up_tile = b_up + ks.to(tl.int64)[:, None] * ldb + bn[None, :] + step * ldb
-                    else:
-                        up_tile = b_tile + (step * ldb + N)
-                    w2 = tl.load(up_tile, mask=(ks[:, None] < K - k0) & (bn[None, :] < N), other=0.0)
-                if INTERPRET:
-                    w2 = w2.to(ACC)
-                acc2 = tl.dot(x, w2, acc2, input_precision=PRECISION, out_dtype=ACC)
+        # Two loops: a sum under a condition inside one of them would have every program load A into registers.
+        if a_sums is None:
+            acc, acc2, _ = _accumulated(
+                a, b, b_up, a_desc, b_desc, up_desc, None, m0, n0, tile_m, M, N, K, lda, ldb, ACC, GATED, A_COLUMNS,
+                A_T, B_T, LOADS, PRECISION, INTERPRET, BM, BN, BK,
+            )  # fmt: skip
+        elif tile_n == 0:
+            acc, acc2, a_total = _accumulated(
+                a, b, b_up, a_desc, b_desc, up_desc, a_sums, m0, n0, tile_m, M, N, K, lda, ldb, ACC, GATED, A_COLUMNS,
+                A_T, B_T, LOADS, PRECISION, INTERPRET, BM, BN, BK,
+            )  # fmt: skip
+            if not A_COLUMNS:
+                rows = m0 + tl.arange(0, BM)
+                tl.store(a_sums + rows, a_total.to(a_sums.dtype.element_ty), mask=rows < M)
+        else:
+            acc, acc2, _ = _accumulated(
+                a, b, b_up, a_desc, b_desc, up_desc, None, m0, n0, tile_m, M, N, K, lda, ldb, ACC, GATED, A_COLUMNS,
+                A_T, B_T, LOADS, PRECISION, INTERPRET, BM, BN, BK,
+            )  # fmt: skip
 
         rows = m0 + tl.arange(0, BM)
-        if a_sums is not None and not A_COLUMNS:  # noqa: SIM102  (as above)
-            if tile_n == 0:
-                tl.store(a_sums + rows, a_total.to(a_sums.dtype.element_ty), mask=rows < M)
         parts = _parts(acc, SPLIT)
         parts2 = _parts(acc2, SPLIT) if GATED else None
         for s in tl.static_range(SPLIT):

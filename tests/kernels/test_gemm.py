@@ -812,6 +812,15 @@ def test_compiles_for_gpus_that_are_not_here(target: str, only: str, count: int)
             assert not one.spills, one
 
 
+def test_only_the_first_column_of_tiles_reads_a_factor_for_its_sums() -> None:
+    """A loop with the sums and one without: twice the matrix instructions."""
+    only = r"sm_90 half wgrad(\+bias)? 128x256x64$"
+    plain, summed = compile_variants(["seqfuse.kernels.gemm"], ["sm_90"], only=only, jobs=1)
+    assert summed.variant == plain.variant.replace("wgrad", "wgrad+bias")
+    assert summed.mma == 2 * plain.mma
+    assert not summed.spills
+
+
 def test_variants_have_names_of_their_own_and_cover_the_table() -> None:
     names = [variant.name for variant in gemm.variants()]
     assert len(names) == len(set(names))
@@ -826,7 +835,7 @@ def test_variants_have_names_of_their_own_and_cover_the_table() -> None:
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "K is not masked": ("(am[:, None] < M) & (ks[None, :] < K - k0)", "(am[:, None] < M)", "ends"),
     "the last column is lost": ("(cols[None, :] < N)", "(cols[None, :] < N - 1)", "forward"),
-    "the last step over K is lost": ("k_tiles = tl.cdiv(K, BK)", "k_tiles = K // BK", "forward"),
+    "the last step over K is lost": ("tl.range(0, tl.cdiv(K, BK)):", "tl.range(0, K // BK):", "forward"),
     "the activation before the bias": ("if FORM == \"plain\" and VALUE", "if False and VALUE", "forward"),
     "z after the activation": (
         "p_desc, ldp, rows, cols, inside, m0, col, z)\n                if GATED:",
@@ -854,9 +863,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "sums of one tile only": ("partials + tile_m *", "partials + 0 * tile_m *", "dgrad"),
     "sums of rows beyond the last": ("tl.where(inside, z, 0.0), 0)", "z, 0)", "root"),
     "last rows are summed alone": ("a_total += tl.sum", "a_total = tl.sum", "wgrad"),
-    "no tile stores the sum of its rows": (
-        "if tile_n == 0:\n                tl.store", "if tile_n < 0:\n                tl.store", "wgrad"
-    ),
+    "no tile stores the sum of its rows": ("elif tile_n == 0:", "elif tile_n < 0:", "wgrad"),
+    "no tile stores the sums of its columns": ("elif tile_n == 0:", "elif tile_n < 0:", "dy_sums"),
     "main_grad is overwritten": ("            if ACCUMULATE:", "            if False:", "wgrad"),
     "runs of columns in another order": ("(first, second, third, fourth)", "(first, third, second, fourth)", "runs"),
     "every other column a run": (
