@@ -97,8 +97,8 @@ def _store_tile(ptr, desc, ld, rows, cols, inside, row, col, value):
 @triton.jit
 def _accumulated(
     a, b, b_up, a_desc, b_desc, up_desc, a_sums, m0, n0, tile_m, M, N, K, lda, ldb, ACC: tl.constexpr,
-    GATED: tl.constexpr, A_COLUMNS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr, LOADS: tl.constexpr, PRECISION: tl.constexpr,
-    INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, A_COLUMNS: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr, LOADS: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """A tile of A B, of its second half in the form "gated", and the sum of A's rows; sums of columns are stored."""
     acc = tl.zeros((BM, BN), ACC)
