@@ -37,6 +37,8 @@ def kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding
     """What the kernel asks of bias, norm and rotation, in sentences."""
     yield from kernels_run(env)
     yield bias is None or bias.bias.dtype == env.dtype, "input and bias must have one dtype"
+    each = norm is None or (norm.kind == "rms" and not norm.full_width)
+    yield each, "its kernel makes an RMSNorm of each head"
     if norm is not None and rotary is not None:
         same = (norm.heads, norm.kv_heads) == (rotary.heads, rotary.kv_heads)
         yield same, "the norm and the rotation must be of the same heads"
@@ -116,7 +118,8 @@ def around(bias: Bias | None, norm: QKNorm | None) -> dict[str, Any]:
     """What the kernels take of a bias and a norm."""
     given: dict[str, Any] = {"bias": None if bias is None else bias.read().contiguous()}
     if norm is not None:
-        given |= {"norm_eps": norm.eps, **gains(parameter(norm, "q_weight"), parameter(norm, "k_weight"))}
+        given |= {"norm_eps": norm.eps, "zero_centered": norm.zero_centered}
+        given |= gains(parameter(norm, "q_weight"), parameter(norm, "k_weight"))
     return given
 
 

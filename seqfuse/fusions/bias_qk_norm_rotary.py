@@ -161,7 +161,7 @@ def _forward(
     if norm is not None:
         assert out.rstd is not None
         weights = {name: parameter(norm, name) for name in ("q_weight", "k_weight")}
-        saved["norm"] = QKNorm.Saved(x=x if out.z is None else out.z, rstd=out.rstd, **weights)
+        saved["norm"] = QKNorm.Saved(x=x if out.z is None else out.z, rstd=out.rstd, mean=None, **weights)
     if rotary is not None:
         saved["rotary"] = RotaryEmbedding.Saved(**given, x=None)
     return out.y, saved
@@ -183,7 +183,7 @@ def _backward(
     if bias is not None and "bias.bias" in needs:
         around["dbias"] = bias.read().dtype
     if norm is not None and kept is not None:
-        around |= {"x": kept.x, "rstd": kept.rstd}
+        around |= {"x": kept.x, "rstd": kept.rstd, "zero_centered": norm.zero_centered}
         if "x" in needs or "bias.bias" in needs:
             around |= gains(kept.q_weight, kept.k_weight)
         for name in ("q_weight", "k_weight"):

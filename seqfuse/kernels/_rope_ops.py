@@ -23,17 +23,17 @@ _FIELDS = "str? style=None, int dim=0, float base=10000.0"
 _ROTATION = f"{_FIELDS}, Tensor? positions=None, Tensor? cos=None, Tensor? sin=None"
 _FORWARD = (
     f"rope(Tensor x, int heads, int kv_heads, *, {_ROTATION}, Tensor? bias=None, float? norm_eps=None, "
-    "Tensor? q_weight=None, Tensor? k_weight=None, bool store=False) -> Tensor[]"
+    "Tensor? q_weight=None, Tensor? k_weight=None, bool zero_centered=False, bool store=False) -> Tensor[]"
 )
 _BACKWARD = (
     f"rope_backward(Tensor dy, int heads, int kv_heads, *, {_ROTATION}, Tensor? x=None, Tensor? rstd=None, "
-    "Tensor? q_weight=None, Tensor? k_weight=None, bool dx=True, ScalarType? dbias=None, "
+    "Tensor? q_weight=None, Tensor? k_weight=None, bool zero_centered=False, bool dx=True, ScalarType? dbias=None, "
     "ScalarType? dq_weight=None, ScalarType? dk_weight=None) -> Tensor[]"
 )
 _WRITE = (
     "rope_write(Tensor x, int heads, int kv_heads, Tensor(a!) k, Tensor(b!) v, Tensor lengths, *, "
     f"{_FIELDS}, Tensor? bias=None, float? norm_eps=None, Tensor? q_weight=None, Tensor? k_weight=None, "
-    "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> Tensor"
+    "bool zero_centered=False, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> Tensor"
 )
 
 

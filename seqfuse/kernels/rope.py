@@ -138,26 +138,35 @@ def _store_rest(at, rest, mask, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK_P: 
 
 @triton.jit
 def _pair_gain(
-    q_weight, k_weight, heads, Q, KNOWN, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr
-):
+    q_weight, k_weight, heads, Q, KNOWN,
+    ZERO_CENTERED: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """The gain of pairs of each head: that of queries, of keys, and 0 for values."""
     none = heads * 0
     q1, q2 = _load_pair(q_weight + none, heads < Q, ROTARY, INTERLEAVED, BLOCK_R)
     k1, k2 = _load_pair(k_weight + none, (heads >= Q) & (heads < KNOWN), ROTARY, INTERLEAVED, BLOCK_R)
-    return q1 + k1, q2 + k2
+    if ZERO_CENTERED:
+        return q1 + k1 + 1.0, q2 + k2 + 1.0
+    else:
+        return q1 + k1, q2 + k2
 
 
 @triton.jit
-def _rest_gain(q_weight, k_weight, heads, Q, KNOWN, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr):
+def _rest_gain(
+    q_weight, k_weight, heads, Q, KNOWN,
+    ZERO_CENTERED: tl.constexpr, ROTARY: tl.constexpr, D: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     none = heads * 0
     q = _load_rest(q_weight + none, heads < Q, ROTARY, D, BLOCK_P)
-    return q + _load_rest(k_weight + none, (heads >= Q) & (heads < KNOWN), ROTARY, D, BLOCK_P)
+    gain = q + _load_rest(k_weight + none, (heads >= Q) & (heads < KNOWN), ROTARY, D, BLOCK_P)
+    return gain + 1.0 if ZERO_CENTERED else gain
 
 
 @triton.jit
 def _rope_fwd_kernel(
     x, bias, q_weight, k_weight, frequencies, positions, cos, sin, y, stored, rstd_out, x_stride, M, Q, K, period,
-    EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BY_PAIR: tl.constexpr,
 ):  # fmt: skip
     parts = tl.cast(Q, tl.int64) + K + K
@@ -198,7 +207,7 @@ def _rope_fwd_kernel(
         if NORM:
             n1, n2 = one * rstd, two * rstd
             if q_weight is not None:
-                g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, INTERLEAVED, BLOCK_R)
+                g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, INTERLEAVED, BLOCK_R)
                 n1 *= g1
                 n2 *= g2
         else:
@@ -213,7 +222,7 @@ def _rope_fwd_kernel(
         if NORM:
             n = rest * rstd
             if q_weight is not None:
-                n *= _rest_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, D, BLOCK_P)
+                n *= _rest_gain(q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, D, BLOCK_P)
             rest = tl.where(known, n, rest)
         _store_rest(y + target, rest, mask, ROTARY, D, BLOCK_P)
 
@@ -222,7 +231,8 @@ def _rope_fwd_kernel(
 def _rope_bwd_kernel(
     dy, x, rstd, q_weight, k_weight, frequencies, positions, cos, sin, dx, biases, gains, dy_stride, x_stride, M, Q, K,
     period, steps,
-    NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BY_PAIR: tl.constexpr,
 ):  # fmt: skip
     """Rows of one program, one tile after the other, for the same heads: sums over rows stay in registers.
@@ -266,7 +276,9 @@ def _rope_bwd_kernel(
                     w1 += g1 * x1
                     w2 += g2 * x2
                 if q_weight is not None:
-                    a1, a2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, INTERLEAVED, BLOCK_R)
+                    a1, a2 = _pair_gain(
+                        q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, INTERLEAVED, BLOCK_R
+                    )
                     g1 = tl.where(known, g1 * a1, g1)
                     g2 = tl.where(known, g2 * a2, g2)
                 along += tl.sum(g1 * x1 + g2 * x2, 2)
@@ -277,7 +289,7 @@ def _rope_bwd_kernel(
                 if gains is not None:
                     w3 += g3 * x3
                 if q_weight is not None:
-                    a3 = _rest_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, D, BLOCK_P)
+                    a3 = _rest_gain(q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, D, BLOCK_P)
                     g3 = tl.where(known, g3 * a3, g3)
                 along += tl.sum(g3 * x3, 2)
         if NORM:
@@ -322,7 +334,8 @@ def _rope_bwd_kernel(
 def _rope_write_kernel(
     x, bias, q_weight, k_weight, frequencies, lengths, q, k, v, k_scale, v_scale,
     x_stride, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch, scale_head, B, Q, K, rows,
-    EPS: tl.constexpr, NORM: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, ZERO_CENTERED: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One head of a sequence's new row: a query is written apart, a key and a value into the cache, where they fit."""
@@ -355,7 +368,7 @@ def _rope_write_kernel(
             one *= rstd
             two *= rstd
             if q_weight is not None:
-                g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, INTERLEAVED, BLOCK_R)
+                g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, INTERLEAVED, BLOCK_R)
                 one *= tl.where(known, g1, 1.0)
                 two *= tl.where(known, g2, 1.0)
         # The place of the new row is its position, and rows are those of the batch.
@@ -364,7 +377,7 @@ def _rope_write_kernel(
     if ROTARY < D and NORM:
         rest *= rstd
         if q_weight is not None:
-            gain = _rest_gain(q_weight, k_weight, heads, Q, Q + K, ROTARY, D, BLOCK_P)
+            gain = _rest_gain(q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, D, BLOCK_P)
             rest *= tl.where(known, gain, 1.0)
     fits = (heads >= 0) & (length >= 0) & (length < rows)
     if k_scale is not None:
@@ -456,6 +469,7 @@ def rope_fwd(
     norm_eps: float | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
+    zero_centered: bool = False,
     store: bool = False,
 ) -> Forward:
     """Bias, norm and rotation of packed heads: y = turned(norm(x + bias)) for query and key heads, x + bias for
@@ -478,6 +492,7 @@ def rope_fwd(
         norm_eps: added to the mean square; `None` for no norm.
         q_weight: gain of queries, with the norm; given with `k_weight` or not at all.
         k_weight: gain of keys.
+        zero_centered: whether the gain is one more than these.
         store: whether x + bias is to be written, rounded, as the backward of a norm reads it.
 
     Raises:
@@ -486,7 +501,7 @@ def rope_fwd(
     if traced():
         return _rope_ops.forward(
             x, heads, kv_heads, rotation, bias=bias, positions=positions, cos=cos, sin=sin, norm_eps=norm_eps,
-            q_weight=q_weight, k_weight=k_weight, store=store,
+            q_weight=q_weight, k_weight=k_weight, zero_centered=zero_centered, store=store,
         )  # fmt: skip
     size, rotary = _checked(x, heads, kv_heads, rotation, bias=bias)
     source = as_rows("x", x, x.shape[-1])
@@ -506,7 +521,7 @@ def rope_fwd(
             source, bias, q_weight if norm else None, k_weight if norm else None, *around, y, z, rstd,
             source.stride(0), M, heads, kv_heads, period,
         ),
-        {"EPS": float(norm_eps or 0.0), **_constexprs(tile, norm, size, rotation), "BY_PAIR": by_pair},
+        {"EPS": float(norm_eps or 0.0), **_constexprs(tile, norm, size, rotation, zero_centered), "BY_PAIR": by_pair},
         tile.num_warps,
     )  # fmt: skip
     return Forward(y, z, rstd)
@@ -525,6 +540,7 @@ def rope_bwd(
     rstd: Tensor | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
+    zero_centered: bool = False,
     dx: bool = True,
     dbias: torch.dtype | None = None,
     dq_weight: torch.dtype | None = None,
@@ -547,6 +563,7 @@ def rope_bwd(
         rstd: as the forward gave it.
         q_weight: gain of queries, for dx.
         k_weight: gain of keys, for dx.
+        zero_centered: as in the forward.
         dx: whether dx is wanted.
         dbias: dtype of the bias gradient, `None` where it is not wanted.
         dq_weight: dtype of the gradient of q_weight, as well.
@@ -558,7 +575,8 @@ def rope_bwd(
     if traced():
         return _rope_ops.backward(
             dy, heads, kv_heads, rotation, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight,
-            k_weight=k_weight, dx=dx, dbias=dbias, dq_weight=dq_weight, dk_weight=dk_weight,
+            k_weight=k_weight, zero_centered=zero_centered, dx=dx, dbias=dbias, dq_weight=dq_weight,
+            dk_weight=dk_weight,
         )  # fmt: skip
     size, rotary = _checked(dy, heads, kv_heads, rotation)
     _check_weights(size, q_weight, k_weight)
@@ -594,7 +612,7 @@ def rope_bwd(
             gradient, source, rstd, q_weight, k_weight, *around, out, biases, gains, gradient.stride(0),
             0 if source is None else source.stride(0), M, heads, kv_heads, period, steps,
         ),
-        _constexprs(tile, x is not None, size, rotation) | {"BY_PAIR": by_pair},
+        _constexprs(tile, x is not None, size, rotation, zero_centered) | {"BY_PAIR": by_pair},
         tile.num_warps,
     )  # fmt: skip
     totals: list[Tensor | None] = [None, None, None]
@@ -622,6 +640,7 @@ def rope_write(
     norm_eps: float | None = None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
+    zero_centered: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
@@ -642,6 +661,7 @@ def rope_write(
         norm_eps: as there.
         q_weight: as there.
         k_weight: as there.
+        zero_centered: as there.
         k_scale: where the scales of int8 keys go.
         v_scale: where those of values go.
 
@@ -651,7 +671,7 @@ def rope_write(
     if traced():
         return _rope_ops.write(
             x, heads, kv_heads, rotation, k, v, lengths, bias=bias, norm_eps=norm_eps, q_weight=q_weight,
-            k_weight=k_weight, k_scale=k_scale, v_scale=v_scale,
+            k_weight=k_weight, zero_centered=zero_centered, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
     if x.ndim != 2:
         raise ValueError(f"x must be [B, C], one row of each sequence, got {tuple(x.shape)}")
@@ -674,7 +694,7 @@ def rope_write(
         inner_contiguous(name, tensor)
     q = torch.empty((batch, heads, size), dtype=x.dtype, device=x.device)
     norm = norm_eps is not None
-    fixed = _constexprs(tile_of(1, size, rotary, 1, amd=False), norm, size, rotation)
+    fixed = _constexprs(tile_of(1, size, rotary, 1, amd=False), norm, size, rotation, zero_centered)
     del fixed["BLOCK_M"], fixed["BLOCK_H"]
     launch(
         _rope_write_kernel,
@@ -773,10 +793,13 @@ def _frequencies(rotation: Rotation, device: torch.device) -> Tensor:
     return found
 
 
-def _constexprs(tile: Tile, norm: bool, size: int, rotation: Rotation | None) -> dict[str, Any]:
+def _constexprs(
+    tile: Tile, norm: bool, size: int, rotation: Rotation | None, zero_centered: bool = False
+) -> dict[str, Any]:
     """In the order of the kernels."""
     return {
         "NORM": norm,
+        "ZERO_CENTERED": zero_centered,
         "D": size,
         "ROTARY": 0 if rotation is None else rotation.dim,
         "INTERLEAVED": rotation is not None and rotation.style == "interleaved",

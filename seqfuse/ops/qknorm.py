@@ -1,49 +1,65 @@
-"""QKNorm: queries and keys normalized head by head."""
+"""QKNorm: queries and keys normalized, head by head or all together."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
 from ._attention import unflatten
-from ._norm import stats_dtype
+from ._norm import rows_summed, stats_dtype
 from ._read import parameter
 from ._takes import floating
 
 
 class QKNorm(sf.UnfusedOperation):
-    """An RMSNorm of each query and key head, in x = [q; k; v] packed along the last dimension.
+    """An RMSNorm or LayerNorm of each query and key head, in x = [q; k; v] packed along the last dimension.
 
     Forward, for each head: y = xhat gain, xhat = x rstd, rstd = (E[x^2] + eps)^-1/2 over its D elements; the gain is
-    `q_weight` for queries and `k_weight` for keys. Values pass as they are.
+    `q_weight` for queries and `k_weight` for keys, or one more than these. Values pass as they are. With
+    `kind="layer"` it is xhat = (x - mean) rstd, mean = E[x], rstd = (E[(x - mean)^2] + eps)^-1/2, and
+    y = xhat gain + bias. With `full_width` means are over all query heads together, and over all key heads.
 
-    Backward: with g = dy gain, dx = rstd (g - xhat E[g xhat]);  dq_weight and dk_weight are sums of dy xhat over all
-    rows and over the heads that share them.
+    Backward: with g = dy gain, dx = rstd (g - xhat E[g xhat]), and for LayerNorm dx = rstd (g - E[g] - xhat E[g xhat]);
+    dq_weight and dk_weight are sums of dy xhat over all rows and over the heads that share them, dq_bias and dk_bias of
+    dy.
 
-    x, y: [*, S, (H + 2 Hkv) D], q_weight, k_weight: [D]; rstd: [*, S, H + Hkv].
-    Saved: x, rstd, and the weights for dx.
+    x, y: [*, S, (H + 2 Hkv) D], q_weight, k_weight, q_bias, k_bias: [D], at full width [H D] and [Hkv D]; mean, rstd:
+    [*, S, H + Hkv], at full width [*, S, 2].
+    Saved: x, rstd, of a LayerNorm mean, and the weights for dx.
     All is computed in float32 (float64 for a float64 input) and rounded to the dtype of x once.
-    Source: Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442.
+    Source: Henry et al. 2020, arXiv:2010.04245; Dehghani et al. 2023, arXiv:2302.05442; at full width: OLMo et al.
+    2024, arXiv:2501.00656.
 
     Args:
         head_dim: D.
         heads: H.
         kv_heads: Hkv; H by default.
-        eps: added to the mean square.
+        eps: added to the mean square, or to the variance.
         elementwise_affine: whether there are weights.
+        kind: `"rms"` or `"layer"`.
+        full_width: whether all heads are normalized together.
+        zero_centered: whether the gain is one more than the weights.
+        bias: whether a LayerNorm has biases, beside its weights.
+
+    Raises:
+        ValueError: for another kind, or a bias of what has none.
+        InputError: (SF101) for x that is not floating-point.
     """
 
     class Saved(sf.Saved):
         x: Tensor  # [*, S, (H + 2 Hkv) D]
-        rstd: Tensor  # [*, S, H + Hkv] float32
-        q_weight: Tensor | None = sf.field(for_="x")  # [D], the parameter itself
-        k_weight: Tensor | None = sf.field(for_="x")  # [D], the parameter itself
+        rstd: Tensor  # [*, S, H + Hkv] float32, at full width [*, S, 2]
+        q_weight: Tensor | None = sf.field(for_="x")  # the parameter itself
+        k_weight: Tensor | None = sf.field(for_="x")  # the parameter itself
+        mean: Tensor | None  # like rstd, of a LayerNorm
 
     q_weight: nn.Parameter | None
     k_weight: nn.Parameter | None
+    q_bias: nn.Parameter | None
+    k_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -54,28 +70,42 @@ class QKNorm(sf.UnfusedOperation):
         elementwise_affine: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        kind: Literal["rms", "layer"] = "rms",
+        full_width: bool = False,
+        zero_centered: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__()
+        if kind not in ("rms", "layer"):
+            raise ValueError(f'kind must be "rms" or "layer", got {kind!r}')
+        if bias and (kind != "layer" or not elementwise_affine):
+            raise ValueError("only a LayerNorm with weights has a bias")
         self.head_dim, self.heads, self.kv_heads = head_dim, heads, heads if kv_heads is None else kv_heads
-        self.eps = eps
-        for name in ("q_weight", "k_weight"):
-            weight = nn.Parameter(torch.empty(head_dim, device=device, dtype=dtype)) if elementwise_affine else None
-            self.register_parameter(name, weight)
+        self.eps, self.kind, self.full_width, self.zero_centered = eps, kind, full_width, zero_centered
+        for name, owned in (("weight", elementwise_affine), ("bias", bias)):
+            for prefix, count in (("q", self.heads), ("k", self.kv_heads)):
+                shape = head_dim * count if full_width else head_dim
+                made = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if owned else None
+                self.register_parameter(f"{prefix}_{name}", made)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start from gains of one."""
-        for weight in self.parameters(recurse=False):
-            nn.init.ones_(weight)
+        """Start from gains of one, and no bias."""
+        for name, own in self.named_parameters(recurse=False):
+            nn.init.constant_(own, 1.0 if name.endswith("weight") and not self.zero_centered else 0.0)
 
     def reference(self, x: Tensor) -> Tensor:
         floating(x, "QKNorm")
         stats = stats_dtype(x)
         heads = unflatten(x, -1, -1, self.head_dim)
         known = heads[..., : self.heads + self.kv_heads, :].to(stats)
-        known = known * (known.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        gain = self._gain(self.q_weight, self.k_weight, stats)
+        if self.kind == "layer":
+            known = known - self._spread(self._means(known))
+        known = known * self._spread((self._means(known.square()) + self.eps).rsqrt())
+        gain, bias = self._gain(self.q_weight, self.k_weight, stats), self._heads(self.q_bias, self.k_bias, stats)
         known = known if gain is None else known * gain
+        known = known if bias is None else known + bias
         return torch.cat((known.to(x.dtype), heads[..., self.heads + self.kv_heads :, :]), -2).flatten(-2)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
@@ -83,44 +113,71 @@ class QKNorm(sf.UnfusedOperation):
         stats, known = stats_dtype(x), self.heads + self.kv_heads
         q_weight, k_weight = parameter(self, "q_weight"), parameter(self, "k_weight")
         heads = unflatten(x, -1, -1, self.head_dim)
-        t = heads[..., :known, :].to(stats)
-        rstd = (t.square().mean(-1) + self.eps).rsqrt()
-        xhat = t * rstd.unsqueeze(-1)
+        t, mean = heads[..., :known, :].to(stats), None
+        if self.kind == "layer":
+            mean = self._means(t)
+            t = t - self._spread(mean)
+        rstd = (self._means(t.square()) + self.eps).rsqrt()
+        t = t * self._spread(rstd)
         gain = self._gain(q_weight, k_weight, stats)
+        bias = self._heads(parameter(self, "q_bias"), parameter(self, "k_bias"), stats)
+        t = t if gain is None else t * gain
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         out = unflatten(y, -1, -1, self.head_dim)
-        out[..., :known, :] = xhat if gain is None else xhat * gain
+        out[..., :known, :] = t if bias is None else t + bias
         out[..., known:, :] = heads[..., known:, :]
-        return y, self.Saved(x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight)
+        return y, self.Saved(x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight, mean=mean)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        x, rstd, known = saved.x, saved.rstd.unsqueeze(-1), self.heads + self.kv_heads
-        d = unflatten(dy, -1, -1, self.head_dim)
-        xhat = unflatten(x, -1, -1, self.head_dim)[..., :known, :] * rstd
-        product = d[..., :known, :] * xhat
+        x, rstd, known = saved.x, self._spread(saved.rstd), self.heads + self.kv_heads
+        d = unflatten(dy, -1, -1, self.head_dim)[..., :known, :]
+        xhat = unflatten(x, -1, -1, self.head_dim)[..., :known, :]
+        xhat = (xhat if saved.mean is None else xhat - self._spread(saved.mean)) * rstd
+        product = d * xhat
         grads: dict[str, Tensor | None] = {}
-        for name, first, stop in (("q_weight", 0, self.heads), ("k_weight", self.heads, known)):
-            owner = parameter(self, name)
-            if name in needs and owner is not None:
-                grads[name] = product[..., first:stop, :].sum(tuple(range(product.ndim - 1))).to(owner.dtype)
+        for prefix, part in (("q", slice(self.heads)), ("k", slice(self.heads, known))):
+            for name, t in ((f"{prefix}_weight", product), (f"{prefix}_bias", d)):
+                if name in needs and (owner := parameter(self, name)) is not None:
+                    grads[name] = rows_summed(t[..., part, :], 2 if self.full_width else 1).flatten().to(owner.dtype)
         if "x" not in needs:
             return None, grads
         gain = self._gain(saved.q_weight, saved.k_weight, rstd.dtype)
-        g = d[..., :known, :].to(rstd.dtype)
+        g = d.to(rstd.dtype)
         if gain is not None:
             g, product = g * gain, product * gain
+        if saved.mean is not None:  # at once, so that equal gradients cancel
+            g = g - self._spread(self._means(g))
+            product = g * xhat
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         out = unflatten(dx, -1, -1, self.head_dim)
-        out[..., :known, :] = torch.addcmul(g, xhat, product.mean(-1, keepdim=True), value=-1).mul_(rstd)
-        out[..., known:, :] = d[..., known:, :]
+        out[..., :known, :] = torch.addcmul(g, xhat, self._spread(self._means(product)), value=-1).mul_(rstd)
+        out[..., known:, :] = unflatten(dy, -1, -1, self.head_dim)[..., known:, :]
         return dx, grads
+
+    def _means(self, t: Tensor) -> Tensor:
+        """Means of [*, H + Hkv, D] over each head, or over all of queries and of keys."""
+        if not self.full_width:
+            return t.mean(-1)
+        return torch.stack([part.mean((-2, -1)) for part in (t[..., : self.heads, :], t[..., self.heads :, :])], -1)
+
+    def _spread(self, means: Tensor) -> Tensor:
+        """Such means for each head, [*, H + Hkv, 1] or broadcast to that."""
+        if self.full_width:
+            q, k = means[..., :1], means[..., 1:]
+            means = torch.cat((q.expand(*q.shape[:-1], self.heads), k.expand(*k.shape[:-1], self.kv_heads)), -1)
+        return means.unsqueeze(-1)
 
     def _gain(self, q_weight: Tensor | None, k_weight: Tensor | None, stats: torch.dtype) -> Tensor | None:
         """The gain of each query and key head, [H + Hkv, D]."""
-        if q_weight is None or k_weight is None:
+        weights = self._heads(q_weight, k_weight, stats)
+        return weights + 1 if weights is not None and self.zero_centered else weights
+
+    def _heads(self, q: Tensor | None, k: Tensor | None, stats: torch.dtype) -> Tensor | None:
+        """A parameter of queries and one of keys for each head, [H + Hkv, D]."""
+        if q is None or k is None:
             return None
-        each = (q_weight.expand(self.heads, -1), k_weight.expand(self.kv_heads, -1))
-        return torch.cat(each).to(stats)
+        each = ((q, self.heads), (k, self.kv_heads))
+        return torch.cat([t.view(-1, self.head_dim).expand(count, -1) for t, count in each]).to(stats)
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         wanted = (self.heads + 2 * self.kv_heads) * self.head_dim
@@ -139,4 +196,11 @@ class QKNorm(sf.UnfusedOperation):
 
     def extra_repr(self) -> str:
         text = f"{self.head_dim}, {self.heads}" + (f", {self.kv_heads}" if self.kv_heads != self.heads else "")
-        return f"{text}, eps={self.eps}, elementwise_affine={self._parameters.get('q_weight', self) is not None}"
+        text += f", eps={self.eps}, elementwise_affine={self._parameters.get('q_weight', self) is not None}"
+        text += f", kind={self.kind!r}" if self.kind != "rms" else ""
+        flags = {
+            "full_width": self.full_width,
+            "zero_centered": self.zero_centered,
+            "bias": self._parameters.get("q_bias", self) is not None,
+        }
+        return text + "".join(f", {name}=True" for name, value in flags.items() if value)

@@ -129,7 +129,8 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
         raise InputError(f"style {style!r} needs {wanted}; it has {len(attention)} attentions", **wrong)
     allowed = (Pointwise, Gated, ops.Dropout, ops.Scale, ops.Identity)
     of_heads = (ops.Attention, ops.QKNorm, ops.RotaryEmbedding) if style == "heads" else ()
-    other = next((m for m in between if not isinstance(m, (*allowed, *of_heads))), None)
+    together = [m for m in between if isinstance(m, ops.QKNorm) and m.full_width]
+    other = next((m for m in between if not isinstance(m, (*allowed, *of_heads)) or m in together), None)
     if other is not None:
         raise InputError(f"{type(other).__name__} between its products cannot be divided", **wrong)
     (into, first), (out, last) = (cast(tuple[str, ops.Linear], found[i]) for i in places)

@@ -45,6 +45,7 @@ class Case:
     norm: bool = False
     affine: bool = True
     positions: str | None = None  # "shared" or "each"
+    zero_centered: bool = False
     angles: str | None = None  # given, "by pair" or "by element"; "each ..." of every sequence
 
 
@@ -61,6 +62,7 @@ CASES = {
     "by_pair": Case(10, Rotation("half", 6), bias=True, angles="by pair"),
     "by_element": Case(8, Rotation("half", 8), norm=True, angles="each by element"),
     "by_element_interleaved": Case(12, Rotation("interleaved", 8), bias=True, norm=True, angles="by element"),
+    "zero_centered": Case(10, Rotation("half", 6), norm=True, zero_centered=True),
     "norm_alone": Case(8, None, norm=True),
     "bias_norm": Case(7, None, bias=True, norm=True),
 }
@@ -100,7 +102,7 @@ def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     x = leaves["x"]
     y = x + leaves["bias"] if case.bias else x
     if case.norm:
-        norm = ops.QKNorm(case.size, HEADS, KV, EPS, case.affine)
+        norm = ops.QKNorm(case.size, HEADS, KV, EPS, case.affine, zero_centered=case.zero_centered)
         for name in ("q", "k") if case.affine else ():
             delattr(norm, f"{name}_weight")
             setattr(norm, f"{name}_weight", leaves[name])
@@ -125,6 +127,7 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> dict[st
         rotation = k.Rotation(rotation.style, rotation.dim, rotation.base)
     lead = tuple(x.shape[:-1])
     both: dict[str, Any] = {"positions": positions(case, lead), **angles(case, lead)}
+    both["zero_centered"] = case.zero_centered
     weights = {"q_weight": tensors.get("q"), "k_weight": tensors.get("k")}
     f = k.rope_fwd(
         x, HEADS, KV, rotation, bias=tensors.get("bias"), norm_eps=EPS if case.norm else None,
@@ -289,7 +292,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     only = r"(positions|norm|norm,cos|cos by pair) bf16 (128 half 128|128 interleaved|80|127|96) "
-    for one in compiled("seqfuse.kernels.rope", only, 20):
+    for one in compiled("seqfuse.kernels.rope", only, 40):
         # Heads of an odd size there keep six scalars in lanes of vector registers; none goes to memory.
         odd = " 127 " in one.variant and one.target.startswith("gfx")
         assert one.spills <= 6 * odd, one
@@ -306,7 +309,7 @@ def check_write(case: Case, dtype: torch.dtype, *, int8: bool = False, k: Module
         rotation = k.Rotation(rotation.style, rotation.dim, rotation.base)
     lengths, x = torch.tensor(LENGTHS, device=DEVICE), tensors["x"]
     around = {"bias": tensors.get("bias"), "norm_eps": EPS if case.norm else None}
-    around |= {"q_weight": tensors.get("q"), "k_weight": tensors.get("k")}
+    around |= {"q_weight": tensors.get("q"), "k_weight": tensors.get("k"), "zero_centered": case.zero_centered}
     kind = torch.int8 if int8 else dtype
     caches = [torch.full((4, KV, 12, case.size), 5, dtype=kind, device=DEVICE) for _ in range(2)]
     scales = {name: torch.full((4, KV, 12), 9.0, device=DEVICE) for name in ("k_scale", "v_scale")} if int8 else {}
@@ -379,7 +382,9 @@ MUTANTS = {
     "second of a pair written": ("cols, two.to(kind), mask=inside", "cols, one.to(kind), mask=inside", "half"),
     "rest read": ("return tl.load(at + ROTARY + cols", "return tl.load(at + cols", "part"),
     "rest written": ("cols, rest.to(at.dtype.element_ty)", "cols, (rest * 1.01).to(at.dtype.element_ty)", "part"),
-    "gain of keys' rest": ("return q + _load_rest(k_weight", "return q + 0.0 * _load_rest(k_weight", "all_interleaved"),
+    "gain of keys' rest": ("gain = q + _load_rest(k_weight", "gain = q + 0.0 * _load_rest(k_weight", "all_interleaved"),
+    "the rest's one more": ("return gain + 1.0 if", "return gain if", "zero_centered"),
+    "the second's one more": ("q2 + k2 + 1.0", "q2 + k2", "zero_centered"),
     "queries among keys": (
         "table[: heads * programs]", "table[: (heads + 1) * programs]", "norm",
     ),

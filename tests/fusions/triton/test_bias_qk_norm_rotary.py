@@ -128,6 +128,21 @@ def test_a_block_trains_to_the_same_gradients(dtype: torch.dtype, device: torch.
     four_ways(model, seeded_randn((18, 8), 0, dtype=dtype).to(device), *both)
 
 
+@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
+def test_takes_a_gain_of_one_more_than_the_weight(kind: str, device: torch.device):
+    norm = ops.QKNorm(8, 2, 1, zero_centered=True)
+    made = [op.to(device) for op in (norm, *operations("rotary"))]
+    check_fusion(getattr(module, kind), seeded_randn((5, 32), 0).to(device), *made, dtypes=[torch.bfloat16])
+
+
+@pytest.mark.parametrize("other", [{"kind": "layer"}, {"full_width": True}], ids=str)
+def test_another_norm_is_refused(other: dict[str, Any]):
+    norm = ops.QKNorm(8, 2, 1, **other)
+    model = sf.Sequential(norm, *operations("rotary"), fusions=(module.BiasQKNormRotary, module.BiasQKNorm))
+    refused = {r.reason for r in model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).refused}
+    assert "its kernel makes an RMSNorm of each head" in refused
+
+
 def test_other_heads_are_refused():
     model = sf.Sequential(
         ops.QKNorm(8, 2, 1), ops.RotaryEmbedding(1, 1, style="half", rotary_dim=2), fusions=(module.BiasQKNormRotary,)
