@@ -17,7 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from triton import knobs
+from triton.runtime import _allocation
 from triton.runtime.jit import JITFunction
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Whether the kernels of this library are interpreted in this process: Triton asks when a kernel is decorated."""
 
 MAX_GRID = 2**31 - 1
 
@@ -132,18 +136,26 @@ def _run(
         identity = _identity(values)
     key = (id(kernel), device, arguments, identity, num_warps, num_stages, *options.items())
     entry = _compiled.get(key)
-    runtime = knobs.runtime
-    hooked = _hooked(runtime.launch_enter_hook) or _hooked(runtime.launch_exit_hook)
-    if entry is None or hooked or kernel.pre_run_hooks:
+    if entry is None or hooked() or kernel.pre_run_hooks:
         _one_device(kernel, args)
         compiled = kernel[(grid,)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **options)
         if entry is None and _direct() and compiled is not None:
             # Everything whose `id` is in the key stays alive with the entry.
-            _compiled[key] = (compiled, compiled.function, compiled.packed_metadata, kernel, values)
-        return
-    compiled, function, metadata = entry[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(grid, 1, 1, stream, function, metadata, None, None, None, *args, *values)
+            entry = _compiled[key] = (compiled, compiled.function, compiled.packed_metadata, values, kernel)
+    else:
+        compiled, function, metadata = entry[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(grid, 1, 1, stream, function, metadata, None, None, None, *args, *values)
+    recording = getattr(_local, "recording", None)
+    if recording is not None:
+        recording.launches.append((entry, grid, args))
+
+
+def watch(recording: Any) -> Any:
+    """Tell an object of this thread's launches and workspaces from now on, or `None`; returns the one before."""
+    before = getattr(_local, "recording", None)
+    _local.recording = recording
+    return before
 
 
 def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
@@ -188,9 +200,11 @@ def _identity(value: Any) -> Any:
     return id(value)
 
 
-def _hooked(hook: Any) -> bool:
-    """Whether a profiler listens; a chain of hooks in Triton 3.6 and later, one function or `None` before."""
-    return hook is not None and bool(getattr(hook, "calls", True))
+def hooked() -> bool:
+    """Whether a profiler listens: chains of hooks, or functions that took their places."""
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool((enter and getattr(enter, "calls", True)) or (leave and getattr(leave, "calls", True)))
 
 
 @functools.cache
@@ -237,6 +251,20 @@ def _interpret(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Mappin
             raise cause from None
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Where Triton puts descriptors; freed, and so used again, in the order of the stream."""
+    return torch._C._dynamo.guards._empty_strided_cuda((size,), (1,), torch.int8)
+
+
+def allow_scratch() -> None:
+    """Let Triton allocate: it forgets its allocator from thread to thread, and backward passes have their own."""
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        _allocation.set_allocator(_scratch)
+    recording = getattr(_local, "recording", None)
+    if recording is not None:
+        recording.scratch = True
+
+
 def address(tensor: Tensor) -> int:
     """Where a tensor's data begins; a fake one has none, and is as good as aligned."""
     return 0 if faking() else tensor.data_ptr()
@@ -248,13 +276,24 @@ def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -
     Kernels on one stream run in order, so the next launch may write where the last one read. The buffer must not
     outlive the host function that asked for it. A graph under capture gets one from its own pool instead.
     """
-    if device.type not in GPU_TYPES or faking() or torch.cuda.is_current_stream_capturing():
+    if device.type not in GPU_TYPES or faking():
+        return torch.empty(numel, dtype=dtype, device=device)
+    index = device.index if device.index is not None else torch._C._cuda_getDevice()
+    buffer = workspace_of(name, numel, dtype, device, torch._C._cuda_getCurrentRawStream(index))
+    recording = getattr(_local, "recording", None)
+    if recording is not None:
+        recording.workspaces.append(((name, numel, dtype, device), buffer))
+    return buffer
+
+
+def workspace_of(name: str, numel: int, dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
+    """As `workspace`, on a stream of a GPU."""
+    if torch.cuda.is_current_stream_capturing():
         return torch.empty(numel, dtype=dtype, device=device)
     buffers: dict[Any, Tensor] | None = getattr(_local, "buffers", None)
     if buffers is None:
         buffers = _local.buffers = {}
-    index = device.index if device.index is not None else torch._C._cuda_getDevice()
-    key = (name, dtype, index, torch._C._cuda_getCurrentRawStream(index))
+    key = (name, dtype, device, stream)
     buffer = buffers.get(key)
     if buffer is None or buffer.numel() < numel:
         buffer = buffers[key] = torch.empty(numel, dtype=dtype, device=device)

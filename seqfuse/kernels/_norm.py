@@ -33,6 +33,7 @@ from ._launch import (
 )
 from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
+from ._replay import replayed, told
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed
 
@@ -437,6 +438,29 @@ def forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
             residual=residual, dtype=dtype,
         )  # fmt: skip
+    return replayed(
+        ("norm", centered, eps, zero_centered, p, told(act), dtype),
+        (x, weight, bias, pre_bias, seed, residual),
+        act,
+        _decided_forward,
+        centered, x, weight, bias, eps, zero_centered, pre_bias, seed, p, residual, act, dtype,
+    )  # fmt: skip
+
+
+def _decided_forward(
+    centered: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered: bool,
+    pre_bias: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    residual: Tensor | None,
+    act: Any,
+    dtype: torch.dtype | None,
+) -> Forward:
     N = _checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
     source, other = as_rows("x", x, N), _same("residual", residual, x)
     M = source.shape[0]
@@ -507,6 +531,35 @@ def backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias,
         )  # fmt: skip
+    return replayed(
+        ("dnorm", centered, zero_centered, p, told(act), dx, dweight, dbias, dbranch, dpre_bias),
+        (dy, x, mean, rstd, weight, bias, dstream, seed),
+        act,
+        _decided_backward,
+        centered, dy, x, mean, rstd, weight, bias, zero_centered, dstream, seed, p, act, dx, dweight, dbias, dbranch,
+        dpre_bias,
+    )  # fmt: skip
+
+
+def _decided_backward(
+    centered: bool,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    zero_centered: bool,
+    dstream: Tensor | None,
+    seed: Tensor | None,
+    p: float,
+    act: Any,
+    dx: bool,
+    dweight: torch.dtype | None,
+    dbias: torch.dtype | None,
+    dbranch: bool,
+    dpre_bias: torch.dtype | None,
+) -> Backward:
     N = _checked(x, weight=weight, bias=bias)
     d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
     assert d is not None

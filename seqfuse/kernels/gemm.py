@@ -39,8 +39,20 @@ from . import _gemm_ops
 from ._columns import column_sums
 from ._gemm_ops import Dropout, Gradients
 from ._gemm_tiles import DESCRIBED, Number, Tile, Weight, choose, family, stored_singly, table, weight_of
-from ._launch import address, architecture, cdiv, inner_contiguous, interpreted, launch, processors, traced, workspace
+from ._launch import (
+    address,
+    allow_scratch,
+    architecture,
+    cdiv,
+    inner_contiguous,
+    interpreted,
+    launch,
+    processors,
+    traced,
+    workspace,
+)
 from ._philox import dropped, threshold_and_scale
+from ._replay import replayed, told
 from ._variants import Type, Variant
 from .activations import ACTIVATIONS, apply, gradient, name_of
 
@@ -418,19 +430,6 @@ def _factors(a_name: str, a: Tensor, b_name: str, b: Tensor) -> None:
         raise ValueError(f"weight must have two dimensions, got shape {tuple(b.shape)}")
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Where Triton puts descriptors; freed, and so used again, in the order of the stream."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _allow_scratch() -> None:
-    """Let Triton allocate: it forgets its allocator from thread to thread, and backward passes have their own."""
-    from triton.runtime import _allocation
-
-    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
-        triton.set_allocator(_scratch)
-
-
 def _product(
     a: _Operand,
     b: _Operand,
@@ -494,8 +493,8 @@ def _product(
     a_columns = a_columns and fit
     if a_columns:
         a_sums = workspace("gemm A", tiles_m * K, dtype, device)[: tiles_m * K].view(tiles_m, K)
-    if (loads or moved) and device.type == "cuda":
-        _allow_scratch()
+    if loads or moved:
+        allow_scratch()
     strides = [0 if x is None else _ld(x) for x in tiles]
     launch(
         _gemm_kernel,
@@ -661,6 +660,31 @@ def _forward(
         return _gemm_ops.forward(
             form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, up, up_bias
         )
+    seed, *drop = dropout or (None,)
+    return replayed(
+        (form, told(act), store_pre, store_act, *drop, dtype, tf32, tile),
+        (x, weight, bias, row_scale, residual, seed),
+        act,
+        _decided_forward,
+        form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, tile,
+    )  # fmt: skip
+
+
+def _decided_forward(
+    form: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    act: Any,
+    store_pre: bool,
+    store_act: bool,
+    row_scale: Tensor | None,
+    dropout: Dropout | None,
+    residual: Tensor | None,
+    dtype: torch.dtype | None,
+    tf32: bool,
+    tile: Tile | None,
+) -> tuple[Tensor, Tensor | None]:
     _factors("x", x, "weight", weight)
     packed, K = weight.shape
     N = packed
@@ -813,6 +837,35 @@ def _backward(
             form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
             tf32,
         )  # fmt: skip
+    seed, *drop = dropout or (None,)
+    return replayed(
+        (form, told(act), t_is_output, *drop, sums, emit, dtype, sums_dtype, dy_sums, tf32, tile),
+        (dy, weight, t, row_scale, residual, seed),
+        act,
+        _decided_backward,
+        form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
+        tf32, tile,
+    )  # fmt: skip
+
+
+def _decided_backward(
+    form: str,
+    dy: Tensor,
+    weight: Tensor,
+    act: Any,
+    t: Tensor | None,
+    t_is_output: bool,
+    row_scale: Tensor | None,
+    dropout: Dropout | None,
+    residual: Tensor | None,
+    sums: bool,
+    emit: bool,
+    dtype: torch.dtype | None,
+    sums_dtype: torch.dtype | None,
+    dy_sums: torch.dtype | None,
+    tf32: bool,
+    tile: Tile | None,
+) -> Gradients:
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
     flat = _flat("dy", dy)
@@ -876,7 +929,8 @@ def linear_wgrad(
     """
     if traced():
         return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
-    return _wgrad(dy, x, main_grad, dtype, None, tf32, tile)
+    key = ("wgrad", dtype, tf32, tile)
+    return replayed(key, (dy, x, main_grad), None, _wgrad, dy, x, main_grad, dtype, None, tf32, tile)
 
 
 def linear_wgrad_bias(
@@ -908,6 +962,19 @@ def linear_wgrad_bias(
     """
     if traced():
         return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
+    key = ("wgrad+bias", dtype, sums_dtype, tf32, tile)
+    return replayed(key, (dy, x, main_grad), None, _wgrad_bias, dy, x, main_grad, dtype, sums_dtype, tf32, tile)
+
+
+def _wgrad_bias(
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor | None,
+    dtype: torch.dtype | None,
+    sums_dtype: torch.dtype | None,
+    tf32: bool,
+    tile: Tile | None,
+) -> tuple[Tensor, Tensor]:
     total = torch.empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype, device=dy.device)
     return _wgrad(dy, x, main_grad, dtype, total, tf32, tile), total
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import env
-from ..kernels import _launch
+from ..kernels import _launch, _replay
 from ..kernels._variants import TRITON_DTYPES
 
 ARCHITECTURE, PROCESSORS, SHARED = 90, 132, 232_448
@@ -92,8 +92,9 @@ def stub_driver(*, compiles: bool = True, checks: bool = True) -> Iterator[Stub]
         for cache in caches:
             cache.cache_clear()
             stack.callback(cache.cache_clear)
-        _launch.release_workspaces()
-        stack.callback(_launch.release_workspaces)
+        for forget in (_launch.release_workspaces, _replay.forget):
+            forget()
+            stack.callback(forget)
         stack.enter_context(_allocating())
         driver.set_active(stand_in)
         yield stub
@@ -129,7 +130,10 @@ def _allocating() -> Iterator[None]:
     """Descriptors that a kernel makes are in memory that Triton asks for."""
     from triton.runtime import _allocation
 
-    token = _allocation._allocator.set(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch._C._dynamo.guards._empty_strided_cpu((size,), (1,), torch.int8)
+
+    token = _allocation._allocator.set(scratch)
     try:
         yield
     finally:
