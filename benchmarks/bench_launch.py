@@ -147,7 +147,7 @@ def child(only: str) -> None:
             if not re.search(only, name):
                 continue
             for call in (ours, theirs):
-                for _ in range(5):
+                for _ in range(50):  # the interpreter specializes what it has run a few times
                     call()
                 torch._C._valgrind_toggle()
                 for _ in range(NUMBER):

@@ -23,7 +23,7 @@ class GraphedStep:
     """
 
     def __init__(self, model: nn.Module, cache: KVCache) -> None:
-        if cache.lengths.device.type != "cuda":
+        if not _on_gpu(cache.lengths):
             raise ValueError(f"a CUDA graph needs a cache on a GPU, got one on {cache.lengths.device}")
         self._cache = cache
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.lengths.device)
@@ -44,3 +44,7 @@ class GraphedStep:
         self._graph.replay()
         self._cache.advance(1)
         return self._logits
+
+
+def _on_gpu(lengths: Tensor) -> bool:
+    return lengths.is_cuda

@@ -96,7 +96,8 @@ def launch(
 
     Raises:
         ValueError: for a grid beyond 2^31 - 1, tensors on two devices, or a CPU tensor without the interpreter.
-        RuntimeError: where what runs is being recorded: the launch would be lost.
+        RuntimeError: where what runs is being recorded: the launch would be lost; for the first launch of a kernel
+            while a CUDA graph is captured.
     """
     if traced() and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDERS):
         raise RuntimeError(f"{kernel.__name__} was launched where a compiler records what runs; call its operator")
@@ -138,6 +139,11 @@ def _run(
     entry = _compiled.get(key)
     if entry is None or hooked() or kernel.pre_run_hooks:
         _one_device(kernel, args)
+        if entry is None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{kernel.__name__} is launched for the first time while a CUDA graph is captured, where it can be "
+                f"neither compiled nor loaded: run the same step, on the same shapes, before the capture"
+            )
         compiled = kernel[(grid,)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **options)
         if entry is None and _direct() and compiled is not None:
             # Everything whose `id` is in the key stays alive with the entry.

@@ -147,6 +147,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(_launch, "_direct", lambda: True)
     monkeypatch.setattr(_launch, "_compiled", {})
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     return Kernel()

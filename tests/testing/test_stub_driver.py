@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from seqfuse import kernels
+import seqfuse as sf
+from seqfuse import kernels, ops
+from seqfuse.inference import KVCache, _graph
 from seqfuse.kernels import _launch, gemm, pointwise
 from seqfuse.kernels._launch import launch, workspace
 from seqfuse.kernels.activations import ACTIVATIONS
@@ -25,7 +30,9 @@ from seqfuse.kernels.decode import cache_write, decode_attention
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
+from seqfuse.ops import _attention
 from seqfuse.testing.stub_driver import Stub, stub_driver
+from tests.inference.test_kvcache import model_of, tokens
 
 pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
 
@@ -181,6 +188,73 @@ def test_workspaces_are_kept_and_a_graph_under_capture_has_its_own(stub: Stub) -
     assert ask() is first
     stub.capturing = True
     assert ask() is not first
+
+
+def test_a_kernel_is_not_compiled_while_a_graph_is_captured(stub: Stub) -> None:
+    x, chain = drawn(6, 64), pointwise.Chain(pointwise.act(GELU))
+    stub.capturing = True
+    with pytest.raises(
+        RuntimeError, match="_chain_kernel is launched for the first time while a CUDA graph is captured"
+    ):
+        pointwise.pointwise(x, chain)
+    assert stub.compiled == []
+    stub.capturing = False
+    pointwise.pointwise(x, chain)
+    stub.capturing = True
+    pointwise.pointwise(x, chain)
+    assert stub.launched == ["_chain_kernel"] * 2
+
+
+def test_a_training_step_that_was_warmed_up_compiles_nothing_in_a_capture(stub: Stub) -> None:
+    model = sf.Sequential(
+        ops.Residual(ops.LayerNorm(16), ops.Linear(16, 32), ops.GeLU(), ops.Linear(32, 16), ops.Dropout(0.1)),
+        ops.RMSNorm(16),
+    )
+    x, dy = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
+
+    def step() -> None:
+        torch.autograd.grad(model(x), [x, *model.parameters()], dy)
+
+    with sf.fusing(on_error="raise"):
+        step()
+        compiled, first = list(stub.compiled), len(stub.launched)
+        stub.capturing = True
+        step()
+    assert compiled
+    assert stub.compiled == stub.loaded == compiled
+    assert stub.launched[first:] == stub.launched[:first]
+
+
+@pytest.mark.parametrize("form", ["GPT", "Llama"])
+def test_a_step_of_decoding_is_rehearsed_before_its_capture(
+    form: str, stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_attention, "interpreting", True)
+    model, cache = model_of(form), KVCache(2, 40)
+    rehearsals: list[list[str]] = []
+
+    class Graph:
+        """Stands for `torch.cuda.CUDAGraph`, and for what captures one."""
+
+        def __init__(self, graph: Any = None) -> None: ...
+
+        def __enter__(self) -> None:
+            rehearsals.append(list(stub.compiled))
+            stub.capturing = True
+
+        def __exit__(self, *exception: object) -> None:
+            stub.capturing = False
+
+    for name, value in (("CUDAGraph", Graph), ("graph", Graph), ("Stream", mock.MagicMock())):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(_graph, "_on_gpu", lambda lengths: True)
+    with sf.fusing(on_error="raise"):
+        cache.feed(model, tokens(2, 5))
+        _graph.GraphedStep(model, cache)
+    assert "_decode_kernel" in stub.compiled
+    assert rehearsals == [stub.compiled]
 
 
 def test_afterwards_nothing_is_launched_on_a_cpu() -> None:
