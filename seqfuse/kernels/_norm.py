@@ -33,7 +33,7 @@ from ._launch import (
 )
 from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
-from ._replay import replayed, told
+from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed
 
@@ -439,11 +439,7 @@ def forward(
             residual=residual, dtype=dtype,
         )  # fmt: skip
     return replayed(
-        ("norm", centered, eps, zero_centered, p, told(act), dtype),
-        (x, weight, bias, pre_bias, seed, residual),
-        act,
-        _decided_forward,
-        centered, x, weight, bias, eps, zero_centered, pre_bias, seed, p, residual, act, dtype,
+        _decided_forward, centered, x, weight, bias, eps, zero_centered, pre_bias, seed, p, residual, act, dtype,
     )  # fmt: skip
 
 
@@ -532,12 +528,8 @@ def backward(
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias,
         )  # fmt: skip
     return replayed(
-        ("dnorm", centered, zero_centered, p, told(act), dx, dweight, dbias, dbranch, dpre_bias),
-        (dy, x, mean, rstd, weight, bias, dstream, seed),
-        act,
-        _decided_backward,
-        centered, dy, x, mean, rstd, weight, bias, zero_centered, dstream, seed, p, act, dx, dweight, dbias, dbranch,
-        dpre_bias,
+        _decided_backward, centered, dy, x, mean, rstd, weight, bias, zero_centered, dstream, seed, p, act, dx, dweight,
+        dbias, dbranch, dpre_bias,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _launch
+from .activations import Activation
 
 MOST = 1024
 """Calls of one host function that are kept; with one more, all of them are forgotten."""
@@ -30,6 +31,7 @@ _guards: Any = torch._C._dynamo.guards
 _entries: dict[Any, list[_Entry]] = {}
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _INTERPRETED = _launch.INTERPRETED
+_SAME = object()
 _STREAM = 3  # among the arguments of a compiled kernel's `run`
 
 
@@ -77,42 +79,45 @@ class _Entry(NamedTuple):
     alive: Any
 
 
-def told(act: Any) -> Any:
-    """An activation as part of a key; it has to be kept alive."""
-    return None if act is None else (id(act.value), id(act.derivative), act.reads, act.P)
-
-
-def replayed(key: Any, tensors: Sequence[Tensor | None], alive: Any, make: Callable[..., Any], *args: Any) -> Any:
-    """The result of `make(*args)`, or of what it did the first time, with such a key and such tensors.
+def replayed(make: Callable[..., Any], *args: Any) -> Any:
+    """The result of `make(*args)`, or of what it did the first time for tensors like these and equal other arguments.
 
     Args:
-        key: everything that decides what is done but the tensors; hashable.
-        tensors: all that are read or written, the first one not `None`.
-        alive: what the key has the `id` of.
-        make: does it.
-        args: of `make`.
+        make: does it; a function of a module.
+        args: its arguments; tensors stand by themselves, the first one before others may be `None`, and all that is no
+            tensor is hashable and compares by what `make` decides by.
     """
     if _INTERPRETED or _dispatch_modes() or _function_modes():
         return make(*args)
+    key: list[Any] = [make]
     given: list[Any] = []
-    addresses = present = 0
-    for t in tensors:
-        present += present
-        if t is not None:
-            given.append(t)
-            present += 1
-            addresses |= t.data_ptr()
+    addresses, before = 0, None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            # What is given twice in a row may be read once.
+            if arg is before:
+                key.append(_SAME)
+                continue
+            before = arg
+            given.append(arg)
+            key.append(Tensor)
+            addresses |= arg.data_ptr()
+        elif type(arg) is Activation:  # the hash of a Triton function is that of its source
+            key += (id(arg.value), id(arg.derivative), arg.reads, arg.P)
+        else:
+            key.append(arg)
     if addresses & 15:
         return make(*args)
-    key = (key, present, given[0].shape)
-    found = _entries.get(key)
+    key.append(given[0].shape)
+    whole = tuple(key)
+    found = _entries.get(whole)
     if found is not None and not _launch.hooked():
         for entry in found:
             if entry.check(*given):
                 if entry.launches and entry.device == torch._C._cuda_getDevice():
                     return _again(entry, given)
                 return make(*args)
-    return _recorded(key, given, alive, make, args)
+    return _recorded(whole, given, make, args)
 
 
 def _again(entry: _Entry, tensors: list[Any]) -> Any:
@@ -136,7 +141,7 @@ def _again(entry: _Entry, tensors: list[Any]) -> Any:
     return kind([tensors[place] for place in places]) if kind is not None else tensors[places[0]]
 
 
-def _recorded(key: Any, given: list[Tensor], alive: Any, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _recorded(key: Any, given: list[Tensor], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Do it, and keep how, or that it cannot be done again."""
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
     addresses = {t.data_ptr() for t in given}
@@ -153,6 +158,7 @@ def _recorded(key: Any, given: list[Tensor], alive: Any, make: Callable[..., Any
     alike = _entries.setdefault(key, [])
     if len(alike) >= MOST_ALIKE:
         alike.clear()
+    alive = tuple(arg for arg in args if not isinstance(arg, Tensor))
     alike.append(recording.entry(given, result, alive))
     return result
 

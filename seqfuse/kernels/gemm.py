@@ -52,10 +52,11 @@ from ._launch import (
     workspace,
 )
 from ._philox import dropped, threshold_and_scale
-from ._replay import replayed, told
+from ._replay import replayed
 from ._variants import Type, Variant
 from .activations import ACTIVATIONS, apply, gradient, name_of
 
+_KEPT = (None, 0.0, True)  # in the place of a dropout
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -660,13 +661,9 @@ def _forward(
         return _gemm_ops.forward(
             form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, up, up_bias
         )
-    seed, *drop = dropout or (None,)
     return replayed(
-        (form, told(act), store_pre, store_act, *drop, dtype, tf32, tile),
-        (x, weight, bias, row_scale, residual, seed),
-        act,
-        _decided_forward,
-        form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, tile,
+        _decided_forward, form, x, weight, bias, act, store_pre, store_act, row_scale, *(dropout or _KEPT), residual,
+        dtype, tf32, tile, up, up_bias,
     )  # fmt: skip
 
 
@@ -679,12 +676,17 @@ def _decided_forward(
     store_pre: bool,
     store_act: bool,
     row_scale: Tensor | None,
-    dropout: Dropout | None,
+    seed: Tensor | None,
+    p: float,
+    upscale: bool,
     residual: Tensor | None,
     dtype: torch.dtype | None,
     tf32: bool,
     tile: Tile | None,
+    up: Tensor | None,
+    up_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
+    dropout = None if seed is None else Dropout(seed, p, upscale)
     _factors("x", x, "weight", weight)
     packed, K = weight.shape
     N = packed
@@ -837,14 +839,9 @@ def _backward(
             form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
             tf32,
         )  # fmt: skip
-    seed, *drop = dropout or (None,)
     return replayed(
-        (form, told(act), t_is_output, *drop, sums, emit, dtype, sums_dtype, dy_sums, tf32, tile),
-        (dy, weight, t, row_scale, residual, seed),
-        act,
-        _decided_backward,
-        form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
-        tf32, tile,
+        _decided_backward, form, dy, weight, act, t, t_is_output, row_scale, *(dropout or _KEPT), residual, sums, emit,
+        dtype, sums_dtype, dy_sums, tf32, tile,
     )  # fmt: skip
 
 
@@ -856,7 +853,9 @@ def _decided_backward(
     t: Tensor | None,
     t_is_output: bool,
     row_scale: Tensor | None,
-    dropout: Dropout | None,
+    seed: Tensor | None,
+    p: float,
+    upscale: bool,
     residual: Tensor | None,
     sums: bool,
     emit: bool,
@@ -866,6 +865,7 @@ def _decided_backward(
     tf32: bool,
     tile: Tile | None,
 ) -> Gradients:
+    dropout = None if seed is None else Dropout(seed, p, upscale)
     _factors("dy", dy, "weight", weight)
     K, N = weight.shape
     flat = _flat("dy", dy)
@@ -929,8 +929,7 @@ def linear_wgrad(
     """
     if traced():
         return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
-    key = ("wgrad", dtype, tf32, tile)
-    return replayed(key, (dy, x, main_grad), None, _wgrad, dy, x, main_grad, dtype, None, tf32, tile)
+    return replayed(_wgrad, dy, x, main_grad, dtype, None, tf32, tile)
 
 
 def linear_wgrad_bias(
@@ -962,8 +961,7 @@ def linear_wgrad_bias(
     """
     if traced():
         return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
-    key = ("wgrad+bias", dtype, sums_dtype, tf32, tile)
-    return replayed(key, (dy, x, main_grad), None, _wgrad_bias, dy, x, main_grad, dtype, sums_dtype, tf32, tile)
+    return replayed(_wgrad_bias, dy, x, main_grad, dtype, sums_dtype, tf32, tile)
 
 
 def _wgrad_bias(

@@ -436,8 +436,6 @@ class Chain:
         self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == _SUM.value)
         self.name = ",".join(step.name for step in steps)
         self.text = ";".join(step.text for step in steps)
-        kinds = tuple(kind for kind in self.kinds if kind in (_EMIT.value, _DACT.value))
-        self.reads_again = (_EMIT.value, _DACT.value) in itertools.pairwise(kinds)
         self._tiles: dict[tuple[int, int, int], tuple[int, int, Constexprs]] = {}
 
     def tile(self, width: int, itemsize: int) -> tuple[int, int, Constexprs]:
@@ -512,20 +510,16 @@ def pointwise(
     """
     if traced():
         return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
-    # A step may find that it is given what the one before has read.
-    same = tuple([a is b for a, b in itertools.pairwise(operands)]) if chain.reads_again else ()
-    tensors = (x, *dict.fromkeys(operands)) if any(same) else (x, *operands)
-    key = (chain, dtype, tuple(dtypes), result, same)
-    return replayed(key, tensors, None, _decided, x, chain, operands, dtype, dtypes, result)
+    return replayed(_decided, x, chain, dtype, tuple(dtypes), result, *operands)
 
 
 def _decided(
     x: Tensor,
     chain: Chain,
-    operands: Sequence[Tensor],
     dtype: torch.dtype | None,
-    dtypes: Sequence[torch.dtype],
+    dtypes: tuple[torch.dtype, ...],
     result: bool,
+    *operands: Tensor,
 ) -> tuple[Tensor | None, ...]:
     dtype = dtype or x.dtype
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
