@@ -14,6 +14,7 @@ except ModuleNotFoundError as _missing:
     ) from None
 
 from . import errors, fusions, ops, plugins
+from .convert import convert
 from .env import Env, Savings
 from .errors import (
     CacheWarning,
@@ -68,6 +69,7 @@ __all__ = [
     "StateError",
     "UnfusedOperation",
     "accumulated",
+    "convert",
     "errors",
     "field",
     "fusing",

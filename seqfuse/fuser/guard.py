@@ -11,7 +11,6 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
-from ..casts import cast_once
 from ..env import any_autocast, autocast_of
 from ..generated import Source
 from ..group import Group, summed_gradient
@@ -39,7 +38,6 @@ _FIXED: Mapping[str, Any] = {
     "deterministic": torch._C._get_deterministic_algorithms,  # pyright: ignore
     "any_autocast": any_autocast,
     "autocast_of": autocast_of,
-    "cast_once": cast_once,
     "fusing": current_fusing.get,
     "default_fusing": default_fusing,
 }
@@ -115,13 +113,8 @@ def bind(
     if callable(runs):
         s.add("try:", f"    x = {s.put(runs)}(x)")
         s.add("except Exception as error:", f"    error.add_note({s.put(place)})", "    raise")
-    segments: Sequence[tuple[Segment, Sequence[int]]] = () if callable(runs) else runs
-    casts = autocast is not None and any(segment.live for segment, _ in segments)
-    s.add(*["with cast_once():"] * casts)
-    s.depth += casts
-    for segment, indices in segments:
+    for segment, indices in () if callable(runs) else runs:
         _run(s, segment, [names[i] for i in indices], local, made)
-    s.depth -= casts
     s.add(*(f"channels[{s.put(c)}] = {name}" for c, name in made.items()), "return x")
     return s.define()
 

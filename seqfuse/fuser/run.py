@@ -18,7 +18,6 @@ from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
 from .cost_lookup import Known
-from .dtypes import borders_of
 from .flatten import flatten, has_own_graph, public_channels
 from .guard import Call, device, dtype, requires
 from .guard import bind as bind_call
@@ -219,14 +218,12 @@ class Fuser:
         required = {c: t.requires_grad for c, t in given.items()}
         wants = Wants.of(op_list.nodes, region.start, region.stop, x.requires_grad, required, env.grad)
         shapes = validate(op_list.nodes, region.positions, x.shape)
-        borders = borders_of(op_list.nodes, op_list.random, region.positions, x, given, parameters, env)
         if plan is None:
-            known = Known(op_list.nodes, wants, env, region.start, None if env.rows is None else shapes, borders)
-            stretch = op_list.nodes, region.start, region.stop
-            plan = plan_region(*stretch, wants, env, fusing, self._matcher, known, borders)
+            known = Known(op_list.nodes, wants, env, region.start, None if env.rows is None else shapes)
+            plan = plan_region(op_list.nodes, region.start, region.stop, wants, env, fusing, self._matcher, known)
         note = weakref.WeakMethod(self._note_failure)
         about = op_list.nodes, op_list.random, region.positions, region.slots, x, given, parameters
-        context = Context.of(*about, shapes, borders, wants, env, fusing.on_error, note)
+        context = Context.of(*about, shapes, wants, env, fusing.on_error, note)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
@@ -272,6 +269,11 @@ class Fuser:
         """
         with collecting_later():
             return plan_ahead(self, self._matcher, self._changed(), x, env, channels)
+
+    def latest_plans(self) -> list[Plan]:
+        """The plans of the latest call, one for each stretch between barriers."""
+        parts = self._op_lists[0].parts if self._op_lists else []
+        return [part.program.plan for part in parts if isinstance(part, Region) and part.program is not None]
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""

@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from ..env import Env, autocast_of
+from ..env import Env, autocast_of, constant_under_compile
 from ..fusion import Requirements
 from ..ops import Bias, Linear
 from ..ops.linear import scaled_mm
 
 
-def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
+def one_dtype(linear: Linear, bias: Bias | None) -> bool:
     """Whether a GEMM can start from the bias: torch promotes in `x + bias`, not in `linear(x, weight, bias)`."""
-    return bias is None or env.autocast is not None or linear.weight.dtype == bias.bias.dtype
+    return bias is None or linear.weight.dtype == bias.bias.dtype
 
 
 def output_bytes(linear: Linear, env: Env) -> float:
@@ -30,15 +30,14 @@ def output_bytes(linear: Linear, env: Env) -> float:
 
 def linear_epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gelu"]) -> Tensor:
     """act(x weight^T + bias) as one call of ATen; GeLU is by tanh on a GPU and exact on a CPU."""
-    cast_to = autocast_of(x.device.type)
-    if cast_to is not None and any(t.dtype is not cast_to for t in (x, weight, bias)):  # autocast does not reach it
+    if autocast_of(x.device.type) is not None:  # a call that autocast does not know
         y = F.linear(x, weight, bias)
         return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
     y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+@constant_under_compile
 def epilogue_keeps_nan(kind: str, dtype: torch.dtype) -> bool:
     """Whether the GEMM with ReLU in its epilogue keeps NaN; a GPU is tried once, one that is not here trusted."""
     return kind != "cuda" or not torch.cuda.is_available() or tried_with_nan(kind, dtype)
@@ -64,7 +63,8 @@ def as_rows(t: Tensor) -> Tensor:
 def gemm_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
     """What a GEMM with a factor or an addend asks of its operands."""
     yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
-    one = env.cast(linear.weight.dtype) == env.dtype and one_dtype(linear, bias, env)
+    yield env.autocast is None, "under autocast the addend would be rounded to the GEMM's dtype"
+    one = linear.weight.dtype == env.dtype and one_dtype(linear, bias)
     yield one, "input, weight and bias must have one dtype"
 
 

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..env import constant_under_compile
+
 _aten: Any = torch.ops.aten
 _flash: Callable[..., tuple[Tensor, ...]] = _aten._flash_attention_forward.default
 _flash_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten._flash_attention_backward.default
@@ -52,7 +54,7 @@ def backend(q: Tensor, k: Tensor, causal: bool) -> Backend | None:
     return _choice(q.device, q.dtype, batch, heads, kv_heads, rows, size, causal)
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
+@constant_under_compile
 def _choice(
     device: torch.device, dtype: torch.dtype, batch: int, heads: int, kv_heads: int, rows: int, size: int, causal: bool
 ) -> Backend | None:

@@ -50,8 +50,6 @@ class Embedding(sf.UnfusedOperation):
     class Saved(sf.Saved):
         x: Tensor  # [*]
 
-    autocast = "same"
-
     _meets: tuple[sf.UnfusedOperation, ...] = ()
 
     def __init__(

@@ -32,7 +32,6 @@ class Fork(sf.UnfusedOperation):
 
     dy_may_be_none = True
     is_view = True
-    autocast = "same"
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()

@@ -31,7 +31,6 @@ class GeLU(sf.Pointwise):
     """
 
     native = True
-    autocast = "same"
     value, derivative = device_functions()
 
     @property

@@ -26,7 +26,6 @@ class Identity(sf.UnfusedOperation):
     NOTHING: ClassVar[Saved] = Saved()
 
     is_view = True
-    autocast = "same"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
-from ..casts import lowered
 from ..env import autocast_of
 from ..errors import InputError
 from ..group import Group, Share
@@ -64,10 +63,9 @@ class Linear(sf.UnfusedOperation):
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]
-        weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter, or its cast under autocast
+        weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter itself
 
     same_dtype = True
-    autocast = "lower"
     bias: nn.Parameter | None
     _member: tuple[Bias, ...]  # a tuple, so that it is not registered as a submodule
     _meets: tuple[sf.UnfusedOperation, ...] = ()
@@ -179,13 +177,8 @@ class Linear(sf.UnfusedOperation):
         return F.linear(x, self.weight)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        weight = self.weight_for(x)
-        return F.linear(x, weight), self.Saved(x=x, weight=weight)
-
-    def weight_for(self, x: Tensor, always: bool = False) -> Tensor:
-        """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
         weight = required(self, "weight")
-        return weight if weight.dtype is x.dtype else lowered(weight, always)
+        return F.linear(x, weight), self.Saved(x=x, weight=weight)
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None

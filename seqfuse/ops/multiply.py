@@ -32,8 +32,6 @@ class Multiply(sf.UnfusedOperation):
         other: Tensor = sf.field(for_="x")
         shape: tuple[int, ...]  # of other
 
-    autocast = "promote"
-
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name

@@ -20,7 +20,6 @@ class ReLU(sf.Pointwise):
     """
 
     native = True
-    autocast = "same"
     value, derivative = device_functions("relu")
 
     reads = "output"

@@ -20,7 +20,6 @@ class Sigmoid(sf.Pointwise):
     """
 
     native = True
-    autocast = "same"
     value, derivative = device_functions("sigmoid")
 
     reads = "output"

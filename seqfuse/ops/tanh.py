@@ -20,7 +20,6 @@ class Tanh(sf.Pointwise):
     """
 
     native = True
-    autocast = "same"
     value, derivative = device_functions("tanh")
 
     reads = "output"

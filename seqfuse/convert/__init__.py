@@ -1,0 +1,59 @@
+"""Converting existing models: Dynamo captures the forward pass, chains of known operations run through plans."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from ..fuser.sequential import Fusions
+
+if TYPE_CHECKING:
+    from .capture import Conversion, backend
+    from .report import GraphReport, Left
+
+__all__ = ["Conversion", "GraphReport", "Left", "backend", "convert"]
+
+_LATE = {"Conversion": "capture", "backend": "capture", "GraphReport": "report", "Left": "report"}
+
+
+def convert(
+    model: nn.Module,
+    *,
+    regions: Literal["model", "layers"] = "model",
+    then: Literal["inductor"] | None = None,
+    fusions: Fusions | None = None,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> Conversion:
+    """Run a model's chains of known operations through fused plans, in place.
+
+    The model stays the object that it is, of its class, with its keys, parameters and hooks. Dynamo captures its
+    forward pass at the next call, before autograd; what the library has operations for (in the spellings of torch and
+    of Hugging Face) runs through plans, with their backward passes; everything else runs as it did. Parameters are read
+    in each call: training, loading, moving, adapters and sharding go on as before.
+
+    Args:
+        model: any `torch.nn.Module`.
+        regions: `"model"` captures the model as a whole, `"layers"` each of its repeated layers, with one graph for
+            layers that are alike: quicker to capture, and a forward that Dynamo cannot trace is met by halves.
+        then: what runs the rest: `None`, as before, or `"inductor"`.
+        fusions: the fusion set; the default one if left out.
+        filter_fn: says of a module and its path, as `named_modules` has them, whether its own calls may be converted.
+
+    Returns:
+        The conversion: `print` it after a call, `undo()` ends it.
+
+    Raises:
+        InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert.
+    """
+    from .capture import start  # here, because what it needs of torch takes long to import
+
+    return start(model, regions, then, fusions, filter_fn)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATE:
+        return getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,221 @@
+"""Attention: scaled_dot_product_attention with the products, norms and RoPE before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from .. import ops
+from .graph import ahead, argument, back, cast_of, channel, example, is_same, operands, same_shape, same_size, spelled
+from .heads import Heads, heads_of, is_transpose
+from .linears import product_ending_at
+from .pointwise import scaled
+from .products import merged
+from .raising import META, Found, Inner, Raised, Value, View, linear, matcher
+
+
+@matcher("scaled_dot_product_attention", rank=0)
+def raise_attention(node: Node) -> Found:
+    """F.scaled_dot_product_attention."""
+    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    how: dict[str, Any] = {
+        "causal": bool(argument(node, 5, "is_causal", False)),
+        "dropout": argument(node, 4, "dropout_p", 0.0),
+        "scale": node.kwargs.get("scale"),
+    }
+    return _attention((q, k, v), argument(node, 3, "attn_mask"), how, node, [node])
+
+
+@matcher("softmax", rank=0)
+def raise_attention_by_hand(node: Node) -> Found:
+    """softmax(scale q k^T, capped, plus a mask) v, as models have it that do not call torch's function."""
+    if argument(node, 1, "dim") not in (-1, 3):
+        return None
+    took: list[Node] = [node]
+    scores, mask, softcap, scale = cast_of(node.args[0], took), None, None, 1.0
+    total = operands(scores, "add")
+    if total is not None:
+        took.append(scores)
+        scores, mask = back(total[0], took), total[1]
+    if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
+        divided = scaled(capped[0].args[0])
+        if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
+            return None
+        took += [scores, capped[0], capped[0].args[0]]
+        scores, softcap = back(divided[0], took), capped[1]
+    if (factor := scaled(scores)) is not None:
+        took.append(scores)
+        scores, scale = back(factor[0], took), factor[1]
+    if spelled(scores) != "matmul":
+        return None
+    took.append(scores)
+    q, keys = scores.args[:2]
+    if spelled(keys) != "transpose" or set(keys.args[1:]) not in ({2, 3}, {-1, -2}, {2, -1}):
+        return "its keys are not transposed where queries meet them"
+    took.append(keys)
+    weights, dropout = node, 0.0
+    while (following := ahead(weights, {"to", "type_as", "float", "half", "bfloat16", "dropout"})) is not None:
+        if spelled(following) == "dropout" and is_same(following) is None:
+            dropout = argument(following, 1, "p", 0.5)
+        took.append(following)
+        weights = following
+    out = ahead(weights, {"matmul"})
+    if out is None:
+        return None
+    how: dict[str, Any] = {"dropout": dropout, "scale": scale, "softcap": softcap}
+    return _attention((q, keys.args[0], out.args[1]), mask, how, out, [*took, out])
+
+
+def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node, took: list[Node]) -> Found:
+    """Products, norms of heads, RoPE and attention, up to heads that lie side by side again."""
+    parts: list[Heads] = []
+    for name, part in zip(("queries", "keys", "values"), qkv, strict=True):
+        found = heads_of(part, took)
+        if isinstance(found, str):
+            return f"its {name}: {found}"
+        parts.append(found)
+    q, k, v = parts
+    if v.rope is not None or v.norm is not None or k.heads != v.heads or len({h.size for h in parts}) != 1:
+        return "keys and values differ in heads, or values are normalized or turned"
+    if (q.rope is None) != (k.rope is None) or (q.norm is None) != (k.norm is None):
+        return "queries and keys are not treated alike"
+    if q.rope is not None and k.rope is not None and q.rope != k.rope:
+        return "queries and keys are turned by different angles"
+    out = _joined(node, took)
+    if out is None:
+        return "its heads are not laid side by side"
+    first = _packed(parts, Inner(), took)
+    if isinstance(first, str):
+        return first
+    raised = [first]
+    if q.norm is not None and k.norm is not None:
+        normed = _normed(q, k, first.out, node)
+        if isinstance(normed, str):
+            return normed
+        raised.append(normed)
+    if q.rope is not None:
+        cos, sin, turned, _ = q.rope
+        angles = {channel(cos): cos, channel(sin): sin}
+        rope = ops.RotaryEmbedding(
+            q.heads, k.heads, style="half", rotary_dim=turned, cos=channel(cos), sin=channel(sin)
+        )
+        raised.append(Raised(rope, raised[-1].out, Inner(), [], node, {}, angles))
+    last = raised[-1].out
+    if isinstance(last, Inner):
+        place = q.heads * q.size
+        for heads in (k, v):
+            last.views.append(View(heads.seen, place, heads.heads, heads.size))
+            place += heads.heads * heads.size
+    mask = back(mask, [])
+    attention = ops.Attention(q.heads, k.heads, mask=None if mask is None else channel(mask), **how)
+    given = {} if mask is None else {channel(mask): mask}
+    raised.append(Raised(attention, last, out, [*took, out], node, {}, given))
+    for r in raised:
+        r.node = out
+    return raised
+
+
+def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> Raised | str:
+    """The product, or the merged products, that make queries, keys and values side by side."""
+    sources = [p.source for p in parts]
+    if all(spelled(s) == "linear" for s in sources) and all(p.start == 0 for p in parts) and len(set(sources)) == 3:
+        found = merged(sources, out, [])
+        return found if found is not None else "queries, keys and values are made of different tensors"
+    starts, place = [p.start for p in parts], 0
+    for p, start in zip(parts, starts, strict=True):
+        if start != place:
+            return "queries, keys and values do not lie side by side"
+        place += p.heads * p.size
+    e = example(sources[0])
+    if len(set(sources)) != 1 or e is None or not same_size(e.shape[-1], place):
+        return "queries, keys and values are not made by one product"
+    source = sources[0]
+    found = product_ending_at(source)
+    if not isinstance(found, list):
+        return "queries, keys and values are not made by a product of a parameter"
+    (r,) = found
+    took += r.took
+    r.out, r.took = out, r.took
+    return r
+
+
+def _normed(q: Heads, k: Heads, x: Value, node: Node) -> Raised | str:
+    a, b = q.norm, k.norm
+    assert a is not None
+    assert b is not None
+    whole = a.size == q.heads * q.size and q.heads > 1
+    if b.size != (k.heads * k.size if whole else k.size) or a.size not in (q.size, q.heads * q.size):
+        return "norms of queries and keys are of different widths"
+    if a.eps != b.eps or a.zero_centered != b.zero_centered or (a.weight is None) != (b.weight is None):
+        return "norms of queries and keys are of different kinds"
+    w = example(a.weight)
+    made = ops.QKNorm(
+        q.size, q.heads, k.heads, a.eps, w is not None, META, None if w is None else w.dtype,
+        full_width=whole, zero_centered=a.zero_centered,
+    )  # fmt: skip
+    return Raised(made, x, Inner(), [], node, {} if w is None else {"q_weight": a.weight, "k_weight": b.weight})
+
+
+def _joined(node: Node, took: list[Node]) -> Node | None:
+    """[B, S, H D] of heads [B, H, S, D]."""
+    e = example(node)
+    while e is not None:
+        following = ahead(node, {"transpose", "permute", "reshape", "view", "contiguous", "flatten"})
+        if following is None:
+            return None
+        took.append(following)
+        t = example(following)
+        if t is not None and t.ndim == 3:
+            last = e.shape[1] * e.shape[3]
+            return following if same_size(t.shape[-1], last) and same_size(t.shape[1], e.shape[2]) else None
+        if t is None or not (is_transpose(following) or same_shape(t.shape, example(node).shape)):  # pyright: ignore[reportOptionalMemberAccess]
+            return None
+        node = following
+    return None
+
+
+@matcher("multi_head_attention_forward", rank=0)
+def raise_multi_head_attention(node: Node) -> Found:
+    """torch.nn.MultiheadAttention of one tensor."""
+    q, k, v = node.args[:3]
+    if not (q is k is v):
+        return "queries, keys and values of several tensors"
+    names = (
+        "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn",
+        "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
+        "use_separate_proj_weight",
+    )  # fmt: skip
+    given = {name: argument(node, i + 3, name) for i, name in enumerate(names)}
+    rare = ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight")
+    users = {u.args[1]: u for u in node.users if spelled(u) == "getitem"}
+    if any(given[name] not in (None, False) for name in rare) or (users.get(1) is not None and users[1].users):
+        return "its weights are read, or it has an option that no operation has"
+    if given["key_padding_mask"] is not None or given["attn_mask"] is not None:
+        return "a mask in the form of torch.nn.MultiheadAttention"
+    result = users.get(0)
+    x, took = q, [node, *users.values()]
+    out = None if result is None else ahead(result, {"transpose"})
+    if spelled(q) != "transpose" or out is None or set(q.args[1:]) != {0, 1} or set(out.args[1:]) != {0, 1}:  # pyright: ignore
+        return "its tensors are not batch first"
+    took += [q, out]  # pyright: ignore[reportArgumentType]
+    x = q.args[0]  # pyright: ignore
+    first = linear(x, given["in_proj_weight"], given["in_proj_bias"], node, [])
+    if not isinstance(first, list):
+        return "its sizes are not fixed"
+    packed, heads = Inner(), Inner()
+    first[0].out = packed
+    attention = ops.Attention(
+        given["num_heads"], causal=bool(node.kwargs.get("is_causal")) and given["attn_mask"] is None,
+        dropout=given["dropout_p"] if given["training"] else 0.0,
+    )  # fmt: skip
+    weight, bias = given["out_proj_weight"], given["out_proj_bias"]
+    w = example(weight)
+    if w is None:
+        return "its sizes are not fixed"
+    last = ops.Linear(w.shape[1], w.shape[0], bias is not None, device=META, dtype=w.dtype)
+    params = {"weight": weight} | ({} if bias is None else {"bias": bias})
+    found = [first[0], Raised(attention, packed, heads, [], node), Raised(last, heads, out, [*took, out], node, params)]
+    for r in found:
+        r.node = out
+    return found

@@ -1,0 +1,176 @@
+"""Capturing a model: what is called instead of it, and the way back."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from ..errors import InputError
+from ..fuser.sequential import Fusions
+from .report import GraphReport, text_of
+from .rewriting import Options, rewrite
+
+
+class Backend:
+    """A backend of `torch.compile` that runs the chains of each captured graph through plans.
+
+    Args:
+        options: how graphs are rewritten.
+        then: what runs the rest of a graph: `None`, as it ran before, or `"inductor"`.
+
+    Attributes:
+        graphs: a report for each graph that was captured.
+    """
+
+    def __init__(self, options: Options, then: Literal["inductor"] | None = None) -> None:
+        self.options, self.then = options, then
+        self.graphs: list[GraphReport] = []
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Rewrite a graph; the callable that runs it."""
+        # Read when Dynamo makes the guards of this graph, right after this: hooks that are set later are noticed.
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        self.graphs += rewrite(gm, self.options, f"graph {len(self.graphs)}")
+        if self.then is None:
+            return gm.forward
+        from .rest import compiled_rest  # what it needs takes long to import
+
+        return compiled_rest(gm)
+
+
+def backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="seqfuse")`: the chains of the model's graphs run through plans.
+
+    Args:
+        gm: a graph that Dynamo captured.
+        example_inputs: its inputs.
+        options: `fusions` and `then`, as those of `convert`.
+        mode: none is known.
+
+    Raises:
+        InputError: (SF106) for another option, or a mode.
+    """
+    given = dict(options or {})
+    fusions, then = given.pop("fusions", None), given.pop("then", None)
+    if given or mode is not None:
+        unknown = f"mode={mode!r}" if mode is not None else ", ".join(map(repr, given))
+        message = f"knows the options 'fusions' and 'then', got {unknown}"
+        raise InputError(message, code="SF106", operation='backend="seqfuse"')
+    _check_then(then)
+    return Backend(Options(fusions), then)(gm, example_inputs)
+
+
+class Conversion:
+    """What `convert` did to a model; printed, what became of each graph that was captured.
+
+    Attributes:
+        model: the model, the same object as before.
+        graphs: a report for each graph captured up to now; none before the first call.
+    """
+
+    def __init__(self, model: nn.Module, places: Iterable[nn.Module], backend: Backend) -> None:
+        self.model, self._backend = model, backend
+        # A code object of its own: Dynamo keeps graphs by code object, up to a limit that models would share.
+        own = types.FunctionType(_call.__code__.replace(), _call.__globals__, "call")
+        compiled = torch.compile(own, backend=backend)
+        self._before = [(place, place._compiled_call_impl) for place in places]  # pyright: ignore[reportPrivateUsage]
+        for place, _ in self._before:
+            place._compiled_call_impl = functools.partial(_guarded, compiled, place)  # pyright: ignore[reportPrivateUsage]
+
+    @property
+    def graphs(self) -> tuple[GraphReport, ...]:
+        """A report for each graph."""
+        return tuple(self._backend.graphs)
+
+    def undo(self) -> None:
+        """Let the model run as it did before; a second time, nothing happens."""
+        for place, before in self._before:
+            place._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
+        self._before = []
+
+    def __str__(self) -> str:
+        return text_of(self.graphs)
+
+    def __repr__(self) -> str:
+        return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs>"
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # A frame of ours, because Dynamo skips those of torch.nn; with the module as an argument layers share a graph.
+    return module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+
+
+def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # within the capture of a larger model
+        return _call(module, *args, **kwargs)
+    skipped = torch._dynamo.config.skip_nnmodule_hook_guards
+    try:
+        return compiled(module, *args, **kwargs)
+    finally:
+        if skipped is not torch._dynamo.config.skip_nnmodule_hook_guards:
+            torch._dynamo.config.skip_nnmodule_hook_guards = skipped
+
+
+def start(
+    model: nn.Module,
+    regions: Literal["model", "layers"],
+    then: Literal["inductor"] | None,
+    fusions: Fusions | None,
+    filter_fn: Callable[[nn.Module, str], bool] | None,
+) -> Conversion:
+    """`convert`, whose arguments these are."""
+    wrong: dict[str, Any] = {"code": "SF106", "operation": "convert"}
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"expects a torch.nn.Module, got {type(model).__name__}", **wrong)
+    if regions not in ("model", "layers"):
+        raise InputError(f'regions must be "model" or "layers", got {regions!r}', **wrong)
+    _check_then(then)
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, functools.partial) and module._compiled_call_impl.func is _guarded:  # pyright: ignore[reportPrivateUsage]
+            name = names[id(module)] or type(model).__name__
+            raise InputError(f"{name} is converted already", hint="end that with undo()", **wrong)
+    places = [model] if regions == "model" else _layers(model)
+    if not places:
+        raise InputError(
+            f"{type(model).__name__} has no torch.nn.ModuleList of layers", hint='use regions="model"', **wrong
+        )
+
+    def allowed(path: str) -> bool:
+        if filter_fn is None:
+            return True
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:  # a module that is not the model's own
+            return True
+        return filter_fn(module, path)
+
+    return Conversion(model, places, Backend(Options(fusions, allowed), then))
+
+
+def _check_then(then: Any) -> None:
+    if then not in (None, "inductor"):
+        raise InputError(f'then must be None or "inductor", got {then!r}', code="SF106", operation="convert")
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists of modules."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside and len(module) > 0:
+            found += [child for child in module if any(True for _ in child.children())]
+            inside.update(module.modules())
+    return found

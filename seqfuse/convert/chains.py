@@ -1,0 +1,193 @@
+"""Chains: which raised operations run as one `Sequential`, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from torch.fx import Graph, Node
+
+from .. import ops
+from ..operation import FusableOperation
+from .graph import State, channel, example, same_shape, states
+from .pointwise import swapped
+from .raising import Inner, Raised, Value
+
+
+@dataclasses.dataclass(eq=False)
+class Chain:
+    """Raised operations that run as one `Sequential`, in the order of the graph."""
+
+    members: list[Raised]
+    state: State
+
+    @property
+    def inputs(self) -> list[Node]:
+        """The nodes outside of it whose values it reads."""
+        made = {r.out for r in self.members}
+        return list(dict.fromkeys(n for r in self.members for n in r.inputs if n not in made))
+
+
+def chains_of(
+    graph: Graph, operations: Sequence[Raised], apart: Container[Raised] = (), strict: bool = False
+) -> list[Chain]:
+    """Cover the operations of a graph with chains: as large as they can be while each can run as one call.
+
+    A chain is convex: no value that it reads is made, outside of it, of a value that it makes. Its operations run under
+    one autocast and gradient mode, and between two changes in place.
+
+    Args:
+        graph: as it was captured.
+        operations: what was raised.
+        apart: operations that begin a chain.
+        strict: whether a change in place of any tensor counts, not only of those that operations touch.
+    """
+    touched = None if strict else {n for r in operations for n in (*r.inputs, *r.took)}
+    state = dict(states(graph.nodes, {r.out for r in operations}, touched))
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    made: dict[Value, Chain] = {}
+    for together in _in_order(operations, place):
+        chain = Chain(list(together), state[together[-1].node])
+        own = {p for r in together for p in r.parameters.values()}
+        for node in () if together[0] in apart else chain.inputs:
+            producer = made.get(node)
+            if producer is None or producer is chain or producer.state != chain.state or node in own:
+                continue
+            if _depends(chain, producer, made, place) or _depends(producer, chain, made, place):
+                continue
+            producer.members += chain.members
+            chain = producer
+            made |= {r.out: chain for r in chain.members}
+        made |= {r.out: chain for r in chain.members}
+    found = list(dict.fromkeys(made.values()))
+    for chain in found:
+        chain.members.sort(key=lambda r: place[r.node])
+    return found
+
+
+def _in_order(operations: Sequence[Raised], place: Mapping[Node, int]) -> Iterable[list[Raised]]:
+    """Operations in the order of the graph, those that were raised together in one list."""
+    groups: list[list[Raised]] = []
+    for r in operations:
+        if groups and isinstance(r.x, Inner):
+            groups[-1].append(r)
+        else:
+            groups.append([r])
+    return sorted(groups, key=lambda group: place[group[-1].node])
+
+
+def _depends(chain: Chain, on: Chain, made: Mapping[Value, Chain], place: Mapping[Node, int]) -> bool:
+    """Whether a chain reads, by way of a node or a third chain, what another makes."""
+    first = min(place[r.node] for r in on.members)
+    seen: set[Node | Chain] = set()
+    stack = [n for n in chain.inputs if made.get(n) is not on]
+    while stack:
+        node = stack.pop()
+        maker = made.get(node)
+        if maker is on:
+            return True
+        unit = node if maker is None else maker
+        if unit in seen or maker is chain or (maker is None and place[node] < first):
+            continue
+        seen.add(unit)
+        stack += node.all_input_nodes if maker is None else maker.inputs
+    return False
+
+
+def needed(graph: Graph, chains: Sequence[Chain]) -> tuple[set[Value], set[Node]]:
+    """The values that are read outside of their chain, and the nodes that chains stand for and nobody reads."""
+    made: dict[Value, Value] = {r.out: r.out for chain in chains for r in chain.members}
+    made |= {view.node: inner for inner in list(made) if isinstance(inner, Inner) for view in inner.views}
+    absorbed = {t for chain in chains for r in chain.members for t in r.took}
+    outside, alive = set[Value](), set[Node]()
+    stack = [i for n in graph.nodes if n not in absorbed for i in n.all_input_nodes]
+    stack += [i for chain in chains for i in chain.inputs]
+    while stack:
+        node = stack.pop()
+        if node in made:
+            outside.add(made[node])
+        elif node in absorbed and node not in alive:
+            alive.add(node)
+            stack += node.all_input_nodes
+    return outside, absorbed - alive
+
+
+@dataclasses.dataclass(eq=False)
+class Order:
+    """A chain as a sequence of operations.
+
+    Attributes:
+        operations: the operations, with the `Fork`s and `Take`s that lead values to their readers.
+        x: the node whose value enters the sequence.
+        channels: the nodes that enter as channels, by name.
+        outputs: the values that it returns, y first.
+        members: the raised operations, in the order in which they run.
+        apart: operations that would go on from a value of another shape than the one before them made.
+    """
+
+    operations: list[FusableOperation]
+    x: Node
+    channels: dict[str, Node]
+    outputs: list[Value]
+    members: list[Raised]
+    apart: list[Raised]
+
+
+def order_of(chain: Chain, outside: set[Value]) -> Order:
+    """Put the operations of a chain in an order in which most of them read what the one before made."""
+    left, members = list(chain.members), list[Raised]()
+    inside, current = {r.out for r in left}, None
+    ready: set[Value] = set()
+    while left:
+        able = [r for r in left if all(n in ready or n not in inside for n in (r.x, *r.channels.values()))]
+        chosen = next((r for r in able if r.x is current), None)
+        if chosen is None:
+            sums = (r for r in able if isinstance(r.operation, ops.Add))
+            chosen = next((r for r in sums if current in r.channels.values()), able[0])
+        left.remove(chosen)
+        if isinstance(chosen.operation, ops.Add) and chosen.x is not current and current in chosen.channels.values():
+            chosen = swapped(chosen)
+        members.append(chosen)
+        current = chosen.out
+        ready.add(current)
+    return _routed(members, inside, outside)
+
+
+def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> Order:
+    start = members[0].x
+    assert isinstance(start, Node)
+    order = Order([], start, {}, [], members, [])
+    extra: list[Value] = []
+    current: Value = start
+    for i, r in enumerate(members):
+        order.channels.update({c: n for c, n in r.channels.items() if n not in inside and n is not start})
+        later = members[i:]
+        if r.x is current:
+            if isinstance(current, Node) and _is_read_later(current, later):
+                order.operations.append(ops.Fork(channel(current)))
+        else:
+            assert isinstance(r.x, Node)
+            a, b = example(current), example(r.x)
+            if not isinstance(current, Node) or a is None or b is None or not same_shape(a.shape, b.shape):
+                order.apart.append(r)
+                return order
+            order.operations.append(ops.Take(channel(r.x), to=channel(current)))
+            if not _is_read_later(current, later):  # by nobody here: the channel that it became is an output
+                assert current in outside
+                extra.append(current)
+            if r.x not in inside and r.x is not start:
+                order.channels[channel(r.x)] = r.x
+        order.operations.append(r.operation)
+        current = r.out
+        if current in outside and r is not members[-1]:
+            after = members[i + 1].x is current or _is_read_later(current, members[i + 1 :])
+            if after:
+                order.operations.append(ops.Fork(f"out_{len(extra)}"))
+                extra.append(current)
+    order.outputs = [current, *extra]
+    return order
+
+
+def _is_read_later(value: Value, later: Sequence[Raised]) -> bool:
+    """Whether an operation reads a value, but for the next one as its x."""
+    return any(value in r.channels.values() for r in later) or any(r.x is value for r in later[1:])

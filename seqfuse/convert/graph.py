@@ -1,0 +1,235 @@
+"""Reading the graphs that Dynamo captures: spellings of calls, example tensors, states, and what is worth a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+_MODULES = {
+    "torch",
+    "torch.nn.functional",
+    "torch._C._nn",
+    "torch._C",
+    "torch.functional",
+    "_operator",
+    "torch._tensor",
+}
+_ALIKE = {
+    "multiply": "mul", "concat": "cat", "concatenate": "cat", "divide": "truediv", "div": "truediv",
+    "true_divide": "truediv", "subtract": "sub", "swapaxes": "transpose", "swapdims": "transpose", "mm": "matmul",
+    "unsafe_chunk": "chunk",
+}  # fmt: skip
+_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+_SAME = {*_CASTS, "to", "type_as", "contiguous", "view", "reshape", "expand", "expand_as", "clone", "identity", "type"}
+_STATES = {"_enter_autocast": 1, "_exit_autocast": -1}
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "setitem"}
+
+
+def spelled(node: Any) -> str | None:
+    """The name of a call of torch, the same for a function, a method, an operator and an ATen overload."""
+    if not isinstance(node, Node):
+        return None
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op != "call_function":
+        return None
+    elif isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        if node.target.namespace != "aten":
+            return None
+        name = node.target.overloadpacket.__name__
+    elif getattr(node.target, "__module__", None) in _MODULES:
+        name = getattr(node.target, "__name__", "")
+    else:
+        return None
+    return _ALIKE.get(name, name)
+
+
+def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, given by place or by name."""
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
+
+
+def example(node: Any) -> Tensor | None:
+    """The fake tensor that Dynamo computed for a node; `None` where it is no tensor."""
+    found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
+    return found if isinstance(found, Tensor) else None
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two nodes are tensors of one shape and dtype."""
+    first, second = example(a), example(b)
+    return (
+        first is not None
+        and second is not None
+        and first.dtype is second.dtype
+        and same_shape(first.shape, second.shape)
+    )
+
+
+def same_shape(a: Any, b: Any) -> bool:
+    """Whether two shapes are one, symbolic sizes by their expression, without a guard."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are one number or one expression."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return str(a) == str(b)
+
+
+def is_same(node: Any) -> Node | None:
+    """What a call returns unchanged: a cast to the dtype it has, a view of the shape it has, a dropout that is off."""
+    name = spelled(node)
+    if name == "dropout":
+        off = not argument(node, 1, "p", 0.5) or not argument(node, 2, "training", True)
+        return node.args[0] if off and isinstance(node.args[0], Node) else None
+    if name == "getitem":
+        index: Any = node.args[1]
+        every = [index] if not isinstance(index, tuple) else index
+        whole = all(i is Ellipsis or (isinstance(i, slice) and i in _WHOLE) for i in every)
+        source = node.args[0]
+        return source if whole and isinstance(source, Node) and alike(source, node) else None
+    if name == "cat":  # a cache that held nothing yet
+        parts: Any = argument(node, 0, "tensors")
+        full = [p for p in parts if (e := example(p)) is None or e.ndim != 1 or e.shape[0] != 0]
+        return full[0] if len(full) == 1 and alike(full[0], node) else None
+    if name not in _SAME or not node.args or not isinstance(node.args[0], Node):
+        return None
+    source = node.args[0]
+    return source if alike(source, node) and example(source).device == example(node).device else None  # pyright: ignore[reportOptionalMemberAccess]
+
+
+_WHOLE = (slice(None), slice(0, None), slice(None, None, 1), slice(0, None, 1))
+
+
+def back(node: Any, took: list[Node]) -> Any:
+    """What a node is but for calls that change nothing; those are added to `took`."""
+    while isinstance(node, Node) and (source := is_same(node)) is not None:
+        took.append(node)
+        node = source
+    return node
+
+
+def cast_of(node: Any, took: list[Node]) -> Any:
+    """What a node is but for casts and calls that change nothing; those are added to `took`."""
+    while isinstance(node, Node):
+        source = is_same(node)
+        if source is None and spelled(node) in {*_CASTS, "to", "type_as", "type"} and isinstance(node.args[0], Node):
+            before, after = example(node.args[0]), example(node)
+            if before is not None and after is not None and before.device == after.device:
+                source = node.args[0]
+        if source is None:
+            return node
+        took.append(node)
+        node = source
+    return node
+
+
+def operands(node: Any, name: str) -> tuple[Any, Any] | None:
+    """The two operands of a sum or product, in the order written; no factor is hidden in it."""
+    if spelled(node) != name or (name in ("add", "sub") and argument(node, 2, "alpha", 1) != 1) or len(node.args) < 2:
+        return None
+    return node.args[0], node.args[1]
+
+
+def ahead(node: Node, names: set[str]) -> Node | None:
+    """The only user of a node, if it is one of these calls upon it."""
+    users = list(node.users)
+    found = users[0] if len(users) == 1 else None
+    return found if spelled(found) in names and found is not None and found.args[0] is node else None
+
+
+def in_place(node: Node) -> bool:
+    """Whether a node may change a tensor that exists; what is not known may."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        return target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    if isinstance(target, torch._ops.HigherOrderOperator):  # pyright: ignore[reportPrivateUsage]
+        return False
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return True
+    name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
+    if name in _IN_PLACE or (name == "dropout" and argument(node, 3, "inplace", False)):
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Under which autocast and gradient mode a node runs, and how many tensors were changed in place before it."""
+
+    autocast: tuple[Node, ...] = ()
+    grad: Any = None
+    changes: int = 0
+
+
+def states(nodes: Any, functional: Any = (), touched: Any = None) -> Iterator[tuple[Node, State]]:
+    """Each node with its state.
+
+    Args:
+        nodes: of a graph, in order.
+        functional: calls that will no longer change anything in place.
+        touched: if given, changes of tensors that are made by none of these calls do not count.
+    """
+    state = State()
+    for node in nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "_enter_autocast":
+            state = dataclasses.replace(state, autocast=(*state.autocast, node))
+        elif name == "_exit_autocast":
+            state = dataclasses.replace(state, autocast=tuple(n for n in state.autocast if n is not node.args[0]))
+        elif name == "_set_grad_enabled":
+            state = dataclasses.replace(state, grad=None if node.args[0] is True else node.args[0])
+        elif in_place(node) and node not in functional and name != "_log_api_usage_once":
+            base = _base(node.kwargs.get("out", node.args[0]))
+            if touched is None or base is None or base in touched:
+                state = dataclasses.replace(state, changes=state.changes + 1)
+        yield node, state
+
+
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "getitem", "unsqueeze", "squeeze", "expand", "t", "flatten", "chunk",
+    "split", "detach", "contiguous", "to", "float", "unflatten", "narrow", "select", "type_as", "view_as", "unbind",
+    "iadd",
+}  # fmt: skip
+
+
+def _base(node: Any) -> Node | None:
+    """The call that made the memory of a tensor; `None` where it is not known."""
+    while isinstance(node, Node) and spelled(node) in _VIEWS:
+        node = node.args[0]
+    return node if isinstance(node, Node) and spelled(node) is not None else None
+
+
+def is_state(node: Node) -> bool:
+    """Whether a node switches a mode and may therefore not be passed by others."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") in (*_STATES, "_set_grad_enabled")
+
+
+def inputs(node: Node) -> list[Node]:
+    """The nodes whose values a node reads."""
+    return list(node.all_input_nodes)
+
+
+def owner(node: Node) -> str:
+    """The path of the module that a node was called in, as `named_modules` has it; empty for the model's own."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    if not stack:
+        return ""
+    path, _ = list(stack.values())[-1]
+    path = re.sub(r"^L\['[^']*'\]", "", str(path)).replace("_modules", "")
+    return ".".join(re.findall(r"[^.\[\]'\"]+", path))
+
+
+def channel(node: Node) -> str:
+    """The name of the channel that carries the value of a node."""
+    return f"v_{node.name}"

@@ -1,0 +1,198 @@
+"""Heads: from queries, keys or values as attention reads them back to what they are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch.fx import Node
+
+from .graph import argument, back, example, operands, same_shape, same_size, spelled
+from .norms import Norm, rms_norm_at
+from .products import part_of
+
+_TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
+
+
+@dataclasses.dataclass
+class Heads:
+    """Queries, keys or values [B, H, S, D] and what they are made of.
+
+    Attributes:
+        seen: the node that attention reads, but for calls that change nothing and copies for groups of heads.
+        source: what their elements are taken from, [B, S, *].
+        start: where they start in its last dimension.
+        heads, size: H and D.
+        rope: cosines, sines, how many elements of a head are turned, and the style.
+        norm: of each head, or before they are heads.
+    """
+
+    seen: Node
+    source: Any
+    start: int
+    heads: int
+    size: int
+    rope: tuple[Any, Any, int, str] | None
+    norm: Norm | None
+
+
+def heads_of(node: Any, took: list[Node]) -> Heads | str:
+    """What attention reads as queries, keys or values, or why it cannot be raised."""
+    e = example(node)
+    if e is None or e.ndim != 4 or not e.is_floating_point() or not isinstance(e.shape[-1], int):
+        return "not of four dimensions, the last of a fixed size"
+    size: int = e.shape[-1]
+    node = _ungrouped(back(node, took), took)
+    seen = node
+    rope, norm = None, None
+    transposed = False
+    while True:
+        node = back(node, took)
+        name = spelled(node)
+        if not transposed and is_transpose(node):
+            took.append(node)
+            node, transposed = node.args[0], True
+        elif rope is None and norm is None and (turned := _rope(node, took)) is not None:
+            node, rope = turned[0], turned[1:]
+        elif norm is None and (found := _norm_ending_at(node)) is not None:
+            norm = found
+            took += found.took
+            node = found.x
+        elif transposed and name in ("view", "reshape", "unflatten") and _splits_heads(node, size):
+            took.append(node)
+            heads: Any = example(node).shape[-2]  # pyright: ignore[reportOptionalMemberAccess]
+            node = node.args[0]
+            break
+        else:
+            return f"made by {name or 'the model'}, not by a product whose last dimension is split into heads"
+    if norm is None and (found := _norm_ending_at(back(node, took))) is not None:
+        norm = found
+        took += found.took
+        node = found.x
+    node = back(node, took)
+    part = part_of(node, took)
+    source, start = (node, 0) if part is None else (back(part[0], took), part[1])
+    return Heads(seen, source, start, heads, size, rope, norm)
+
+
+def _ungrouped(node: Node, took: list[Node]) -> Node:
+    """Keys or values before each of their heads was repeated for a group of query heads."""
+    if spelled(node) == "repeat_interleave":
+        took.append(node)
+        return back(node.args[0], took)
+    if spelled(node) != "reshape" or spelled(node.args[0]) != "expand":
+        return node
+    expanded: Any = node.args[0]
+    inserted = expanded.args[0]
+    e = example(expanded)
+    if spelled(inserted) not in ("getitem", "unsqueeze") or e is None or e.ndim != 5:
+        return node
+    source: Any = inserted.args[0]
+    s = example(source)
+    if s is None or s.ndim != 4 or not same_shape((*s.shape[:2], *s.shape[2:]), (*e.shape[:2], *e.shape[3:])):
+        return node
+    took += [node, expanded, inserted]
+    return back(source, took)
+
+
+def is_transpose(node: Node) -> bool:
+    """Whether a call swaps the second and the third of four dimensions."""
+    name = spelled(node)
+    if name == "transpose":
+        return tuple(node.args[1:]) in _TRANSPOSED
+    order = node.args[1] if name == "permute" and isinstance(node.args[1], list | tuple) else node.args[1:]
+    return name == "permute" and tuple(order) == (0, 2, 1, 3)  # pyright: ignore[reportArgumentType]
+
+
+def _splits_heads(node: Node, size: int) -> bool:
+    before, after = example(node.args[0]), example(node)
+    if before is None or after is None or before.ndim != 3 or after.ndim != 4:
+        return False
+    heads = after.shape[-2]
+    same = same_shape(before.shape[:2], after.shape[:2]) and same_size(after.shape[-1], size)
+    return same and isinstance(heads, int) and same_size(before.shape[-1], heads * size)
+
+
+def _rope(node: Any, took: list[Node]) -> tuple[Any, Any, Any, int, str] | None:
+    """x, cosines [B or 1, S, R], sines, R and the style of x cos + rotate_half(x) sin, the rest of x beside it."""
+    own: list[Node] = [node]
+    size: Any = example(node).shape[-1] if example(node) is not None else 0  # pyright: ignore[reportOptionalMemberAccess]
+    whole = None
+    if spelled(node) == "cat" and argument(node, 1, "dim", 0) in (-1, 3):
+        turned, rest = argument(node, 0, "tensors") if len(argument(node, 0, "tensors")) == 2 else (None, None)
+        passed = part_of(rest, own)
+        if turned is None or passed is None:
+            return None
+        whole, start, _ = passed
+        node, size = turned, start
+        own.append(node)
+    total = operands(node, "add")
+    if total is None:
+        return None
+    first, second = operands(total[0], "mul"), operands(total[1], "mul")
+    if first is None or second is None:
+        return None
+    x, cos, half, sin = *first, *second
+    own += [total[0], total[1]]
+    turned_x = _rotated(half, own)
+    x = back(x, own)
+    if turned_x is None or turned_x is not x:
+        return None
+    cos, sin = _row(cos, own), _row(sin, own)
+    if cos is None or sin is None:
+        return None
+    if whole is not None:
+        part = part_of(x, own)
+        if part is None or part[0] is not whole or part[1] != 0 or part[2] != size:
+            return None
+        x = whole
+    took += own
+    return x, cos, sin, size, "half"
+
+
+def _rotated(node: Any, took: list[Node]) -> Any:
+    """X of cat((-x[..., h:], x[..., :h]))."""
+    if spelled(node) != "cat" or argument(node, 1, "dim", 0) not in (-1, 3):
+        return None
+    parts: Any = argument(node, 0, "tensors")
+    if len(parts) != 2 or spelled(parts[0]) != "neg":
+        return None
+    own: list[Node] = [node, parts[0]]
+    second, first = part_of(parts[0].args[0], own), part_of(parts[1], own)
+    if first is None or second is None or first[0] is not second[0] or first[1] != 0:
+        return None
+    if first[2] != second[1] or first[2] != second[2]:
+        return None
+    took += own
+    return back(first[0], took)
+
+
+def _row(node: Any, took: list[Node]) -> Any:
+    """Cosines or sines [B or 1, S, R], given [B or 1, 1, S, R]."""
+    node = back(node, [])
+    if spelled(node) == "unsqueeze" and argument(node, 1, "dim") in (1, -3):
+        took.append(node)
+        return node.args[0]
+    return None
+
+
+def _norm_ending_at(node: Any) -> Norm | None:
+    """The RMSNorm whose result a node is."""
+    seen: list[Any] = [node]
+    for _ in range(6):
+        last = seen[-1]
+        if not isinstance(last, Node):
+            return None
+        for candidate in last.all_input_nodes:
+            if spelled(candidate) == "rsqrt":
+                found = rms_norm_at(candidate)
+                return found if found is not None and found.out is node else None
+        products = [n for n in last.all_input_nodes if spelled(n) in ("mul", "to", "type_as", "float")]
+        e = example(node)
+        inside = [
+            n for n in products if (t := example(n)) is not None and e is not None and same_shape(t.shape, e.shape)
+        ]
+        if not inside:
+            return None
+        seen.append(inside[0])
+    return None

@@ -1,0 +1,65 @@
+"""Spellings of `Linear`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from .graph import ahead, argument, example, same_shape, spelled
+from .raising import Found, Transposed, linear, matcher, weight_of
+
+
+@matcher("linear")
+def raise_linear(node: Node) -> Found:
+    """F.linear(x, weight, bias)."""
+    weight: Any = argument(node, 1, "weight")
+    return linear(argument(node, 0, "input"), weight, argument(node, 2, "bias"), node, [])
+
+
+@matcher("addmm")
+def raise_addmm(node: Node) -> Found:
+    """addmm(bias, x.view(-1, in), weight [in, out]).view(*, out), as `Conv1D` of Hugging Face has it."""
+    if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        return None
+    bias, flat, right = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
+    b, took = example(bias), [node]
+    weight = weight_of(right, took)
+    if weight is None or b is None or b.ndim != 1:
+        return None
+    x, out = _unflattened(flat, node, took)
+    return linear(x, weight, bias, out, took)
+
+
+@matcher("matmul")
+def raise_matmul(node: Node) -> Found:
+    """X @ weight.T, the weight a parameter."""
+    x, right = argument(node, 0, "input"), argument(node, 1, "other")
+    took = [node]
+    weight = weight_of(right, took)
+    holder = weight.node if isinstance(weight, Transposed) else weight
+    if holder is None or holder.op not in ("placeholder", "get_attr") or (e := example(x)) is None or e.ndim < 2:
+        return None
+    return None if weight is None else linear(x, weight, None, node, took)
+
+
+def _unflattened(flat: Any, node: Node, took: list[Node]) -> tuple[Any, Node]:
+    """X and y of a call upon x.view(-1, n), whose result is viewed as [*, m] at once."""
+    out = ahead(node, {"view", "reshape"})
+    if spelled(flat) in ("view", "reshape") and out is not None:
+        x = flat.args[0]
+        before, after = example(x), example(out)
+        if before is not None and after is not None and same_shape(before.shape[:-1], after.shape[:-1]):
+            took += [flat, out]
+            return x, out
+    return flat, node
+
+
+def product_ending_at(node: Node) -> Found:
+    """The `Linear` whose result a node is."""
+    if spelled(node) == "linear":
+        return raise_linear(node)
+    if spelled(node) in ("view", "reshape") and spelled(node.args[0]) == "addmm":
+        found = raise_addmm(node.args[0])  # pyright: ignore[reportArgumentType]
+        return found if isinstance(found, list) and found[0].out is node else None
+    return None

@@ -1,0 +1,142 @@
+"""Spellings of activations, dropout, sums and factors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from .. import ops
+from ..operation import FusableOperation
+from .graph import alike, argument, back, channel, example, in_place, operands, spelled
+from .raising import Found, Raised, matcher, one
+
+_ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
+    "gelu": ops.GeLU, "silu": ops.SiLU, "relu": ops.ReLU, "tanh": ops.Tanh, "sigmoid": ops.Sigmoid,
+}  # fmt: skip
+
+
+@matcher("tanh", rank=1)
+def raise_tanh_gelu(node: Node) -> Found:
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as GPT-2 writes it."""
+    inner = scaled(node.args[0])
+    if inner is None or abs(inner[1] - math.sqrt(2 / math.pi)) > 1e-6:
+        return None
+    took = [node, node.args[0]]
+    total = operands(inner[0], "add")
+    if total is None:
+        return None
+    x, cubed = total if scaled(total[1]) is not None else (total[1], total[0])
+    cube = scaled(cubed)
+    if cube is None or abs(cube[1] - 0.044715) > 1e-9 or spelled(cube[0]) != "pow":
+        return None
+    if cube[0].args[0] is not x or argument(cube[0], 1, "exponent") != 3.0:
+        return None
+    plus = next((u for u in node.users if (p := operands(u, "add")) is not None and 1.0 in p), None)
+    out = next((u for u in plus.users if spelled(u) == "mul"), None) if plus is not None else None
+    if plus is None or out is None or len(node.users) != 1 or len(plus.users) != 1:
+        return None
+    half: Any = out.args[0] if out.args[1] is plus else out.args[1]
+    found = scaled(half)
+    if found is None or found[0] is not x or found[1] != 0.5:
+        return None
+    took += [inner[0], cubed, cube[0], plus, half]
+    return one(ops.GeLU("tanh"), x, out, took)  # pyright: ignore[reportArgumentType]
+
+
+def scaled(node: Any) -> tuple[Any, float] | None:
+    """A tensor and the number that it is multiplied by."""
+    pair = operands(node, "truediv")
+    if pair is not None and isinstance(pair[0], Node) and isinstance(pair[1], int | float) and pair[1]:
+        return pair[0], 1 / pair[1]
+    pair = operands(node, "mul")
+    if pair is None:
+        return None
+    numbers = [p for p in pair if isinstance(p, int | float)]
+    tensors = [p for p in pair if isinstance(p, Node)]
+    return (tensors[0], float(numbers[0])) if numbers and tensors else None
+
+
+@matcher("sigmoid", rank=1)
+def raise_quick_gelu(node: Node) -> Found:
+    """X sigmoid(1.702 x)."""
+    found = scaled(node.args[0])
+    if found is None or found[1] != 1.702 or len(node.users) != 1:
+        return None
+    out = next(iter(node.users))
+    pair = operands(out, "mul")
+    if pair is None or found[0] not in pair:
+        return None
+    return one(ops.QuickGeLU(), found[0], out, [node, node.args[0]])  # pyright: ignore[reportArgumentType]
+
+
+@matcher("relu", rank=1)
+def raise_squared_relu(node: Node) -> Found:
+    """relu(x)^2."""
+    users = list(node.users)
+    if len(users) != 1 or argument(node, 1, "inplace", False):
+        return None
+    out = users[0]
+    squares = spelled(out) == "square" or (spelled(out) == "pow" and argument(out, 1, "exponent") == 2)
+    return one(ops.SquaredReLU(), node.args[0], out, [node]) if squares else None
+
+
+@matcher(*_ACTIVATIONS)
+def raise_activation(node: Node) -> Found:
+    """An activation."""
+    name = spelled(node)
+    if name is None or argument(node, 1, "inplace", False) is True:
+        return None
+    configuration = {"approximate": argument(node, 1, "approximate", "none")} if name == "gelu" else {}
+    return one(_ACTIVATIONS[name](**configuration), argument(node, 0, "input"), node, [])
+
+
+@matcher("dropout")
+def raise_dropout(node: Node) -> Found:
+    """F.dropout(x, p, training)."""
+    p = argument(node, 1, "p", 0.5)
+    if not p or not argument(node, 2, "training", True) or argument(node, 3, "inplace", False):
+        return None
+    return one(ops.Dropout(p), argument(node, 0, "input"), node, [])
+
+
+@matcher("add", "iadd")
+def raise_add(node: Node) -> Found:
+    """The sum of two tensors of one shape and dtype."""
+    pair = operands(node, "add") or operands(node, "iadd")
+    if pair is None or not all(isinstance(p, Node) and alike(p, node) for p in pair):
+        return None
+    if in_place(node) and not _is_fresh(pair[0], node):
+        return None
+    took: list[Node] = []
+    a, b = back(pair[0], took), back(pair[1], took)
+    found = one(ops.Add(channel(b)), a, node, took)
+    if isinstance(found, list):
+        found[0].channels = {channel(b): b}
+    return found
+
+
+def _is_fresh(changed: Node, node: Node) -> bool:
+    """Whether a tensor that is changed in place was made by a call and is read by nobody else."""
+    e, fresh = example(changed), {"linear", "dropout", "layer_norm", "addmm", "matmul", "gelu", "add", "mul"}
+    return e is not None and spelled(changed) in fresh and list(changed.users) == [node]
+
+
+def swapped(add: Raised) -> Raised:
+    """A sum that goes on from its other term."""
+    (other,) = add.channels.values()
+    assert isinstance(add.x, Node)
+    return dataclasses.replace(add, operation=ops.Add(channel(add.x)), x=other, channels={channel(add.x): add.x})
+
+
+@matcher("mul", "truediv")
+def raise_scale(node: Node) -> Found:
+    """A tensor times a number."""
+    pair = operands(node, "mul") or operands(node, "truediv")
+    if pair is None or not isinstance(pair[0], Node) or not isinstance(pair[1], int | float) or not pair[1]:
+        return None
+    factor = pair[1] if spelled(node) == "mul" else 1 / pair[1]
+    return one(ops.Scale(factor), pair[0], node, []) if alike(pair[0], node) else None

@@ -1,0 +1,156 @@
+"""Products of one tensor: gated units act(gate) * up, and `Linear`s side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Node
+
+from .. import ops
+from ..operation import FusableOperation
+from ..ops.mergedlinear import MAX_PARTS
+from .graph import argument, back, example, operands, same_size, spelled
+from .raising import META, Found, Inner, Raised, View, matcher, one
+
+_UNITS: dict[str, Callable[..., FusableOperation]] = {
+    "gelu": ops.GEGLU, "silu": ops.SwiGLU, "relu": ops.ReGLU, "sigmoid": ops.GLU,
+}  # fmt: skip
+
+
+@matcher("mul", rank=1)
+def raise_gated(node: Node) -> Found:
+    """act(gate) * up."""
+    pair = operands(node, "mul")
+    for activation, up in (pair, pair[::-1]) if pair is not None else ():
+        name = spelled(activation)
+        if name not in _UNITS or len(activation.users) != 1 or argument(activation, 1, "inplace", False) is True:
+            continue
+        unit = _UNITS[name](argument(activation, 1, "approximate", "none")) if name == "gelu" else _UNITS[name]()
+        took: list[Node] = [activation]
+        gate, up = back(activation.args[0], took), back(up, took)
+        found = _of_products(unit, gate, up, node, took) or _of_halves(unit, gate, up, node, took)
+        if found is not None:
+            return found
+    return None
+
+
+@matcher("glu")
+def raise_glu(node: Node) -> Found:
+    """F.glu(x): the second half is the gate, so its halves must be of two products, or it stays."""
+    return "torch's GLU gates with its second half"
+
+
+def merged(products: list[Node], out: Inner, took: list[Node]) -> Raised | None:
+    """The `Linear`s of one input as a `MergedLinear`, or a `Linear` where it is one."""
+    if any(spelled(p) != "linear" for p in products):
+        return None
+    x, *others = (back(argument(p, 0, "input"), took) for p in products)
+    if any(other is not x for other in others):
+        return None
+    weights = [argument(p, 1, "weight") for p in products]
+    biases = [argument(p, 2, "bias") for p in products]
+    shapes = [w.shape for weight in weights if (w := example(weight)) is not None]
+    first = example(weights[0])
+    if first is None or example(x) is None or len(shapes) != len(weights) or any(len(s) != 2 for s in shapes):
+        return None
+    if any(not isinstance(size, int) for shape in shapes for size in shape):
+        return None
+    sizes, biased = [s[0] for s in shapes], [b is not None for b in biases]
+    made = ops.MergedLinear(shapes[0][1], sizes, biased, device=META, dtype=first.dtype)
+    given: dict[str, Any] = {f"weight_{i}": w for i, w in enumerate(weights)}
+    given |= {f"bias_{i}": b for i, b in enumerate(biases) if b is not None}
+    found = one(made, x, products[0], [*took, *products], **given)
+    if not isinstance(found, list):
+        return None
+    found[0].out = out
+    return found[0]
+
+
+def _of_products(unit: FusableOperation, gate: Any, up: Any, node: Node, took: list[Node]) -> list[Raised] | None:
+    products = [gate, up]
+    if any(spelled(p) != "linear" or len(p.users) != 1 for p in products):
+        return None
+    inner = Inner()
+    first = merged(products, inner, [])
+    e = example(node)
+    if first is None or e is None:
+        return None
+    return _together([first, Raised(unit, inner, node, [*took, node], node)], node)
+
+
+def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node, took: list[Node]) -> Found:
+    halves = [part_of(gate, took), part_of(up, took)]
+    if None in halves or halves[0][0] is not halves[1][0]:  # pyright: ignore[reportOptionalSubscript]
+        return None
+    (x, start, size), (_, middle, other) = halves  # pyright: ignore[reportGeneralTypeIssues]
+    e = example(x)
+    if e is None or start != 0 or middle != size or size != other or not same_size(e.shape[-1], 2 * size):
+        return None
+    return one(unit, x, node, took)
+
+
+def beside(operations: list[Raised]) -> list[Raised]:
+    """The same operations, where the `Linear`s of one tensor whose results nothing else reads are one."""
+    read = {r.x for r in operations} | {n for r in operations for n in r.channels.values()}
+    groups: dict[Any, list[Raised]] = {}
+    for r in operations:
+        plain = type(r.operation) is ops.Linear and spelled(r.out) == "linear" and r.out not in read
+        if plain and all(isinstance(p, Node) and p.op in ("placeholder", "get_attr") for p in r.parameters.values()):
+            groups.setdefault(r.x, []).append(r)
+    gone: dict[Raised, Raised | None] = {}
+    for group in groups.values():
+        if not 1 < len(group) <= MAX_PARTS:
+            continue
+        inner = Inner()
+        products: Any = [r.out for r in group]
+        found = merged(products, inner, [t for r in group for t in r.took])
+        if found is None:
+            continue
+        found.node, place = products[0], 0
+        for product in products:
+            size: int = example(product).shape[-1]  # pyright: ignore[reportOptionalMemberAccess]
+            inner.views.append(View(product, place, None, size))
+            place += size
+        gone |= dict.fromkeys(group) | {group[0]: found}
+    return [kept for r in operations if (kept := gone.get(r, r)) is not None]
+
+
+def part_of(node: Any, took: list[Node]) -> tuple[Any, int, int] | None:
+    """Of which tensor a node is a stretch of the last dimension, where it starts, and its length."""
+    e = example(node)
+    if e is None or spelled(node) != "getitem" or not isinstance(e.shape[-1], int):
+        return None
+    source, index = node.args
+    name, size = spelled(source), e.shape[-1]
+    if name in ("chunk", "split", "split_with_sizes", "tensor_split") and isinstance(index, int):
+        whole = source.args[0]
+        w = example(whole)
+        dim = argument(source, 2, "dim", 0)
+        if w is None or dim not in (-1, w.ndim - 1) or not isinstance(w.shape[-1], int):
+            return None
+        sizes: Any = argument(source, 1, "split_size" if name == "split" else "chunks")
+        if isinstance(sizes, list | tuple):
+            start = sum(sizes[:index])
+        else:
+            each = sizes if name == "split" else -(-w.shape[-1] // sizes)
+            start = each * index
+        took += [node, source]
+        return whole, start, size
+    if isinstance(index, tuple) and index and isinstance(index[-1], slice):
+        last: slice = index[-1]
+        others = index[:-1]
+        if any(i is not Ellipsis and i != slice(None) for i in others) or last.step not in (None, 1):
+            return None
+        w = example(source)
+        if w is None or w.ndim != e.ndim or not isinstance(w.shape[-1], int):
+            return None
+        took.append(node)
+        return source, slice(last.start, last.stop).indices(w.shape[-1])[0], size
+    return None
+
+
+def _together(found: list[Raised], node: Node) -> list[Raised]:
+    for r in found:
+        r.node = node
+    return found

@@ -1,0 +1,153 @@
+"""Regions: a chain of a captured graph as a call, with a `Sequential` whose parameters are given in each call."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, Node
+
+from ..fuser.plan import Plan
+from ..fuser.run import Fuser
+from ..fuser.sequential import Fusions, Sequential, install
+from .chains import Chain, Order
+from .graph import example, same_shape
+from .raising import Given, Transposed, View
+
+
+class Region(nn.Module):
+    """Runs a chain: `region(x, *channels, *parameters)` returns the values that are read outside of it.
+
+    The parameters are given because Dynamo's graph has them as inputs: its guards hold for them already, one graph
+    serves layers that are alike, and what stands for a parameter may be computed (a cast, a merged adapter, what FSDP2
+    gathered). They are let go after the call.
+    """
+
+    def __init__(self, order: Order, fusions: Fusions | None) -> None:
+        super().__init__()
+        self.order = order
+        # In a tuple, so that it is no submodule: its parameters are on `meta`.
+        self._model = (Sequential(*order.operations),)
+        self._fuser = Fuser(self.model, Sequential.default_fusions if fusions is None else fusions)
+        install(self.model, self._fuser)
+        self._names = tuple(order.channels)
+        self.given: list[Given] = []
+        self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
+        for r in order.members:
+            for path, given in r.parameters.items():
+                owner, _, name = path.rpartition(".")
+                parameters: Any = r.operation.get_submodule(owner)._parameters  # pyright: ignore[reportPrivateUsage]
+                self._slots.append((parameters, name, parameters[name]))
+                self.given.append(given)
+
+    @property
+    def model(self) -> Sequential:
+        """The sequence that it runs."""
+        return self._model[0]
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the chain ran last; `None` before its first call."""
+        return next(iter(self._fuser.latest_plans()), None)
+
+    def forward(self, x: Tensor, *tensors: Tensor) -> Any:
+        """Run the chain."""
+        names = self._names
+        with _lent(self._slots, tensors[len(names) :]):
+            return self.model(x, **dict(zip(names, tensors, strict=False)))
+
+
+@contextlib.contextmanager
+def _lent(slots: Sequence[tuple[dict[str, Any], str, Tensor]], tensors: Sequence[Tensor]) -> Generator[None]:
+    for (parameters, name, _), tensor in zip(slots, tensors, strict=True):
+        parameters[name] = tensor
+    try:
+        yield
+    finally:
+        for parameters, name, placeholder in slots:
+            parameters[name] = placeholder
+
+
+def why_not(region: Region, chain: Chain) -> str | None:
+    """Why a region cannot stand for its chain: what it returns has other shapes or dtypes."""
+    modes = [node.args for node in chain.state.autocast]
+    with FakeTensorMode() as mode, contextlib.ExitStack() as stack:
+        for args in modes:
+            stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
+        made: dict[Node, Tensor] = {}
+
+        def like(given: Given) -> Tensor:
+            node = given.node if isinstance(given, Transposed) else given
+            if node not in made:
+                made[node] = _fake(node)
+            return made[node].t() if isinstance(given, Transposed) else made[node]
+
+        order = region.order
+        try:
+            results = region(*map(like, (order.x, *order.channels.values(), *region.given)))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        del mode
+        for node, result in zip(order.outputs, results if len(order.outputs) > 1 else [results], strict=True):
+            e = example(node)
+            if e is None:  # a value that no node holds
+                continue
+            if result.dtype is not e.dtype or not same_shape(result.shape, _numbers(e.shape)):
+                got = f"{result.dtype} {tuple(result.shape)}"
+                return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
+    return None
+
+
+def _numbers(shape: Any) -> tuple[int, ...]:
+    return tuple(size if isinstance(size, int) else size.node.hint for size in shape)
+
+
+def _fake(node: Node) -> Tensor:
+    e = example(node)
+    assert e is not None
+    shape, strides = _numbers(e.shape), _numbers(e.stride())
+    return torch.empty_strided(shape, strides, dtype=e.dtype, device=e.device, requires_grad=e.requires_grad)
+
+
+def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[Node], list[Node]]:
+    """Put a call of a region into a graph, behind a node: the nodes that were added, and those of its outputs."""
+    order = region.order
+    with graph.inserting_after(after):
+        call = graph.call_module(name, ())
+    with graph.inserting_before(call):
+        made = {g: graph.call_method("t", (g.node,)) for g in region.given if isinstance(g, Transposed)}
+    given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
+    call.args = (order.x, *order.channels.values(), *given)
+    added, found = [*made.values(), call], [call]
+    if len(order.outputs) > 1:
+        found, where = [], call
+        for i in range(len(order.outputs)):
+            with graph.inserting_after(where):
+                where = graph.call_function(operator.getitem, (call, i))
+            found.append(where)
+        added += found
+    for node, output in zip(found, order.outputs, strict=True):
+        if isinstance(output, Node):
+            node.meta = dict(output.meta)
+    return added, found
+
+
+def view_of(graph: Graph, view: View, packed: Node) -> list[Node]:
+    """The nodes that compute a view of a value, behind the node that holds it; the last one is the view."""
+    stop = view.start + (view.heads or 1) * view.size
+    with graph.inserting_after(packed):
+        part = graph.call_function(operator.getitem, (packed, (..., slice(view.start, stop))))
+    if view.heads is None:
+        part.meta = dict(view.node.meta)
+        return [part]
+    with graph.inserting_after(part):
+        split = graph.call_method("unflatten", (part, -1, (view.heads, view.size)))
+    with graph.inserting_after(split):
+        heads = graph.call_method("transpose", (split, 1, 2))
+    heads.meta = dict(view.node.meta)
+    return [part, split, heads]

@@ -1,0 +1,86 @@
+"""What a conversion did: chains, operations, steps each way, and what was left as it was, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+
+from ..fuser.step import Step
+from .region import Region
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    """A call that runs as it did before.
+
+    Attributes:
+        call: the name of the call.
+        kind: GEMM, norm, activation, attention or convolution.
+        module: the path of the module that it belongs to.
+        reason: why.
+    """
+
+    call: str
+    kind: str
+    module: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphReport:
+    """What was converted of one captured graph.
+
+    Attributes:
+        name: of the graph.
+        regions: what runs each of its chains; `plan` of each is how it ran last, `None` before its first call.
+        left: the GEMMs, norms, activations, attentions and convolutions that run as before.
+    """
+
+    name: str
+    regions: tuple[Region, ...]
+    left: tuple[Left, ...]
+
+    @property
+    def operations(self) -> int:
+        """How many operations its chains have."""
+        return sum(len(region.order.members) for region in self.regions)
+
+    def __str__(self) -> str:
+        text = [f"{self.name}: {_of(len(self.regions), 'chain')} of {_of(self.operations, 'operation')}"]
+        text += [f"  {line}" for region in self.regions for line in _chain(region)]
+        alike = Counter((left.kind, left.call, left.reason) for left in self.left)
+        for (kind, call, reason), count in alike.items():
+            where = next(
+                left.module for left in self.left if (left.kind, left.call, left.reason) == (kind, call, reason)
+            )
+            more = f" and {count - 1} more" if count > 1 else ""
+            text.append(f"  left: {kind} {call} in {where or 'the model'}{more}: {reason}")
+        return "\n".join(text)
+
+
+def _chain(region: Region) -> list[str]:
+    names = ", ".join(type(operation).__name__ for operation in region.order.operations)
+    lines = textwrap.wrap(f"chain: {names}", 96, subsequent_indent="    ")
+    plan = region.plan
+    if plan is None:
+        return [*lines, "    not called yet"]
+    memory = plan.memory
+    saved = "" if memory is None else f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
+    counted = [sum(step.fused or not _is_view(step) for step in steps) for steps in (plan.forward, plan.backward)]
+    steps = f"{_of(counted[0], 'step')} forward, {_of(counted[1], 'step')} backward"
+    return [*lines, f"    {steps}, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}"]
+
+
+def _is_view(step: Step) -> bool:
+    return all(node.operation.is_view for node in step.nodes)
+
+
+def _of(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def text_of(graphs: Sequence[GraphReport]) -> str:
+    """The reports of all graphs."""
+    return "\n".join(map(str, graphs)) if graphs else "nothing captured yet: call the model"

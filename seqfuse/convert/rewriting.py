@@ -1,0 +1,165 @@
+"""Rewriting a captured graph: chains become calls of regions, everything else stays as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch.fx import Graph, GraphModule, Node
+
+from ..fuser.sequential import Fusions
+from . import attention, linears, norms, pointwise, products
+from .chains import Chain, chains_of, needed, order_of
+from .graph import owner, spelled, states
+from .ordering import CannotOrder, sort
+from .raising import Raised, raised
+from .region import Region, insert, view_of, why_not
+from .report import GraphReport, Left
+
+# Imported because they declare matchers.
+MATCHERS = (attention, products, norms, linears, pointwise)
+
+_HEAVY = {
+    "linear": "GEMM", "addmm": "GEMM", "matmul": "GEMM", "bmm": "GEMM", "baddbmm": "GEMM", "einsum": "GEMM",
+    "scaled_dot_product_attention": "attention", "multi_head_attention_forward": "attention",
+    "layer_norm": "norm", "rms_norm": "norm", "rsqrt": "norm", "group_norm": "norm", "batch_norm": "norm",
+    "gelu": "activation", "silu": "activation", "relu": "activation", "tanh": "activation", "sigmoid": "activation",
+    "glu": "activation", "leaky_relu": "activation", "elu": "activation", "mish": "activation",
+    "conv1d": "convolution", "conv2d": "convolution",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How graphs are rewritten.
+
+    Attributes:
+        fusions: the fusion set of the regions; the default one if `None`.
+        allowed: says by the path of a module whether its calls may be converted.
+    """
+
+    fusions: Fusions | None = None
+    allowed: Callable[[str], bool] = lambda path: True
+
+
+def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[GraphReport]:
+    """Replace the chains of a graph, and those of the bodies of its checkpoints, by regions.
+
+    Args:
+        gm: the graph as Dynamo captured it; it is changed.
+        options: how.
+        name: what reports call the graph.
+
+    Returns:
+        A report of the graph, and of each body.
+    """
+    bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
+    reports = [report for child, body in bodies for report in rewrite(body, options, f"{name}, {child}")]
+
+    def may(node: Node) -> bool:
+        return options.allowed(owner(node))
+
+    graph = gm.graph
+    reasons: dict[Node, str] = {}
+    operations = products.beside(list(raised(graph, may, reasons)))
+    for strict in (False, True):
+        regions, dead = _regions(graph, list(operations), options, reasons, strict)
+        try:
+            if regions:
+                _replace(gm, regions, dead)
+                gm.recompile()
+            break
+        except CannotOrder:
+            continue
+    else:
+        regions = []
+    left = [
+        Left(spelled(n) or "", kind, owner(n), reasons.get(n) or _reason(n, may(n)))
+        for n in graph.nodes
+        if (kind := _HEAVY.get(spelled(n) or "")) is not None
+    ]
+    return [GraphReport(name, tuple(region for _, region in regions), tuple(left)), *reports]
+
+
+def _regions(
+    graph: Graph, operations: list[Raised], options: Options, reasons: dict[Node, str], strict: bool
+) -> tuple[list[tuple[Chain, Region]], set[Node]]:
+    """The chains that can run as one call, and the nodes that need not run then."""
+    apart: set[Raised] = set()
+    while True:
+        chains = chains_of(graph, operations, apart, strict)
+        outside, dead = needed(graph, chains)
+        found: list[tuple[Chain, Region]] = []
+        left: list[tuple[Raised, str]] = []
+        begins = set[Raised]()
+        for chain in chains:
+            if len(chain.members) == 1 or not any(r.counts for r in chain.members):
+                left += [(r, "no operation beside it to fuse it with") for r in chain.members]
+                continue
+            order = order_of(chain, outside)
+            begins.update(order.apart)
+            if order.apart or left:
+                continue
+            region = Region(order, options.fusions)
+            reason = why_not(region, chain)
+            left += [(r, reason) for r in chain.members if reason is not None]
+            found.append((chain, region))
+        if not left and not begins:
+            return found, dead
+        apart |= begins
+        for r, reason in left:
+            reasons.update((t, reason) for t in r.took)
+            operations.remove(r)
+
+
+def _replace(gm: GraphModule, regions: list[tuple[Chain, Region]], dead: set[Node]) -> None:
+    """Call the regions in place of the nodes that they stand for.
+
+    Raises:
+        CannotOrder: if no order of the nodes does that; the graph is as it was.
+    """
+    graph = gm.graph
+    state = dict(states(graph.nodes, {r.out for c, _ in regions for r in c.members}))
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    holders: dict[Node, Node] = {}
+    every: list[Node] = []
+    for i, (chain, region) in enumerate(regions):
+        gm.add_submodule(f"seqfuse_{i}", region)
+        last = max((r.node for r in chain.members), key=lambda n: place[n])
+        added, found = insert(graph, f"seqfuse_{i}", region, last)
+        for value, holder in zip(region.order.outputs, found, strict=True):
+            if isinstance(value, Node):
+                holders[value] = holder
+            else:
+                for view in value.views:
+                    made = view_of(graph, view, holder)
+                    holders[view.node] = made[-1]
+                    added += made
+        every += added
+        state.update((node, chain.state) for node in added)
+    for value, holder in holders.items():
+        for user in list(value.users):
+            if user not in dead and user is not holder:
+                user.replace_input_with(value, holder)
+    try:
+        sort(graph, state)
+    except CannotOrder:
+        for value, holder in holders.items():
+            holder.replace_all_uses_with(value)
+        for node in reversed(every):
+            graph.erase_node(node)
+        for i in range(len(regions)):
+            gm.delete_submodule(f"seqfuse_{i}")
+        raise
+    for node in reversed(list(graph.nodes)):
+        if node in dead:
+            graph.erase_node(node)
+
+
+def _reason(node: Node, allowed: bool) -> str:
+    if not allowed:
+        return "left out by filter_fn"
+    kind = _HEAVY[spelled(node) or ""]
+    if kind in ("convolution", "attention"):
+        return f"no operation stands for {spelled(node)} here"
+    return "not in a form that an operation stands for"

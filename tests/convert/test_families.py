@@ -1,0 +1,53 @@
+"""Each family converted: outputs, every gradient, keys, class and parameters; what is left has a reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse.testing import seeded_randn
+
+from .families import FAMILIES, randomized, tensor_of
+
+
+def passes(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor | None]:
+    y = tensor_of(model(**inputs))
+    model.zero_grad()
+    (y * seeded_randn(tuple(y.shape), 9)).sum().backward()
+    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
+    """Within what float32 loses: a gradient may be a sum that cancels, so its scale is that of all gradients, too."""
+    whole = max(float(t.abs().max()) for t in wanted.values() if t is not None)
+    for name, want in wanted.items():
+        got = found[name]
+        assert (got is None) == (want is None), name
+        if got is not None and want is not None:
+            bound = 1e-5 * float(want.abs().max()) + 1e-6 * whole
+            assert float((got - want).abs().max()) <= bound, name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_converted_model_gives_the_outputs_and_all_gradients_of_the_model(name: str):
+    family = FAMILIES[name]
+    model = randomized(family.build()).train()
+    plain, kind, keys = copy.deepcopy(model), type(model), list(model.state_dict())
+    parameters = list(model.parameters())
+    conversion = sf.convert(model)
+    wanted = passes(plain, family.inputs())
+    for _ in range(2):  # the first call is interpreted, the second runs generated code
+        assert_close(passes(model, family.inputs()), wanted)
+    assert type(model) is kind
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert sum(len(graph.regions) for graph in conversion.graphs) > 0
+    assert all(left.reason for graph in conversion.graphs for left in graph.left)
+    conversion.undo()
+    with torch.no_grad():
+        assert torch.equal(tensor_of(model(**family.inputs())), tensor_of(plain(**family.inputs())))
