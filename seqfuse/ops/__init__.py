@@ -5,6 +5,7 @@ from .allgather import AllGather
 from .allreduce import AllReduce
 from .attention import Attention
 from .bias import Bias
+from .crossattention import CrossAttention
 from .dropout import Dropout
 from .embedding import Embedding
 from .fork import Fork
@@ -44,6 +45,7 @@ __all__ = [
     "AllReduce",
     "Attention",
     "Bias",
+    "CrossAttention",
     "Dropout",
     "Embedding",
     "Fork",

@@ -26,8 +26,8 @@ from ._attention import (
     unflatten,
 )
 from ._attention_blocks import attend_blocks, attend_blocks_backward
+from ._attention_plain import attend_plain
 from ._cache import current
-from ._philox import drop_mask
 from ._sdpa import aligned
 
 
@@ -130,32 +130,16 @@ class Attention(sf.UnfusedOperation):
         x = self._cast(x)
         dropping = seed is not None and self.random
         mask = self._limits(x, attn_mask, cu_seqlens)
-        shared, causal = self.heads // self.kv_heads, self.causal and mask is None
+        causal = self.causal and mask is None
         how = self._how(x, mask, None, seed, self.dropout if dropping else 0.0)
         y = None if dropping else by_torch(self._batched(x), how, causal)
         if y is not None:
             return y.transpose(-3, -2).reshape(self.infer(x.shape))
-        q, k, v = self.heads_of(x.to(stats_dtype(x)))
-        k, v = (t.repeat_interleave(shared, -3) for t in (k, v))
-        scores = ((q * self.scale_of(x)) @ k.mT).to(q.dtype)
-        if self.softcap is not None:
-            scores = (scores / self.softcap).tanh() * self.softcap
         if causal:
             mask = ~_later(x.shape[-2], x.device)
-        if mask is not None:
-            added = mask.is_floating_point()
-            scores = scores + additive(mask, q.dtype) if added else scores.masked_fill(~mask, -torch.inf)
-        blind = (scores == -torch.inf).all(-1, keepdim=True)
-        scores = scores.masked_fill(blind, 0)
-        # Of an infinite score no more is spoiled than the key that it is of, as by the kernels.
-        infinite = (scores == torch.inf).any(-1, keepdim=True)
-        spoiled = (scores - scores.logsumexp(-1, keepdim=True)).exp()
-        weights = torch.where(infinite, spoiled, scores.softmax(-1)).masked_fill(blind, 0)
-        if dropping:
-            assert seed is not None
-            drop = drop_mask(seed, weights.shape, self.dropout)
-            weights = weights.masked_fill(drop, 0) * (1 / (1 - self.dropout) if self.dropout < 1 else 0)
-        return (weights @ v).to(x.dtype).transpose(-3, -2).flatten(-2)
+        qkv = self.heads_of(x.to(stats_dtype(x)))
+        y = attend_plain(qkv, self.scale_of(x), self.softcap, mask, seed if dropping else None, self.dropout)
+        return y.to(x.dtype).transpose(-3, -2).flatten(-2)
 
     def fwd(
         self,

@@ -173,3 +173,20 @@ def test_on_a_gpu_it_is_plain_torch(how: str, dtype: torch.dtype, size: int):
     rough = 2e-2 if dtype is torch.bfloat16 else 3e-3 if dtype is torch.float16 else 2e-5
     for found, exact in ((y, wide), (dx, dwide)):
         assert (found.double() - exact).norm() < rough * exact.norm()
+
+
+@pytest.mark.parametrize("how", ["soft-cap", "mask"])
+def test_of_keys_elsewhere_one_pass_may_be_ours_and_the_other_torchs(how: str, monkeypatch: pytest.MonkeyPatch):
+    op = ops.CrossAttention(4, 2, **HOW[how])
+    x, k, v, dy = (seeded_randn((2, rows, n * 8), i) for i, (rows, n) in enumerate(((5, 4), (21, 2), (21, 2), (5, 4))))
+    extras = {"attn_mask": seeded_randn((2, 1, 5, 21), 3)} if how == "mask" else {}
+
+    def both(*ours: bool) -> tuple[Tensor, Any]:
+        monkeypatch.setattr(_attention, "interpreting", ours[0])
+        y, saved = op.fwd(x, k=k, v=v, seed=SEED, **extras)
+        monkeypatch.setattr(_attention, "interpreting", ours[1])
+        return y, op.bwd(dy, saved, needs=frozenset({"x", "k", "v"}))
+
+    plain = both(False, False)
+    for ways in itertools.product((False, True), repeat=2):
+        torch.testing.assert_close(both(*ways), plain, rtol=1e-5, atol=1e-5)
