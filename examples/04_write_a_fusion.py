@@ -44,7 +44,6 @@ class ScaleTanhScale(sf.JointFusion):
 
     def requires(self, env: sf.Env) -> sf.Requirements:
         yield env.triton, "needs a Triton device"
-        yield env.autocast is None, "autocast is left to the operations"
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         factors = self.down.factor, self.up.factor

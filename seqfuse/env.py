@@ -66,9 +66,10 @@ class Env:
         autocast: dtype of the active autocast region, or `None`.
         grad: whether gradients are recorded.
         deterministic: whether `torch.use_deterministic_algorithms` is on.
-        recipe: quantization recipe, or `None`.
         triton: whether Triton kernels can run there.
         rows: rows of the input rounded up to a power of two, or `None` where unknown.
+        along: where dtypes differ along the sequence, as under autocast, the one that each operation of a fusion takes,
+            and last that of its result: `requires` and `saves` are asked with it, and with the `dtype` that enters.
     """
 
     device: str = "cpu"
@@ -77,9 +78,9 @@ class Env:
     autocast: torch.dtype | None = None
     grad: bool = True
     deterministic: bool = False
-    recipe: Any = None
     triton: bool = False
     rows: int | None = None
+    along: tuple[torch.dtype | None, ...] = ()
 
     @classmethod
     def of(
@@ -90,7 +91,6 @@ class Env:
         autocast: torch.dtype | None = None,
         grad: bool = True,
         deterministic: bool = False,
-        recipe: Any = None,
         rows: int | None = None,
     ) -> Env:
         """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, or a device of this machine.
@@ -119,7 +119,7 @@ class Env:
             arch = _architecture(kind, int(arch) if arch else None)
         triton = kind == "cuda" if named else _triton_runs(kind)
         rows = None if rows is None else bucket(rows)
-        return cls(kind, arch, dtype, autocast, grad, deterministic, recipe, triton, rows)
+        return cls(kind, arch, dtype, autocast, grad, deterministic, triton, rows)
 
     @classmethod
     def like(cls, x: Tensor) -> Env:
@@ -136,6 +136,30 @@ class Env:
     def entered_by(self, shape: Iterable[int], dtype: torch.dtype) -> Env:
         """The same environment where a tensor of another shape and dtype enters."""
         return dataclasses.replace(self, dtype=dtype, rows=bucket(rows_of(shape)))
+
+    @property
+    def leaving(self) -> torch.dtype:
+        """The dtype of the result of a fusion: one for whose `fwd` names `dtype` that which comes next takes of it."""
+        return (self.along[-1] if self.along else None) or self.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in estimates; under autocast of its dtype, so that it plans as for a model in that."""
+        return (self.autocast or self.dtype).itemsize
+
+    def part(self, first: int) -> Env:
+        """The same for the operations of a fusion from one on."""
+        return self.between(self.along[first:]) if self.along else self
+
+    def between(self, along: tuple[torch.dtype | None, ...]) -> Env:
+        """The same for operations that take these dtypes, and give the last of them."""
+        return dataclasses.replace(self, dtype=along[0] or self.dtype, along=along) if along else self
+
+    def cast(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a GEMM takes a tensor of this one: that of autocast, which leaves float64 as it is."""
+        if self.autocast is None or dtype is torch.float64 or not dtype.is_floating_point:
+            return dtype
+        return self.autocast
 
     def microseconds(self, savings: Savings) -> float:
         """Time that `savings` are worth here; orders of magnitude, used only to rank covers."""

@@ -50,6 +50,8 @@ class FusedOperation:
         triton: whether the passes launch Triton kernels; it is refused where none can run.
         needs_measurement: whether a GPU uses it only where a measurement says that it is faster: so do all that put a
             GEMM of their own in the place of the vendor's.
+        casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
+        any_dy: whether `bwd` takes dy in another dtype than that of y, as `UnfusedOperation.any_dy`.
 
     Raises:
         PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
@@ -59,6 +61,8 @@ class FusedOperation:
     layout: ClassVar[Layout] = "contig"
     triton: ClassVar[bool] = False
     needs_measurement: ClassVar[bool] = False
+    casts: ClassVar[bool] = False
+    any_dy: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()
     reach: ClassVar[int] = 0
     forward_signature: ClassVar[Signature] = Signature()
@@ -119,7 +123,8 @@ class FusedOperation:
         if cls.replaces_backward:
             plain = not any(s.variadic for s in cls.slots)
             records = frozenset[str]() if cls.has_record else frozenset(s.name for s in cls.slots)
-            signature = Signature.of(cls, "bwd", ("dy", "saved") if cls.has_record else ("dy",), None)
+            taken = ("dy", "saved") if cls.has_record else ("dy",)
+            signature = Signature.of(cls, "bwd", taken, None, fused=True)
             for name in signature.extras:
                 if name not in records:
                     if not name.startswith("d_"):

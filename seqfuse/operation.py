@@ -6,7 +6,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -141,6 +141,11 @@ class UnfusedOperation(FusableOperation):
             call that brings another is refused before anything runs.
         native: whether the reference is one differentiable call of torch, which saves what the record does. Where such
             an operation is not fused and stands between two barriers, its reference runs.
+        autocast: what `torch.autocast` makes of x and y. `"lower"` casts x to its dtype, as for a GEMM; `"float32"`
+            gives y in float32 on an accelerator, whatever x is; `"promote"` in the widest dtype among x, extra inputs
+            and parameters; `"same"` in that of x; `"exchange"` in that of its extra input, and its output in that of x.
+            `None` states none of these: what the reference gives is looked at.
+        any_dy: whether `bwd` takes dy in another dtype than that of y. Else a gradient is cast before it is given.
         meeting: what processes exchange here, if they do.
         sum_over: processes that each use the parameters for a part of the rows or heads: their gradients are summed.
         shares: which part of a parameter this process holds, of those it does not hold whole.
@@ -157,6 +162,8 @@ class UnfusedOperation(FusableOperation):
     is_view: bool = False
     same_dtype: ClassVar[bool] = False
     native: ClassVar[bool] = False
+    autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None
+    any_dy: ClassVar[bool] = False
     meeting: Meeting | None = None
     sum_over: Group | None = None
     shares: Mapping[str, Share] = MappingProxyType({})
@@ -168,10 +175,12 @@ class UnfusedOperation(FusableOperation):
     def __init_subclass__(cls, *, open: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.is_open = open or cls.reference is UnfusedOperation.reference
-        cls.native = bool(vars(cls).get("native"))  # a subclass may have a forward of its own
+        own, bases = vars(cls), [base for base in cls.__mro__[1:] if issubclass(base, UnfusedOperation)]
+        cls.native = bool(own.get("native"))  # a subclass may have a forward of its own
+        if "reference" in own and "autocast" not in own and any(base.is_final for base in bases):
+            cls.autocast = None
         if cls.is_open:
             return
-        bases = [base for base in cls.__mro__[1:] if issubclass(base, UnfusedOperation)]
         cls.is_final = all(base.is_open for base in bases)
         for name in ("fwd", "bwd"):
             if getattr(cls, name) is getattr(UnfusedOperation, name):

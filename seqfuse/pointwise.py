@@ -128,6 +128,11 @@ class Gated(UnfusedOperation, open=True):
             raise definition_error(type(chosen), message, f"self.{own[0]}", hint)
         self.activation = chosen
 
+    @property
+    def autocast(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the activation, whose result is multiplied by what has the dtype of x."""
+        return self.activation.autocast if type(self).reference is Gated.reference else None
+
     def reference(self, x: Tensor) -> Tensor:
         gate, up = self._halves(x)
         return self.activation.reference(gate) * up

@@ -9,6 +9,7 @@ from .errors import PluginError, author_line, definition_error
 
 _RESERVED = frozenset({"needs", "env", "seed"})
 _IN_BWD = frozenset({"main_grads"})
+_IN_FUSED = frozenset({"dtype"})
 _IN_FUSED_FWD = frozenset({"seeds"})
 
 
@@ -22,6 +23,7 @@ class Signature:
     seed: bool = False
     seeds: bool = False
     main_grads: bool = False
+    dtype: bool = False
     optional: frozenset[str] = frozenset()  # those of the extras that have a default
 
     @classmethod
@@ -41,7 +43,7 @@ class Signature:
             wanted = ", ".join(("self", *positional))
             raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
         named = parameters[len(first) :]
-        reserved = _RESERVED
+        reserved = _RESERVED | _IN_FUSED if fused else _RESERVED
         if function == "bwd":
             reserved |= _IN_BWD
         elif fused:
@@ -56,8 +58,9 @@ class Signature:
             needs="needs" in names,
             env="env" in names,
             seed="seed" in names,
-            seeds="seeds" in names and fused,
+            seeds="seeds" in names and fused and function == "fwd",
             main_grads="main_grads" in names and function == "bwd",
+            dtype="dtype" in names and fused,
             optional=frozenset(p.name for p in named if p.default is not p.empty) - reserved,
         )
 

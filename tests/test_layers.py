@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
-    "errors", "generated", "group", "saved", "signature", "env", "settings", "maingrad", "autograd", "operation",
-    "pointwise", "fusion", "store", "cost_table", "pictures",
+    "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
+    "operation", "pointwise", "fusion", "store", "cost_table", "pictures",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved": {"errors", "generated"},
     "signature": {"errors"},
     "env": {"errors"},
+    "casts": {"env"},
     "settings": {"errors"},
     "maingrad": {"errors"},
     "autograd": {"saved", "maingrad", "errors"},

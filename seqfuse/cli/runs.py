@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..fuser import Fuser, Sequential, flatten
 from ..fuser.fake import is_fake
-from ..fuser.flatten import Node
 from ..fuser.match import Matcher, Refusal
 from ..fuser.op_list import Region
 from ..fuser.plan import Step
@@ -21,7 +20,7 @@ from ..fuser.reference import draw, random_positions, run_alone, walk_reference
 from ..fuser.schedule import Candidate
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
-from ..settings import Fusing, fusing
+from ..settings import fusing
 from ..testing.cases import seeded
 from .inputs import Spec, surroundings, vocabulary
 
@@ -137,10 +136,8 @@ class _Noting(Matcher):
         super().__init__(fusions)
         self._attach = attach
 
-    def find(
-        self, nodes: Sequence[Node], start: int, stop: int, live_from: int, env: Any, fusing: Fusing, known: Any = None
-    ) -> tuple[list[Candidate], list[Refusal]]:
-        found, refused = super().find(nodes, start, stop, live_from, env, fusing, known)
+    def find(self, *args: Any, **kwargs: Any) -> tuple[list[Candidate], list[Refusal]]:
+        found, refused = super().find(*args, **kwargs)
         for candidate in found:
             self._attach(candidate.fusion)
         return found, refused

@@ -14,6 +14,7 @@ from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..maingrad import accumulated
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
+from .dtypes import recast
 from .fake import faking, is_fake
 from .inputs import Like
 from .lowering import Context
@@ -57,7 +58,11 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
                 got = "nothing" if record is None else f"a {type(record).__qualname__}"
                 raise _wrong(fusion, step, f"slot {place!r} needs a {type(own).__qualname__}, it saved {got}")
             for field in own.fields:
-                _compare(fusion, step, f"field {field!r} of slot {place!r}", _raw(record, field), _raw(own, field))
+                kept = _raw(record, field)
+                # Parameters may be kept as they are where the operation keeps what autocast makes of them.
+                parts = kept if _is_tuple(kept) else (kept,)
+                if context.env.autocast is None or not all(isinstance(part, nn.Parameter) for part in parts):
+                    _compare(fusion, step, f"field {field!r} of slot {place!r}", kept, _raw(own, field))
         if found:
             raise _wrong(
                 fusion, step, f"it saved more records than there are operations: {', '.join(map(repr, found))}"
@@ -126,8 +131,9 @@ def _expected(
             y: Tensor = mode.from_tensor(x)
             given = {name: mode.from_tensor(value) for name, value in inputs.items()}
             made: dict[str, Tensor] = {}
-            for place, prefix, _, node, needs in step.members:
+            for place, prefix, position, node, needs in step.members:
                 operation: Any = node.operation
+                y = recast(y, step.borders[position - step.start].cast if step.borders else None)
                 extras: dict[str, Any] = {n: made[c] if c in made else given[prefix + n] for n, c in node.inputs}
                 signature = operation.forward_signature
                 if signature.needs:
@@ -142,6 +148,7 @@ def _expected(
                 if operation.outputs:
                     made.update({c: rest[0][n] for n, c in node.outputs})
                     outputs.update({prefix + n: rest[0][n] for n, _ in node.outputs})
+            y = recast(y, step.wanted)
     except Exception:
         return None
     return y, outputs, records
@@ -240,7 +247,7 @@ def check_backward(
         # Plans are kept by rows: y may look as it did where an operation folds other leading dimensions into them.
         alike = d is not None and d.shape == leaving.shape and own.shape[:-1] == leaving.shape[:-1]
         dims = slice(None) if alike else slice(-1, None)
-        same = context.dtypes is not None or dx.dtype == own.dtype or dx.dtype == context.dtypes_now()[step.start]
+        same = context.mixed or dx.dtype == own.dtype or dx.dtype == context.dtypes_now()[step.start]
         if dx.shape[dims] != own.shape[dims] or dx.device != own.device or not same:
             raise wrong(f"the gradient of x should be like {_describe(own)}, not {_describe(dx)}")
     seen: list[tuple[Any, str]] = []
@@ -252,7 +259,7 @@ def check_backward(
             raise wrong(f"bwd returned no gradient {name!r}, which is wanted")
         if parameter is None:  # an extra input, whose shape is not known here
             continue
-        same_dtype = g.dtype == parameter.dtype or context.dtypes is not None
+        same_dtype = g.dtype == parameter.dtype or context.mixed
         if g.shape != parameter.shape or g.device != parameter.device or not same_dtype:
             raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")
         if fused and g.numel():

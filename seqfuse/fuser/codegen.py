@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
 from ..saved import packing
@@ -58,6 +60,8 @@ def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: S
         if i:
             s.add(f"at = {i}")
         layout_of = step.operation.layout
+        if step.cast is not None:
+            s.add(_recast(s, "x", step.cast))
         if layout_of != "any":
             s.add(_fit(s, "x", layout_of))
         given = [f"{identifier(k)}={_fitted(s, c.names[channel], layout_of)}" for k, channel in step.reads]
@@ -153,6 +157,8 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
         if not known or (missing and (isinstance(step.operation, BackwardFusion) or step.joint)):
             return None
         kind = step.operation.layout
+        if step.dy_dtype is not None:
+            s.add(_recast(s, "d", step.dy_dtype))
         if kind != "any":
             s.add(_fit(s, "d", kind), *(_fit(s, name, kind) for _, name in came if name is not None))
         own: list[str] = []
@@ -195,9 +201,6 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
             s.add(f"{name} = " + (f"{name} + {value}" if channel in has else value))
             has[channel] = name
         known = "x" in step.needs[0]
-        dtype = None if segment.context.dtypes is None else segment.context.dtypes[step.start]
-        if dtype is not None and known:
-            s.add(f"if d.dtype is not {s.put(dtype)}: d = d.to({s.put(dtype)})")
     s.depth -= 1
     s.add("except Exception as error:", f"    return failed(ctx, segment, at, error, tensors, {entered})")
     dx = "d" if known else "None"
@@ -205,6 +208,11 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
     summed = "".join(f"{sums.get(i, 'None')}, " for i in range(len(segment.parameters)))
     s.add(f"return None, None, {dx}, {inputs}{summed}")
     return s.define()
+
+
+def _recast(s: Source, name: str, dtype: torch.dtype) -> str:
+    wanted = s.put(dtype)
+    return f"if {name}.dtype is not {wanted}: {name} = {name}.to({wanted})"
 
 
 def _fit(s: Source, name: str, layout: Any) -> str:

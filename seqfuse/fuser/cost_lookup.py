@@ -17,6 +17,7 @@ from torch import nn
 from ..cost_table import Machine, Measurement, table
 from ..env import Env, bucket, rows_of
 from ..fusion import FusedOperation
+from .dtypes import Border
 from .flatten import Node, plain_type
 from .plan import Wants
 
@@ -32,11 +33,19 @@ class Known:
         wants: which gradients are wanted.
         env: of the tensor that enters the region.
         shapes: of the tensors that enter its positions, from `start` on; `None` where they are not known.
+        borders: dtypes at its positions, where they differ.
     """
 
     def __init__(
-        self, nodes: Sequence[Node], wants: Wants, env: Env, start: int, shapes: Sequence[tuple[int, ...]] | None
+        self,
+        nodes: Sequence[Node],
+        wants: Wants,
+        env: Env,
+        start: int,
+        shapes: Sequence[tuple[int, ...]] | None,
+        borders: tuple[Border, ...] = (),
     ) -> None:
+        self.borders = borders
         self._items, self._wants, self._env, self._start, self.shapes = nodes, wants, env, start, shapes
         self._table: Mapping[str, Measurement] | None = None
         self._described: dict[int, str] = {}
@@ -59,13 +68,11 @@ class Known:
             return None
         parts = [identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
         env = self._env
-        parts.append(_short(env.dtype))
+        parts.append(_short(self.borders[a - self._start].taken if self.borders else env.dtype))
         if env.autocast is not None:
             parts.append(f"autocast {_short(env.autocast)}")
         if env.deterministic:
             parts.append("deterministic")
-        if env.recipe is not None:
-            parts.append(f"recipe {env.recipe!r}")
         return " | ".join(parts)
 
     def _extent(self, a: int, b: int) -> str | None:

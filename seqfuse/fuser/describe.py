@@ -11,7 +11,7 @@ import torch
 from ..env import Env
 from ..fusion import JointFusion
 from ..pictures import summary
-from ..pictures.data import FORMAT, EnvData, Kind, OperationData, PlanData, StepData
+from ..pictures.data import FORMAT, CastData, EnvData, Kind, OperationData, PlanData, StepData
 from .step import Step
 
 
@@ -33,6 +33,7 @@ def describe(plan: Any) -> PlanData:
         segments=[(piece.start, piece.stop) for piece in plan.segments],
         refused=[dataclasses.asdict(r) for r in plan.refused],  # pyright: ignore[reportArgumentType]
         alone=[dataclasses.asdict(a) for a in plan.alone],  # pyright: ignore[reportArgumentType]
+        casts=[CastData(at=c.at, name=c.name, dtype=str(c.dtype).removeprefix("torch.")) for c in plan.casts],
         memory=None if plan.memory is None else dataclasses.asdict(plan.memory),  # pyright: ignore[reportArgumentType]
         memory_unknown=plan.memory_unknown,
         summary=[],
@@ -52,9 +53,9 @@ def _saves(steps: Sequence[Step]) -> Mapping[int, tuple[str, ...]]:
 
 
 def _environment(env: Env, tokens: int | None) -> EnvData:
-    said = {f.name: getattr(env, f.name) for f in dataclasses.fields(env)}
+    said = {f.name: getattr(env, f.name) for f in dataclasses.fields(env) if f.name != "along"}
     said |= {k: str(v).removeprefix("torch.") for k, v in said.items() if isinstance(v, torch.dtype)}
-    said |= {"recipe": None if env.recipe is None else str(env.recipe), "text": env.said(tokens)}
+    said |= {"text": env.said(tokens)}
     return said  # pyright: ignore[reportReturnType]
 
 

@@ -11,6 +11,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from ..casts import cast_once
 from ..env import any_autocast, autocast_of
 from ..generated import Source
 from ..group import Group, summed_gradient
@@ -38,6 +39,7 @@ _FIXED: Mapping[str, Any] = {
     "deterministic": torch._C._get_deterministic_algorithms,  # pyright: ignore
     "any_autocast": any_autocast,
     "autocast_of": autocast_of,
+    "cast_once": cast_once,
     "fusing": current_fusing.get,
     "default_fusing": default_fusing,
 }
@@ -113,8 +115,13 @@ def bind(
     if callable(runs):
         s.add("try:", f"    x = {s.put(runs)}(x)")
         s.add("except Exception as error:", f"    error.add_note({s.put(place)})", "    raise")
-    for segment, indices in () if callable(runs) else runs:
+    segments: Sequence[tuple[Segment, Sequence[int]]] = () if callable(runs) else runs
+    casts = autocast is not None and any(segment.live for segment, _ in segments)
+    s.add(*["with cast_once():"] * casts)
+    s.depth += casts
+    for segment, indices in segments:
         _run(s, segment, [names[i] for i in indices], local, made)
+    s.depth -= casts
     s.add(*(f"channels[{s.put(c)}] = {name}" for c, name in made.items()), "return x")
     return s.define()
 

@@ -72,15 +72,15 @@ def check_devices(nodes: Sequence[Node], node: Node, x: Tensor) -> None:
             raise InputError(message, code="SF102", operation=node.name, position=nodes.index(node))
 
 
-def check_dtypes(nodes: Sequence[Node], positions: range, dtypes: Sequence[torch.dtype | None]) -> None:
+def check_dtypes(nodes: Sequence[Node], positions: range, entering: Sequence[torch.dtype | None]) -> None:
     """Check that what enters an operation has the dtype of its parameters, where torch computes with one alone."""
-    for position in positions:
-        node, entering = nodes[position], dtypes[position]
+    for position, given in zip(positions, entering, strict=False):
+        node = nodes[position]
         for name, (owner, attribute) in node.slots.items() if getattr(node.operation, "same_dtype", False) else ():
             parameter: Tensor = getattr(owner, attribute)
             expected = parameter.dtype
-            if entering is not None and entering is not expected and not parameter.is_meta:  # there torch takes any
-                message = f"expects its input in {expected}, the dtype of its {name}, got {entering}"
+            if given is not None and given is not expected and not parameter.is_meta:  # there torch takes any
+                message = f"expects its input in {expected}, the dtype of its {name}, got {given}"
                 hint = "convert one of them with .to(dtype), or run under torch.autocast"
                 raise InputError(message, code="SF102", operation=node.name, position=position, hint=hint)
 
@@ -114,8 +114,8 @@ def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tenso
 def dtypes_of(
     nodes: Sequence[Node], random: Mapping[int, int], positions: range, x: Tensor, channels: Mapping[str, Tensor]
 ) -> list[torch.dtype | None]:
-    """Dtype of the tensor entering each position, from a run of the references on fake tensors; `None` from where
-    they cannot run so.
+    """Dtype of the tensor entering each position, and of the last result, from a run of the references on fake tensors;
+    `None` from where they cannot run so.
     """
     found: list[torch.dtype | None] = [x.dtype] * positions.start
     fake = is_fake(x)
@@ -129,6 +129,7 @@ def dtypes_of(
             for position in positions:
                 found.append(y.dtype)
                 y = walk_reference(nodes, range(position, position + 1), random, y, given, seeds)
+            found.append(y.dtype)
     except Exception:
-        found += [None] * (positions.stop - len(found))
+        found += [None] * (positions.stop + 1 - len(found))
     return found

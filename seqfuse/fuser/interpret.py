@@ -16,6 +16,7 @@ from ..fusion import BackwardFusion
 from ..maingrad import MainGrads, accumulated
 from ..saved import Layout, Saved, packing
 from .check import check_backward, check_forward
+from .dtypes import recast
 from .fallback import at, may_fall_back, reason_of, recovered, warn
 from .lowering import Asked, Segment
 from .step import Drawn, Record, Step
@@ -90,7 +91,7 @@ def _call(
     given = step.constants(segment.context.env)
     given |= {name: fit(channels[channel], layout) for name, channel in step.reads}
     given |= {name: drawn(seeds, index) for name, index in step.seeds}
-    x = fit(x, layout)
+    x = fit(recast(x, step.cast), layout)
     out = step.operation.fwd(x, **given)
     if (step.place, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
         segment.checked.add((step.place, False))
@@ -146,8 +147,7 @@ def backward(
             d_channels.pop(channel, None)
         for key, channel in step.channel_grads:
             d_channels[channel] = plus(d_channels.get(channel), grads[key])
-        dtype = None if segment.context.dtypes is None else segment.context.dtypes[step.start]
-        d = dx if dx is None or dtype is None else dx.to(dtype)
+        d = dx
     warn(segment, failures, d)
     if buffers is not None:
         buffers.settle(sums)
@@ -175,7 +175,7 @@ def _call_back(
     if step.operation.backward_signature.main_grads:
         offered = [(key, segment.index[slot]) for key, slot in step.grads]
         given["main_grads"] = {} if buffers is None else buffers.offer(offered)
-    d = d if d is None else fit(d, layout)
+    d = d if d is None else fit(recast(d, step.dy_dtype), layout)
     own = [fit_record(records.get(r.position) or r.cls.__new__(r.cls), layout) for r in step.records]
     positional: list[Any] = []
     if step.joint or not step.fused:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..operation import FusableOperation, configured
+from .dtypes import Border
 from .flatten import Node
 from .inputs import Like, check_dtypes, dtypes_of
 from .plan import Plan, Wants
@@ -32,7 +33,7 @@ class Context:
         nodes: the operations of the whole sequence.
         wants: the needed gradients.
         env: the environment.
-        dtypes: of the tensor that enters each position, where they can differ.
+        mixed: whether dtypes can differ along it.
         parameters: what each parameter is like, and `entering` what enters each position.
         can_fall_back: whether a fusion that fails gives way to its operations.
         note: what is told of a failure, while it is there.
@@ -41,7 +42,7 @@ class Context:
     nodes: Sequence[Node]
     wants: Wants
     env: Env
-    dtypes: Sequence[torch.dtype | None] | None
+    mixed: bool
     parameters: Mapping[tuple[int, str], Like]
     entering: Mapping[int, Like]
     dtypes_now: Callable[[], Sequence[torch.dtype | None]]
@@ -60,17 +61,15 @@ class Context:
         channels: Mapping[str, Tensor],
         parameters: Sequence[Tensor],
         shapes: Sequence[tuple[int, ...]],
+        borders: Sequence[Border],
         wants: Wants,
         env: Env,
         on_error: str,
         note: Callable[[], Callable[[str, int, str], None] | None],
     ) -> Context:
         """The context of a region for the tensors that enter it; `shapes` are those at its positions."""
-        dtypes = None
-        if env.autocast is not None or any(t.dtype is not x.dtype for t in (*parameters, *channels.values())):
-            dtypes = dtypes_of(nodes, random, positions, x, channels)
-            if env.autocast is None:
-                check_dtypes(nodes, positions, dtypes)
+        if env.autocast is None:
+            check_dtypes(nodes, positions, [border.given for border in borders])
         likes = {(id(owner), name): Like.of(p) for (owner, name), p in zip(slots, parameters, strict=True)}
         entering = {positions.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes)}
         channel_likes = {c: Like.of(t) for c, t in channels.items()}
@@ -80,7 +79,7 @@ class Context:
             blank = {c: like.empty() for c, like in channel_likes.items()}
             return dtypes_of(nodes, random, positions, entering[positions.start].empty(), blank)
 
-        return cls(nodes, wants, env, dtypes, likes, entering, dtypes_now, on_error == "fallback", note)
+        return cls(nodes, wants, env, bool(borders), likes, entering, dtypes_now, on_error == "fallback", note)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

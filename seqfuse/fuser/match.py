@@ -14,6 +14,7 @@ from ..env import Env, Savings
 from ..errors import InputError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..settings import Fusing
+from .dtypes import Border, along_of
 from .flatten import Node
 from .schedule import Candidate
 
@@ -74,10 +75,12 @@ class Matcher:
         env: Env,
         fusing: Fusing,
         known: Lookup | None = None,
+        borders: tuple[Border, ...] = (),
     ) -> tuple[list[Candidate], list[Refusal]]:
         """Candidates and refusals on `nodes[start:stop]`; operations before `live_from` want no gradient.
 
-        What is `known` of a candidate by measurement takes the place of the cost that it declares.
+        What is `known` of a candidate by measurement takes the place of the cost that it declares. Where dtypes differ
+        along the sequence, at these `borders`, each is asked about the environment between its own.
         """
         _check_named(fusing)
         found: list[Candidate] = []
@@ -102,16 +105,19 @@ class Matcher:
                     reason = f"{inexact.name} derives from {base}, and only exact types match"
                     refused.append(Refusal(cls.__name__, a, reason))
                     continue
-                reason = self._excludes(cls, a, b, live_from, env, fusing)
+                around = borders[a - start : b - start + 1]
+                reason = self._excludes(cls, a, b, live_from, env, fusing) or _refuses_dtypes(cls, nodes, a, around)
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
-                    reason = self._refuses(bound, nodes, a, b, live_from, env)
+                    along = along_of(around, cls.forward_signature.dtype)
+                    reason = self._refuses(bound, nodes, a, b, live_from, env.between(along))
                     measured = known(bound, a, b) if known is not None and reason is None else None
                     if measured is None and reason is None and cls.needs_measurement and env.device == "cuda":
                         reason = None if fusing.unmeasured else UNMEASURED
                     if reason is None:
                         # Where nothing wants a gradient a joint fusion is worth its forward only.
-                        cost = self._cost(bound, env if b > live_from or not env.grad else still, measured)
+                        wanted = env if b > live_from or not env.grad else still
+                        cost = self._cost(bound, wanted.between(along), measured)
                         if isinstance(cost, int):
                             found.append(Candidate(bound, a, b, cost, rank))
                             continue
@@ -234,6 +240,16 @@ def _bind(cls: type[FusedOperation], lengths: Sequence[int], nodes: Sequence[Nod
             bound[slot.name] = nodes[at].operation if taken else None
         at += taken
     return cls(**bound)
+
+
+def _refuses_dtypes(cls: type[FusedOperation], nodes: Sequence[Node], a: int, around: Sequence[Border]) -> str | None:
+    """Why a class is not used between borders at which dtypes change."""
+    if cls.triton and any(border.taken is None for border in around):
+        return "the dtypes here are not known before a call: an operation states no class of autocast"
+    for position, border in enumerate(around[1:-1], a + 1):
+        if border.cast is not None and not cls.casts:
+            return f"x is cast to {str(border.cast).removeprefix('torch.')} inside it, before {nodes[position].name}"
+    return None
 
 
 def _refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: int, dead: bool) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..casts import cast_once
 from ..group import Group, summed_gradient
 from ..operation import FusableOperation, UnfusedOperation
 from .fingerprint import Fingerprint
@@ -37,8 +38,10 @@ class CompiledRegion:
 
     def run(self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
         """Run its segments, one after the other."""
-        for segment, indices in self.segments:
-            x = apply(segment, x, channels, seeds, [parameters[i] for i in indices])
+        casts = self.plan.env.autocast is not None and any(segment.live for segment, _ in self.segments)
+        with cast_once() if casts else contextlib.nullcontext():
+            for segment, indices in self.segments:
+                x = apply(segment, x, channels, seeds, [parameters[i] for i in indices])
         return x
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -15,7 +16,9 @@ from .. import pictures
 from ..env import Env
 from ..pictures import PlanData
 from ..settings import Fusing
+from .casts import Cast, casts_of
 from .describe import describe
+from .dtypes import Border
 from .flatten import Node
 from .match import Lookup, Matcher, Refusal
 from .memory import Memory
@@ -65,6 +68,11 @@ class Plan:
     def count(self, name: str) -> int:
         """How many different steps of this name the two covers hold; one that stands in both counts once."""
         return len({(s.covers.start, id(s.operation)) for s in (*self.forward, *self.backward) if s.name == name})
+
+    @cached_property
+    def casts(self) -> tuple[Cast, ...]:
+        """Casts of the forward pass that no fusion absorbs: of what enters a step, and of parameters, once a call."""
+        return casts_of(self.forward, self.env)
 
     @property
     def fused(self) -> tuple[int, int]:
@@ -193,10 +201,11 @@ def plan_region(
     fusing: Fusing,
     matcher: Matcher,
     known: Lookup | None = None,
+    borders: tuple[Border, ...] = (),
 ) -> Plan:
     """Plan positions `start..stop`, which hold operations only."""
     live = wants.live_from
-    found, refused = matcher.find(nodes, start, stop, live, env, fusing, known=known)
+    found, refused = matcher.find(nodes, start, stop, live, env, fusing, known=known, borders=borders)
     forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     used = {id(c) for c in (*forward, *backward)}
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
@@ -209,7 +218,8 @@ def plan_region(
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()]), True))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
-    ahead, back = _steps(nodes, start, stop, forward, wants), _steps(nodes, live, stop, backward, wants, live)
+    within = functools.partial(_steps, nodes, start, stop, wants=wants, borders=borders)
+    ahead, back = within(forward), within(backward, live=live)
     return Plan(
         env, ahead, back, _segments(nodes, ahead, back, start, stop), tuple(refused), (),
         tuple(node.name for node in nodes[start:stop]), tuple(node.path for node in nodes[start:stop]),
@@ -232,22 +242,26 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate]) -> str:
 
 
 def _steps(
-    nodes: Sequence[Node], start: int, stop: int, chosen: Sequence[Candidate], wants: Wants, live: int = 0
+    nodes: Sequence[Node],
+    start: int,
+    stop: int,
+    chosen: Sequence[Candidate],
+    wants: Wants,
+    borders: tuple[Border, ...],
+    live: int = 0,
 ) -> tuple[Step, ...]:
+    def step(a: int, b: int, c: Candidate | None = None) -> Step:
+        what = (nodes[a].operation, nodes[a].name) if c is None else (c.fusion, c.name)
+        needs, around = tuple(wants.needs[p] for p in range(a, b)), borders[a - start : b - start + 1]
+        return Step(what[0], range(a, b), what[1], c is not None, tuple(nodes[a:b]), needs, around)
+
     steps: list[Step] = []
-    at = start
+    at = max(start, live)
     for c in chosen:
-        if c.stop <= live:
-            continue
-        steps += [_single(nodes[i], i, wants) for i in range(at, c.start)]
-        needs = tuple(wants.needs[p] for p in range(c.start, c.stop))
-        steps.append(Step(c.fusion, range(c.start, c.stop), c.name, True, tuple(nodes[c.start : c.stop]), needs))
-        at = c.stop
-    return tuple(steps + [_single(nodes[i], i, wants) for i in range(at, stop)])
-
-
-def _single(node: Node, at: int, wants: Wants) -> Step:
-    return Step(node.operation, range(at, at + 1), node.name, False, (node,), (wants.needs[at],))
+        if c.stop > live:
+            steps += [*(step(i, i + 1) for i in range(at, c.start)), step(c.start, c.stop, c)]
+            at = c.stop
+    return (*steps, *(step(i, i + 1) for i in range(at, stop)))
 
 
 def _segments(

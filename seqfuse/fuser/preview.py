@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..operation import UnfusedOperation
 from ..settings import fusing_now
 from .cost_lookup import Known
+from .dtypes import Border, borders_of, under_autocast
 from .flatten import Node
 from .inputs import clearer, expect_tensor, validate
 from .match import Matcher
@@ -52,9 +53,10 @@ def plan_ahead(
             wants = Wants.of(op_list.nodes, part.start, part.stop, wanted, known, env.grad)
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
             shape = None if shapes is None else shapes[-1]
-            look_up = Known(op_list.nodes, wants, here, part.start, shapes)
+            borders = _borders(op_list, part, x if part.start == 0 else None, channels, here)
+            look_up = Known(op_list.nodes, wants, here, part.start, shapes, borders)
             stretch = op_list.nodes, part.start, part.stop
-            plans.append(plan_region(*stretch, wants, here, fusing_now(), matcher, look_up))
+            plans.append(plan_region(*stretch, wants, here, fusing_now(), matcher, look_up, borders))
             wanted = wanted or wants.live_from < part.stop
             last: Any = op_list.nodes[part.stop - 1].operation
             if follows and last.y_dtype is not None and shape is not None:
@@ -84,6 +86,19 @@ def plan_ahead(
         return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, places[0])
 
     return dataclasses.replace(plan, measure=memory)
+
+
+def _borders(
+    op_list: OpList, region: Region, x: Tensor | None, channels: Mapping[str, Tensor], env: Env
+) -> tuple[Border, ...]:
+    """The dtypes along a region, as far as they are known without what enters it."""
+    given = {c: channels[c] for c in region.channels if c in channels}
+    if x is not None and env == Env.like(x):
+        parameters = [getattr(owner, name) for owner, name in region.slots] if not op_list.parametrized else []
+        return borders_of(op_list.nodes, op_list.random, region.positions, x, given, parameters, env)
+    if env.autocast is None:
+        return ()
+    return under_autocast(op_list.nodes, region.positions, env, {c: t.dtype for c, t in given.items()})
 
 
 def _validate(op_list: OpList, x: Tensor, channels: Mapping[str, Tensor]) -> None:

@@ -18,6 +18,7 @@ from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
 from .cost_lookup import Known
+from .dtypes import borders_of
 from .flatten import flatten, has_own_graph, public_channels
 from .guard import Call, device, dtype, requires
 from .guard import bind as bind_call
@@ -218,12 +219,14 @@ class Fuser:
         required = {c: t.requires_grad for c, t in given.items()}
         wants = Wants.of(op_list.nodes, region.start, region.stop, x.requires_grad, required, env.grad)
         shapes = validate(op_list.nodes, region.positions, x.shape)
+        borders = borders_of(op_list.nodes, op_list.random, region.positions, x, given, parameters, env)
         if plan is None:
-            known = Known(op_list.nodes, wants, env, region.start, None if env.rows is None else shapes)
-            plan = plan_region(op_list.nodes, region.start, region.stop, wants, env, fusing, self._matcher, known)
+            known = Known(op_list.nodes, wants, env, region.start, None if env.rows is None else shapes, borders)
+            stretch = op_list.nodes, region.start, region.stop
+            plan = plan_region(*stretch, wants, env, fusing, self._matcher, known, borders)
         note = weakref.WeakMethod(self._note_failure)
         about = op_list.nodes, op_list.random, region.positions, region.slots, x, given, parameters
-        context = Context.of(*about, shapes, wants, env, fusing.on_error, note)
+        context = Context.of(*about, shapes, borders, wants, env, fusing.on_error, note)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from ..env import Env
 from ..fusion import InferenceFusion
 from ..saved import Saved
 from ..signature import Signature
+from .dtypes import Border, along_of
 from .flatten import Node
 
 # Index into the seeds of a call; for a fusion that takes all of them, one for each of its operations.
@@ -43,6 +46,7 @@ class Step:
         fused: whether it is a fusion.
         nodes: the operations at those positions, as the sequence was read.
         needs: the gradients that are needed at those positions.
+        borders: the dtypes before each of those positions and behind the last, where dtypes differ along the sequence.
     """
 
     operation: Any
@@ -51,6 +55,7 @@ class Step:
     fused: bool = False
     nodes: Sequence[Node] = dataclasses.field(default=(), compare=False, repr=False)
     needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
+    borders: tuple[Border, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def start(self) -> int:
@@ -83,6 +88,21 @@ class Step:
     def inference(self) -> bool:
         """Whether its forward saves nothing."""
         return isinstance(self.operation, InferenceFusion)
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype that its input is cast to, where what comes before gives another."""
+        return self.borders[0].cast if self.borders else None
+
+    @property
+    def wanted(self) -> torch.dtype | None:
+        """The dtype in which a fusion is told to give its result: a cast behind it that it absorbs."""
+        return self.borders[-1].taken if self.borders and self.operation.forward_signature.dtype else None
+
+    @property
+    def dy_dtype(self) -> torch.dtype | None:
+        """The dtype that its backward takes, where it takes no other."""
+        return self.borders[-1].given if self.borders and not self.operation.any_dy else None
 
     @cached_property
     def needed(self) -> frozenset[str]:
@@ -222,13 +242,19 @@ class Step:
         if signature.needs:
             fixed["needs"] = self.needed
         if signature.env:
-            fixed["env"] = env
+            fixed["env"] = env.between(along_of(self.borders, self.operation.forward_signature.dtype))
+        if signature.dtype:
+            fixed["dtype"] = None if not self.borders else self.borders[0 if backward else -1].taken
         return fixed
 
     def unfused(self, backward: bool = False) -> tuple[Step, ...]:
         """The steps of its operations by themselves, in the order in which they run."""
         each = zip(self.nodes, self.covers, self.needs, strict=True)
-        parts = [Step(n.operation, range(p, p + 1), n.name, False, (n,), (needs,)) for n, p, needs in each]
+        around = [self.borders[i : i + 2] for i in range(len(self.nodes))]
+        parts = [
+            Step(n.operation, range(p, p + 1), n.name, False, (n,), (needs,), borders)
+            for (n, p, needs), borders in zip(each, around, strict=True)
+        ]
         return tuple(s for s in reversed(parts) if s.needs[0]) if backward else tuple(parts)
 
     def narrowed(self, needs: Mapping[int, frozenset[str]]) -> Step:

@@ -15,7 +15,7 @@ from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
 from ._functions import Run, composed
-from ._kernels import device, kernel_takes_act, kernels_run, rows_of
+from ._kernels import bias_fits, device, kernel_takes_act, kernels_run, rows_of
 from ._pointwise import chain_of
 
 if TYPE_CHECKING:
@@ -103,11 +103,12 @@ def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tup
 def chain_takes(parts: Sequence[Part], env: Env) -> Requirements:
     """What the kernel asks of the parts of a chain."""
     yield from kernels_run(env)
+    yield all(dtype is env.dtype for dtype in env.along), "an operation in it gives another dtype"
     for part in parts:
         if isinstance(part, Pointwise):
             yield from kernel_takes_act(part)
         elif isinstance(part, Bias):
-            yield part.bias.dtype == env.dtype, "input and bias must have one dtype"
+            yield bias_fits(part, env), "input and bias must have one dtype"
     yield len(_active(parts)) > 1, "only a Dropout that drops nothing here is with it"
 
 
@@ -121,7 +122,7 @@ def chain_worth(parts: Sequence[Part], env: Env, tensors: int = 0) -> Savings:
     # Only a bias says how wide the rows are.
     width = max([0, *(part.size for part in parts if isinstance(part, Bias))])
     saved = len(_active(parts)) - 1
-    size = float((2 * saved + tensors) * rows_of(env) * width * env.dtype.itemsize)
+    size = float((2 * saved + tensors) * rows_of(env) * width * env.itemsize)
     return Savings(launches=saved, bytes=size)
 
 

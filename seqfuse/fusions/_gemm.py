@@ -11,7 +11,6 @@ from ..env import Env, Savings
 from ..fusion import Requirements
 from ..maingrad import Accumulated
 from ..ops import Bias, Dropout, Linear, MergedLinear
-from ..ops._read import required
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
@@ -26,7 +25,8 @@ def kernel_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
     """What the kernel asks of a product, its input and its bias."""
     yield from kernels_run(env)
     weight = linear.weight
-    yield weight.dtype == env.dtype and one_dtype(linear, bias), "input, weight and bias must have one dtype"
+    one = env.cast(weight.dtype) == env.dtype and one_dtype(linear, bias, env)
+    yield one, "input, weight and bias must have one dtype"
     yield 1 in weight.stride() or 1 in weight.shape, "the weight must be contiguous in its rows or its columns"
 
 
@@ -36,6 +36,8 @@ def epilogue_takes(
     """What the kernel asks of a product with an activation or a gated unit in its epilogue, or before it."""
     yield from kernel_takes(linear, bias, env)
     yield from kernel_takes_act(act) if isinstance(act, Pointwise) else kernel_takes_gated(act)
+    keeps = env.autocast is None or isinstance(act, Gated) or act.reads == "input" or act.autocast != "float32"
+    yield keeps, f"{type(act).__name__} keeps its result, which is float32 under autocast"
     yield from kernel_takes_dropout(dropout)
 
 
@@ -66,7 +68,7 @@ def epilogue(
     """Return y = dropout(act(z)), z = x weight^T + bias, from one GEMM, and z or act(z) where it is to be stored."""
     from ..kernels import gemm
 
-    weight, start = weight_of(linear), bias_of(bias)
+    weight, start = weight_of(linear, x), bias_of(bias)
     around: dict[str, Any] = {"dropout": dropout, "tf32": tf32()}
     if isinstance(act, Gated):
         return gemm.linear_gated(x, weight, start, act=device(act.activation), store_pre=store_pre, **around)
@@ -93,10 +95,10 @@ def forward_worth(
 
 
 def around_saved(
-    x: Tensor, weight: Tensor, bias: Bias | None, dropout: Dropout | None, seed: Tensor | None
+    x: Tensor, linear: Linear, bias: Bias | None, dropout: Dropout | None, seed: Tensor | None
 ) -> dict[str, Any]:
     """The records of slots `linear`, an optional `bias` and an optional `dropout`."""
-    saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight)}
+    saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=linear.weight_for(x))}
     if bias is not None:
         saved["bias"] = Bias.NOTHING
     if dropout is not None:
@@ -164,9 +166,9 @@ def tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def weight_of(linear: Linear) -> Tensor:
-    """The weight as it is now."""
-    return required(linear, "weight")
+def weight_of(linear: Linear, x: Tensor) -> Tensor:
+    """The weight as it is now, as the kernel takes it: autocast does not reach it."""
+    return linear.weight_for(x, always=True)
 
 
 def bias_of(bias: Bias | None) -> Tensor | None:
@@ -176,7 +178,7 @@ def bias_of(bias: Bias | None) -> Tensor | None:
 
 def worth(linear: Linear | MergedLinear, env: Env, launches: float, passes: float, columns: int) -> Savings:
     """Launches and passes over a tensor of `columns` not made, against the slower product."""
-    moved = float(passes * rows_of(env) * columns * env.dtype.itemsize)
+    moved = float(passes * rows_of(env) * columns * env.itemsize)
     return Savings(launches=launches, bytes=moved, flops=-_SLOWER * product_flops(linear, env))
 
 

@@ -12,7 +12,7 @@ from ..fusion import Requirements
 from ..ops import Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
 from ..ops._read import parameter
-from ._kernels import kernels_run, rows_of
+from ._kernels import bias_fits, kernels_run, rows_of
 
 if TYPE_CHECKING:
     from ..kernels import rope
@@ -36,7 +36,7 @@ _PASSES = {"bias": 2, "norm": 14, "rotary": 12}
 def kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env) -> Requirements:
     """What the kernel asks of bias, norm and rotation, in sentences."""
     yield from kernels_run(env)
-    yield bias is None or bias.bias.dtype == env.dtype, "input and bias must have one dtype"
+    yield bias_fits(bias, env), "input and bias must have one dtype"
     each = norm is None or (norm.kind == "rms" and not norm.full_width)
     yield each, "its kernel makes an RMSNorm of each head"
     if norm is not None and rotary is not None:
@@ -66,7 +66,7 @@ def worth(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None
     there = [name for name, of in (("bias", bias), ("norm", norm), ("rotary", rotary)) if of is not None]
     width = width_of(bias, norm) or 0
     passes = max(0, sum(_PASSES[name] for name in there) - made)
-    moved = float(passes * rows_of(env) * width * env.dtype.itemsize)
+    moved = float(passes * rows_of(env) * width * env.itemsize)
     return Savings(launches=sum(_LAUNCHES[name] for name in there) - 1, bytes=moved)
 
 

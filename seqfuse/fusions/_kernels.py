@@ -8,6 +8,7 @@ import torch
 
 from ..env import Env
 from ..fusion import Requirements
+from ..ops import Bias
 from ..pointwise import Gated, Pointwise
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -20,8 +21,12 @@ STEP = 0.25
 
 def kernels_run(env: Env) -> Requirements:
     """What every kernel asks of the environment, beside a Triton device."""
-    yield env.autocast is None, "autocast is left to the operations"
     yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
+
+
+def bias_fits(bias: Bias | None, env: Env) -> bool:
+    """Whether x + bias has the dtype of x: else torch promotes it, but under autocast."""
+    return bias is None or env.autocast is not None or bias.bias.dtype == env.dtype
 
 
 def rows_of(env: Env) -> int:

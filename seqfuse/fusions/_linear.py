@@ -17,9 +17,9 @@ from ..ops import Bias, Linear
 from ..ops.linear import scaled_mm
 
 
-def one_dtype(linear: Linear, bias: Bias | None) -> bool:
+def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
     """Whether a GEMM can start from the bias: torch promotes in `x + bias`, not in `linear(x, weight, bias)`."""
-    return bias is None or linear.weight.dtype == bias.bias.dtype
+    return bias is None or env.autocast is not None or linear.weight.dtype == bias.bias.dtype
 
 
 def output_bytes(linear: Linear, env: Env) -> float:
@@ -30,7 +30,8 @@ def output_bytes(linear: Linear, env: Env) -> float:
 
 def linear_epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gelu"]) -> Tensor:
     """act(x weight^T + bias) as one call of ATen; GeLU is by tanh on a GPU and exact on a CPU."""
-    if autocast_of(x.device.type) is not None:  # a call that autocast does not know
+    cast_to = autocast_of(x.device.type)
+    if cast_to is not None and any(t.dtype is not cast_to for t in (x, weight, bias)):  # autocast does not reach it
         y = F.linear(x, weight, bias)
         return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
     y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
@@ -63,8 +64,7 @@ def as_rows(t: Tensor) -> Tensor:
 def gemm_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
     """What a GEMM with a factor or an addend asks of its operands."""
     yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
-    yield env.autocast is None, "under autocast the addend would be rounded to the GEMM's dtype"
-    one = linear.weight.dtype == env.dtype and one_dtype(linear, bias)
+    one = env.cast(linear.weight.dtype) == env.dtype and one_dtype(linear, bias, env)
     yield one, "input, weight and bias must have one dtype"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..env import Env
+from ..env import Env, Savings
 from ..fusion import Requirements
 from ..ops import LayerNorm, RMSNorm
 from ..ops._norm import stats_dtype
@@ -33,7 +33,7 @@ def kernels_take(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
 
 def pass_bytes(norm: LayerNorm | RMSNorm, env: Env) -> float:
     """Bytes of a tensor of the norm's shape: one pass over it."""
-    return float(rows_of(env) * norm.normalized_shape[-1] * env.dtype.itemsize)
+    return float(rows_of(env) * norm.normalized_shape[-1] * env.itemsize)
 
 
 def converts(norm: LayerNorm | RMSNorm, env: Env) -> bool:
@@ -55,6 +55,24 @@ def second_look(norm: LayerNorm | RMSNorm, env: Env) -> int:
 def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:
     """The bias of a norm, if it has one."""
     return parameter(norm, "bias") if isinstance(norm, LayerNorm) else None
+
+
+def given(norm: LayerNorm | RMSNorm, env: Env) -> torch.dtype:
+    """The dtype of the norm's result, by itself."""
+    return torch.float32 if env.autocast is not None and env.device != "cpu" else env.dtype
+
+
+def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
+    """What fusions ask of a norm whose result they make again from x."""
+    yield given(norm, env) is env.dtype, "under autocast the norm gives float32, and x is not"
+
+
+def absorbed(norm: LayerNorm | RMSNorm, env: Env) -> Savings:
+    """What is saved where the norm writes its result in the dtype that comes after it takes, if that is another."""
+    if not env.along or env.leaving is given(norm, env):
+        return Savings()
+    wide = given(norm, env).itemsize / env.itemsize
+    return Savings(launches=1, bytes=2 * wide * pass_bytes(norm, env))
 
 
 def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Forward, Record]:

@@ -9,7 +9,7 @@ from ..env import Env, Savings
 from ..fusion import Requirements
 from ..ops import Bias
 from ..pointwise import Pointwise
-from ._kernels import device, kernels_run, rows_of
+from ._kernels import bias_fits, device, kernels_run, rows_of
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
@@ -51,9 +51,9 @@ def _identity(of: Any) -> Any:
 def kernel_takes_chain(bias: Bias | None, env: Env) -> Requirements:
     """What the kernel asks of what enters a chain."""
     yield from kernels_run(env)
-    yield bias is None or bias.bias.dtype == env.dtype, "input and bias must have one dtype"
+    yield bias_fits(bias, env), "input and bias must have one dtype"
 
 
 def passes(bias: Bias, env: Env, launches: float, count: float, parts: int = 1) -> Savings:
     """Launches and passes not made, over tensors of the bias's size divided by `parts`."""
-    return Savings(launches=launches, bytes=float(count * rows_of(env) * bias.size // parts * env.dtype.itemsize))
+    return Savings(launches=launches, bytes=float(count * rows_of(env) * bias.size // parts * env.itemsize))

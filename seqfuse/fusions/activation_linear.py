@@ -31,6 +31,7 @@ class ActivationLinearBackward(BackwardFusion):
     linear: Linear
 
     triton = needs_measurement = True
+    casts = True  # dz has the dtype of dy, whatever the activation gives
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

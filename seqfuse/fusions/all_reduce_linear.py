@@ -31,14 +31,14 @@ class AllReduceLinearBackward(BackwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield self.enter.group.size > 1, "needs several processes"
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
-        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+        yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
         yield env.autocast is None, "under autocast the sum is of x's dtype, not of the product's"
 
     def saves(self, env: Env) -> Savings:
         """The shorter of what overlaps; the wire is taken to be as fast as memory, so that it is no less."""
         rows, linear, size = float(env.rows or 1), self.linear, self.enter.group.size
         product = Savings(flops=2 * rows * linear.in_features * linear.out_features)
-        sent = Savings(bytes=2 * (size - 1) / size * rows * linear.in_features * env.dtype.itemsize)
+        sent = Savings(bytes=2 * (size - 1) / size * rows * linear.in_features * env.itemsize)
         return dataclasses.replace(min(product, sent, key=env.microseconds), launches=1 if env.device == "cpu" else 0)
 
     def bwd(

@@ -29,6 +29,7 @@ class BiasGated(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
         yield from kernel_takes_gated(self.gated)
+        yield env.leaving is env.dtype, "the gated unit gives another dtype"
 
     def saves(self, env: Env) -> Savings:
         # The operations read and write the sum, and act(gate) is a tensor of its own.
@@ -59,6 +60,7 @@ class BiasGatedBackward(BackwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
         yield from kernel_takes_gated(self.gated)
+        yield env.leaving is env.dtype, "the gated unit gives another dtype"
 
     def saves(self, env: Env) -> Savings:
         # The operations make act(gate) again, dy up, dgate and dup, and join the two: 15 passes, here 5.

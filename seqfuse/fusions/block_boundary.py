@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env, Savings, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
-from ._norm import Record, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, absorbed, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
 
 if TYPE_CHECKING:
     from ..kernels._norm import Forward
@@ -38,12 +38,12 @@ class BlockBoundary(ForwardFusion):
         yield from boundary_takes(self.norm, self.dropout, env)
 
     def saves(self, env: Env) -> Savings:
-        return forward_worth(self.bias, self.dropout, self.norm, env)
+        return forward_worth(self.bias, self.dropout, self.norm, env.part(-2))
 
     def fwd(
-        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None
+        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
-        out, record, seed = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed)
+        out, record, seed = boundary_fwd(self.bias, self.dropout, self.norm, x, add_other, dropout_seed, dtype=dtype)
         assert out.stream is not None
         saved: dict[str, Any] = {"add": Add.NOTHING, "norm": record}
         if self.bias is not None:
@@ -69,12 +69,13 @@ class BlockBoundaryBackward(BackwardFusion):
     norm: LayerNorm | RMSNorm
 
     triton = True
+    any_dy = True
 
     def requires(self, env: Env) -> Requirements:
         yield from boundary_takes(self.norm, self.dropout, env)
 
     def saves(self, env: Env) -> Savings:
-        return backward_worth(self.bias, self.dropout, self.fork, self.norm, env)
+        return backward_worth(self.bias, self.dropout, self.fork, self.norm, env.part(-2))
 
     def bwd(
         self,
@@ -87,11 +88,11 @@ class BlockBoundaryBackward(BackwardFusion):
         fork: Fork.Saved | None = None,
         d_fork_out: Tensor | None = None,
         needs: frozenset[str],
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Grads]:
         branch, summed = "x" in needs, "bias.bias" in needs
-        around: dict[str, Any] = {}
-        if dropout is not None and dropout.seed is not None:
-            around = {"seed": dropout.seed, "p": dropout.p, "dbranch": branch}
+        seed, p = (None, 0.0) if dropout is None else (dropout.seed, dropout.p)
+        around = branch_around(vars(norm).get("x"), seed, p, branch, dtype)
         if summed:
             assert self.bias is not None
             around["dpre_bias"] = self.bias.read().dtype
@@ -103,7 +104,18 @@ class BlockBoundaryBackward(BackwardFusion):
             grads["bias.bias"] = out.dpre_bias
         if "add.other" in needs:
             grads["add.other"] = out.dx
-        return (out.dbranch if "seed" in around else out.dx) if branch else None, grads
+        return (out.dbranch if "dbranch" in around else out.dx) if branch else None, grads
+
+
+def branch_around(
+    z: Tensor | None, seed: Tensor | None, p: float, branch: bool, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What the kernel takes to write the gradient of the branch beside that of the stream z, where the two differ."""
+    around: dict[str, Any] = {} if seed is None else {"seed": seed, "p": p}
+    cast = z is not None and dtype is not None and dtype is not z.dtype
+    if seed is not None or (cast and branch):
+        around |= {"dbranch": branch, "branch_dtype": dtype}
+    return around
 
 
 def _drops(dropout: Dropout | None) -> bool:
@@ -113,9 +125,9 @@ def _drops(dropout: Dropout | None) -> bool:
 def forward_worth(bias: Bias | None, dropout: Dropout | None, norm: LayerNorm | RMSNorm, env: Env) -> Savings:
     """What is saved by the forward pass of slots `bias` to `norm` in one."""
     # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
-    before = (bias is not None) + _drops(dropout)
+    before, cast = (bias is not None) + _drops(dropout), absorbed(norm, env)
     tensors = 1 + 2 * before + copies(norm, env)
-    return Savings(launches=1 + before, bytes=tensors * pass_bytes(norm, env))
+    return Savings(cast.launches + 1 + before, cast.bytes + tensors * pass_bytes(norm, env))
 
 
 def backward_worth(
@@ -138,18 +150,19 @@ def boundary_fwd(
     **around: Any,
 ) -> tuple[Forward, Record, Tensor | None]:
     """Slots `bias` to `norm`, the norm's record, and the seed if it was read; `around` is for the kernel."""
-    dtype = torch.promote_types(x.dtype, other.dtype)
+    stream = torch.promote_types(x.dtype, other.dtype)
     around["residual"] = other
     if bias is not None:
         row = bias.read()
-        dtype = torch.promote_types(dtype, row.dtype)
+        if row.dtype is not x.dtype and autocast_of(x.device.type) is None:  # under it the bias takes the dtype of x
+            stream = torch.promote_types(stream, row.dtype)
         around["pre_bias"] = row.contiguous()
     if dropout is None or not dropout.random:
         seed = None
     else:
         around |= {"seed": seed, "p": dropout.p}
-    # The kernel writes the stream in the dtype of x.
-    return *norm_fwd(norm, x if x.dtype is dtype else x.to(dtype), **around), seed
+    around["dtype"] = around.get("dtype") or stream
+    return *norm_fwd(norm, x, stream_dtype=stream, **around), seed
 
 
 def boundary_takes(norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:

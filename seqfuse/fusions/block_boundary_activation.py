@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import saved as context
@@ -14,8 +15,8 @@ from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
 from ..ops._read import parameter
 from ..pointwise import Pointwise
 from ._functions import composed, factors_of, kernel_takes_functions, passes_of
-from ._norm import norm_bwd, pass_bytes, shift
-from .block_boundary import backward_worth, boundary_fwd, boundary_takes, forward_worth
+from ._norm import gives_own, norm_bwd, pass_bytes, shift
+from .block_boundary import backward_worth, boundary_fwd, boundary_takes, branch_around, forward_worth
 from .norm_activation import norm_records
 
 
@@ -36,6 +37,7 @@ class BlockBoundaryActivation(JointFusion):
     acts: tuple[Pointwise | Scale, ...]
 
     triton = True
+    any_dy = True
     outputs = ("fork_out",)
 
     class Saved(context.Saved):
@@ -51,20 +53,23 @@ class BlockBoundaryActivation(JointFusion):
     def requires(self, env: Env) -> Requirements:
         yield from boundary_takes(self.norm, self.dropout, env)
         yield from kernel_takes_functions(self.acts)
+        yield from gives_own(self.norm, env.part(-2 - len(self.acts)))
 
     def saves(self, env: Env) -> Savings:
-        one = pass_bytes(self.norm, env)
-        parts = [forward_worth(self.bias, self.dropout, self.norm, env)]
+        own = env.part(-2 - len(self.acts))
+        one = pass_bytes(self.norm, own)
+        parts = [forward_worth(self.bias, self.dropout, self.norm, own)]
         if env.grad:
-            parts.append(backward_worth(self.bias, self.dropout, self.fork, self.norm, env))
+            parts.append(backward_worth(self.bias, self.dropout, self.fork, self.norm, own))
         launches, tensors = passes_of(self.acts, env.grad)
         return Savings(launches + sum(s.launches for s in parts), tensors * one + sum(s.bytes for s in parts))
 
     def fwd(
-        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None
+        self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
     ) -> tuple[Tensor, dict[str, Tensor], Saved]:
-        around, factors = (self.bias, self.dropout, self.norm), factors_of(self.acts)
-        out, _, seed = boundary_fwd(*around, x, add_other, dropout_seed, act=composed(self.acts, factors))
+        parts, factors = (self.bias, self.dropout, self.norm), factors_of(self.acts)
+        act = composed(self.acts, factors)
+        out, _, seed = boundary_fwd(*parts, x, add_other, dropout_seed, act=act, dtype=dtype)
         assert out.stream is not None
         saved = self.Saved(
             z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"), shift=shift(self.norm),
@@ -73,13 +78,18 @@ class BlockBoundaryActivation(JointFusion):
         return out.y, {} if self.fork is None else {"fork_out": out.stream}, saved
 
     def bwd(
-        self, dy: Tensor, saved: Saved, *, d_fork_out: Tensor | None = None, needs: frozenset[str]
+        self,
+        dy: Tensor,
+        saved: Saved,
+        *,
+        d_fork_out: Tensor | None = None,
+        needs: frozenset[str],
+        dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Grads]:
         branch, summed = "x" in needs, "bias.bias" in needs
         around: dict[str, Any] = {"act": composed(self.acts, saved.factors), "dstream": d_fork_out}
         around["dx"] = branch or summed or "add.other" in needs
-        if saved.seed is not None:
-            around |= {"seed": saved.seed, "p": saved.p, "dbranch": branch}
+        around |= branch_around(saved.z, saved.seed, saved.p, branch, dtype)
         if summed:
             assert self.bias is not None
             around["dpre_bias"] = self.bias.read().dtype
@@ -89,7 +99,7 @@ class BlockBoundaryActivation(JointFusion):
             grads["bias.bias"] = out.dpre_bias
         if "add.other" in needs:
             grads["add.other"] = out.dx
-        return (out.dx if saved.seed is None else out.dbranch) if branch else None, grads
+        return (out.dbranch if "dbranch" in around else out.dx) if branch else None, grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """The operations' own records."""

@@ -12,7 +12,7 @@ from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear
 from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd, unit_worth
-from ._kernels import STEP
+from ._kernels import STEP, bias_fits
 from ._pointwise import passes
 from .bias_dropout_add import branch_bwd
 
@@ -37,11 +37,12 @@ class BlockEndBackward(BackwardFusion):
     add: Add
 
     triton = needs_measurement = True
+    casts = True  # dz has the dtype of the weight, whatever the activation gives
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
         yield from epilogue_takes(self.linear, self.bias, self.act, env, self.act_dropout)
-        yield self.out_bias is None or self.out_bias.bias.dtype == env.dtype, "input and bias must have one dtype"
+        yield bias_fits(self.out_bias, env), "input and bias must have one dtype"
         yield from kernel_takes_dropout(self.dropout)
 
     def saves(self, env: Env) -> Savings:

@@ -67,6 +67,7 @@ class LinearActivationLinear(JointFusion):
     add: Add | None
 
     triton = needs_measurement = True
+    casts = True  # the activation is written in the dtype of z, whatever it gives
     layout = "inner_contig"
 
     class Saved(context.Saved):
@@ -103,7 +104,7 @@ class LinearActivationLinear(JointFusion):
 
     def _written_again(self, env: Env) -> float:
         """Bytes of h."""
-        return float(rows_of(env) * self.out.in_features * env.dtype.itemsize)
+        return float(rows_of(env) * self.out.in_features * env.itemsize)
 
     def fwd(
         self,
@@ -115,7 +116,7 @@ class LinearActivationLinear(JointFusion):
     ) -> tuple[Tensor, Saved]:
         from ..kernels import gemm
 
-        weight, out = weight_of(self.linear), weight_of(self.out)
+        weight, out = weight_of(self.linear, x), weight_of(self.out, x)
         seed, out_seed = _active(self.dropout, dropout_seed), _active(self.out_dropout, out_dropout_seed)
         h, z = epilogue(x, self.linear, self.bias, self.act, mask(self.dropout, seed), store_pre=True)
         assert z is not None

@@ -10,7 +10,6 @@ from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
-from ..ops._read import required
 from ..ops.linear import weight_grad
 from ._gemm import kernel_takes, like, tf32, worth
 from ._kernels import STEP
@@ -29,13 +28,13 @@ class LinearBias(ForwardFusion):
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
-        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+        yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
         return Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
-        weight = required(self.linear, "weight")
+        weight = self.linear.weight_for(x)
         y = F.linear(x, weight, self.bias.read())
         return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING}
 
@@ -54,7 +53,7 @@ class LinearBiasBackward(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
-        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+        yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
         return Savings(launches=1 if env.device == "cpu" else STEP)

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..casts import lowered
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
-from ..ops._read import parameter, required
+from ..ops._read import parameter
 from ..pointwise import Gated, Pointwise
-from ._gemm import around_saved, epilogue, epilogue_takes, forward_worth, mask, weight_of
+from ._gemm import around_saved, epilogue, epilogue_takes, forward_worth, mask
 from ._linear import epilogue_keeps_nan, linear_epilogue, one_dtype, output_bytes
 
 _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
@@ -50,19 +51,22 @@ class LinearBiasActivation(ForwardFusion):
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        return epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
+        yield from epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
+        yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
 
     def saves(self, env: Env) -> Savings:
         dropped = self.dropout is not None and self.dropout.random
         stored = isinstance(self.act, Gated) or self.act.reads == "input" or dropped
         return forward_worth(self.linear, self.bias, self.act, dropped, stored, env)
 
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(
+        self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
         act, drop = self.act, mask(self.dropout, dropout_seed)
         before = isinstance(act, Gated) or act.reads == "input"
         y, t = epilogue(x, self.linear, self.bias, act, drop, before, not before and drop is not None)
         t = y if t is None else t
-        saved = around_saved(x, weight_of(self.linear), self.bias, self.dropout, dropout_seed)
+        saved = around_saved(x, self.linear, self.bias, self.dropout, dropout_seed)
         record = act.Saved(x=t) if isinstance(act, Gated) else act.record(t, t)  # pyright: ignore[reportCallIssue]
         return y, {**saved, "act": record}
 
@@ -82,13 +86,14 @@ class LinearBiasActivationInference(InferenceFusion):
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
-        return epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
+        yield from epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
+        yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
 
     def saves(self, env: Env) -> Savings:
         dropped = self.dropout is not None and self.dropout.random
         return forward_worth(self.linear, self.bias, self.act, dropped, False, env)
 
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> Tensor:
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return epilogue(x, self.linear, self.bias, self.act, mask(self.dropout, dropout_seed))[0]
 
 
@@ -109,18 +114,18 @@ class LinearBiasAct(ForwardFusion):
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
-        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+        yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
-        inside = env.device == "cuda" and env.autocast is None and isinstance(self.act, ReLU)
-        inside = inside and epilogue_keeps_nan(env.device, self.linear.weight.dtype)
+        inside = env.device == "cuda" and isinstance(self.act, ReLU) and epilogue_keeps_nan(env.device, env.dtype)
         launches, tensors = (0, 1) if self.bias is None else (2, 4) if inside else (1, 3)
         return Savings(launches=launches, bytes=tensors * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        weight, bias, act = required(self.linear, "weight"), self.bias, self.act
-        if bias is not None and isinstance(act, ReLU) and epilogue_keeps_nan(x.device.type, weight.dtype):
-            y = linear_epilogue(x, weight, bias.read(), "relu")
+        weight, bias, act = self.linear.weight_for(x), self.bias, self.act
+        if bias is not None and isinstance(act, ReLU) and epilogue_keeps_nan(x.device.type, x.dtype):
+            # Autocast of a GPU does not reach this call.
+            y = linear_epilogue(x, lowered(weight, always=True), lowered(bias.read(), always=True), "relu")
         else:
             y = F.linear(x, weight, None if bias is None else bias.read())
             y = _IN_PLACE[type(act)](y)
@@ -146,7 +151,7 @@ class LinearBiasGeLU(InferenceFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield env.autocast is None, "under autocast weight and bias would have to be cast"
-        one = self.linear.weight.dtype == env.dtype and one_dtype(self.linear, self.bias)
+        one = self.linear.weight.dtype == env.dtype and one_dtype(self.linear, self.bias, env)
         yield one, "input, weight and bias must have one dtype"
         made = "tanh" if env.device == "cuda" else "none"
         yield self.act.approximate == made, f'the call makes approximate="{made}" on this device'
@@ -156,7 +161,7 @@ class LinearBiasGeLU(InferenceFusion):
         return Savings(launches=launches, bytes=tensors * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> Tensor:
-        return linear_epilogue(x, required(self.linear, "weight"), self.bias.read(), "gelu")
+        return linear_epilogue(x, self.linear.weight_for(x), self.bias.read(), "gelu")
 
 
 class LinearBiasActOneDNN(InferenceFusion):
@@ -182,7 +187,7 @@ class LinearBiasActOneDNN(InferenceFusion):
         yield dtype == torch.bfloat16, "it is for bfloat16: in float32 oneDNN's activations are less accurate"
         exact = isinstance(self.act, GeLU) and self.act.approximate == "none"
         yield not exact, "the tail of the exact GeLU depends on the rounding of the product"
-        yield env.dtype == dtype and one_dtype(linear, self.bias), "input, weight and bias must have one dtype"
+        yield env.dtype == dtype and one_dtype(linear, self.bias, env), "input, weight and bias must have one dtype"
         yield _mkldnn._is_mkldnn_bf16_supported(), "this CPU has no bfloat16 products"
         # `rows` is rounded up to a power of two: more than half of them are there.
         work = (env.rows or 0) // 2 * linear.in_features * linear.out_features

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Linear
-from ..ops._read import required
 from ._linear import one_dtype, output_bytes
 
 
@@ -30,14 +29,14 @@ class LinearBiasAdd(ForwardFusion):
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
-        yield one_dtype(self.linear, self.bias), "weight and bias must have one dtype"
+        yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
         tensors = 1 if self.bias is None else 3
         return Savings(launches=0 if self.bias is None else 1, bytes=tensors * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        weight, bias = required(self.linear, "weight"), self.bias
+        weight, bias = self.linear.weight_for(x), self.bias
         y = F.linear(x, weight, None if bias is None else bias.read())
         if y.shape == add_other.shape and y.dtype is add_other.dtype:
             y.add_(add_other)

@@ -43,11 +43,11 @@ class LinearBiasDropoutAdd(ForwardFusion):
     def fwd(self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels import gemm
 
-        weight, drop = weight_of(self.linear), self.dropout
+        weight, drop = weight_of(self.linear, x), self.dropout
         shape = (*x.shape[:-1], weight.shape[0])
         if add_other.shape != shape:
             self.add.fwd(x.new_empty(shape), other=add_other)  # raises, saying what does not fit
-        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight), "add": Add.NOTHING}
+        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=self.linear.weight_for(x)), "add": Add.NOTHING}
         if self.bias is not None:
             saved["bias"] = Bias.NOTHING
         dropout = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Bias, Linear
-from ..ops._read import required
 from ..pointwise import Pointwise
 from ._kernels import STEP, device, kernel_takes_act, kernels_run
 from ._linear import one_dtype, output_bytes
@@ -36,16 +36,18 @@ class LinearBiasPointwise(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_run(env)
         yield from kernel_takes_act(self.act)
-        one = self.linear.weight.dtype == env.dtype and one_dtype(self.linear, self.bias)
+        one = env.cast(self.linear.weight.dtype) == env.dtype and one_dtype(self.linear, self.bias, env)
         yield one, "input, weight and bias must have one dtype"
+        keeps = self.act.reads == "input" or env.leaving is env.dtype
+        yield keeps, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
 
     def saves(self, env: Env) -> Savings:
         return Savings(launches=1 + STEP, bytes=2 * output_bytes(self.linear, env))
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels.pointwise import pointwise
 
-        weight = required(self.linear, "weight")
+        weight = self.linear.weight_for(x)
         z = F.linear(x, weight, self.bias.read())
-        y: Any = pointwise(z, chain_of([("act", (device(self.act),))]))[0]
+        y: Any = pointwise(z, chain_of([("act", (device(self.act),))]), dtype=dtype)[0]
         return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING, "act": self.act.record(z, y)}

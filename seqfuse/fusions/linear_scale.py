@@ -13,7 +13,6 @@ from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Add, Bias, Linear, Scale
-from ..ops._read import required
 from ..ops.linear import weight_grad
 from ._linear import as_rows, dgrad, fits, gemm_takes, output_bytes
 
@@ -31,14 +30,15 @@ class ForwardLinearScaleAdd(ForwardFusion):
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
-        return gemm_takes(self.linear, None, env)
+        yield from gemm_takes(self.linear, None, env)
+        yield env.leaving is env.dtype, "the GEMM and what is added to it must have one dtype"
 
     def saves(self, env: Env) -> Savings:
         # ATen copies `other`, on a GPU by a kernel of its own.
         return Savings(launches=2 if env.device == "cpu" else 1, bytes=2 * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        weight, factor = required(self.linear, "weight"), self.scale.factor
+        weight, factor = self.linear.weight_for(x), self.scale.factor
         shape = (*x.shape[:-1], weight.shape[0])
         if add_other.shape == shape and add_other.dtype is x.dtype and fits(factor):
             y = torch.addmm(as_rows(add_other), as_rows(x), weight.t(), alpha=factor)
@@ -73,7 +73,7 @@ class BackwardLinearScale(BackwardFusion):
         yield from gemm_takes(linear, self.bias, env)
 
     def saves(self, env: Env) -> Savings:
-        rows, size = env.rows or 1, env.dtype.itemsize
+        rows, size = env.rows or 1, env.itemsize
         columns = self.first.out_features if isinstance(self.first, Linear) else _features(self.second)
         joined = self.bias is not None and env.device == "cpu"
         return Savings(launches=1 + joined, bytes=2.0 * rows * columns * size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..env import Env, Savings
@@ -38,9 +39,11 @@ class MergedLinearGated(ForwardFusion):
     def saves(self, env: Env) -> Savings:
         return forward_worth(self.linear, None, self.act, _random(self.dropout), True, env)
 
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(
+        self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
         y, t = _run(x, self.linear, self.act, mask(self.dropout, dropout_seed), store=True)
-        weights = self.linear.weights()
+        weights = self.linear.weights_for(x)
         saved: dict[str, Any] = {"linear": MergedLinear.Saved(x=x, weights=weights), "act": self.act.Saved(x=t)}  # pyright: ignore[reportCallIssue]
         if self.dropout is not None:
             saved["dropout"] = Dropout.Saved(seed=dropout_seed, p=self.dropout.p)
@@ -66,7 +69,7 @@ class MergedLinearGatedInference(InferenceFusion):
     def saves(self, env: Env) -> Savings:
         return forward_worth(self.linear, None, self.act, _random(self.dropout), False, env)
 
-    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None) -> Tensor:
+    def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return _run(x, self.linear, self.act, mask(self.dropout, dropout_seed), store=False)[0]
 
 
@@ -86,8 +89,8 @@ class BackwardMergedLinearAdd(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
-        yield env.autocast is None, "under autocast the addend would be rounded to the GEMM's dtype"
-        yield all(w.dtype == env.dtype for w in self.linear.weights()), "input and weights must have one dtype"
+        one = all(env.cast(w.dtype) == env.dtype for w in self.linear.weights())
+        yield one, "input and weights must have one dtype"
 
     def saves(self, env: Env) -> Savings:
         return Savings(launches=1 if env.device == "cpu" else 0)
@@ -119,11 +122,12 @@ def _kernel_takes(linear: MergedLinear, act: Gated, dropout: Dropout | None, env
     )
     (gate, up), biases = linear.weights(), [bias for bias in linear.biases() if bias is not None]
     yield len(biases) in (0, 2), "its parts must both have a bias, or none"
-    one = all(t.dtype == env.dtype for t in (gate, up, *biases))
+    one = all(env.cast(t.dtype) == env.dtype for t in (gate, up, *biases))
     yield one, "input, weights and biases must have one dtype"
     alike = gate.stride() == up.stride() and (1 in gate.stride() or 1 in gate.shape)
     yield alike, "the weights must be of one layout, contiguous in their rows or their columns"
     yield from kernel_takes_gated(act)
+    yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
     yield from kernel_takes_dropout(dropout)
 
 
@@ -134,6 +138,6 @@ def _random(dropout: Dropout | None) -> bool:
 def _run(x: Tensor, linear: MergedLinear, act: Gated, dropout: Any, *, store: bool) -> tuple[Tensor, Tensor | None]:
     from ..kernels import gemm
 
-    (weight, up), (bias, up_bias) = linear.weights(), linear.biases()
+    (weight, up), (bias, up_bias) = linear.weights_for(x, always=True), linear.biases()
     given: dict[str, Any] = {"up": up, "up_bias": up_bias, "dropout": dropout, "store_pre": store, "tf32": tf32()}
     return gemm.linear_gated(x, weight, bias, act=device(act.activation), **given)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Fork, LayerNorm, RMSNorm
-from ._norm import Record, converts, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, absorbed, converts, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
 
 
 class NormForward(ForwardFusion):
     """y = norm(x) in one pass for a half input and a gain of 1 + weight, or parameters in another dtype.
 
-    ATen's kernels take neither: the operation copies x to float32 and y back. Where they do, nothing is faster here.
+    ATen's kernels take neither: the operation copies x to float32 and y back. Where they do, nothing is faster here,
+    unless y is cast for what comes next, as under autocast: y is then written in that dtype.
     x, y: [*, H]. Saves what the operation saves.
     """
 
@@ -24,13 +26,17 @@ class NormForward(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield converts(self.norm, env), "ATen's kernel makes one pass as well"
+        casts = absorbed(self.norm, env).launches > 0
+        yield casts or converts(self.norm, env), "ATen's kernel makes one pass as well"
 
     def saves(self, env: Env) -> Savings:
-        return Savings(launches=2, bytes=copies(self.norm, env) * pass_bytes(self.norm, env))
+        cast = absorbed(self.norm, env)
+        if not converts(self.norm, env):
+            return cast
+        return Savings(cast.launches + 2, cast.bytes + copies(self.norm, env) * pass_bytes(self.norm, env))
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Record]]:
-        out, record = norm_fwd(self.norm, x)
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Record]]:
+        out, record = norm_fwd(self.norm, x, dtype=dtype)
         return out.y, {"norm": record}
 
 
@@ -45,6 +51,7 @@ class NormBackward(BackwardFusion):
     norm: LayerNorm | RMSNorm
 
     triton = True
+    any_dy = True
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)

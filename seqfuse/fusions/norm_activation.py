@@ -17,7 +17,7 @@ from ..ops._read import parameter
 from ..pointwise import Pointwise
 from ._functions import Function, composed, factors_of, kernel_takes_functions, own_records, passes_of
 from ._kernels import device, kernel_takes_act
-from ._norm import Record, copies, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
+from ._norm import Record, absorbed, copies, gives_own, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
 
 
 class NormActivation(ForwardFusion):
@@ -36,16 +36,19 @@ class NormActivation(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
         yield from kernel_takes_act(self.act)
+        yield from gives_own(self.norm, env)
+        cast = self.act.reads == "output" and env.leaving is not env.dtype
+        yield not cast, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
 
     def saves(self, env: Env) -> Savings:
         # Made again in float32, an operator of torch at a time.
         launches, tensors = (-4, -16) if env.grad and self.act.reads == "input" else (1, 2)
-        tensors += copies(self.norm, env)
-        return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
+        tensors, cast = tensors + copies(self.norm, env), absorbed(self.norm, env)
+        return Savings(launches + cast.launches, tensors * pass_bytes(self.norm, env) + cast.bytes)
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
         norm, act = self.norm, self.act
-        out, record = norm_fwd(norm, x, act=device(act))
+        out, record = norm_fwd(norm, x, act=device(act), dtype=dtype)
         own: Any = out.y if act.reads == "output" else _result_later(norm, record)
         return out.y, {"norm": record, "act": act.record(own, own)}
 
@@ -64,6 +67,7 @@ class NormActivationJoint(JointFusion):
     acts: tuple[Pointwise | Scale, ...]
 
     triton = True
+    any_dy = True
 
     class Saved(context.Saved):
         x: Tensor  # [*, H]
@@ -76,15 +80,17 @@ class NormActivationJoint(JointFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
         yield from kernel_takes_functions(self.acts)
+        yield from gives_own(self.norm, env)
 
     def saves(self, env: Env) -> Savings:
         launches, tensors = passes_of(self.acts, env.grad)
         tensors += copies(self.norm, env) + (second_look(self.norm, env) if env.grad else 0)
-        return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
+        cast = absorbed(self.norm, env)
+        return Savings(launches + cast.launches, tensors * pass_bytes(self.norm, env) + cast.bytes)
 
-    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+    def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
         norm, factors = self.norm, factors_of(self.acts)
-        out, _ = norm_fwd(norm, x, act=composed(self.acts, factors))
+        out, _ = norm_fwd(norm, x, act=composed(self.acts, factors), dtype=dtype)
         saved = self.Saved(
             x=x, mean=out.mean, rstd=out.rstd, weight=parameter(norm, "weight"), bias=shift(norm), factors=factors
         )

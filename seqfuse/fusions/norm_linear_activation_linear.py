@@ -49,6 +49,7 @@ class NormLinearActivationLinear(JointFusion):
     add: Add
 
     triton = needs_measurement = True
+    casts = True
 
     class Saved(context.Saved):
         x: Tensor = context.field(for_=("x", "norm.weight", "linear.weight"))  # [*, H]
@@ -69,20 +70,20 @@ class NormLinearActivationLinear(JointFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield from self._rest().requires(env)
+        yield from self._rest().requires(env.part(2))
 
     def saves(self, env: Env) -> Savings:
         """What `LinearActivationLinear` and `NormBackward` save, less what n costs; n is not kept."""
         rest = self._rest()
-        own, size = rest.saves(env), pass_bytes(self.norm, env)
+        own, size = rest.saves(env.part(2)), pass_bytes(self.norm, env)
         # The sum with the gradient of the stream is a launch and two passes less; to have n again costs as much.
         passes = copies(self.norm, env) + second_look(self.norm, env)
         return dataclasses.replace(own, bytes=own.bytes + passes * size, memory=own.memory + _KEPT * size)
 
     def fwd(
-        self, x: Tensor, *, dropout_seed: Tensor | None = None, out_dropout_seed: Tensor | None = None
+        self, x: Tensor, *, dropout_seed: Tensor | None = None, out_dropout_seed: Tensor | None = None, env: Env
     ) -> tuple[Tensor, Saved]:
-        out, record = norm_fwd(self.norm, x)
+        out, record = norm_fwd(self.norm, x, dtype=env.part(2).dtype if env.along else None)
         seeds: dict[str, Any] = {"dropout_seed": dropout_seed, "out_dropout_seed": out_dropout_seed}
         y, kept = self._rest().fwd(out.y, add_other=x, **seeds)
         eps = torch.finfo(stats_dtype(x)).eps if self.norm.eps is None else self.norm.eps
@@ -142,7 +143,7 @@ class NormLinearActivationLinear(JointFusion):
             from ..kernels.layernorm import layernorm_fwd
 
             bias = None if saved.norm_bias is None else saved.norm_bias.contiguous()
-            return layernorm_fwd(saved.x, gain, bias, saved.eps, zero_centered=about_one).y
+            return layernorm_fwd(saved.x, gain, bias, saved.eps, zero_centered=about_one, dtype=saved.z.dtype).y
         from ..kernels.rmsnorm import rmsnorm_fwd
 
-        return rmsnorm_fwd(saved.x, gain, saved.eps, zero_centered=about_one).y
+        return rmsnorm_fwd(saved.x, gain, saved.eps, zero_centered=about_one, dtype=saved.z.dtype).y

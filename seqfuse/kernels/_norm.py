@@ -431,15 +431,17 @@ def forward(
     residual: Tensor | None = None,
     act: Any = None,
     dtype: torch.dtype | None = None,
+    stream_dtype: torch.dtype | None = None,
 ) -> Forward:
     """Either norm forward; the arguments are those of `layernorm_fwd`."""
     if traced():
         return _norm_ops.recorded_forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
-            residual=residual, dtype=dtype,
+            residual=residual, dtype=dtype, stream_dtype=stream_dtype,
         )  # fmt: skip
     return replayed(
         _decided_forward, centered, x, weight, bias, eps, zero_centered, pre_bias, seed, p, residual, act, dtype,
+        stream_dtype,
     )  # fmt: skip
 
 
@@ -456,6 +458,7 @@ def _decided_forward(
     residual: Tensor | None,
     act: Any,
     dtype: torch.dtype | None,
+    stream_dtype: torch.dtype | None,
 ) -> Forward:
     N = _checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
     source, other = as_rows("x", x, N), _same("residual", residual, x)
@@ -463,7 +466,7 @@ def _decided_forward(
     compute, triton_compute = _compute(x)
     prologue = pre_bias is not None or seed is not None or residual is not None
     y = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    stream = torch.empty(x.shape, dtype=x.dtype, device=x.device) if prologue else None
+    stream = torch.empty(x.shape, dtype=stream_dtype or x.dtype, device=x.device) if prologue else None
     mean = torch.empty(x.shape[:-1], dtype=compute, device=x.device) if centered else None
     rstd = torch.empty(x.shape[:-1], dtype=compute, device=x.device)
     tile = forward_tile(N, x.element_size())
@@ -520,16 +523,17 @@ def backward(
     dbias: torch.dtype | None = None,
     dbranch: bool = False,
     dpre_bias: torch.dtype | None = None,
+    branch_dtype: torch.dtype | None = None,
 ) -> Backward:
     """Either norm backward; the arguments are those of `layernorm_bwd`."""
     if traced():
         return _norm_ops.recorded_backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
-            p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias,
+            p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias, branch_dtype=branch_dtype,
         )  # fmt: skip
     return replayed(
         _decided_backward, centered, dy, x, mean, rstd, weight, bias, zero_centered, dstream, seed, p, act, dx, dweight,
-        dbias, dbranch, dpre_bias,
+        dbias, dbranch, dpre_bias, branch_dtype,
     )  # fmt: skip
 
 
@@ -551,6 +555,7 @@ def _decided_backward(
     dbias: torch.dtype | None,
     dbranch: bool,
     dpre_bias: torch.dtype | None,
+    branch_dtype: torch.dtype | None,
 ) -> Backward:
     N = _checked(x, weight=weight, bias=bias)
     d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
@@ -562,7 +567,7 @@ def _decided_backward(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if dx else None
     # A wide row's bias gradient is summed from the branch's gradient, so that one has to be written.
     written = dbranch or (wide and dpre_bias is not None)
-    branch = torch.empty(x.shape, dtype=x.dtype, device=x.device) if written else None
+    branch = torch.empty(x.shape, dtype=branch_dtype or x.dtype, device=x.device) if written else None
     wanted = (dweight, dbias, dpre_bias)
     sums = sum(kind is not None for kind in wanted)
     if M == 0:

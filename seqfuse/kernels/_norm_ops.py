@@ -21,12 +21,13 @@ from .activations import activation_of, text_of
 
 _FORWARD = (
     "(Tensor x, Tensor? weight, Tensor? bias, float eps, *, bool zero_centered=False, Tensor? pre_bias=None, "
-    "Tensor? seed=None, float p=0.0, Tensor? residual=None, str? act=None, ScalarType? dtype=None) -> Tensor[]"
+    "Tensor? seed=None, float p=0.0, Tensor? residual=None, str? act=None, ScalarType? dtype=None, "
+    "ScalarType? stream_dtype=None) -> Tensor[]"
 )
 _BACKWARD = (
     "(Tensor dy, Tensor x, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, *, bool zero_centered=False, "
     "Tensor? dstream=None, Tensor? seed=None, float p=0.0, str? act=None, bool dx=True, ScalarType? dweight=None, "
-    "ScalarType? dbias=None, bool dbranch=False, ScalarType? dpre_bias=None) -> Tensor[]"
+    "ScalarType? dbias=None, bool dbranch=False, ScalarType? dpre_bias=None, ScalarType? branch_dtype=None) -> Tensor[]"
 )
 
 
@@ -76,11 +77,12 @@ def _fake_forward(centered: bool) -> Any:
         seed: Tensor | None = None,
         residual: Tensor | None = None,
         dtype: torch.dtype | None = None,
+        stream_dtype: torch.dtype | None = None,
         **_: Any,
     ) -> list[Tensor]:
         prologue = pre_bias is not None or seed is not None or residual is not None
         stats = torch.float64 if x.dtype is torch.float64 else torch.float32
-        dtypes = [dtype or x.dtype] + [x.dtype] * prologue
+        dtypes = [dtype or x.dtype] + [stream_dtype or x.dtype] * prologue
         results = [x.new_empty(x.shape, dtype=of) for of in dtypes]
         return results + [x.new_empty(x.shape[:-1], dtype=stats) for _ in range(1 + centered)]
 
@@ -114,14 +116,15 @@ def _fake_backward(
     dbias: torch.dtype | None = None,
     dbranch: bool = False,
     dpre_bias: torch.dtype | None = None,
+    branch_dtype: torch.dtype | None = None,
     **__: Any,
 ) -> list[Tensor]:
-    wanted = (dx, dweight, dbias, dbranch, dpre_bias)
-    row = x.shape[-1:]
+    branch, row = branch_dtype or x.dtype, x.shape[-1:]
+    made = ((dx, x.shape, x.dtype), (dweight, row, dweight), (dbias, row, dbias), (dbranch, x.shape, branch))
     return [
-        x.new_empty(x.shape) if want is True else x.new_empty(row, dtype=want)
-        for want in wanted
-        if want is not None and want is not False
+        x.new_empty(shape, dtype=of)
+        for want, shape, of in (*made, (dpre_bias, row, dpre_bias))
+        if want not in (None, False)
     ]
 
 

@@ -27,6 +27,7 @@ def layernorm_fwd(
     residual: Tensor | None = None,
     act: Any = None,
     dtype: torch.dtype | None = None,
+    stream_dtype: torch.dtype | None = None,
 ) -> Forward:
     """LayerNorm: y = act((z - E[z]) rstd gain + bias), rstd = (Var[z] + eps)^-1/2.
 
@@ -46,6 +47,7 @@ def layernorm_fwd(
         residual: added last; with any of these the sum is returned as `stream`.
         act: an activation of the result.
         dtype: of y; x's by default.
+        stream_dtype: of the stream; x's by default.
 
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
@@ -63,6 +65,7 @@ def layernorm_fwd(
         residual=residual,
         act=act,
         dtype=dtype,
+        stream_dtype=stream_dtype,
     )
 
 
@@ -84,6 +87,7 @@ def layernorm_bwd(
     dbias: torch.dtype | None = None,
     dbranch: bool = False,
     dpre_bias: torch.dtype | None = None,
+    branch_dtype: torch.dtype | None = None,
 ) -> Backward:
     """LayerNorm's gradients: dx = rstd (g - E[g] - xhat E[g xhat]) + dstream.
 
@@ -108,6 +112,7 @@ def layernorm_bwd(
         dbias: dtype of the bias's gradient, `None` where it is not wanted.
         dbranch: whether the gradient of what dropout took is wanted.
         dpre_bias: dtype of the gradient of the prologue's bias, the sum of dbranch over rows.
+        branch_dtype: of dbranch; that of dx by default.
 
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
@@ -130,6 +135,7 @@ def layernorm_bwd(
         dbias=dbias,
         dbranch=dbranch,
         dpre_bias=dpre_bias,
+        branch_dtype=branch_dtype,
     )
 
 

@@ -26,6 +26,7 @@ def rmsnorm_fwd(
     residual: Tensor | None = None,
     act: Any = None,
     dtype: torch.dtype | None = None,
+    stream_dtype: torch.dtype | None = None,
 ) -> Forward:
     """RMSNorm: y = act(z rstd gain), rstd = (E[z^2] + eps)^-1/2.
 
@@ -61,6 +62,7 @@ def rmsnorm_fwd(
         residual=residual,
         act=act,
         dtype=dtype,
+        stream_dtype=stream_dtype,
     )
 
 
@@ -79,6 +81,7 @@ def rmsnorm_bwd(
     dweight: torch.dtype | None = None,
     dbranch: bool = False,
     dpre_bias: torch.dtype | None = None,
+    branch_dtype: torch.dtype | None = None,
 ) -> Backward:
     """RMSNorm's gradients: dx = rstd (g - xhat E[g xhat]) + dstream.
 
@@ -120,6 +123,7 @@ def rmsnorm_bwd(
         dweight=dweight,
         dbranch=dbranch,
         dpre_bias=dpre_bias,
+        branch_dtype=branch_dtype,
     )
 
 

@@ -20,6 +20,8 @@ class Collective(sf.UnfusedOperation, open=True):
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy alone."""
 
+    autocast = "same"
+
     NOTHING: ClassVar[Saved] = Saved()
     holds: ClassVar[tuple[Held, Held]]
 

@@ -19,6 +19,8 @@ class Norm(sf.UnfusedOperation):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     eps: Any  # a float; RMSNorm takes None as well
+    autocast = "float32"
+    any_dy = True
 
     def __init__(
         self, normalized_shape: int | Sequence[int], affine: bool, zero_centered: bool, **factory: Any

@@ -31,6 +31,8 @@ class Add(sf.UnfusedOperation):
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy alone."""
 
+    autocast = "promote"
+
     NOTHING: ClassVar[Saved] = Saved()
 
     def __init__(self, name: str | None = None) -> None:

@@ -76,6 +76,8 @@ class Attention(sf.UnfusedOperation):
         seed: Tensor | None  # [] int64
         p: float
 
+    autocast = "lower"
+
     def __init__(
         self,
         heads: int,

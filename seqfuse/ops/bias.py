@@ -34,6 +34,8 @@ class Bias(sf.UnfusedOperation):
     class Saved(sf.Saved):
         """Empty: the backward pass reads dy alone."""
 
+    autocast = "same"
+
     NOTHING: ClassVar[Saved] = Saved()
 
     # The owner holds its member, which therefore does not hold it; who runs a member holds the owner as well. A tuple,

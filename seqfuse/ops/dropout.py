@@ -37,6 +37,8 @@ class Dropout(sf.UnfusedOperation):
         seed: Tensor | None  # [] int64
         p: float
 
+    autocast = "same"
+
     def __init__(
         self, p: float = 0.5, mode: Literal["upscale_in_train", "downscale_in_infer"] = "upscale_in_train"
     ) -> None:

@@ -50,6 +50,8 @@ class Embedding(sf.UnfusedOperation):
     class Saved(sf.Saved):
         x: Tensor  # [*]
 
+    autocast = "same"
+
     _meets: tuple[sf.UnfusedOperation, ...] = ()
 
     def __init__(

@@ -32,6 +32,7 @@ class Fork(sf.UnfusedOperation):
 
     dy_may_be_none = True
     is_view = True
+    autocast = "same"
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()

@@ -31,6 +31,7 @@ class GeLU(sf.Pointwise):
     """
 
     native = True
+    autocast = "same"
     value, derivative = device_functions()
 
     @property

@@ -26,6 +26,7 @@ class Identity(sf.UnfusedOperation):
     NOTHING: ClassVar[Saved] = Saved()
 
     is_view = True
+    autocast = "same"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..casts import lowered
 from ..env import autocast_of
 from ..errors import InputError
 from ..group import Group, Share
@@ -63,9 +64,10 @@ class Linear(sf.UnfusedOperation):
 
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")  # [*, in_features]
-        weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter itself
+        weight: Tensor = sf.field(for_="x")  # [out_features, in_features], the parameter, or its cast under autocast
 
     same_dtype = True
+    autocast = "lower"
     bias: nn.Parameter | None
     _member: tuple[Bias, ...]  # a tuple, so that it is not registered as a submodule
     _meets: tuple[sf.UnfusedOperation, ...] = ()
@@ -177,8 +179,13 @@ class Linear(sf.UnfusedOperation):
         return F.linear(x, self.weight)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        weight = required(self, "weight")
+        weight = self.weight_for(x)
         return F.linear(x, weight), self.Saved(x=x, weight=weight)
+
+    def weight_for(self, x: Tensor, always: bool = False) -> Tensor:
+        """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
+        weight = required(self, "weight")
+        return weight if weight.dtype is x.dtype else lowered(weight, always)
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..casts import lowered
 from ..env import autocast_of
 from ..maingrad import Accumulated
 from ._read import parameter, required
@@ -33,7 +34,7 @@ class MergedLinear(sf.UnfusedOperation):
 
     x: [*, in_features], y: [*, sum of out_features], weight_i: [out_features[i], in_features],
     bias_i: [out_features[i]].
-    Saved: x for the gradients of the weights, the weights themselves for dx.
+    Saved: x for the gradients of the weights, the weights themselves for dx, under autocast their casts.
     Initial values are those of a `torch.nn.Linear` for each part. A new one, and what `.to()` makes of it, has its
     weights in one storage.
 
@@ -58,6 +59,7 @@ class MergedLinear(sf.UnfusedOperation):
         weights: tuple[Tensor, ...] = sf.field(for_="x")  # the parameters themselves
 
     same_dtype = True
+    autocast = "lower"
 
     def __init__(
         self,
@@ -121,6 +123,17 @@ class MergedLinear(sf.UnfusedOperation):
         """The weight of each part, as it is now."""
         return tuple([required(self, name) for name in _WEIGHTS[: len(self.parts)]])
 
+    def weights_for(self, x: Tensor, always: bool = False) -> tuple[Tensor, ...]:
+        """The weights; under autocast as a GEMM with x takes them, and as they are kept."""
+        weights = self.weights()
+        if all(weight.dtype is x.dtype for weight in weights):
+            return weights
+        whole = joined(weights)
+        if whole is None:
+            return tuple([lowered(weight, always) for weight in weights])
+        cast_to = lowered(whole, always, weights)
+        return weights if cast_to is whole else cast_to.split_with_sizes(self.parts)
+
     def biases(self) -> tuple[Tensor | None, ...]:
         """The bias of each part, as it is now."""
         return tuple([parameter(self, name) for name in _BIASES[: len(self.parts)]])
@@ -162,7 +175,7 @@ class MergedLinear(sf.UnfusedOperation):
         return torch.cat([F.linear(x, *pair) for pair in zip(self.weights(), self.biases(), strict=True)], -1)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        weights = self.weights()
+        weights = self.weights_for(x)
         return self.product(x, weights, self.biases()), self.Saved(x=x, weights=weights)
 
     def product(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:

@@ -32,6 +32,8 @@ class Multiply(sf.UnfusedOperation):
         other: Tensor = sf.field(for_="x")
         shape: tuple[int, ...]  # of other
 
+    autocast = "promote"
+
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name

@@ -39,6 +39,8 @@ class PositionEmbedding(sf.UnfusedOperation):
     class Saved(sf.Saved):
         positions: Tensor | None  # [*, S]
 
+    autocast = "promote"
+
     def __init__(
         self,
         max_positions: int,

@@ -56,6 +56,8 @@ class QKNorm(sf.UnfusedOperation):
         k_weight: Tensor | None = sf.field(for_="x")  # the parameter itself
         mean: Tensor | None  # like rstd, of a LayerNorm
 
+    autocast = "same"
+
     q_weight: nn.Parameter | None
     k_weight: nn.Parameter | None
     q_bias: nn.Parameter | None

@@ -22,6 +22,7 @@ class QuickGeLU(sf.Pointwise):
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """
 
+    autocast = "same"
     value, derivative = device_functions("quickgelu")
 
     def reference(self, x: Tensor) -> Tensor:

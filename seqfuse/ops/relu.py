@@ -20,6 +20,7 @@ class ReLU(sf.Pointwise):
     """
 
     native = True
+    autocast = "same"
     value, derivative = device_functions("relu")
 
     reads = "output"

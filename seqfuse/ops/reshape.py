@@ -31,6 +31,7 @@ class Reshape(sf.UnfusedOperation):
         trailing: tuple[int, ...]
 
     is_view = True
+    autocast = "same"
 
     def __init__(self, *shape: int, dims: int = 1) -> None:
         super().__init__()

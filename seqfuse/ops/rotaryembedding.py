@@ -57,6 +57,8 @@ class RotaryEmbedding(sf.UnfusedOperation):
         sin: Tensor | None  # the same
         x: Tensor | None  # [*, S, (H + 2 Hkv) D], where gradients of cos or sin are wanted
 
+    autocast = "same"
+
     def __init__(
         self,
         heads: int,

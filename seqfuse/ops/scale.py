@@ -21,6 +21,8 @@ class Scale(sf.UnfusedOperation):
     class Saved(sf.Saved):
         factor: float
 
+    autocast = "same"
+
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = float(factor)

@@ -20,6 +20,7 @@ class Sigmoid(sf.Pointwise):
     """
 
     native = True
+    autocast = "same"
     value, derivative = device_functions("sigmoid")
 
     reads = "output"

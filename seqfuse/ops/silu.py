@@ -20,6 +20,7 @@ class SiLU(sf.Pointwise):
     """
 
     native = True
+    autocast = "same"
     value, derivative = device_functions("silu")
 
     def reference(self, x: Tensor) -> Tensor:

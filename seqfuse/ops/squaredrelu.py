@@ -19,6 +19,7 @@ class SquaredReLU(sf.Pointwise):
     Source: So et al. 2021, arXiv:2109.08668.
     """
 
+    autocast = "float32"
     value, derivative = device_functions("squared_relu")
 
     def reference(self, x: Tensor) -> Tensor:

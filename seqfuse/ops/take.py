@@ -42,6 +42,7 @@ class Take(sf.UnfusedOperation):
 
     dy_may_be_none = True
     is_view = True
+    autocast = "exchange"
 
     def __init__(self, name: str | None = None, to: str | None = None) -> None:
         super().__init__()

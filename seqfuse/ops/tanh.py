@@ -20,6 +20,7 @@ class Tanh(sf.Pointwise):
     """
 
     native = True
+    autocast = "same"
     value, derivative = device_functions("tanh")
 
     reads = "output"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-FORMAT = 1
+FORMAT = 2
 Kind = Literal["unfused", "alone", "forward", "backward", "joint", "inference"]
 
 
@@ -17,7 +17,6 @@ class EnvData(TypedDict):
     autocast: str | None
     grad: bool
     deterministic: bool
-    recipe: str | None
     triton: bool
     rows: int | None
     text: str
@@ -64,6 +63,14 @@ class AloneData(TypedDict):
     reason: str
 
 
+class CastData(TypedDict):
+    """A cast under autocast that no fusion absorbs: of `"x"`, which enters the operation there, or of a parameter."""
+
+    at: int
+    name: str
+    dtype: str
+
+
 class MemoryData(TypedDict):
     """Bytes kept for backward, and FLOPs of the forward pass."""
 
@@ -83,6 +90,7 @@ class PlanData(TypedDict):
     segments: list[tuple[int, int]]
     refused: list[RefusalData]
     alone: list[AloneData]
+    casts: list[CastData]
     memory: MemoryData | None
     memory_unknown: str | None
     summary: list[str]

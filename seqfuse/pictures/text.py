@@ -7,7 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Sequence
 
-from .data import MemoryData, OperationData, PlanData, RefusalData
+from .data import CastData, MemoryData, OperationData, PlanData, RefusalData
 from .score import Mark, columns_of, fold
 
 WIDTH = 80
@@ -55,6 +55,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
             lines.append(f"{at:>4}  {label}  {a}  {_cut(b, back)}".rstrip())
     for alone in plan["alone"]:
         lines += _wrap(f"alone: {alone['name']} at {alone['at']}: {alone['reason']}", "    ", width)
+    for line in _casts(plan["casts"]):
+        lines += _wrap(line, "    ", width)
     if plan["memory_unknown"] is not None:
         memory = [f"saved for backward: not known: {plan['memory_unknown']}"]
     for line in (*_refusals(plan["refused"]), *memory):
@@ -97,6 +99,15 @@ def _marked(mark: Mark | None) -> str:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _casts(casts: Sequence[CastData]) -> list[str]:
+    """A line for each dtype that is cast to: what, and where."""
+    found: dict[str, dict[str, list[int]]] = {}
+    for cast in casts:
+        found.setdefault(cast["dtype"], {}).setdefault(cast["name"], []).append(cast["at"])
+    named = {dtype: (f"{name} at {_places(at)}" for name, at in names.items()) for dtype, names in found.items()}
+    return [f"cast to {dtype}: {'; '.join(places)}" for dtype, places in named.items()]
 
 
 def _refusals(refused: Sequence[RefusalData]) -> list[str]:

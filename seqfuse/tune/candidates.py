@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..casts import cast_once
 from ..env import Env
 from ..fuser import interpret
 from ..fuser.cost_lookup import Known
+from ..fuser.dtypes import borders_of
 from ..fuser.flatten import has_own_graph
 from ..fuser.inputs import validate
 from ..fuser.lowering import Context, Segment, lower
@@ -44,8 +46,10 @@ class Stretch:
         """Its plan, with what is known now."""
         stretch = self.site.op_list.nodes, self.region.start, self.region.stop
         # Made anew: what a table holds is looked up when it is made.
-        known = Known(stretch[0], self.wants, self.env, self.region.start, self.known.shapes)
-        return plan_region(*stretch, self.wants, self.env, fusing_now(), Matcher(self.site.fuser.fusions), known)
+        borders = self.known.borders
+        known = Known(stretch[0], self.wants, self.env, self.region.start, self.known.shapes, borders)
+        matcher = Matcher(self.site.fuser.fusions)
+        return plan_region(*stretch, self.wants, self.env, fusing_now(), matcher, known, borders)
 
 
 def stretches(site: Site) -> Generator[Stretch | str]:
@@ -84,10 +88,12 @@ def _stretch(
     shapes = validate(nodes, region.positions, x.shape)
     entering = {c: channels[c] for c in region.channels}
     about = nodes, site.op_list.random, region.positions, region.slots, x, entering, parameters
-    context = Context.of(*about, shapes, wants, env, "raise", lambda: None)
+    borders = borders_of(*about[:3], x, entering, parameters, env)
+    context = Context.of(*about, shapes, borders, wants, env, "raise", lambda: None)
     fusing = dataclasses.replace(fusing_now(), unmeasured=True)
-    found, _ = Matcher(site.fuser.fusions).find(nodes, start, stop, wants.live_from, env, fusing)
-    return Stretch(site, region, env, wants, Known(nodes, wants, env, start, shapes), context, found)
+    matcher, live = Matcher(site.fuser.fusions), wants.live_from
+    found, _ = matcher.find(nodes, start, stop, live, env, fusing, borders=borders)
+    return Stretch(site, region, env, wants, Known(nodes, wants, env, start, shapes, borders), context, found)
 
 
 def passes(stretch: Stretch, candidate: Candidate) -> Passes:
@@ -112,7 +118,8 @@ def passes(stretch: Stretch, candidate: Candidate) -> Passes:
     seeds = torch.randint(2**63 - 1, (count,), device=x.device, generator=generator) if count else None
 
     def forward(segment: Segment) -> interpret.Forward:
-        return interpret.forward(segment, entering, dict(sides), seeds)
+        with cast_once() if live else contextlib.nullcontext():
+            return interpret.forward(segment, entering, dict(sides), seeds)
 
     def backward(segment: Segment, run: interpret.Forward) -> Any:
         return interpret.backward(segment, run.kept, run.tensors, run.like, (), dy, dict(d_sides))
@@ -128,7 +135,9 @@ def passes(stretch: Stretch, candidate: Candidate) -> Passes:
 def _segment(stretch: Stretch, a: int, b: int, candidate: Candidate, ahead: bool, back: bool) -> Segment:
     """A segment of a candidate's positions alone, covered by it in the passes that are asked for."""
     nodes, needs = tuple(stretch.site.op_list.nodes[a:b]), tuple(stretch.wants.needs[p] for p in range(a, b))
-    own = Step(candidate.fusion, range(a, b), candidate.name, True, nodes, needs)
+    first = stretch.region.start
+    borders = tuple(stretch.known.borders[a - first : b - first + 1])
+    own = Step(candidate.fusion, range(a, b), candidate.name, True, nodes, needs, borders)
     forward = (own,) if ahead else own.unfused()
     backward = (own,) if back else own.unfused(backward=True)[::-1]
     plan = Plan(stretch.env, forward, backward, (range(a, b),), (), (), (), ())

@@ -88,12 +88,13 @@ def test_is_chosen_by_cost_on_a_cpu(dtype: torch.dtype):
     assert there.count("BackwardLinearAdd") == 0
 
 
-def test_autocast_is_left_to_the_operations():
+def test_a_float32_stream_under_autocast_is_left_to_the_operations_and_a_half_one_is_not():
     model, x = block(torch.float32), seeded_randn((5, 7), 0).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        plan = model.plan(x)
-    assert plan.count("BackwardLinearAdd") == 0
-    assert any("autocast" in refusal.reason for refusal in plan.refused if refusal.fusion == "BackwardLinearAdd")
+        plan, half = model.plan(x), model.plan(x.detach().bfloat16().requires_grad_())
+    assert (plan.count("BackwardLinearAdd"), half.count("BackwardLinearAdd")) == (0, 1)
+    reasons = [refusal.reason for refusal in plan.refused if refusal.fusion == "BackwardLinearAdd"]
+    assert set(reasons) == {"x is cast to bfloat16 inside it, before Linear"}
 
 
 MUTANTS = {

@@ -135,11 +135,14 @@ def test_two_of_a_kind_are_refused(list_: list[sf.FusableOperation]):
     assert {refusal.reason for refusal in plan.refused} == {"there is no Scale beside the Linear"}
 
 
-def test_autocast_and_complex_numbers_are_left_to_the_operations():
-    model = sf.Sequential(*forward(7), fusions=fusions.ForwardLinearScaleAdd)
-    envs = {"autocast": sf.Env.of("cpu", autocast=torch.bfloat16), "complex": sf.Env.of("cpu", dtype=torch.complex64)}
-    for reason, env in envs.items():
-        assert any(reason in refusal.reason for refusal in model.plan(env=env).refused)
+def test_complex_numbers_and_a_residual_of_another_dtype_are_left_to_the_operations():
+    model, x = sf.Sequential(*forward(7), fusions=fusions.ForwardLinearScaleAdd), seeded_randn((5, 7), 0)
+    plan = model.plan(env=sf.Env.of("cpu", dtype=torch.complex64))
+    assert any("complex" in refusal.reason for refusal in plan.refused)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.plan(x, other=seeded_randn((5, 6), 1, dtype=torch.bfloat16)).count("ForwardLinearScaleAdd") == 1
+        plan = model.plan(x, other=seeded_randn((5, 6), 1))
+    assert [refusal.reason for refusal in plan.refused] == ["the GEMM and what is added to it must have one dtype"]
 
 
 MUTANTS = {

@@ -146,7 +146,7 @@ def test_the_other_mode_of_dropout_is_refused():
         ("BlockBoundary", '{"fork_out": out.stream}', '{"fork_out": add_other.clone()}'),
         ("BlockBoundary", '{"seed": seed, "p": dropout.p}', '{"seed": seed, "p": dropout.p / 2}'),
         ("BlockBoundaryBackward", "dstream=d_fork_out", "dstream=None"),
-        ("BlockBoundaryBackward", 'out.dbranch if "seed" in around else out.dx', "out.dx"),
+        ("BlockBoundaryBackward", 'out.dbranch if "dbranch" in around else out.dx', "out.dx"),
     ],
     ids=["another stream", "another mask", "no gradient of the stream", "no mask in the backward"],
 )

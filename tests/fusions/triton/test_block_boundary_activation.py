@@ -106,12 +106,12 @@ def test_says_why_not(list_: tuple[sf.UnfusedOperation, ...], reason: str):
 
 MUTANTS = {
     "no mask backward": (
-        'around |= {"seed": saved.seed, "p": saved.p, "dbranch": branch}',
+        "around |= branch_around(saved.z, saved.seed, saved.p, branch, dtype)",
         'around["dbranch"] = branch',
     ),
     "the stream's gradient forgotten": ('"dstream": d_fork_out', '"dstream": None'),
     "the branch's for the residual's": ('grads["add.other"] = out.dx', 'grads["add.other"] = out.dbranch'),
-    "no activation": ("dropout_seed, act=composed(self.acts, factors))", "dropout_seed)"),
+    "no activation": ("dropout_seed, act=act, dtype=dtype)", "dropout_seed, dtype=dtype)"),
     "the seed not kept": ("seed=seed, p=", "seed=None, p="),
     "another p kept": ("else self.dropout.p,", "else self.dropout.p / 2,"),
     "another factor kept": ("factors=factors", "factors=(1.0,)"),

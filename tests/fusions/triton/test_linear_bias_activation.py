@@ -135,7 +135,6 @@ class Clipped(sf.Pointwise):
     ("act", "env", "reason"),
     [
         (ops.GeLU(), sf.Env(triton=False), "needs a Triton device"),
-        (ops.GeLU(), sf.Env(triton=True, autocast=torch.bfloat16), "autocast is left to the operations"),
         (ops.GeLU(), sf.Env(triton=True, dtype=torch.float64), "its kernel is for float32, float16 and bfloat16"),
         (ops.GeLU(), sf.Env(triton=True, dtype=torch.bfloat16), "input, weight and bias must have one dtype"),
         (Clipped(), sf.Env(triton=True), "Clipped has no device functions"),

@@ -1,0 +1,58 @@
+"""Casts of parameters under autocast: what a GEMM takes, made once in a call."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .env import autocast_of
+
+
+class _Call(threading.local):
+    """What was cast in the call that this thread runs, with what it was cast from; `None` outside of one."""
+
+    casts: dict[tuple[int, ...], tuple[Any, Tensor]] | None = None
+
+
+_call = _Call()
+
+
+def lowered(t: Tensor, always: bool = False, parts: Sequence[Tensor] = ()) -> Tensor:
+    """A parameter in the dtype in which autocast hands it to a GEMM; itself outside of autocast, and in float64.
+
+    Where nothing is kept for a backward it is left to torch, whose own cache lasts as long as the autocast region,
+    unless the GEMM is not torch's: then it is `always` cast. What is a view of several parameters is known by these
+    `parts`.
+    """
+    casts = _call.casts
+    if casts is None and not always:
+        return t
+    dtype = autocast_of(t.device.type)
+    if dtype is None or t.dtype is dtype or t.dtype is torch.float64 or not t.is_floating_point():
+        return t
+    key = (*map(id, parts or (t,)),)
+    known = None if casts is None else casts.get(key)
+    if known is not None:
+        return known[1]
+    made = t.to(dtype)
+    if casts is not None and type(made) is Tensor:  # no fake one, which stands for it where a call is checked
+        casts[key] = (parts, t), made
+    return made
+
+
+@contextlib.contextmanager
+def cast_once() -> Generator[None]:
+    """A call that keeps tensors for a backward: within the block a parameter is cast once, and kept as it was cast."""
+    if _call.casts is not None:
+        yield
+        return
+    _call.casts = {}
+    try:
+        yield
+    finally:
+        _call.casts = None

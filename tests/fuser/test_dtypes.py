@@ -1,0 +1,74 @@
+"""What operations say of autocast against what torch does, on fake tensors of a CPU and of a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fuser.dtypes import under_autocast
+from seqfuse.fuser.flatten import flatten
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+OPERATIONS = sorted(
+    {
+        kind
+        for kind in vars(ops).values()
+        if isinstance(kind, type) and issubclass(kind, sf.UnfusedOperation) and kind.is_final
+    },
+    key=lambda kind: kind.__name__,
+)
+ELSEWHERE = {"AllGather", "AllReduce", "IdentityForwardAllReduceBackward", "ReduceScatter"}
+# Fake tensors of a GPU that torch was built without do not take all that these call.
+WITHOUT_FAKES = {"Attention", "PositionEmbedding", "QKNorm", "RotaryEmbedding"}
+
+
+@contextlib.contextmanager
+def autocast(kind: str, dtype: torch.dtype) -> Generator[None]:
+    """A region as `torch.autocast` opens it, which refuses to where there is no such device."""
+    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, before[0])
+        torch.set_autocast_dtype(kind, before[1])
+        torch.set_autocast_cache_enabled(before[2])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", [kind for kind in OPERATIONS if kind.__name__ not in ELSEWHERE])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_every_operation_says_what_autocast_makes_of_its_result(kind: type[sf.UnfusedOperation], device: str):
+    integers, compared = kind.__name__ == "Embedding", 0
+    example = kind.example(torch.zeros(3, 12, dtype=torch.int64 if integers else torch.float32))
+    assert example.autocast is not None, f"{kind.__name__} does not say it"
+    extras = [name for name in example.forward_signature.extras if name not in example.forward_signature.optional]
+    for dtype in DTYPES:
+        env = sf.Env(device, dtype=dtype, autocast=torch.bfloat16)
+        with FakeTensorMode(), torch.no_grad(), autocast(device, torch.bfloat16):
+            for module in example.modules():
+                for name, p in module._parameters.items():
+                    if p is not None:
+                        module._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device))
+            x = torch.empty(3, 12, dtype=torch.int64 if integers else dtype, device=device)
+            channels = {channel: dtype for channel in example.channels.values() if channel is not None}
+            borders = under_autocast(flatten(example)[:1], range(1), env, channels)
+            try:
+                y = example.reference(x, **dict.fromkeys(extras, x))
+            except RuntimeError as error:  # as torch itself does of float64 and a float32 weight, or for want of a GPU
+                if dtype is not torch.float64 and "not linked with support for cuda" not in str(error):
+                    raise
+                continue
+        compared += 1
+        y = y[0] if example.outputs else y
+        assert borders[-1].given is y.dtype, f"{dtype}: {borders[-1].given}, in torch {y.dtype}"
+    assert compared >= 2 or (device == "cuda" and kind.__name__ in WITHOUT_FAKES)

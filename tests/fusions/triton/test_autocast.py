@@ -1,0 +1,67 @@
+"""Layers under autocast: the kernels take part, dtypes are torch's, numbers as good as those of the operations."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import nn as layers
+from seqfuse import ops
+from seqfuse.testing import seeded_randn
+from seqfuse.testing.judge import judge_together
+from seqfuse.testing.tensors import redrawn
+
+HALVES = pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def gpt(width: int = 16, **around: Any) -> sf.Sequential:
+    return layers.TransformerLayer(width, 2, causal=True, **around)
+
+
+def llama(width: int = 16, **around: Any) -> sf.Sequential:
+    norm = functools.partial(ops.RMSNorm, eps=1e-5)
+    rotary = functools.partial(ops.RotaryEmbedding, style="half")
+    shape: dict[str, Any] = {"hidden_dim": 11 * width // 4, "activation": ops.SwiGLU, "norm": norm, "bias": False}
+    return layers.TransformerLayer(width, 2, 1, causal=True, rotary=rotary, **shape, **around)
+
+
+MODELS = pytest.mark.parametrize(
+    "make", [gpt, functools.partial(gpt, dropout=0.25), llama], ids=["gpt", "dropout", "llama"]
+)
+
+
+def passes(model: sf.Sequential, x: Tensor, half: torch.dtype | None, enabled: bool) -> dict[str, Tensor]:
+    """Output and every gradient, with the plans of the default fusions or without any."""
+    torch.manual_seed(3)
+    leaf = x.clone().requires_grad_()
+    with sf.fusing(enabled, on_error="raise", unmeasured=True), torch.autocast(x.device.type, half, half is not None):
+        y = model(leaf)
+    dy = seeded_randn(tuple(y.shape), 1).to(x.device)
+    wanted = {"x": leaf, **dict(model.named_parameters())}
+    grads = torch.autograd.grad(y, list(wanted.values()), dy.to(y.dtype))
+    return {"y": y.detach(), **{f"d {name}": g for name, g in zip(wanted, grads, strict=True)}}
+
+
+@HALVES
+@MODELS
+def test_a_layer_gives_what_its_operations_give(make: Any, half: torch.dtype, device: torch.device):
+    model, x = make().to(device), seeded_randn((2, 5, 16), 0).to(device)
+    exact = copy.deepcopy(model).double()
+    with torch.autocast(device.type, half), sf.fusing(unmeasured=True):
+        plan = model.plan(x.requires_grad_())
+    assert sum(step.fused and step.operation.triton for step in plan.forward) >= 2
+    assert sum(step.fused and step.operation.triton for step in plan.backward) >= 3
+
+    def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
+        drawn = redrawn(x, seed)
+        runs = [passes(model, drawn, half, enabled) for enabled in (True, False)]
+        assert {t.dtype for run in runs for t in run.values()} == {torch.float32}
+        return (*runs, passes(exact, drawn.double(), None, False))
+
+    judge_together(measure, 0)
