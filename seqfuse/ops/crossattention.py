@@ -62,6 +62,8 @@ class CrossAttention(sf.UnfusedOperation):
         seed: Tensor | None  # [] int64
         p: float
 
+    autocast = "lower"
+
     def __init__(
         self,
         heads: int,
@@ -198,7 +200,8 @@ class CrossAttention(sf.UnfusedOperation):
 
     def _check(self, x: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         width = self.kv_heads * (x.shape[-1] // self.heads) if x.ndim else 0
-        fits = x.is_floating_point() and k.dtype is v.dtype is x.dtype and k.shape == v.shape
+        alike = k.dtype is v.dtype is x.dtype or autocast_of(x.device.type) is not None
+        fits = alike and x.is_floating_point() and k.is_floating_point() and k.shape == v.shape
         if not fits or k.shape[:-2] != x.shape[:-2] or k.ndim < 2 or k.shape[-1] != width:
             wanted = (
                 f"{x.dtype} {(*x.shape[:-2], 'N', width)}" if x.is_floating_point() else "floating-point x, and alike"

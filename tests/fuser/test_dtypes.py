@@ -26,7 +26,7 @@ OPERATIONS = sorted(
 )
 ELSEWHERE = {"AllGather", "AllReduce", "IdentityForwardAllReduceBackward", "ReduceScatter"}
 # Fake tensors of a GPU that torch was built without do not take all that these call.
-WITHOUT_FAKES = {"Attention", "PositionEmbedding", "QKNorm", "RotaryEmbedding"}
+WITHOUT_FAKES = {"Attention", "CrossAttention", "PositionEmbedding", "QKNorm", "RotaryEmbedding"}
 
 
 @contextlib.contextmanager

@@ -96,6 +96,14 @@ def test_autocast_gives_its_dtype_and_gradients_in_theirs():
     torch.testing.assert_close([y.float(), *grads], [wanted, *others], rtol=5e-2, atol=5e-2)
 
 
+def test_under_autocast_queries_keys_and_values_may_have_several_dtypes():
+    x, named = drawn((2,), 5, 7, 4, 2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        model = sf.Sequential(ops.Linear(32, 32), ops.CrossAttention(4, 2))
+        assert model(x, **named).dtype is torch.bfloat16
+        results(model, x, **named)
+
+
 def test_a_decoder_reads_an_encoder():
     """Queries of a Linear, keys and values of a MergedLinear elsewhere: all gradients arrive."""
     torch.manual_seed(0)
