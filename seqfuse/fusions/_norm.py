@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import Requirements
 from ..ops import LayerNorm, RMSNorm
 from ..ops._norm import stats_dtype
@@ -67,12 +67,9 @@ def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     yield given(norm, env) is env.dtype, "under autocast the norm gives float32, and x is not"
 
 
-def absorbed(norm: LayerNorm | RMSNorm, env: Env) -> Savings:
-    """What is saved where the norm writes its result in the dtype that comes after it takes, if that is another."""
-    if not env.along or env.leaving is given(norm, env):
-        return Savings()
-    wide = given(norm, env).itemsize / env.itemsize
-    return Savings(launches=1, bytes=2 * wide * pass_bytes(norm, env))
+def beside(norm: LayerNorm | RMSNorm, env: Env) -> int:
+    """Kernels that ATen launches beside the norm: for copies of x and y, and to cast y for what comes next."""
+    return 2 * converts(norm, env) + (len(env.along) > 0 and env.leaving is not given(norm, env))
 
 
 def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Forward, Record]:

@@ -11,7 +11,7 @@ from ..env import Env, Savings, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
-from ._norm import Record, absorbed, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, beside, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
 
 if TYPE_CHECKING:
     from ..kernels._norm import Forward
@@ -125,9 +125,9 @@ def _drops(dropout: Dropout | None) -> bool:
 def forward_worth(bias: Bias | None, dropout: Dropout | None, norm: LayerNorm | RMSNorm, env: Env) -> Savings:
     """What is saved by the forward pass of slots `bias` to `norm` in one."""
     # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
-    before, cast = (bias is not None) + _drops(dropout), absorbed(norm, env)
+    before = (bias is not None) + _drops(dropout)
     tensors = 1 + 2 * before + copies(norm, env)
-    return Savings(cast.launches + 1 + before, cast.bytes + tensors * pass_bytes(norm, env))
+    return Savings(launches=1 + before + beside(norm, env), bytes=tensors * pass_bytes(norm, env))
 
 
 def backward_worth(

@@ -9,7 +9,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Fork, LayerNorm, RMSNorm
-from ._norm import Record, absorbed, converts, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, beside, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
 
 
 class NormForward(ForwardFusion):
@@ -26,14 +26,11 @@ class NormForward(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        casts = absorbed(self.norm, env).launches > 0
-        yield casts or converts(self.norm, env), "ATen's kernel makes one pass as well"
+        yield beside(self.norm, env) > 0, "ATen's kernel makes one pass as well"
 
     def saves(self, env: Env) -> Savings:
-        cast = absorbed(self.norm, env)
-        if not converts(self.norm, env):
-            return cast
-        return Savings(cast.launches + 2, cast.bytes + copies(self.norm, env) * pass_bytes(self.norm, env))
+        moved = copies(self.norm, env) * pass_bytes(self.norm, env)
+        return Savings(launches=beside(self.norm, env), bytes=moved)
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Record]]:
         out, record = norm_fwd(self.norm, x, dtype=dtype)

@@ -17,7 +17,7 @@ from ..ops._read import parameter
 from ..pointwise import Pointwise
 from ._functions import Function, composed, factors_of, kernel_takes_functions, own_records, passes_of
 from ._kernels import device, kernel_takes_act
-from ._norm import Record, absorbed, copies, gives_own, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
+from ._norm import Record, beside, copies, gives_own, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
 
 
 class NormActivation(ForwardFusion):
@@ -43,8 +43,8 @@ class NormActivation(ForwardFusion):
     def saves(self, env: Env) -> Savings:
         # Made again in float32, an operator of torch at a time.
         launches, tensors = (-4, -16) if env.grad and self.act.reads == "input" else (1, 2)
-        tensors, cast = tensors + copies(self.norm, env), absorbed(self.norm, env)
-        return Savings(launches + cast.launches, tensors * pass_bytes(self.norm, env) + cast.bytes)
+        launches, tensors = launches + beside(self.norm, env), tensors + copies(self.norm, env)
+        return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
         norm, act = self.norm, self.act
@@ -85,8 +85,7 @@ class NormActivationJoint(JointFusion):
     def saves(self, env: Env) -> Savings:
         launches, tensors = passes_of(self.acts, env.grad)
         tensors += copies(self.norm, env) + (second_look(self.norm, env) if env.grad else 0)
-        cast = absorbed(self.norm, env)
-        return Savings(launches + cast.launches, tensors * pass_bytes(self.norm, env) + cast.bytes)
+        return Savings(launches + beside(self.norm, env), tensors * pass_bytes(self.norm, env))
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
         norm, factors = self.norm, factors_of(self.acts)
