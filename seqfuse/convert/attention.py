@@ -178,7 +178,7 @@ def _joined(node: Node, took: list[Node]) -> Node | None:
 @matcher("multi_head_attention_forward", rank=0)
 def raise_multi_head_attention(node: Node) -> Found:
     """torch.nn.MultiheadAttention of one tensor."""
-    q, k, v = node.args[:3]
+    q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
     if not (q is k is v):
         return "queries, keys and values of several tensors"
     names = (
@@ -194,12 +194,12 @@ def raise_multi_head_attention(node: Node) -> Found:
     if given["key_padding_mask"] is not None or given["attn_mask"] is not None:
         return "a mask in the form of torch.nn.MultiheadAttention"
     result = users.get(0)
-    x, took = q, [node, *users.values()]
+    took = [node, *users.values()]
     out = None if result is None else ahead(result, {"transpose"})
-    if spelled(q) != "transpose" or out is None or set(q.args[1:]) != {0, 1} or set(out.args[1:]) != {0, 1}:  # pyright: ignore
+    if spelled(q) != "transpose" or out is None or set(q.args[1:]) != {0, 1} or set(out.args[1:]) != {0, 1}:
         return "its tensors are not batch first"
-    took += [q, out]  # pyright: ignore[reportArgumentType]
-    x = q.args[0]  # pyright: ignore
+    took += [q, out]
+    x = q.args[0]
     first = linear(x, given["in_proj_weight"], given["in_proj_bias"], node, [])
     if not isinstance(first, list):
         return "its sizes are not fixed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from ..errors import InputError
 from ..fuser.sequential import Fusions
 from .report import GraphReport, text_of
 from .rewriting import Options, rewrite
+
+_dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
 
 
 class Backend:
@@ -35,7 +37,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrite a graph; the callable that runs it."""
         # Read when Dynamo makes the guards of this graph, right after this: hooks that are set later are noticed.
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        _dynamo.skip_nnmodule_hook_guards = False
         self.graphs += rewrite(gm, self.options, f"graph {len(self.graphs)}")
         if self.then is None:
             return gm.forward
@@ -84,8 +86,8 @@ class Conversion:
         self.model, self._backend = model, backend
         # A code object of its own: Dynamo keeps graphs by code object, up to a limit that models would share.
         own = types.FunctionType(_call.__code__.replace(), _call.__globals__, "call")
-        compiled = torch.compile(own, backend=backend)
-        self._before = [(place, place._compiled_call_impl) for place in places]  # pyright: ignore[reportPrivateUsage]
+        compiled = torch.compile(own, backend=backend)  # pyright: ignore[reportUnknownMemberType]
+        self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
             place._compiled_call_impl = functools.partial(_guarded, compiled, place)  # pyright: ignore[reportPrivateUsage]
 
@@ -107,20 +109,24 @@ class Conversion:
         return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs>"
 
 
+def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
+    return module._compiled_call_impl  # pyright: ignore
+
+
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # A frame of ours, because Dynamo skips those of torch.nn; with the module as an argument layers share a graph.
-    return module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+    return module._call_impl(*args, **kwargs)  # pyright: ignore
 
 
 def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():  # within the capture of a larger model
         return _call(module, *args, **kwargs)
-    skipped = torch._dynamo.config.skip_nnmodule_hook_guards
+    skipped = _dynamo.skip_nnmodule_hook_guards
     try:
         return compiled(module, *args, **kwargs)
     finally:
-        if skipped is not torch._dynamo.config.skip_nnmodule_hook_guards:
-            torch._dynamo.config.skip_nnmodule_hook_guards = skipped
+        if skipped is not _dynamo.skip_nnmodule_hook_guards:
+            _dynamo.skip_nnmodule_hook_guards = skipped
 
 
 def start(
@@ -137,10 +143,9 @@ def start(
     if regions not in ("model", "layers"):
         raise InputError(f'regions must be "model" or "layers", got {regions!r}', **wrong)
     _check_then(then)
-    names = {id(module): name for name, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module._compiled_call_impl, functools.partial) and module._compiled_call_impl.func is _guarded:  # pyright: ignore[reportPrivateUsage]
-            name = names[id(module)] or type(model).__name__
+    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        if getattr(_call_impl(module), "func", None) is _guarded:
+            name = name or type(model).__name__
             raise InputError(f"{name} is converted already", hint="end that with undo()", **wrong)
     places = [model] if regions == "model" else _layers(model)
     if not places:

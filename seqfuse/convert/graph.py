@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,9 +40,9 @@ def spelled(node: Any) -> str | None:
     elif node.op != "call_function":
         return None
     elif isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-        if node.target.namespace != "aten":
+        if node.target.namespace != "aten":  # pyright: ignore[reportUnknownMemberType]
             return None
-        name = node.target.overloadpacket.__name__
+        name = node.target.overloadpacket.__name__  # pyright: ignore[reportUnknownMemberType]
     elif getattr(node.target, "__module__", None) in _MODULES:
         name = getattr(node.target, "__name__", "")
     else:
@@ -84,6 +84,11 @@ def same_size(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
 
+def is_fixed(*sizes: Any) -> bool:
+    """Whether sizes are numbers, not symbols."""
+    return all(isinstance(size, int) for size in sizes)
+
+
 def is_same(node: Any) -> Node | None:
     """What a call returns unchanged: a cast to the dtype it has, a view of the shape it has, a dropout that is off."""
     name = spelled(node)
@@ -92,7 +97,7 @@ def is_same(node: Any) -> Node | None:
         return node.args[0] if off and isinstance(node.args[0], Node) else None
     if name == "getitem":
         index: Any = node.args[1]
-        every = [index] if not isinstance(index, tuple) else index
+        every = [index] if not isinstance(index, tuple) else cast("tuple[Any, ...]", index)
         whole = all(i is Ellipsis or (isinstance(i, slice) and i in _WHOLE) for i in every)
         source = node.args[0]
         return source if whole and isinstance(source, Node) and alike(source, node) else None

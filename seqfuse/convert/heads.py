@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .graph import argument, back, example, operands, same_shape, same_size, spelled
+from .graph import argument, back, example, is_fixed, operands, same_shape, same_size, spelled
 from .norms import Norm, rms_norm_at
 from .products import part_of
 
@@ -39,9 +39,9 @@ class Heads:
 def heads_of(node: Any, took: list[Node]) -> Heads | str:
     """What attention reads as queries, keys or values, or why it cannot be raised."""
     e = example(node)
-    if e is None or e.ndim != 4 or not e.is_floating_point() or not isinstance(e.shape[-1], int):
+    if e is None or e.ndim != 4 or not e.is_floating_point() or not is_fixed(e.shape[-1]):
         return "not of four dimensions, the last of a fixed size"
-    size: int = e.shape[-1]
+    size = e.shape[-1]
     node = _ungrouped(back(node, took), took)
     seen = node
     rope, norm = None, None
@@ -110,7 +110,7 @@ def _splits_heads(node: Node, size: int) -> bool:
         return False
     heads = after.shape[-2]
     same = same_shape(before.shape[:2], after.shape[:2]) and same_size(after.shape[-1], size)
-    return same and isinstance(heads, int) and same_size(before.shape[-1], heads * size)
+    return same and is_fixed(heads) and same_size(before.shape[-1], heads * size)
 
 
 def _rope(node: Any, took: list[Node]) -> tuple[Any, Any, Any, int, str] | None:

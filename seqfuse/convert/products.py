@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 from torch.fx import Node
 
 from .. import ops
 from ..operation import FusableOperation
 from ..ops.mergedlinear import MAX_PARTS
-from .graph import argument, back, example, operands, same_size, spelled
+from .graph import argument, back, example, is_fixed, operands, same_size, spelled
 from .raising import META, Found, Inner, Raised, View, matcher, one
 
 _UNITS: dict[str, Callable[..., FusableOperation]] = {
@@ -54,7 +54,7 @@ def merged(products: list[Node], out: Inner, took: list[Node]) -> Raised | None:
     first = example(weights[0])
     if first is None or example(x) is None or len(shapes) != len(weights) or any(len(s) != 2 for s in shapes):
         return None
-    if any(not isinstance(size, int) for shape in shapes for size in shape):
+    if not is_fixed(*(size for shape in shapes for size in shape)):
         return None
     sizes, biased = [s[0] for s in shapes], [b is not None for b in biases]
     made = ops.MergedLinear(shapes[0][1], sizes, biased, device=META, dtype=first.dtype)
@@ -80,10 +80,10 @@ def _of_products(unit: FusableOperation, gate: Any, up: Any, node: Node, took: l
 
 
 def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node, took: list[Node]) -> Found:
-    halves = [part_of(gate, took), part_of(up, took)]
-    if None in halves or halves[0][0] is not halves[1][0]:  # pyright: ignore[reportOptionalSubscript]
+    first, second = part_of(gate, took), part_of(up, took)
+    if first is None or second is None or first[0] is not second[0]:
         return None
-    (x, start, size), (_, middle, other) = halves  # pyright: ignore[reportGeneralTypeIssues]
+    (x, start, size), (_, middle, other) = first, second
     e = example(x)
     if e is None or start != 0 or middle != size or size != other or not same_size(e.shape[-1], 2 * size):
         return None
@@ -119,31 +119,31 @@ def beside(operations: list[Raised]) -> list[Raised]:
 def part_of(node: Any, took: list[Node]) -> tuple[Any, int, int] | None:
     """Of which tensor a node is a stretch of the last dimension, where it starts, and its length."""
     e = example(node)
-    if e is None or spelled(node) != "getitem" or not isinstance(e.shape[-1], int):
+    if e is None or spelled(node) != "getitem" or not is_fixed(e.shape[-1]):
         return None
     source, index = node.args
+    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
     name, size = spelled(source), e.shape[-1]
     if name in ("chunk", "split", "split_with_sizes", "tensor_split") and isinstance(index, int):
         whole = source.args[0]
         w = example(whole)
         dim = argument(source, 2, "dim", 0)
-        if w is None or dim not in (-1, w.ndim - 1) or not isinstance(w.shape[-1], int):
+        if w is None or dim not in (-1, w.ndim - 1) or not is_fixed(w.shape[-1]):
             return None
         sizes: Any = argument(source, 1, "split_size" if name == "split" else "chunks")
         if isinstance(sizes, list | tuple):
-            start = sum(sizes[:index])
+            start: int = sum(cast("Sequence[int]", sizes)[:index])
         else:
             each = sizes if name == "split" else -(-w.shape[-1] // sizes)
             start = each * index
         took += [node, source]
         return whole, start, size
-    if isinstance(index, tuple) and index and isinstance(index[-1], slice):
-        last: slice = index[-1]
-        others = index[:-1]
-        if any(i is not Ellipsis and i != slice(None) for i in others) or last.step not in (None, 1):
+    if indices and isinstance(indices[-1], slice):
+        last = cast("slice[Any, Any, Any]", indices[-1])
+        if any(i is not Ellipsis and i != slice(None) for i in indices[:-1]) or last.step not in (None, 1):
             return None
         w = example(source)
-        if w is None or w.ndim != e.ndim or not isinstance(w.shape[-1], int):
+        if w is None or w.ndim != e.ndim or not is_fixed(w.shape[-1]):
             return None
         took.append(node)
         return source, slice(last.start, last.stop).indices(w.shape[-1])[0], size

@@ -11,14 +11,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from ..operation import FusableOperation
-from .graph import (
-    back,
-    example,
-    in_place,
-    is_same,
-    same_size,
-    spelled,
-)
+from .graph import back, example, in_place, is_fixed, is_same, same_size, spelled
 
 META = torch.device("meta")
 
@@ -154,7 +147,7 @@ def linear(x: Any, weight: Given, bias: Any, out: Node, took: list[Node]) -> Fou
     if w is None or w.ndim != 2 or example(x) is None or example(x).ndim < 1:  # pyright: ignore[reportOptionalMemberAccess]
         return None
     rows, columns = (w.shape[1], w.shape[0]) if isinstance(weight, Transposed) else (w.shape[0], w.shape[1])
-    if not isinstance(rows, int) or not isinstance(columns, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_fixed(rows, columns):
         return None
     if bias is not None and ((b := example(bias)) is None or b.ndim != 1 or not same_size(b.shape[0], rows)):
         return None

@@ -125,7 +125,7 @@ def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[N
     call.args = (order.x, *order.channels.values(), *given)
     added, found = [*made.values(), call], [call]
     if len(order.outputs) > 1:
-        found, where = [], call
+        found, where = list[Node](), call
         for i in range(len(order.outputs)):
             with graph.inserting_after(where):
                 where = graph.call_function(operator.getitem, (call, i))
@@ -141,7 +141,8 @@ def view_of(graph: Graph, view: View, packed: Node) -> list[Node]:
     """The nodes that compute a view of a value, behind the node that holds it; the last one is the view."""
     stop = view.start + (view.heads or 1) * view.size
     with graph.inserting_after(packed):
-        part = graph.call_function(operator.getitem, (packed, (..., slice(view.start, stop))))
+        index: Any = (..., slice(view.start, stop))
+        part = graph.call_function(operator.getitem, (packed, index))
     if view.heads is None:
         part.meta = dict(view.node.meta)
         return [part]

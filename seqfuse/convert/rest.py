@@ -27,6 +27,7 @@ def compiled_rest(gm: GraphModule) -> Callable[..., Any]:
         of[node], before = part, apart
     split = split_module(gm, gm, lambda node: of[node])
     for name, child in list(split.named_children()):
+        assert isinstance(child, GraphModule)
         calls = [n for n in child.graph.nodes if n.op in ("call_function", "call_method", "call_module")]
         alone = len(calls) == 1 and (calls[0].op == "call_module" or is_state(calls[0]))
         if not alone:
@@ -37,7 +38,7 @@ def compiled_rest(gm: GraphModule) -> Callable[..., Any]:
 class _Compiled(torch.nn.Module):
     def __init__(self, body: torch.nn.Module) -> None:
         super().__init__()
-        self._run = torch.compile(body)
+        self._run = torch.compile(body)  # pyright: ignore[reportUnknownMemberType]
 
     def forward(self, *args: Any) -> Any:
         return self._run(*args)
