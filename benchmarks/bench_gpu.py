@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -49,12 +49,15 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the rows and their order")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU in Triton's interpreter")
     parser.add_argument("--dtype", default="float32", help="of the tiny rows")
+    parser.add_argument("--on-gpu", action="store_true", help="tiny sizes, but on the GPU")
+    parser.add_argument("--hang", help="plant a row that hangs: its key, for a rehearsal")
+    parser.add_argument("--crash", help="plant a row that ends its process")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     out = arguments.out or Path(os.environ.get("OUT") or RESULTS) / (
         "gpu_check.json" if arguments.check else "gpu.json"
     )
-    if arguments.tiny:
+    if arguments.tiny and not arguments.on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
     if arguments.child is not None:
         return work(arguments, out, arguments.child)
@@ -62,7 +65,7 @@ def main() -> int:
         for case in chosen(arguments):
             print(case.priority, case.key)
         return 0
-    if not arguments.tiny and not torch.cuda.is_available():
+    if (not arguments.tiny or arguments.on_gpu) and not torch.cuda.is_available():
         print("there is no GPU here; --tiny checks every row without one", file=sys.stderr)
         return 2
     return supervise(arguments, out)
@@ -71,6 +74,7 @@ def main() -> int:
 def supervise(arguments: argparse.Namespace, out: Path) -> int:
     """Run children until everything is measured or the time is over."""
     from gpu.book import Book
+    from gpu.watch import GRACE, watched
 
     if not arguments.resume:
         out.unlink(missing_ok=True)
@@ -82,12 +86,8 @@ def supervise(arguments: argparse.Namespace, out: Path) -> int:
     for _ in range(MOST_CHILDREN):
         if time.time() >= until:
             break
-        try:
-            # A row may take what it was given at the very end; beyond that something hangs.
-            status = subprocess.run(command, timeout=until - time.time() + 30, check=False).returncode
-        except subprocess.TimeoutExpired:
-            status = -1
-        key = Book(out).bury(f"its process ended with status {status}")
+        status, why = watched(command, until + GRACE, lambda: Book(out).overdue(arguments.most + GRACE))
+        key = Book(out).bury(why or "its process ended too early")
         if status == 0 or (key is None and status != ENDED):
             break
     book = Book(out)
@@ -104,7 +104,10 @@ def chosen(arguments: argparse.Namespace) -> list[Any]:
     from gpu import rows
     from gpu.sizes import real, tiny
 
-    found = rows.cases(tiny(getattr(torch, arguments.dtype)) if arguments.tiny else real())
+    sizes = tiny(getattr(torch, arguments.dtype)) if arguments.tiny else real()
+    if arguments.on_gpu:
+        sizes = dataclasses.replace(sizes, device=real().device)
+    found = rows.cases(sizes)
     return [case for case in found if re.search(arguments.only, case.key)]
 
 
@@ -117,7 +120,7 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     book = Book(out)
     book.state(about=about(), peers=versions(), planned=[case.key for case in cases])
     bench = _bench(arguments, book)
-    with _rounding(arguments.tiny):
+    with _rounding(arguments.tiny and not arguments.on_gpu):
         for case in cases:
             left = until - time.time()
             if left <= 0:
@@ -126,6 +129,7 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
                 continue
             book.begin(case.key)
             begun = time.time()
+            plant(case.key, arguments)
             try:
                 with limited(min(arguments.most, max(5.0, left))):
                     row = bench.row(case, checks_only=arguments.check)
@@ -144,12 +148,22 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     return 0
 
 
+def plant(key: str, arguments: argparse.Namespace) -> None:
+    """Do what a kernel might: wait for a device that never answers, or end the process."""
+    if arguments.hang and re.search(arguments.hang, key):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM, signal.SIGINT})
+        while True:
+            time.sleep(60)
+    if arguments.crash and re.search(arguments.crash, key):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
 def _bench(arguments: argparse.Namespace, book: Any) -> Any:
     from gpu import ceilings
     from gpu.clock import OnDevice, OnHost
     from gpu.measure import Bench
 
-    device = torch.device("cpu" if arguments.tiny else "cuda")
+    device = torch.device("cpu" if arguments.tiny and not arguments.on_gpu else "cuda")
     on_host = OnHost(device)
     if arguments.tiny:
         found = ceilings.measure(on_host, device, (getattr(torch, arguments.dtype),), numel=2**16, side=64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,15 @@ class Book:
 
     def begin(self, key: str) -> None:
         """Say which row is next: if nothing follows, it was the end of the process."""
-        self.data["running"] = key
+        self.data |= {"running": key, "since": time.time()}
         self._write()
+
+    def overdue(self, seconds: float) -> str | None:
+        """Why what is under way should be ended: it has taken longer than that."""
+        begun = self.data.get("since")
+        if self.data.get("running") is None or begun is None or time.time() - begun <= seconds:
+            return None
+        return f"it hung, and was killed after {time.time() - begun:.0f} s"
 
     def add(self, key: str, row: dict[str, Any]) -> None:
         """Write the row that was under way."""

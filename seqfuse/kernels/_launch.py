@@ -208,9 +208,14 @@ def _identity(value: Any) -> Any:
 
 def hooked() -> bool:
     """Whether a profiler listens: chains of hooks, or functions that took their places."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool((enter and getattr(enter, "calls", True)) or (leave and getattr(leave, "calls", True)))
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if enter is _ENTER and leave is _LEAVE:
+        return bool(enter.calls or leave.calls)
+    return any(hook and getattr(hook, "calls", True) for hook in (enter, leave))
+
+
+_ENTER: Any = knobs.runtime.launch_enter_hook
+_LEAVE: Any = knobs.runtime.launch_exit_hook
 
 
 @functools.cache

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_gpu
 import pytest
 import torch
-from gpu import blocks, rows
+from gpu import blocks, rows, watch
 from gpu.book import Book
 from gpu.sizes import MODELS, real, tiny
 from targets import TARGETS
@@ -83,6 +83,23 @@ def test_results_are_whole_after_every_row(tmp_path: Path) -> None:
     assert sorted(p.name for p in path.parent.iterdir()) == ["gpu.json"]
 
 
+Child = Callable[[Sequence[str]], int]
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[Child], None]:
+    """Run a function in the place of a child process."""
+
+    def stand_in(run: Child) -> None:
+        def watched(command: Sequence[str], until: float, stuck: Any) -> tuple[int, str]:
+            status = run(command)
+            return status, f"its process ended with status {status}" if status else ""
+
+        monkeypatch.setattr(watch, "watched", watched)
+
+    return stand_in
+
+
 def options(**given: Any) -> argparse.Namespace:
     defaults = {
         "budget": 100.0,
@@ -96,10 +113,10 @@ def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**defaults | given)
 
 
-def test_a_child_that_ends_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_ends_costs_one_row(tmp_path: Path, child: Callable[[Child], None]) -> None:
     out, calls = tmp_path / "gpu.json", []
 
-    def child(command: list[str], **_: Any) -> Any:
+    def run(command: Sequence[str]) -> int:
         calls.append(command)
         book = Book(out)
         book.state(planned=["a: 1", "a: 2", "b: 1"])
@@ -107,11 +124,11 @@ def test_a_child_that_ends_costs_one_row(tmp_path: Path, monkeypatch: pytest.Mon
             if key not in book.rows:
                 book.begin(key)
                 if key == "a: 2":
-                    return subprocess.CompletedProcess(command, -11)
+                    return -11
                 book.add(key, {"status": "ok"})
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(bench_gpu.subprocess, "run", child)
+    child(run)
     assert bench_gpu.supervise(options(), out) == 1
     found = Book(out).rows
     assert [found[key]["status"] for key in ("a: 1", "a: 2", "b: 1")] == ["ok", "failed", "ok"]
@@ -120,31 +137,48 @@ def test_a_child_that_ends_costs_one_row(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(command[-2] == "--child" for command in calls)
 
 
-def test_a_child_that_cannot_start_is_not_started_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_cannot_start_is_not_started_for_ever(tmp_path: Path, child: Callable[[Child], None]) -> None:
     calls: list[Any] = []
 
-    def child(command: list[str], **_: Any) -> Any:
+    def run(command: Sequence[str]) -> int:
         calls.append(command)
-        return subprocess.CompletedProcess(command, 1)
+        return 1
 
-    monkeypatch.setattr(bench_gpu.subprocess, "run", child)
+    child(run)
     assert bench_gpu.supervise(options(), tmp_path / "gpu.json") == 1
     assert len(calls) == 1
 
 
-def test_a_run_goes_on_from_committed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_from_committed_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: Callable[[Child], None]
+) -> None:
     monkeypatch.setattr(bench_gpu, "RESULTS", tmp_path / "results")
     Book(tmp_path / "results" / "gpu.json").add("a: 1", {"status": "ok"})
     seen: list[set[str]] = []
 
-    def child(command: list[str], **_: Any) -> Any:
+    def run(command: Sequence[str]) -> int:
         seen.append(set(Book(tmp_path / "out" / "gpu.json").rows))
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(bench_gpu.subprocess, "run", child)
+    child(run)
     bench_gpu.supervise(options(resume=True), tmp_path / "out" / "gpu.json")
     bench_gpu.supervise(options(resume=False), tmp_path / "out" / "gpu.json")
     assert seen == [{"a: 1"}, set()]
+
+
+def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    Book(out).begin("a: 1")
+    began = time.time()
+    log = tmp_path / "log"
+    command = ["sh", "-c", "trap '' TERM INT ALRM; sleep 99 & echo begun; wait; sleep 99"]
+    status, why = watch.watched(command, began + 60, lambda: Book(out).overdue(0.5), log=str(log))
+    assert status == -9
+    assert why.startswith("it hung, and was killed after")
+    assert log.read_text() == "begun\n"
+    assert watch.watched(["sleep", "9"], time.time() + 0.3) == (-9, "the time was over")
+    assert watch.watched(["sh", "-c", "exit 3"], began + 60) == (3, "its process ended with status 3")
+    assert watch.watched(["true"], began + 60) == (0, "")
 
 
 def test_a_row_may_not_take_all_the_time() -> None:
