@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-machines test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu report kernels clean
+.PHONY: help demo test test-full test-machines test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu first-hour rehearsal report kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,13 +70,19 @@ bench: $(VENV)/.has-bench  ## measure everything that needs no GPU; ARGS='host m
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 bench-gpu:  ## measure on a GPU beside the peers, in 8 minutes; needs torch and Triton in GPU_PYTHON
-	PYTHON=$(GPU_PYTHON) LIMIT=480 BENCH='$(ARGS)' benchmarks/on_gpu.sh bench
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/bench_gpu.py $(ARGS)
 
 report: $(VENV)/.has-bench  ## draw the plots and tables of README and docs from what was measured
 	$(BIN)/python benchmarks/report.py
 
 test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest and hypothesis in GPU_PYTHON
-	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh test
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m pytest -q tests/gpu tests/kernels tests/fusions/triton $(ARGS)
+
+first-hour:  ## everything a GPU settles, in three calls of ten minutes; ARGS=1 is the first of them
+	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh $(ARGS)
+
+rehearsal: $(VENV)/.has-test  ## run these calls here, tiny, with rows planted to hang and to crash
+	$(BIN)/python benchmarks/first_hour.py --rehearse --limit 200
 
 kernels: $(VENV)/.has-bench  ## compile every kernel for GPUs that are not here
 	$(BIN)/python benchmarks/kernels_table.py $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     help = "run the tests of Triton kernels or all others; without it, those that are named (tests/run.py runs both)"
     parser.addoption("--half", choices=["kernels", "plain"], help=help)
     parser.addoption("--full", action="store_true", help="run the whole numeric matrix, not the pairwise selection")
+    help = "run tests in an order drawn from this number, so that a run that is cut off has some of each"
+    parser.addoption("--shuffle", type=int, help=help)
     parser.addoption("--seed", default="", help="draw other numbers: 7, or 1-20 for every test under each of these")
 
 
@@ -106,6 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skips["full"] = pytest.mark.skip(reason="whole numeric matrix: pytest --full")
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if config.getoption("--shuffle") is not None:
+        random.Random(config.getoption("--shuffle")).shuffle(items)
     for item in items:
         for name in skips.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(skips[name])

@@ -45,9 +45,10 @@ def tune(
     """Measure every candidate fusion of a model for inputs like `x`, so that plans use those that are faster here.
 
     Each candidate, and the operations that it replaces, run by turns on random tensors of the shapes they would see;
-    the medians take the place of the cost that the fusion declares. One that is not faster, that fails, or that takes
-    longer than 30 s is refused from then on, with that reason in the plan. What was measured before is not measured
-    again, so that a call that was cut off goes on where it stopped.
+    the medians take the place of the cost that the fusion declares. Kernels are compiled before times are taken. One
+    that is not faster or that fails is refused from then on, with that reason in the plan; one that takes longer than
+    30 s only in this process. What was measured before is not measured again, so that a call that was cut off goes on
+    where it stopped.
 
     The model is not run: a copy on fake tensors shows what would be. Its parameters are read; gradients, buffers,
     modes, hooks and torch's generators are left alone.

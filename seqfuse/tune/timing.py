@@ -7,21 +7,26 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..cost_table import Measurement
 from ..errors import KernelError
+from .clock import OnDevice
 
 LIMIT = 30.0
-"""Seconds that one candidate may take, compilation of its kernels among them."""
+"""Seconds that timing one candidate may take."""
+
+COMPILING = 120.0
+"""Seconds that its first call may take, in which its kernels are compiled and loaded."""
 
 ROUNDS, SECONDS = (3, 100), 0.2
 SIGMAS = 3
 """Standard errors of the median difference that a candidate has to be faster by."""
 
+_TOO_LONG = "it took longer than"
 FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
 
 
@@ -41,19 +46,12 @@ def _on_cpu(run: Callable[[], Any]) -> float:
 
 
 def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
-    # In a model, what a step reads has been pushed out of the cache by other steps. Overwriting the cache first also
-    # keeps the device busy while the host launches the step.
+    # In a model, what a step reads has been pushed out of the cache by other steps.
     flush = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
-    events = cast(Any, torch.cuda)
+    on_device = OnDevice(flush.zero_)
 
     def timed(run: Callable[[], Any]) -> float:
-        start, end = events.Event(enable_timing=True), events.Event(enable_timing=True)
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        return max(start.elapsed_time(end) * 1e6, 1)
+        return max(on_device.sample([run]) * 1000, 1)
 
     return timed
 
@@ -61,17 +59,25 @@ def _on_cuda(device: torch.device) -> Callable[[Callable[[], Any]], float]:
 Passes = tuple[Callable[[], Any], Callable[[], Any]]
 
 
-def compare(make: Callable[[], Passes], device: torch.device) -> Measurement:
-    """Medians of the two passes, by turns, so that what else the machine does meets both; and the noise of that."""
+def compare(
+    make: Callable[[], Passes], device: torch.device, compiled: Callable[[], None] = lambda: None
+) -> Measurement:
+    """Medians of the two passes, by turns, so that what else the machine does meets both; and the noise of that.
+
+    Each runs once before, so that nothing is compiled while times are taken; then `compiled` is called.
+    """
     try:
         timed = clock(device)
         fused, unfused = make()
-        timed(unfused)
+        unfused()
     except torch.AcceleratorError:
         raise
     except Exception as error:
         raise Unmeasurable(f"what it would replace raised {_said(error)}") from error
-    timed(fused)
+    fused()
+    compiled()
+    for run in (unfused, fused):
+        timed(run)
     times: tuple[list[float], list[float]] = ([], [])
     begun = time.perf_counter()
     while len(times[0]) < ROUNDS[0] or (len(times[0]) < ROUNDS[1] and time.perf_counter() - begun < SECONDS):
@@ -91,20 +97,24 @@ def compare(make: Callable[[], Passes], device: torch.device) -> Measurement:
 def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
     """Measure what `make()` returns: the fused pass and the unfused one.
 
-    It happens in a thread of its own, which is left behind when it takes longer than `LIMIT`.
+    It happens in a thread of its own, which is left behind when compiling takes longer than `COMPILING`, or timing
+    longer than `LIMIT`.
 
     Raises:
         Unmeasurable: if the unfused pass itself fails.
         KernelError: if the device is lost.
     """
     done: list[Measurement | BaseException] = []
+    compiled = threading.Event()
 
     def work() -> None:
         try:
             with torch.no_grad(), _on(device):
-                done.append(compare(make, device))
+                done.append(compare(make, device, compiled.set))
         except BaseException as error:
             done.append(error)
+        finally:
+            compiled.set()
 
     context = contextvars.copy_context()
     autocast, threads = _autocast_here(device.type), torch.get_num_threads()
@@ -117,9 +127,11 @@ def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
 
     thread = threading.Thread(target=context.run, args=(enter,), daemon=True, name="seqfuse-tune")
     thread.start()
+    if not compiled.wait(COMPILING):
+        return Measurement(failed=f"{_TOO_LONG} {COMPILING:g} s before it could be timed")
     thread.join(LIMIT)
     if not done:
-        return Measurement(failed=f"it took longer than {LIMIT:g} s")
+        return Measurement(failed=f"{_TOO_LONG} {LIMIT:g} s")
     (result,) = done
     if isinstance(result, Measurement):
         return result
@@ -132,8 +144,8 @@ def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
 
 
 def is_passing(measurement: Measurement) -> bool:
-    """Whether it failed for want of memory, which says nothing about the next process."""
-    return "OutOfMemoryError" in measurement.failed or "MemoryError" in measurement.failed
+    """Whether it failed for want of memory or time, which says nothing about the next process."""
+    return any(reason in measurement.failed for reason in ("OutOfMemoryError", "MemoryError", _TOO_LONG))
 
 
 def _said(error: BaseException) -> str:
