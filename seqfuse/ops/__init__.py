@@ -7,6 +7,7 @@ from .attention import Attention
 from .bias import Bias
 from .crossattention import CrossAttention
 from .dropout import Dropout
+from .droppath import DropPath
 from .embedding import Embedding
 from .fork import Fork
 from .geglu import GEGLU
@@ -15,6 +16,7 @@ from .glu import GLU
 from .identity import Identity
 from .identityforwardallreducebackward import IdentityForwardAllReduceBackward
 from .layernorm import LayerNorm
+from .layerscale import LayerScale
 from .linear import Linear
 from .mergedlinear import MergedLinear
 from .multiply import Multiply
@@ -35,6 +37,7 @@ from .squaredrelu import SquaredReLU
 from .swiglu import SwiGLU
 from .take import Take
 from .tanh import Tanh
+from .transpose import Transpose
 
 __all__ = [
     "GEGLU",
@@ -46,6 +49,7 @@ __all__ = [
     "Attention",
     "Bias",
     "CrossAttention",
+    "DropPath",
     "Dropout",
     "Embedding",
     "Fork",
@@ -53,6 +57,7 @@ __all__ = [
     "Identity",
     "IdentityForwardAllReduceBackward",
     "LayerNorm",
+    "LayerScale",
     "Linear",
     "MergedLinear",
     "Multiply",
@@ -73,4 +78,5 @@ __all__ = [
     "SwiGLU",
     "Take",
     "Tanh",
+    "Transpose",
 ]

@@ -117,7 +117,7 @@ def test_nothing_but_parameters_is_in_any_state() -> None:
     made = [getattr(ops, name) for name in ops.__all__]
     arguments: dict[str, tuple[Any, ...]] = {
         "Attention": (2,), "CrossAttention": (2,), "Embedding": (7, 5), "PositionEmbedding": (7, 5), "QKNorm": (4, 2),
-        "MergedLinear": (5, (4, 2)),
+        "MergedLinear": (5, (4, 2)), "LayerScale": (5,), "Transpose": (0, 1),
         "Linear": (5, 4), "Bias": (5,), "LayerNorm": (5,), "RMSNorm": (5,), "Scale": (2.0,), "Reshape": (5, 1),
     }  # fmt: skip
     named = {"RotaryEmbedding": {"heads": 2, "style": "half"}}
