@@ -29,6 +29,8 @@ class DropPath(sf.UnfusedOperation):
         seed: Tensor | None  # [] int64; `None` where nothing is dropped
         p: float
 
+    autocast = "same"
+
     def __init__(self, p: float = 0.1, scale_by_keep: bool = True) -> None:
         super().__init__()
         if not 0 <= p <= 1:

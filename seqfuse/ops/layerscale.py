@@ -29,6 +29,8 @@ class LayerScale(sf.UnfusedOperation):
         x: Tensor = sf.field(for_="gamma")  # [*, size]
         gamma: Tensor = sf.field(for_="x")  # [size], the parameter itself
 
+    autocast = "promote"
+
     def __init__(
         self, size: int, init_value: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None
     ) -> None:

@@ -28,6 +28,7 @@ class Transpose(sf.UnfusedOperation):
     NOTHING: ClassVar[Saved] = Saved()
 
     is_view = True
+    autocast = "same"
 
     def __init__(self, dim0: int, dim1: int) -> None:
         super().__init__()
