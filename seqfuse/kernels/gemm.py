@@ -1023,6 +1023,7 @@ class _Kind(NamedTuple):
     b_t: bool = False
     accumulate: bool = False
     t_is_output: bool = False
+    stream: bool = False  # added to, and given, in float32: the residual stream under autocast
 
 
 # The last of each weight holds most; of gradients the last two, of which the second is for aligned tiles alone.
@@ -1039,6 +1040,7 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("wgrad+main_grad,bias", "plain", ("a_sums",), a_t=True, accumulate=True),
         _Kind("forward+bias,gelu,pre", "plain", ("bias", "pre"), "gelu", b_t=True),
         _Kind("forward+bias,dropout,residual", "plain", ("bias", "seed", "residual"), b_t=True),
+        _Kind("forward+bias,dropout,stream", "plain", ("bias", "seed", "residual"), b_t=True, stream=True),
         _Kind("forward+bias,gelu,pre,dropout", "plain", ("bias", "pre", "seed"), "gelu", b_t=True),
         _Kind("forward+bias,relu,output,dropout", "plain", ("bias", "pre", "seed"), "relu", b_t=True, t_is_output=True),
         _Kind("forward+all", "plain", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
@@ -1095,6 +1097,7 @@ def _variant(
     total = "fp64" if number == "float64" else "fp32"
     out = total if kind.accumulate else dtype
     types = {"c": out, "row_scale": "fp32", "seed": "i64", "partials": total}
+    types |= dict.fromkeys(("c", "bias", "residual"), total) if kind.stream else {}
     if kind.form == "dact":
         types["a_sums"] = total
     present = ("a", "b", "c", *(name for name in _OPTIONAL if name in kind.operands))
