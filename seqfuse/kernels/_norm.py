@@ -25,6 +25,7 @@ from ._launch import (
     cdiv,
     inner_contiguous,
     launch,
+    modes,
     next_power_of_2,
     processors,
     register_limit,
@@ -434,31 +435,29 @@ def forward(
     stream_dtype: torch.dtype | None = None,
 ) -> Forward:
     """Either norm forward; the arguments are those of `layernorm_fwd`."""
-    if traced():
+    if modes() and traced():
         return _norm_ops.recorded_forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
             residual=residual, dtype=dtype, stream_dtype=stream_dtype,
         )  # fmt: skip
-    return replayed(
-        _decided_forward, centered, x, weight, bias, eps, zero_centered, pre_bias, seed, p, residual, act, dtype,
-        stream_dtype,
-    )  # fmt: skip
+    others = (centered, eps, zero_centered, p, dtype, stream_dtype)
+    return replayed(_decided_forward, act, others, x, weight, bias, pre_bias, seed, residual)
 
 
 def _decided_forward(
+    act: Any,
     centered: bool,
+    eps: float,
+    zero_centered: bool,
+    p: float,
+    dtype: torch.dtype | None,
+    stream_dtype: torch.dtype | None,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
     pre_bias: Tensor | None,
     seed: Tensor | None,
-    p: float,
     residual: Tensor | None,
-    act: Any,
-    dtype: torch.dtype | None,
-    stream_dtype: torch.dtype | None,
 ) -> Forward:
     N = _checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
     source, other = as_rows("x", x, N), _same("residual", residual, x)
@@ -526,36 +525,34 @@ def backward(
     branch_dtype: torch.dtype | None = None,
 ) -> Backward:
     """Either norm backward; the arguments are those of `layernorm_bwd`."""
-    if traced():
+    if modes() and traced():
         return _norm_ops.recorded_backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias, branch_dtype=branch_dtype,
         )  # fmt: skip
-    return replayed(
-        _decided_backward, centered, dy, x, mean, rstd, weight, bias, zero_centered, dstream, seed, p, act, dx, dweight,
-        dbias, dbranch, dpre_bias, branch_dtype,
-    )  # fmt: skip
+    others = (centered, zero_centered, p, dx, dweight, dbias, dbranch, branch_dtype, dpre_bias)
+    return replayed(_decided_backward, act, others, dy, x, mean, rstd, weight, bias, dstream, seed)
 
 
 def _decided_backward(
+    act: Any,
     centered: bool,
+    zero_centered: bool,
+    p: float,
+    dx: bool,
+    dweight: torch.dtype | None,
+    dbias: torch.dtype | None,
+    dbranch: bool,
+    branch_dtype: torch.dtype | None,
+    dpre_bias: torch.dtype | None,
     dy: Tensor,
     x: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    zero_centered: bool,
     dstream: Tensor | None,
     seed: Tensor | None,
-    p: float,
-    act: Any,
-    dx: bool,
-    dweight: torch.dtype | None,
-    dbias: torch.dtype | None,
-    dbranch: bool,
-    dpre_bias: torch.dtype | None,
-    branch_dtype: torch.dtype | None,
 ) -> Backward:
     N = _checked(x, weight=weight, bias=bias)
     d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
