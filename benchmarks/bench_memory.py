@@ -6,7 +6,6 @@ of that of the products. Writes `results/memory.json`.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 os.environ |= {
@@ -27,52 +26,30 @@ from record import write
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
-from seqfuse import env
-from seqfuse.fusions import LinearActivationLinear, NormLinearActivationLinear
 
 TOKENS, DROPOUT = 8192, 0.1
-LEAN = (NormLinearActivationLinear, LinearActivationLinear)
-RULES: dict[str, Any] = {
-    "seqfuse": sf.fusions.default,
-    "seqfuse lean": (*sf.fusions.lean, *sf.fusions.default),
-    # What the other two take longer than.
-    "seqfuse fast": tuple(fusion for fusion in sf.fusions.default if not issubclass(fusion, LEAN)),
-}
+CHOICES = {"save": "seqfuse", "balanced": "seqfuse balanced", "lean": "seqfuse lean"}
 
 
 def row(model: Model, tokens: int = TOKENS) -> dict[str, Any]:
     """Ours by plan, eager's by running it on fake tensors; what keeping less costs, by the figures of an H200."""
     spec, dtype = spec_of(model, DROPOUT), torch.bfloat16
-    found: dict[str, int] = {}
-    covers: dict[str, list[str]] = {}
-    saved: dict[str, float] = {}
     there = sf.Env.of("cuda:sm_90", dtype=dtype, rows=tokens)
-    for name, rules in RULES.items():
-        with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
-            made = plain.fused("feedforward", spec, 1, rules, dtype=dtype)
-            x = torch.empty(tokens, model.H, dtype=dtype, requires_grad=True)
-            plan = made.plan(x)
-            memory = plan.memory
-        meta = plain.fused("feedforward", spec, 1, rules, dtype=dtype, device="meta")
-        wanted = meta.plan(x.detach().to("meta").requires_grad_(), env=there)
-        steps = [[s.name for s in (*one.forward, *one.backward) if s.fused] for one in (plan, wanted)]
-        if steps[0] != steps[1]:
-            raise AssertionError(f"{model.name}: planned {steps[0]} here and {steps[1]} for an sm_90")
-        assert memory is not None
-        found[name], covers[name], saved[name] = memory.saved, steps[0], microseconds_saved(wanted)
+    made = plain.fused("feedforward", spec, 1, dtype=dtype, device="meta")
+    x = torch.empty(tokens, model.H, dtype=dtype, device="meta", requires_grad=True)
+    choices = {CHOICES[choice.memory]: choice for choice in made.plan(x, env=there).choices}
     products = there.microseconds(sf.Savings(flops=3 * flops("feedforward", model, tokens, 1)))
-    cost = {name: (saved["seqfuse fast"] - one) / products for name, one in saved.items()}
-    found["eager"] = eager(spec, tokens)
-    return {"model": model.name, "tokens": tokens, "kept": found, "cost": cost, "covers": covers}
-
-
-def microseconds_saved(plan: sf.Plan) -> float:
-    """What the fusions of a plan declare to save, less what they count for memory."""
-    fused = {id(step.operation): step.operation for step in (*plan.forward, *plan.backward) if step.fused}
-    total = 0.0
-    for fusion in fused.values():
-        total += plan.env.microseconds(dataclasses.replace(fusion.saves(plan.env), memory=0.0))
-    return total
+    covers: dict[str, list[str]] = {}
+    for memory, name in CHOICES.items():
+        made.memory = memory
+        plan = made.plan(x, env=there)
+        covers[name] = [step.name for step in (*plan.forward, *plan.backward) if step.fused]
+    kept = {name: choice.saved for name, choice in choices.items()}
+    cost = {name: choice.microseconds / products for name, choice in choices.items()}
+    return {
+        "model": model.name, "tokens": tokens, "kept": {**kept, "eager": eager(spec, tokens)}, "cost": cost,
+        "covers": covers,
+    }  # fmt: skip
 
 
 def eager(spec: plain.Spec, tokens: int) -> int:

@@ -95,8 +95,9 @@ def planning(pyplot: Any, found: dict[str, Any]) -> Any:
 def memory(pyplot: Any, found: dict[str, Any]) -> Any:
     """Bytes kept against eager's."""
     rows = found["memory"]
+    names = "seqfuse", "seqfuse balanced", "seqfuse lean"
     series: dict[str, list[float | None]] = {
-        name: [row["kept"][name] / row["kept"]["eager"] for row in rows] for name in ("seqfuse", "seqfuse lean")
+        name: [row["kept"][name] / row["kept"]["eager"] for row in rows] for name in names
     }
     title = "Bytes kept for backward by a feed-forward block, bf16 on sm_90, eager = 1 (less is better)"
     return _bars(pyplot, [row["model"] for row in rows], series, title, ours="seqfuse", goal=1.0)

@@ -136,10 +136,11 @@ def memory() -> str | None:
     for row in found["memory"]:
         kept = row["kept"]
         found_of = (
-            (f"{kept[name] / kept['eager']:.2f}", f"{row['cost'][name]:.1%}") for name in ("seqfuse", "seqfuse lean")
+            (f"{kept[name] / kept['eager']:.2f}", f"{row['cost'][name]:.1%}")
+            for name in ("seqfuse", "seqfuse balanced", "seqfuse lean")
         )
         rows.append((row["model"], f"{kept['eager'] / 2**20:,.0f} MiB", *itertools.chain(*found_of)))
-    head = ("block of", "eager", "seqfuse", "for time", "with `fusions.lean`", "for time")
+    head = ("block of", "eager", "save", "for time", "balanced", "for time", "lean", "for time")
     return text(table(head, rows))
 
 

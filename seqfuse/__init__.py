@@ -26,7 +26,7 @@ from .errors import (
     SeqfuseError,
     StateError,
 )
-from .fuser import Fuser, Plan, Sequential, remap_keys
+from .fuser import Budget, Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .maingrad import accumulated
 from .operation import FusableOperation, Grads, UnfusedOperation
@@ -43,6 +43,7 @@ Sequential.default_fusions = fusions.default
 __version__ = "0.1.0"
 __all__ = [
     "BackwardFusion",
+    "Budget",
     "CacheWarning",
     "Env",
     "FallbackWarning",

@@ -32,14 +32,11 @@ class Savings:
         launches: kernel launches (or dispatched calls) not made.
         bytes: bytes of memory traffic not moved.
         flops: floating-point operations not done.
-        memory: bytes not kept from the forward to the backward pass. That takes no time, and yet each counts as one
-            moved, also where the time was measured: by this a fusion that trades time for memory is chosen.
     """
 
     launches: float = 0.0
     bytes: float = 0.0
     flops: float = 0.0
-    memory: float = 0.0
 
 
 # (microseconds per launch, bytes per microsecond, FLOPs per microsecond): orders of magnitude that rank covers against
@@ -164,7 +161,7 @@ class Env:
     def microseconds(self, savings: Savings) -> float:
         """Time that `savings` are worth here; orders of magnitude, used only to rank covers."""
         launch, bandwidth, rate = _COSTS.get(self.arch) or _COSTS["cpu" if self.device == "cpu" else "gpu"]
-        return savings.launches * launch + (savings.bytes + savings.memory) / bandwidth + savings.flops / rate
+        return savings.launches * launch + savings.bytes / bandwidth + savings.flops / rate
 
     def said(self, tokens: int | None = None) -> str:
         """How it prints where the number of tokens is known, and not only the power of two that it is rounded up to."""

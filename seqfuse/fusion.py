@@ -52,6 +52,8 @@ class FusedOperation:
             GEMM of their own in the place of the vendor's.
         casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
         any_dy: whether `bwd` takes dy in another dtype than that of y, as `UnfusedOperation.any_dy`.
+        saves_memory: whether it saves less for the backward pass and takes longer: a candidate where a `Sequential` is
+            to save memory, and nowhere else.
 
     Raises:
         PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
@@ -63,6 +65,7 @@ class FusedOperation:
     needs_measurement: ClassVar[bool] = False
     casts: ClassVar[bool] = False
     any_dy: ClassVar[bool] = False
+    saves_memory: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()
     reach: ClassVar[int] = 0
     forward_signature: ClassVar[Signature] = Signature()

@@ -41,7 +41,7 @@ class Recompute:
     """A stand-in for a saved tensor: a function of tensors already saved, evaluated when the field is first read.
 
     Args:
-        fn: a module-level function that gives the stored value bit for bit.
+        fn: a module-level function, or a `functools.partial` of one, that gives the stored value bit for bit.
         tensors: its arguments; they are saved, deduplicated, in place of the value.
     """
 

@@ -49,11 +49,11 @@ class Models:
         model.load_state_dict(self.ours.state_dict(), strict=True)
         return model
 
-    def of(self, fusions: Any) -> Any:
-        """Ours with other fusions."""
-        return self.with_weights_of_ours(
-            plain.fused(self.what, self.spec, self.layers, fusions, **{**self._made, "device": "meta"})
-        )
+    def lean(self) -> Any:
+        """Ours, saving the least for the backward pass."""
+        made = plain.fused(self.what, self.spec, self.layers, **{**self._made, "device": "meta"})
+        made.memory = "lean"
+        return self.with_weights_of_ours(made)
 
     @functools.cached_property
     def torch(self) -> nn.Module:
@@ -222,8 +222,7 @@ def block_case(
         if liger():
             contenders["liger"] = trained(lambda: models.ligers, checked=same)
         if what == "feedforward" and not model.llama:
-            lean = functools.cache(lambda: models.of((*sf.fusions.lean, *sf.fusions.default)))
-            contenders["seqfuse lean"] = trained(lean)
+            contenders["seqfuse lean"] = trained(functools.cache(models.lean))
     return Case(
         GROUPS[what], f"{model.name} {rows}{' best modes' if best else ''}",
         make=drawn(sizes, model, "x", "dy"), priority=priority, **_common(sizes, model, rows),

@@ -1,9 +1,10 @@
 """The engine: matches fusions, chooses the cheapest covers, plans and runs."""
 
+from .budget import Budget
 from .flatten import flatten
 from .match import Refusal
 from .plan import Alone, Plan, Step
 from .run import Fuser
 from .sequential import Sequential, remap_keys
 
-__all__ = ["Alone", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten", "remap_keys"]
+__all__ = ["Alone", "Budget", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten", "remap_keys"]

@@ -19,7 +19,7 @@ from ..env import Env, bucket, rows_of
 from ..fusion import FusedOperation
 from .dtypes import Border
 from .flatten import Node, plain_type
-from .plan import Wants
+from .wants import Wants
 
 _OWN, _FOREIGN = "seqfuse", ("torch", "triton", "builtins", "typing", "abc")
 _OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}

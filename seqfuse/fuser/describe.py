@@ -36,6 +36,7 @@ def describe(plan: Any) -> PlanData:
         casts=[CastData(at=c.at, name=c.name, dtype=str(c.dtype).removeprefix("torch.")) for c in plan.casts],
         memory=None if plan.memory is None else dataclasses.asdict(plan.memory),  # pyright: ignore[reportArgumentType]
         memory_unknown=plan.memory_unknown,
+        choices=[dataclasses.asdict(c) for c in plan.choices],  # pyright: ignore[reportArgumentType]
         summary=[],
     )
     data["summary"] = summary(data)

@@ -15,8 +15,9 @@ from ..operation import FusableOperation, configured
 from .dtypes import Border
 from .flatten import Node
 from .inputs import Like, check_dtypes, dtypes_of
-from .plan import Plan, Wants
+from .plan import Plan
 from .step import Step
+from .wants import Wants
 
 Slot = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward is asked for.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..cost_table import Measurement
-from ..env import Env, Savings
+from ..env import Env
 from ..errors import InputError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..settings import Fusing
@@ -76,11 +76,13 @@ class Matcher:
         fusing: Fusing,
         known: Lookup | None = None,
         borders: tuple[Border, ...] = (),
+        lean: bool = False,
     ) -> tuple[list[Candidate], list[Refusal]]:
         """Candidates and refusals on `nodes[start:stop]`; operations before `live_from` want no gradient.
 
         What is `known` of a candidate by measurement takes the place of the cost that it declares. Where dtypes differ
-        along the sequence, at these `borders`, each is asked about the environment between its own.
+        along the sequence, at these `borders`, each is asked about the environment between its own. Fusions that save
+        memory for time are no candidates but where memory is to be saved, which is `lean`.
         """
         _check_named(fusing)
         found: list[Candidate] = []
@@ -95,10 +97,14 @@ class Matcher:
                 known_here = self._matches[window] = tuple(self._matching(window)), tuple(self._nearly(window))
             matches, near = known_here
             for cls, sentence in near:
-                if self._excludes(cls, a, a + len(cls.slots) - 1, live_from, env, fusing) is None:
+                if (lean or not cls.saves_memory) and self._excludes(
+                    cls, a, a + len(cls.slots) - 1, live_from, env, fusing
+                ) is None:
                     refused.append(Refusal(cls.__name__, a, sentence))
             for cls, rank, lengths, length in matches:
                 b = a + length
+                if cls.saves_memory and not (lean and b > live_from):
+                    continue
                 inexact = next((node for node in nodes[a:b] if node.derives), None)
                 if inexact is not None:
                     base = inexact.derives.__name__ if inexact.derives else ""
@@ -183,13 +189,12 @@ class Matcher:
     def _cost(self, fusion: FusedOperation, env: Env, measured: Measurement | None) -> int | str:
         """Nanoseconds, by the clock where there is a measurement; or why it is not used."""
         try:
-            savings = fusion.saves(env)
             if measured is None:
-                return -round(env.microseconds(savings) * 1000)
-            memory = round(env.microseconds(Savings(memory=savings.memory)) * 1000)
+                return -round(env.microseconds(fusion.saves(env)) * 1000)
         except Exception as error:
             return self._raised(type(fusion).__name__, "saves", error)
-        return measured.refusal or -measured.saving - memory
+        # One that saves memory may be slower.
+        return -measured.saving if fusion.saves_memory and not measured.failed else measured.refusal or -measured.saving
 
     def _raised(self, name: str, method: str, error: Exception) -> str:
         reason = f"{method} raised {type(error).__name__}: {error}"

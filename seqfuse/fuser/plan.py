@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
-
-from torch import nn
-from torch.nn.utils import parametrize
 
 from .. import pictures
 from ..env import Env
 from ..pictures import PlanData
 from ..settings import Fusing
+from .budget import Choice, Kept, MemoryChoice, chosen_for
 from .casts import Cast, casts_of
 from .describe import describe
 from .dtypes import Border
@@ -24,6 +22,7 @@ from .match import Lookup, Matcher, Refusal
 from .memory import Memory
 from .schedule import Candidate, cheapest
 from .step import Step
+from .wants import Wants
 
 SEGMENT = 8
 
@@ -35,6 +34,9 @@ class Alone:
     at: int
     name: str
     reason: str
+
+
+Look = Callable[[Sequence[Candidate]], Kept | str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Plan:
         names: class of the operation at each position; `paths` where it lives in the container.
         needs: names of the gradients that are wanted at each position: of parameters, of extra inputs, and `"x"`.
         tokens: how many tokens the input has, where the plan was asked for one; plans are shared by others.
+        cost: estimated nanoseconds beyond what the operations take unfused: negative where it is faster.
     """
 
     env: Env
@@ -64,6 +67,8 @@ class Plan:
     needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
     tokens: int | None = dataclasses.field(default=None, compare=False, repr=False)
     measure: Any = dataclasses.field(default=None, compare=False, repr=False)
+    cost: int = dataclasses.field(default=0, compare=False, repr=False)
+    compare: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def count(self, name: str) -> int:
         """How many different steps of this name the two covers hold; one that stands in both counts once."""
@@ -93,11 +98,16 @@ class Plan:
         """Why an input was given and `memory` is not known, where that is so."""
         return self._measured if isinstance(self._measured, str) else None
 
+    @cached_property
+    def choices(self) -> tuple[MemoryChoice, ...]:
+        """What other choices of memory would save, and the time that they would take; empty where all are one plan."""
+        return () if self.compare is None else self.compare(self)
+
     def __str__(self) -> str:
         return pictures.render(self.as_dict())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_measured": self._measured, "measure": None}
+        return {**vars(self), "_measured": self._measured, "choices": self.choices, "measure": None, "compare": None}
 
     def as_dict(self) -> PlanData:
         """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
@@ -147,49 +157,8 @@ def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Node]], env: Env, no
         tuple(node.name for node in nodes),
         tuple(node.path for node in nodes),
         tuple(needs),
+        cost=sum(plan.cost for plan in plans),
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wants:
-    """Which gradients are wanted in a region: names per position, and the first position where there are any."""
-
-    live_from: int
-    needs: Mapping[int, frozenset[str]]
-
-    @classmethod
-    def of(
-        cls, nodes: Sequence[Node], start: int, stop: int, x: bool, channels: Mapping[str, bool], grad: bool
-    ) -> Wants:
-        """Follow requires_grad through positions `start..stop`."""
-        needs: dict[int, frozenset[str]] = {}
-        carries = dict(channels)
-        live_from = stop
-        for position in range(start, stop):
-            node = nodes[position]
-            wanted = {"x"} if x else set[str]()
-            wanted |= {name for name, channel in node.inputs if carries.get(channel)}
-            for name, (owner, attribute) in node.slots.items():
-                if _requires_grad(owner, attribute):
-                    wanted.add(name)
-            wanted = wanted if grad else set[str]()
-            needs[position] = frozenset(wanted)
-            x = bool(wanted)
-            if wanted and live_from == stop:
-                live_from = position
-            carries.update((channel, x) for _, channel in node.outputs)
-        return cls(live_from, needs)
-
-
-def _requires_grad(owner: nn.Module, attribute: str) -> bool:
-    known = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
-    if known is not None:
-        return known.requires_grad
-    if parametrize.is_parametrized(owner, attribute):
-        # Reading the attribute would evaluate it, and some parametrizations step when they are.
-        originals = getattr(owner.parametrizations, attribute).parameters()
-        return any(p.requires_grad for p in originals)
-    return bool(getattr(owner, attribute).requires_grad)
 
 
 def plan_region(
@@ -202,11 +171,23 @@ def plan_region(
     matcher: Matcher,
     known: Lookup | None = None,
     borders: tuple[Border, ...] = (),
+    look: Look | None = None,
+    memory: Choice = "save",
 ) -> Plan:
-    """Plan positions `start..stop`, which hold operations only."""
+    """Plan positions `start..stop`, which hold operations only; `look` finds what candidates would save."""
     live = wants.live_from
-    found, refused = matcher.find(nodes, start, stop, live, env, fusing, known=known, borders=borders)
-    forward, backward = cheapest(start, stop, found, live) if found else ([], [])
+    lean = memory != "save" and look is not None
+    found, refused = matcher.find(nodes, start, stop, live, env, fusing, known=known, borders=borders, lean=lean)
+    kept = None
+    if memory != "save":
+        kept = "the shape of the input" if look is None else look(found)
+    if kept is None or isinstance(kept, str):
+        found = found if kept is None else [c for c in found if not c.fusion.saves_memory]
+        forward, backward = cheapest(start, stop, found, live) if found else ([], [])
+    else:
+        forward, backward = chosen_for(memory, start, stop, found, live, kept, env)
+    if isinstance(kept, str):
+        refused.append(Refusal(f"memory={memory}", start, f"what would be saved is not known: {kept}"))
     used = {id(c) for c in (*forward, *backward)}
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
     for covered, chosen in zip(winners, (forward, backward), strict=True):
@@ -216,7 +197,14 @@ def plan_region(
         if id(c) not in used:
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
-            refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()]), True))
+            refused.append(
+                Refusal(
+                    c.name,
+                    c.start,
+                    _why_not(c, [*rivals.values()], "save" if kept is None or isinstance(kept, str) else memory),
+                    True,
+                )
+            )
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     within = functools.partial(_steps, nodes, start, stop, wants=wants, borders=borders)
     ahead, back = within(forward), within(backward, live=live)
@@ -224,11 +212,14 @@ def plan_region(
         env, ahead, back, _segments(nodes, ahead, back, start, stop), tuple(refused), (),
         tuple(node.name for node in nodes[start:stop]), tuple(node.path for node in nodes[start:stop]),
         tuple(wants.needs[i] for i in range(start, stop)),
+        cost=sum(c.cost for c in {id(c): c for c in (*forward, *backward)}.values()),
     )  # fmt: skip
 
 
-def _why_not(candidate: Candidate, rivals: Sequence[Candidate]) -> str:
+def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) -> str:
     names = ", ".join(sorted({r.name for r in rivals} - {candidate.name}))
+    if names and memory != "save":
+        return f"superseded by {names}, as memory={memory} asks"
     theirs, own = -sum(r.cost for r in rivals), -candidate.cost
     if names and theirs == own:
         return f"superseded by {names}: the same estimated time, and earlier in the fusion set"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,18 @@ from ..env import Env, tokens_of
 from ..errors import InputError
 from ..operation import UnfusedOperation
 from ..settings import fusing_now
+from .budget import MODES, Budget, Choice, MemoryChoice
 from .cost_lookup import Known
 from .dtypes import Border, borders_of, under_autocast
 from .flatten import Node
+from .footprint import Footprint
 from .inputs import clearer, expect_tensor, validate
 from .match import Matcher
 from .memory import Memory, measure
 from .op_list import OpList, Region, Runner
-from .plan import Plan, Wants, merge, plan_region
+from .plan import Plan, merge, plan_region
 from .reference import check_channels, check_surplus, draw, walk_reference
+from .wants import Wants
 
 
 def plan_ahead(
@@ -32,6 +35,7 @@ def plan_ahead(
     x: Tensor | None,
     env: Env | None,
     channels: dict[str, Tensor],
+    memory: Choice = "save",
 ) -> Plan:
     """The plan of a whole list, for an input or for an environment; the fuser only measures what it keeps."""
     if x is not None:
@@ -46,7 +50,9 @@ def plan_ahead(
     shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
     wanted = x is not None and x.requires_grad and env.grad
     known = {name: value.requires_grad for name, value in channels.items()}
-    plans: list[Plan] = []
+    places = list(dict.fromkeys(p.device for node in op_list.nodes for p in node.operation.parameters()))
+    places = places or [torch.device("cpu") if x is None else x.device]
+    planners: list[tuple[Callable[[Choice], Plan], Footprint | None]] = []
     alone: list[tuple[int, Node]] = []
     for part in op_list.parts:
         if isinstance(part, Region):
@@ -56,7 +62,11 @@ def plan_ahead(
             borders = _borders(op_list, part, x if part.start == 0 else None, channels, here)
             look_up = Known(op_list.nodes, wants, here, part.start, shapes, borders)
             stretch = op_list.nodes, part.start, part.stop
-            plans.append(plan_region(*stretch, wants, here, fusing_now(), matcher, look_up, borders))
+            first = x if part is op_list.parts[0] else None
+            first = _entering(op_list.nodes[part.start : part.stop], here, shapes) if first is None else first
+            look = look_in(op_list, part, wants, here, places[0], first, channels, borders)
+            about = *stretch, wants, here, fusing_now(), matcher, look_up, borders, look
+            planners.append((functools.partial(_planned, op_list, part, about), look))
             wanted = wanted or wants.live_from < part.stop
             last: Any = op_list.nodes[part.stop - 1].operation
             if follows and last.y_dtype is not None and shape is not None:
@@ -68,6 +78,7 @@ def plan_ahead(
             alone.append((part, node))
             wanted = wanted or (env.grad and any(p.requires_grad for p in node.operation.parameters()))
             known.update((channel, wanted) for _, channel in node.outputs)
+    plans = [planner(memory) for planner, _ in planners]
     plan = merge(plans, alone, env, op_list.nodes)
     plan = plan if x is None else dataclasses.replace(plan, tokens=tokens_of(x))
     if x is None or op_list.parametrized:
@@ -76,16 +87,72 @@ def plan_ahead(
     tensors = [x, *channels.values()] + [t for node in op_list.nodes for t in node.operation.parameters()]
     asked = [t.requires_grad for t in tensors]
 
-    places = list(dict.fromkeys(p.device for node in op_list.nodes for p in node.operation.parameters())) or [x.device]
-
-    def memory(_: Plan, held: Any = fuser.root) -> Memory | str | None:  # the plan holds the model
+    def measured(_: Plan, held: Any = fuser.root) -> Memory | str | None:  # the plan holds the model
         if [t.requires_grad for t in tensors] != asked:
             return None  # what is kept now is not what this plan says
         if len(places) > 1:
             return "the parameters are on several devices"
         return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, places[0])
 
-    return dataclasses.replace(plan, measure=memory)
+    def compared(_: Plan) -> tuple[MemoryChoice, ...]:
+        every = {choice: [planner(choice) for planner, _ in planners] for choice in dict.fromkeys((*MODES, memory))}
+        if len({tuple((plan.forward, plan.backward) for plan in several) for several in every.values()}) == 1:
+            return ()
+        found = [None if look is None else look.kept for _, look in planners]
+        least, choices = sum(plan.cost for plan in every["save"]), list[MemoryChoice]()
+        for choice, several in every.items():
+            sizes = [k.saved_by(plan.forward) for k, plan in zip(found, several, strict=True) if k is not None]
+            more = (sum(plan.cost for plan in several) - least) / 1000
+            choices.append(MemoryChoice(str(choice), sum(sizes), more, choice == memory))
+        return tuple(choices)
+
+    has_choice = env.grad and any(fusion.saves_memory for fusion in matcher.fusions)
+    return dataclasses.replace(plan, measure=measured, compare=compared if has_choice else None)
+
+
+def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
+    """What a choice of memory for a whole sequence is for a region of it."""
+    if not isinstance(memory, Budget):
+        return memory
+    planned = sum(len(part.positions) for part in op_list.parts if isinstance(part, Region))
+    return memory.over(len(region.positions) / planned)
+
+
+def look_in(
+    op_list: OpList,
+    region: Region,
+    wants: Wants,
+    env: Env,
+    place: torch.device,
+    x: Tensor | None,
+    channels: Mapping[str, Tensor],
+    borders: tuple[Border, ...],
+) -> Footprint | None:
+    """What finds the bytes that steps of a region would save; `None` where what enters is not known."""
+    if x is None:
+        return None
+    stretch, size = (op_list.nodes, region.start, region.stop), len(op_list.random)
+    return Footprint(*stretch, wants, env, place, size, x, channels, borders)
+
+
+def _planned(op_list: OpList, region: Region, about: tuple[Any, ...], memory: Choice) -> Plan:
+    planner: Any = plan_region
+    return planner(*about, choice_in(memory, op_list, region))
+
+
+def _entering(nodes: Sequence[Node], env: Env, shapes: Sequence[Sequence[int]] | None) -> Tensor | None:
+    """What stands for the input of a region; where no shape is known, as wide as the first parameter says."""
+    if shapes is not None:
+        return torch.empty(tuple(shapes[0]), dtype=env.dtype, device="meta")
+    for node in nodes:
+        operation: Any = node.operation
+        last: Any = getattr(operation, "in_features", None) or getattr(operation, "normalized_shape", None)
+        if last is not None:
+            width = (last,) if isinstance(last, int) else tuple(last)
+            return torch.empty(env.rows or 1024, *width, dtype=env.dtype, device="meta")
+        if operation.parameter_slots():
+            return None
+    return None
 
 
 def _borders(

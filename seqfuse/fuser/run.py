@@ -17,6 +17,7 @@ from ..errors import StateError
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
+from .budget import Budget, Choice, choice_of
 from .cost_lookup import Known
 from .dtypes import borders_of
 from .flatten import flatten, has_own_graph, public_channels
@@ -26,11 +27,12 @@ from .inputs import check_channel_devices, check_devices, expect_tensor, validat
 from .lowering import Context, lower
 from .match import Matcher
 from .op_list import CompiledRegion, OpList, Region, collecting_later, with_entry
-from .plan import Plan, Wants, plan_region
-from .preview import plan_ahead
+from .plan import Plan, plan_region
+from .preview import choice_in, look_in, plan_ahead
 from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
 from .registry import enroll
 from .sharding import compare, tell_apart
+from .wants import Wants
 
 KEPT_LISTS = 8
 _PLAIN = (Tensor, nn.Parameter)
@@ -43,8 +45,7 @@ def _fresh_locks() -> None:
     _one_at_a_time, _planning = threading.RLock(), threading.RLock()
 
 
-# A forked child would wait for a thread it does not have; what the locks protect is swapped whole, so it is sound.
-if hasattr(os, "register_at_fork"):
+if hasattr(os, "register_at_fork"):  # a forked child would wait for a thread it does not have
     os.register_at_fork(after_in_child=_fresh_locks)
 
 
@@ -59,15 +60,21 @@ class Fuser:
         root: a container, or one operation.
         fusions: the rule set, in order of preference between equals.
         owned: whether `root` holds this fuser, which then does not keep it alive.
+        memory: what to save for the backward pass.
     """
 
     plain_autograd = True  # runs stretches of nothing but views, and lone native operations
 
     def __init__(
-        self, root: FusableOperation, fusions: Sequence[type[FusedOperation]] = (), owned: bool = False
+        self,
+        root: FusableOperation,
+        fusions: Sequence[type[FusedOperation]] = (),
+        owned: bool = False,
+        memory: Choice | int = "save",
     ) -> None:
         self.owner, self._held = weakref.ref(root), None if owned else root
         self.fusions = checked(fusions)
+        self.memory: Choice = choice_of(memory)
         self._reset()
 
     def _reset(self) -> None:
@@ -76,7 +83,7 @@ class Fuser:
         self._matcher = Matcher(self.fusions)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"owner": self.root, "_held": self._held, "fusions": self.fusions}
+        return {"owner": self.root, "_held": self._held, "fusions": self.fusions, "memory": self.memory}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, owner=weakref.ref(state["owner"]))
@@ -184,7 +191,8 @@ class Fuser:
         state: Sequence[Any],
     ) -> tuple[CompiledRegion, Call | None]:
         validate(op_list.nodes, region.positions, x.shape)
-        bucket = Env.like(x).rows, x.shape[-1:], *about
+        exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of so many rows
+        bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
         program = region.programs.get(bucket)
         if program is None:
             with collecting_later():
@@ -208,10 +216,9 @@ class Fuser:
     ) -> CompiledRegion:
         """Plan a region for these tensors, or take a plan of it; what is not `plain` goes by reference."""
         env, fusing = Env.like(x) if plan is None else plan.env, fusing_now()
-        exact = all(p.__class__ in plain for p in parameters)
+        exact = all(p.__class__ in plain for p in parameters) and not has_own_graph(self.root)
         if x.__class__ in plain:  # else fake tensors measure what plain ones would do
             exact = exact and all(channels[c].__class__ in plain for c in region.channels)
-        exact = exact and not has_own_graph(self.root)
         for node in op_list.nodes[region.start : region.stop]:
             check_devices(op_list.nodes, node, x)
         given = {c: channels[c] for c in region.channels}
@@ -222,8 +229,11 @@ class Fuser:
         borders = borders_of(op_list.nodes, op_list.random, region.positions, x, given, parameters, env)
         if plan is None:
             known = Known(op_list.nodes, wants, env, region.start, None if env.rows is None else shapes, borders)
+            seen = x if x.__class__ in _PLAIN else None  # a compiler that follows the call decides what is saved
+            look = look_in(op_list, region, wants, env, x.device, seen, channels, borders)
+            memory = "save" if seen is None else choice_in(self.memory, op_list, region)
             stretch = op_list.nodes, region.start, region.stop
-            plan = plan_region(*stretch, wants, env, fusing, self._matcher, known, borders)
+            plan = plan_region(*stretch, wants, env, fusing, self._matcher, known, borders, look, memory)
         note = weakref.WeakMethod(self._note_failure)
         about = op_list.nodes, op_list.random, region.positions, region.slots, x, given, parameters
         context = Context.of(*about, shapes, borders, wants, env, fusing.on_error, note)
@@ -267,11 +277,11 @@ class Fuser:
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
         """The plan for an input, or for an environment.
 
-        Without an input, gradients are taken to be wanted for parameters but not for the input. Behind a barrier the
-        tensor is taken to be as it was before it, with a gradient wanted if one was wanted before.
+        Without an input, gradients are taken to be wanted for parameters but not for the input, and behind a barrier if
+        one was wanted before it.
         """
         with collecting_later():
-            return plan_ahead(self, self._matcher, self._changed(), x, env, channels)
+            return plan_ahead(self, self._matcher, self._changed(), x, env, channels, self.memory)
 
     def latest_plans(self) -> list[Plan]:
         """The plans of the latest call, one for each stretch between barriers."""

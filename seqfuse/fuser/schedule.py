@@ -33,6 +33,24 @@ class _Best:
     step: Candidate | None
 
 
+Starting = dict[int, list[Candidate]]
+
+
+def by_pass(candidates: Iterable[Candidate], live_from: int) -> tuple[Starting, Starting, Starting]:
+    """Candidates of the forward pass, of the backward pass and of both, by the position where they begin."""
+    forward: Starting = {}
+    backward: Starting = {}
+    joint: Starting = {}
+    for c in candidates:
+        if isinstance(c.fusion, BackwardFusion):
+            backward.setdefault(c.start, []).append(c)
+        elif isinstance(c.fusion, JointFusion) and c.stop > live_from:
+            joint.setdefault(c.start, []).append(c)
+        else:
+            forward.setdefault(c.start, []).append(c)
+    return forward, backward, joint
+
+
 def cheapest(
     start: int, stop: int, candidates: Iterable[Candidate], live_from: int
 ) -> tuple[list[Candidate], list[Candidate]]:
@@ -43,16 +61,7 @@ def cheapest(
     differ by less than the longest pattern, so the work is linear in the list. Ties go to fewer fusions, then to the
     order of the rule set.
     """
-    forward: dict[int, list[Candidate]] = {}
-    backward: dict[int, list[Candidate]] = {}
-    joint: dict[int, list[Candidate]] = {}
-    for c in candidates:
-        if isinstance(c.fusion, BackwardFusion):
-            backward.setdefault(c.start, []).append(c)
-        elif isinstance(c.fusion, JointFusion) and c.stop > live_from:
-            joint.setdefault(c.start, []).append(c)
-        else:
-            forward.setdefault(c.start, []).append(c)
+    forward, backward, joint = by_pass(candidates, live_from)
     layers: list[dict[tuple[int, int], _Best]] = [{} for _ in range(2 * (stop - start) + 1)]
     layers[0][start, start] = _Best(0, 0, 0, None, None)
 

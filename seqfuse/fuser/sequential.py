@@ -16,6 +16,7 @@ from ..env import Env
 from ..errors import InputError
 from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input
+from .budget import Choice, choice_of
 from .plan import Plan
 from .run import Fuser
 
@@ -83,9 +84,13 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
     Args:
         operations: modules in order, or one `OrderedDict` of them.
         fusions: the rule set; the default one if left out.
+        memory: what to save for the backward pass, at the price of time: `"save"`, what makes it fastest;
+            `"balanced"`, less where that takes little time; `"lean"`, the least; or the most bytes, a number or an
+            `sf.Budget`. `model.memory = "lean"` sets it later.
 
     Raises:
-        InputError: for an input or channel that does not fit, naming the operation and its position.
+        InputError: for another `memory`; for an input or channel that does not fit, naming the operation and its
+            position.
         PlanError: for channels of the list that do not fit together.
     """
 
@@ -100,7 +105,12 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         optional = all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters[1:])
         cls.is_made_of_modules = bool(parameters) and parameters[0].kind is parameters[0].VAR_POSITIONAL and optional
 
-    def __init__(self, *operations: nn.Module | OrderedDict[str, nn.Module], fusions: Fusions | None = None) -> None:
+    def __init__(
+        self,
+        *operations: nn.Module | OrderedDict[str, nn.Module],
+        fusions: Fusions | None = None,
+        memory: Choice | int = "save",
+    ) -> None:
         super().__init__()
         if len(operations) == 1 and isinstance(operations[0], OrderedDict):
             for key, module in operations[0].items():
@@ -108,12 +118,20 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         else:
             for index, module in enumerate(operations):
                 self.add_module(str(index), module)  # pyright: ignore[reportArgumentType]
+        if memory != "save":
+            self.memory = memory
         self.fusions = self.default_fusions if fusions is None else fusions
+
+    memory: Choice | int = "save"
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "fusions":
-            self._fuser = Fuser(self, value, owned=True)
+            self._fuser = Fuser(self, value, owned=True, memory=self.memory)
             value = self._fuser.fusions
+        elif name == "memory":
+            value = choice_of(value)
+            if "fusions" in vars(self):
+                self._fuser = Fuser(self, self.fusions, owned=True, memory=value)
         super().__setattr__(name, value)
 
     def expand(self) -> tuple[nn.Module, ...]:
@@ -157,14 +175,15 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return self._fuser
 
     def _like(self, modules: Iterable[nn.Module]) -> Sequential:
-        return Sequential(OrderedDict((str(i), m) for i, m in enumerate(modules)), fusions=self.fusions)
+        named = OrderedDict((str(i), m) for i, m in enumerate(modules))
+        return Sequential(named, fusions=self.fusions, memory=self.memory)
 
     def __getitem__(self, idx: slice | int) -> Any:
         if not isinstance(idx, slice):
             return super().__getitem__(idx)
         # The class itself, as in torch, where it is made from modules; what makes its modules from numbers cannot be.
         new = (type(self) if self.is_made_of_modules else Sequential)(OrderedDict(list(self._modules.items())[idx]))
-        new.fusions = self.fusions
+        new.memory, new.fusions = self.memory, self.fusions
         return new
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:

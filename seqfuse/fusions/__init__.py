@@ -23,7 +23,6 @@ from .block_boundary import BlockBoundaryBackward as BlockBoundaryBackward
 from .block_boundary_activation import BlockBoundaryActivation as BlockBoundaryActivation
 from .block_end import BlockEndBackward as BlockEndBackward
 from .linear_activation_linear import LinearActivationLinear as LinearActivationLinear
-from .linear_activation_linear import WideLinearActivationLinear as WideLinearActivationLinear
 from .linear_bias import LinearBias as LinearBias
 from .linear_bias import LinearBiasBackward as LinearBiasBackward
 from .linear_bias import LinearBiasBackwardTriton as LinearBiasBackwardTriton
@@ -49,6 +48,9 @@ from .pointwise_chain import PointwiseChain as PointwiseChain
 from .pointwise_chain import PointwiseChainBackward as PointwiseChainBackward
 from .pointwise_chain import PointwiseChainInference as PointwiseChainInference
 from .pointwise_chain import PointwiseChainJoint as PointwiseChainJoint
+from .recompute import RecomputeActivation as RecomputeActivation
+from .recompute import RecomputeHeads as RecomputeHeads
+from .recompute import RecomputeNorm as RecomputeNorm
 from .scale_add import ScaleAdd as ScaleAdd
 
 aten: tuple[type[FusedOperation], ...] = (
@@ -74,7 +76,6 @@ bias or an activation inside a GEMM: those are in `triton`.
 
 triton: tuple[type[FusedOperation], ...] = (
     LinearBiasActivationInference,  # an activation or a gated unit, and a dropout, in the GEMM's epilogue
-    WideLinearActivationLinear,  # saves the pre-activation alone, where recomputing the activation takes almost no time
     LinearBiasActivation,  # the epilogue in training: stores the pre-activation if the activation's gradient reads it
     MergedLinearGatedInference,  # a gated unit in the epilogue of one GEMM that reads the weights of gate and up
     MergedLinearGated,  # the same in training
@@ -109,15 +110,18 @@ triton: tuple[type[FusedOperation], ...] = (
 
 lean: tuple[type[FusedOperation], ...] = (
     NormLinearActivationLinear,  # of a whole feed-forward block saves its input and the pre-activation
-    LinearActivationLinear,  # of two GEMMs and an activation between them saves the pre-activation, at any width
+    LinearActivationLinear,  # of two GEMMs and an activation between them saves the pre-activation
+    RecomputeHeads,  # makes queries, keys and values again: a norm and a GEMM in the backward pass
+    RecomputeNorm,  # makes what the norm before a GEMM gave again
+    RecomputeActivation,  # makes what the activation before a GEMM gave again
 )
-"""Fusions that save less for the backward pass and take longer, for whoever asks for them:
+"""Fusions that save less for the backward pass and take longer; the last three are made of the operations' own calls.
 
-`Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
+They are candidates where a `Sequential` is to save memory: `Sequential(..., memory="lean")`, or another choice.
 """
 
-default: tuple[type[FusedOperation], ...] = (*triton, *aten)
-"""What a `Sequential` uses unless told otherwise: `(*triton, *aten)`."""
+default: tuple[type[FusedOperation], ...] = (*triton, *aten, *lean)
+"""What a `Sequential` uses unless told otherwise: `(*triton, *aten, *lean)`."""
 
-_names = sorted(fusion.__name__ for fusion in (*default, *lean))
+_names = sorted(fusion.__name__ for fusion in default)
 __all__ = [*_names, "aten", "default", "lean", "triton"]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

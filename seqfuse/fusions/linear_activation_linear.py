@@ -24,7 +24,6 @@ from ._gemm import (
     kernel_takes,
     kernel_takes_dropout,
     mask,
-    product_flops,
     tf32,
     unit_worth,
     weight_of,
@@ -38,9 +37,6 @@ from .block_end import branch_worth, drops
 if TYPE_CHECKING:
     from ..kernels.gemm import Gradients
 
-# What memory may cost by default, of the time of the products: less than times differ from run to run.
-_PART = 1 / 80
-
 
 class LinearActivationLinear(JointFusion):
     """y = other + out_dropout(h out^T + out_bias), h = dropout(act(z)), z = x weight^T + bias, where h is not kept.
@@ -50,8 +46,7 @@ class LinearActivationLinear(JointFusion):
     dweight = dz^T x, dx = dz weight, dother = dy.  h of the backward pass is made of the rounded z, as it is where
     nothing is fused; what was dropped is decided again from the seeds.
 
-    This trades a pass over h for the memory that h would take from the forward to the backward pass. The default rules
-    hold it as `WideLinearActivationLinear`, where that pass is next to nothing; `fusions.lean` takes it everywhere.
+    This trades a pass over h for the memory that h would take from the forward to the backward pass.
 
     x: [*, in_features], z: [*, F], of a gated unit [*, 2 F], h: [*, F], other, y: [*, out_features].
     Source: Chen et al. 2016, arXiv:1604.06174, of keeping less and making it again.
@@ -66,7 +61,7 @@ class LinearActivationLinear(JointFusion):
     out_dropout: Dropout | None
     add: Add | None
 
-    triton = needs_measurement = True
+    triton = needs_measurement = saves_memory = True
     casts = True  # the activation is written in the dtype of z, whatever it gives
     layout = "inner_contig"
 
@@ -89,7 +84,7 @@ class LinearActivationLinear(JointFusion):
         yield reads_input, f"{type(self.act).__name__} keeps its output, which the product after it keeps as well"
 
     def saves(self, env: Env) -> Savings:
-        """What the two passes save, less what h costs; h is not kept, which counts as if it were read and written."""
+        """What the two passes save, less what it costs to write h again."""
         dropped = drops(self.dropout)
         ahead = [forward_worth(self.linear, self.bias, self.act, dropped, True, env)]
         after = (self.out_bias is not None) + drops(self.out_dropout) + (self.add is not None)
@@ -98,13 +93,9 @@ class LinearActivationLinear(JointFusion):
         inner = unit_worth(self.out, self.bias, self.act, dropped, env)
         back = branch_worth(inner, self.out_bias, self.out_dropout, env)
         # The product that makes dz writes h as well.
-        h = self._written_again(env)
-        parts = (*ahead, back, Savings(bytes=-h, memory=2 * h))
+        h = float(rows_of(env) * self.out.in_features * env.itemsize)
+        parts = (*ahead, back, Savings(bytes=-h))
         return Savings(*(sum(amounts) for amounts in zip(*map(dataclasses.astuple, parts), strict=True)))
-
-    def _written_again(self, env: Env) -> float:
-        """Bytes of h."""
-        return float(rows_of(env) * self.out.in_features * env.itemsize)
 
     def fwd(
         self,
@@ -201,26 +192,6 @@ class LinearActivationLinear(JointFusion):
         if self.add is not None:
             records["add"] = Add.NOTHING
         return records
-
-
-class WideLinearActivationLinear(LinearActivationLinear):
-    """`LinearActivationLinear` where h is written once more in at most one part in eighty of the products' time.
-
-    y = other + out_dropout(h out^T + out_bias), h = dropout(act(z)), z = x weight^T + bias.  To write h takes time in
-    proportion to its size, and the products in proportion to that and to the width of x and y, so that of a wide block
-    it is a small part: what times differ by from run to run.
-    """
-
-    def requires(self, env: Env) -> Requirements:
-        yield from super().requires(env)
-        part = self.part(env)
-        yield part <= _PART, f"writing the activation again takes {part:.1%} of the products' time, above {_PART:.2%}"
-
-    def part(self, env: Env) -> float:
-        """The time in which h is written once more, as a part of that of all products, forward and backward."""
-        products = 3 * (product_flops(self.linear, env) + product_flops(self.out, env))
-        again = Savings(bytes=self._written_again(env))
-        return env.microseconds(again) / env.microseconds(Savings(flops=products))
 
 
 def _active(dropout: Dropout | None, seed: Tensor | None) -> Tensor | None:

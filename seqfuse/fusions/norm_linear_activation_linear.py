@@ -19,9 +19,6 @@ from ..pointwise import Gated, Pointwise
 from ._norm import copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look, shift
 from .linear_activation_linear import LinearActivationLinear
 
-# Whoever asks for less memory wants it at a price: a byte of n that is not kept counts as so many moved.
-_KEPT = 8
-
 
 class NormLinearActivationLinear(JointFusion):
     """y = x + out_dropout(h out^T + out_bias), h = dropout(act(z)), z = n weight^T + bias, n = norm(x).
@@ -30,8 +27,7 @@ class NormLinearActivationLinear(JointFusion):
     it, from x, when everything but dweight = dz^T n is there. With dn = dz weight,  dx = norm'(dn) + dy  in one pass,
     which gives the sums over rows for the norm's parameters, too.
 
-    This trades a pass over h and two over x for memory, and so is not among the default rules:
-    `Sequential(..., fusions=(*fusions.lean, *fusions.default))`.
+    This trades a pass over h and two over x for memory.
 
     x, n, y: [*, H], z: [*, F], of a gated unit [*, 2 F], h: [*, F].
     Source: Chen et al. 2016, arXiv:1604.06174, of keeping less and making it again.
@@ -48,7 +44,7 @@ class NormLinearActivationLinear(JointFusion):
     out_dropout: Dropout | None
     add: Add
 
-    triton = needs_measurement = True
+    triton = needs_measurement = saves_memory = True
     casts = True
 
     class Saved(context.Saved):
@@ -73,12 +69,12 @@ class NormLinearActivationLinear(JointFusion):
         yield from self._rest().requires(env.part(2))
 
     def saves(self, env: Env) -> Savings:
-        """What `LinearActivationLinear` and `NormBackward` save, less what n costs; n is not kept."""
+        """What `LinearActivationLinear` and `NormBackward` save, less what it costs to make n again."""
         rest = self._rest()
         own, size = rest.saves(env.part(2)), pass_bytes(self.norm, env)
         # The sum with the gradient of the stream is a launch and two passes less; to have n again costs as much.
         passes = copies(self.norm, env) + second_look(self.norm, env)
-        return dataclasses.replace(own, bytes=own.bytes + passes * size, memory=own.memory + _KEPT * size)
+        return dataclasses.replace(own, bytes=own.bytes + passes * size)
 
     def fwd(
         self, x: Tensor, *, dropout_seed: Tensor | None = None, out_dropout_seed: Tensor | None = None, env: Env

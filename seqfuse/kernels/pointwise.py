@@ -31,7 +31,6 @@ from ._launch import (
     cdiv,
     faking,
     launch,
-    modes,
     next_power_of_2,
     processors,
     traced,
@@ -509,18 +508,17 @@ def pointwise(
     Raises:
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
-    if modes() and traced():
+    if traced():
         return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
-    return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *operands)
+    return replayed(_decided, x, chain, dtype, tuple(dtypes), result, *operands)
 
 
 def _decided(
-    _: None,
+    x: Tensor,
     chain: Chain,
     dtype: torch.dtype | None,
     dtypes: tuple[torch.dtype, ...],
     result: bool,
-    x: Tensor,
     *operands: Tensor,
 ) -> tuple[Tensor | None, ...]:
     dtype = dtype or x.dtype

@@ -54,7 +54,7 @@ class StagedFuser(Fuser):
     """Runs a list in stages: this rank's own as ever, those of others on shapes alone."""
 
     def __init__(self, root: Sequential, fusions: Any, placement: Placement) -> None:
-        super().__init__(root, fusions, owned=True)
+        super().__init__(root, fusions, owned=True, memory=root.memory)
         self.placement = placement
         self.device: torch.device | None = None  # of the latest input
         self._cuts: WeakKeyDictionary[OpList, tuple[Stage, ...]] = WeakKeyDictionary()

@@ -79,6 +79,15 @@ class MemoryData(TypedDict):
     flops: int
 
 
+class ChoiceData(TypedDict):
+    """A choice of memory: bytes kept for backward, estimated microseconds beyond the fastest, whether it was made."""
+
+    memory: str
+    saved: int
+    microseconds: float
+    used: bool
+
+
 class PlanData(TypedDict):
     """A whole plan."""
 
@@ -93,4 +102,5 @@ class PlanData(TypedDict):
     casts: list[CastData]
     memory: MemoryData | None
     memory_unknown: str | None
+    choices: list[ChoiceData]
     summary: list[str]

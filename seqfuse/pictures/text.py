@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from .data import CastData, MemoryData, OperationData, PlanData, RefusalData
+from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
 from .score import Mark, columns_of, fold
 
 WIDTH = 80
@@ -31,6 +31,15 @@ def summary(plan: PlanData) -> list[str]:
 def _memory(memory: MemoryData, partly: bool) -> str:
     text = f"saved for backward: {_bytes(memory['saved'])} (unfused {_bytes(memory['saved_unfused'])}); "
     return f"{text}{_number(memory['flops'])}FLOP forward" + ("; without what runs alone" if partly else "")
+
+
+def _choices(choices: Sequence[ChoiceData]) -> Iterator[str]:
+    said: list[str] = []
+    for choice in choices:
+        time = f", an estimated {choice['microseconds']:,.1f} us more" if choice["microseconds"] else ""
+        said.append(f"{choice['memory']} {_bytes(choice['saved'])}{time}" + (" (this plan)" if choice["used"] else ""))
+    if said:
+        yield f"choices of memory: {'; '.join(said)}"
 
 
 def render(plan: PlanData, width: int | None = None) -> str:
@@ -59,7 +68,7 @@ def render(plan: PlanData, width: int | None = None) -> str:
         lines += _wrap(line, "    ", width)
     if plan["memory_unknown"] is not None:
         memory = [f"saved for backward: not known: {plan['memory_unknown']}"]
-    for line in (*_refusals(plan["refused"]), *memory):
+    for line in (*_refusals(plan["refused"]), *memory, *_choices(plan["choices"])):
         lines += _wrap(line, "    ", width)
     return "\n".join(lines)
 

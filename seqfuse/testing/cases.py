@@ -36,7 +36,7 @@ class _Eager(Matcher):
         self._prepare = prepare
 
     def find(self, *args: Any, **kwargs: Any) -> tuple[list[Candidate], list[Refusal]]:
-        found, refused = super().find(*args, **{**kwargs, "known": None})
+        found, refused = super().find(*args, **{**kwargs, "known": None, "lean": True})
         for candidate in found:
             if self._prepare is not None:
                 self._prepare(candidate.fusion)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError
 from ..fuser.flatten import Node
-from ..fuser.plan import Wants
+from ..fuser.wants import Wants
 from ..operation import UnfusedOperation
 from ..saved import Saved, packing
 from .arguments import check_arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -82,7 +83,9 @@ def stored(record: Saved, field: str) -> Any:
     late: Mapping[str, Recompute] = vars(record).get("_late", {})
     if field not in late or field in vars(record):
         return vars(record)[field]
-    fn = late[field].fn
+    fn: Any = late[field].fn
+    while isinstance(fn, functools.partial):
+        fn = cast(Any, fn).func
     if "<" in getattr(fn, "__qualname__", "<"):
         raise AssertionError(f"field {field!r}: the function of a Recompute must be a module-level one, got {fn!r}")
     once, again = late[field](), late[field]()

@@ -21,9 +21,11 @@ from ..fuser.inputs import validate
 from ..fuser.lowering import Context, Segment, lower
 from ..fuser.match import Matcher
 from ..fuser.op_list import Region
-from ..fuser.plan import Plan, Wants, plan_region
+from ..fuser.plan import Plan, plan_region
+from ..fuser.preview import choice_in, look_in
 from ..fuser.schedule import Candidate
 from ..fuser.step import Step
+from ..fuser.wants import Wants
 from ..fusion import BackwardFusion, JointFusion
 from ..settings import fusing_now
 from .shadow import Site
@@ -48,8 +50,13 @@ class Stretch:
         # Made anew: what a table holds is looked up when it is made.
         borders = self.known.borders
         known = Known(stretch[0], self.wants, self.env, self.region.start, self.known.shapes, borders)
-        matcher = Matcher(self.site.fuser.fusions)
-        return plan_region(*stretch, self.wants, self.env, fusing_now(), matcher, known, borders)
+        x, channels = self.site.entering[self.region.start]
+        x, *given = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, *channels.values()))
+        named = dict(zip(channels, given, strict=True))
+        op_list, fuser = self.site.op_list, self.site.fuser
+        look = look_in(op_list, self.region, self.wants, self.env, x.device, x, named, borders)
+        choice, matcher = choice_in(fuser.memory, op_list, self.region), Matcher(fuser.fusions)
+        return plan_region(*stretch, self.wants, self.env, fusing_now(), matcher, known, borders, look, choice)
 
 
 def stretches(site: Site) -> Generator[Stretch | str]:
@@ -91,8 +98,8 @@ def _stretch(
     borders = borders_of(*about[:3], x, entering, parameters, env)
     context = Context.of(*about, shapes, borders, wants, env, "raise", lambda: None)
     fusing = dataclasses.replace(fusing_now(), unmeasured=True)
-    matcher, live = Matcher(site.fuser.fusions), wants.live_from
-    found, _ = matcher.find(nodes, start, stop, live, env, fusing, borders=borders)
+    matcher, live, lean = Matcher(site.fuser.fusions), wants.live_from, site.fuser.memory != "save"
+    found, _ = matcher.find(nodes, start, stop, live, env, fusing, borders=borders, lean=lean)
     return Stretch(site, region, env, wants, Known(nodes, wants, env, start, shapes, borders), context, found)
 
 

@@ -44,7 +44,7 @@ class _Recorder(Fuser):
     """Runs the references, and notes what enters them."""
 
     def __init__(self, root: Sequential, about: tuple[str, str, Shadow], sites: list[Site]) -> None:
-        super().__init__(root, root.fusions, owned=True)
+        super().__init__(root, root.fusions, owned=True, memory=root.memory)
         self._about, self._sites = about, sites
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:

@@ -21,7 +21,7 @@ from gpu.sizes import MODELS
 OWN_GEMM = {
     "ActivationLinearBackward", "BlockEndBackward", "LinearActivationLinear", "LinearBiasActivation",
     "LinearBiasActivationInference", "LinearBiasBackwardTriton", "LinearBiasDropoutAdd", "MergedLinearGated",
-    "MergedLinearGatedInference", "NormLinearActivationLinear", "WideLinearActivationLinear",
+    "MergedLinearGatedInference", "NormLinearActivationLinear",
 }  # fmt: skip
 # What may stand unfused: torch's GEMMs and attention, a norm that begins a list, and what launches nothing.
 FORWARD, BACKWARD = {"Fork", "LayerNorm", "RMSNorm", "Linear", "Attention"}, {"Linear", "Attention", "Add"}
@@ -35,8 +35,7 @@ def planned(what: str, model: Any, dropout: float, arch: str = "sm_90", rows: in
 
 
 def test_a_fusion_that_needs_a_measurement_is_one_with_a_gemm_of_our_own():
-    every = (*fusions.default, *fusions.lean)
-    assert {fusion.__name__ for fusion in every if fusion.needs_measurement} == OWN_GEMM
+    assert {fusion.__name__ for fusion in fusions.default if fusion.needs_measurement} == OWN_GEMM
     assert not any(fusion.needs_measurement for fusion in fusions.aten)
 
 

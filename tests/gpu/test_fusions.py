@@ -52,8 +52,6 @@ def lists() -> dict[type[sf.FusedOperation], list[Any]]:
         fusions.BlockEndBackward: [ops.Bias(H), ops.GeLU(), *end()],
         fusions.NormForward: [ops.RMSNorm(H, zero_centered=True)],
         fusions.LinearActivationLinear: [*plain(), ops.Linear(F, H)],
-        # As wide as it asks for, on an H200 and here.
-        fusions.WideLinearActivationLinear: [*plain(), ops.Linear(F, 16 * H)],
         fusions.NormLinearActivationLinear: [ops.Residual(ops.LayerNorm(H), *plain(), ops.Linear(F, H))],
     }
 

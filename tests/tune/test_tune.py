@@ -74,32 +74,6 @@ def test_a_fusion_that_is_faster_is_chosen_although_it_declares_a_loss() -> None
     assert (model.plan(X).count("Quick"), model.plan(X).count("Slow")) == (1, 0)
 
 
-WORTH = {"us": 0.0}
-
-
-class Lean(kit._Pair, sf.ForwardFusion):
-    """Slower than `Quick`, for memory that is worth so many microseconds."""
-
-    bias: ops.Bias
-    halve: Halve
-
-    takes = 30.0
-
-    def saves(self, env: sf.Env) -> sf.Savings:
-        return sf.Savings(memory=WORTH["us"] * 1.0e4)  # bytes that a CPU moves in a microsecond
-
-    def fwd(self, x: Tensor) -> Any:
-        return self.both(x)
-
-
-def test_memory_that_is_not_kept_counts_beside_the_time_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = sf.tune(pair(Quick, Lean), X, modes=("train",))
-    assert times(report) == {("Lean", "train"): (30, 50, False), ("Quick", "train"): (10, 50, True)}
-    for worth, chosen in ((19.0, "Quick"), (21.0, "Lean")):
-        monkeypatch.setitem(WORTH, "us", worth)
-        assert pair(Quick, Lean).plan(X).count(chosen) == 1
-
-
 def test_a_real_clock_sees_a_fusion_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the real clock; the table is put back below
     monkeypatch.setattr(cost_table, "_tables", {})

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import fusions, ops
+from seqfuse.fuser.sequential import install
 from seqfuse.fusions import linear_activation_linear
 from seqfuse.fusions.linear_activation_linear import LinearActivationLinear
 from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.testing.cases import Bench
 from tests.fusions.triton.fourways import four_ways
 
 
@@ -49,7 +51,7 @@ def test_with_the_end_of_a_block(bias: bool, device: torch.device):
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
 def test_a_residual_may_be_of_another_dtype(dtypes: tuple[torch.dtype, torch.dtype], device: torch.device):
     list_ = [ops.Linear(6, 5), ops.SiLU(), ops.Linear(5, 6), ops.Add("other")]
-    model = sf.Sequential(*list_, fusions=LinearActivationLinear).to(device, dtypes[0])
+    model = sf.Sequential(*list_, fusions=LinearActivationLinear, memory="lean").to(device, dtypes[0])
     x, other = (seeded_randn((5, 6), i, dtype=dtype).to(device) for i, dtype in enumerate(dtypes))
     assert model.plan(x, other=other).count("LinearActivationLinear") == 1
     with sf.fusing(on_error="raise"):
@@ -63,7 +65,8 @@ def test_what_was_dropped_stays_so_where_the_model_evaluates_before_the_backward
     trained: str, device: torch.device
 ):
     """Of a first product that is frozen the activation is made again, and its bias alone may be trained."""
-    model = sf.Sequential(*layers(ops.SiLU(), ops.Dropout(0.3)), fusions=LinearActivationLinear).to(device)
+    model = sf.Sequential(*layers(ops.SiLU(), ops.Dropout(0.3))).to(device)
+    install(model, Bench(model, (LinearActivationLinear,)))  # also where as much is saved without it
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in ("3.weight", trained))
     x, found = seeded_randn((5, 6), 0).to(device), list[list[Tensor | None]]()
@@ -82,7 +85,9 @@ def test_what_was_dropped_stays_so_where_the_model_evaluates_before_the_backward
 
 def test_trains_to_the_same_gradients(device: torch.device):
     inner = (ops.LayerNorm(12), ops.Linear(12, 36), ops.GeLU("tanh"), ops.Linear(36, 12))
-    model = sf.Sequential(ops.Residual(*inner), fusions=(LinearActivationLinear,)).to(device, torch.bfloat16)
+    model = sf.Sequential(ops.Residual(*inner), fusions=(LinearActivationLinear,), memory="lean").to(
+        device, torch.bfloat16
+    )
     four_ways(model, seeded_randn((19, 12), 0, dtype=torch.bfloat16).to(device), LinearActivationLinear)
 
 
@@ -122,7 +127,7 @@ def test_a_block_keeps_little_more_than_half_of_what_eager_keeps(gated: bool, de
     list_ = (ops.LayerNorm(32), up, act, ops.Linear(128, 32))
     # The costs of a CPU favor torch's own products.
     rules = (LinearActivationLinear, *fusions.triton)
-    model = sf.Sequential(ops.Residual(*list_), fusions=rules).to(device, torch.bfloat16)
+    model = sf.Sequential(ops.Residual(*list_), fusions=rules, memory="lean").to(device, torch.bfloat16)
     x = seeded_randn((64, 32), 0, dtype=torch.bfloat16).to(device).requires_grad_()
     plan = model.plan(x)
     assert plan.count("LinearActivationLinear") == 1, plan
@@ -137,47 +142,15 @@ def test_is_used_where_it_was_asked_for_and_not_by_default():
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
     for act, factor in ((ops.GeLU, 1), (ops.SwiGLU, 2)):
         list_ = [ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096 * factor), act(), ops.Linear(4096, 1024))]
-        asked = sf.Sequential(*list_, *list_, fusions=(LinearActivationLinear, *fusions.default)).bfloat16()
+        rules = LinearActivationLinear, *fusions.triton, *fusions.aten
+        asked = sf.Sequential(*list_, *list_, fusions=rules, memory="lean").bfloat16()
         assert asked.plan(env=env).count("LinearActivationLinear") == 2
         unasked = sf.Sequential(*list_).bfloat16().plan(env=env)
-        assert unasked.count("LinearActivationLinear") == unasked.count("WideLinearActivationLinear") == 0
-
-
-def test_the_one_of_the_default_rules_takes_the_place_too(device: torch.device):
-    list_ = [ops.Linear(6, 5), ops.SiLU(), ops.Linear(5, 48)]
-    list_ = [operation.to(device) for operation in list_]
-    x = seeded_randn((5, 6), 0).to(device)
-    check_fusion(fusions.WideLinearActivationLinear, x, *list_, dtypes=[torch.float32])
-
-
-@pytest.mark.parametrize(("act", "wide", "narrow"), [(ops.GeLU, 2560, 2304), (ops.SwiGLU, 2048, 1536)])
-def test_by_default_wide_blocks_do_not_keep_the_activation(
-    act: type[sf.UnfusedOperation], wide: int, narrow: int
-) -> None:
-    for dtype, rows in ((torch.bfloat16, 8192), (torch.bfloat16, 512), (torch.float16, 8192)):
-        env = sf.Env.of("cuda:sm_90", dtype=dtype, rows=rows)
-        for width in (wide, narrow):
-            with torch.device("meta"):
-                up = ops.Linear(width, 4 * width * (1 + issubclass(act, sf.Gated)), bias=False)
-                model = sf.Sequential(up, act(), ops.Linear(4 * width, width, bias=False)).to(dtype)
-            plan = model.plan(env=env)
-            assert plan.count("WideLinearActivationLinear") == (width == wide), plan
-            reasons = [r.reason for r in plan.refused if r.fusion == "WideLinearActivationLinear"]
-            if width == narrow:
-                assert len(reasons) == 1
-                part = fusions.WideLinearActivationLinear(linear=up, act=model[1], out=model[2]).part(env)
-                assert f"takes {part:.1%} of the products' time, above 1.25%" in reasons[0]
-                # h is written once in the time in which so many FLOPs are done.
-                again = 2 * rows * 4 * width / 4.3e6
-                assert part == pytest.approx(again / (3 * plan_flops(model, rows) / 7.8e8))
-
-
-def plan_flops(model: sf.Sequential, rows: int) -> float:
-    return sum(2.0 * rows * m.in_features * m.out_features for m in model if isinstance(m, ops.Linear))
+        assert unasked.count("LinearActivationLinear") == 0
 
 
 def test_what_keeps_its_output_is_refused():
-    model = sf.Sequential(*layers(ops.ReLU()), fusions=LinearActivationLinear)
+    model = sf.Sequential(*layers(ops.ReLU()), fusions=LinearActivationLinear, memory="lean")
     (refusal,) = model.plan(env=sf.Env.of("cuda:sm_90")).refused
     assert refusal.reason == "ReLU keeps its output, which the product after it keeps as well"
 

@@ -26,7 +26,7 @@ LISTS: dict[str, tuple[sf.FusableOperation, ...]] = {
     "LinearActivationLinear": (ops.LayerNorm(6), *GELU),
     "NormLinearActivationLinear": (ops.Tanh(), ops.Residual(ops.LayerNorm(6), *GELU)),
 }
-RULES = {fusion.__name__: fusion for fusion in (*fusions.default, *fusions.lean)}
+RULES = {fusion.__name__: fusion for fusion in fusions.default}
 
 
 def test_every_fusion_that_makes_a_weights_gradient_is_here():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import seqfuse as sf
-from seqfuse import env, fusions, ops
+from seqfuse import env, ops
 from seqfuse.fusions import norm_linear_activation_linear
 from seqfuse.fusions.norm_linear_activation_linear import NormLinearActivationLinear
 from seqfuse.testing import check_fusion, seeded_randn
@@ -47,7 +47,9 @@ def test_takes_the_place_of_what_it_replaces(
 
 def test_trains_to_the_same_gradients(device: torch.device):
     inner = (ops.LayerNorm(12), ops.Linear(12, 36), ops.GeLU("tanh"), ops.Linear(36, 12))
-    model = sf.Sequential(ops.Residual(*inner), ops.Residual(*inner), fusions=(NormLinearActivationLinear,))
+    model = sf.Sequential(
+        ops.Residual(*inner), ops.Residual(*inner), fusions=(NormLinearActivationLinear,), memory="lean"
+    )
     four_ways(model.to(device, torch.bfloat16), seeded_randn((19, 12), 0, dtype=torch.bfloat16).to(device),
               NormLinearActivationLinear, at_least=2)  # fmt: skip
 
@@ -56,7 +58,7 @@ def test_trains_to_the_same_gradients(device: torch.device):
 def test_what_only_a_frozen_weight_needs_is_not_kept_and_the_others_train(frozen: str, device: torch.device):
     own = block(ops.LayerNorm(6), ops.GeLU("tanh")).to(device)
     own.get_parameter(frozen).requires_grad_(False)
-    model = sf.Sequential(own, fusions=NormLinearActivationLinear)
+    model = sf.Sequential(own, fusions=NormLinearActivationLinear, memory="lean")
     x, dy = (seeded_randn((5, 6), i).to(device) for i in range(2))
     wanted = [p for p in model.parameters() if p.requires_grad]
     grads: list[list[torch.Tensor]] = []
@@ -87,7 +89,7 @@ def test_of_every_block_the_input_and_the_pre_activation_are_kept(
         )
         for _ in range(blocks)
     ]  # fmt: skip
-    model = sf.Sequential(*list_, fusions=(*fusions.lean, *fusions.default)).to(device, torch.bfloat16)
+    model = sf.Sequential(*list_, memory="lean").to(device, torch.bfloat16)
     x = torch.empty(8192, width, dtype=torch.bfloat16, device=device, requires_grad=True)
     with mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"]):
         plan = model.plan(x)
@@ -100,8 +102,10 @@ def test_of_every_block_the_input_and_the_pre_activation_are_kept(
 def test_leaves_a_block_whose_input_is_read_elsewhere():
     list_ = [ops.Fork("r"), ops.LayerNorm(6), ops.Linear(6, 5), ops.SiLU(), ops.Linear(5, 6), ops.Add("r")]
     there = sf.Env.of("cuda:sm_90")
-    assert sf.Sequential(*list_, fusions=NormLinearActivationLinear).plan(env=there).count(NAME) == 1
-    (refusal,) = sf.Sequential(*list_, ops.Add("r"), fusions=NormLinearActivationLinear).plan(env=there).refused
+    assert sf.Sequential(*list_, fusions=NormLinearActivationLinear, memory="lean").plan(env=there).count(NAME) == 1
+    (refusal,) = (
+        sf.Sequential(*list_, ops.Add("r"), fusions=NormLinearActivationLinear, memory="lean").plan(env=there).refused
+    )
     assert refusal.reason == "the extra output fork_out is read elsewhere and is not among its outputs"
 
 

@@ -1,0 +1,300 @@
+"""What a user chooses to save: exact schedules for it, and how the choice is made and told."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.cost_table import Measurement
+from seqfuse.fuser.budget import BALANCED, Kept, chosen_for
+from seqfuse.fuser.cost_lookup import Known
+from seqfuse.fuser.schedule import Candidate, cheapest
+from tests.fuser.fusions import tensor
+
+ENV = sf.Env()
+KINDS = (sf.ForwardFusion, sf.BackwardFusion, sf.JointFusion)
+
+
+class Case:
+    """A random list: what its operations save, and fusions that save something else."""
+
+    def __init__(self, seed: int) -> None:
+        draw = random.Random(seed)
+        self.n, self.live = draw.randint(2, 6), draw.choice([0, 0, 0, 1])
+        tensors = range(self.n + 3)
+        self.sizes = {t: draw.choice([1, 2, 5, 8]) for t in tensors}
+
+        def some(most: int) -> frozenset[int]:
+            return frozenset(draw.sample(tensors, draw.randint(0, most)))
+
+        # Neighbors and others share tensors, as a norm's input and the residual stream are one.
+        own = [some(3) if i >= self.live else frozenset[int]() for i in range(self.n)]
+        self.candidates: list[Candidate] = []
+        fused: dict[Any, frozenset[int]] = {}
+        for tag in range(draw.randint(1, 6)):
+            a = draw.randrange(self.n)
+            kind = draw.choice(KINDS)
+            fusion = type(f"F{tag}", (kind,), {}, contract=True)()
+            b = draw.randint(a + 1, min(self.n, a + 3))
+            self.candidates.append(Candidate(fusion, a, b, draw.choice([-3, -2, -1, 0, 1, 2, 4]), tag))
+            if kind is not sf.BackwardFusion and b > self.live and draw.random() < 0.8:
+                fused[a, fusion] = some(2)
+        self.kept = Kept(own, fused, self.sizes)
+
+    def passes(self, c: Candidate) -> tuple[bool, bool]:
+        back = isinstance(c.fusion, sf.BackwardFusion)
+        return not back, back or (isinstance(c.fusion, sf.JointFusion) and c.stop > self.live)
+
+    def figures(self, chosen: Sequence[Candidate]) -> tuple[int, int] | None:
+        """Time and bytes of a set of fusions; `None` where two of them overlap in a pass."""
+        taken: set[tuple[int, int]] = set()
+        saved: set[int] = set()
+        ahead = [*self.kept.own]
+        for c in chosen:
+            for side, takes in enumerate(self.passes(c)):
+                here = {(side, i) for i in range(c.start, c.stop)} if takes else set[tuple[int, int]]()
+                if taken & here:
+                    return None
+                taken |= here
+            if self.passes(c)[0] and (c.start, c.fusion) in self.kept.fused:
+                ahead[c.start : c.stop] = [frozenset[int]()] * (c.stop - c.start)
+                saved |= self.kept.fused[c.start, c.fusion]
+        saved = saved.union(*ahead)
+        return sum(c.cost for c in chosen), sum(self.sizes[t] for t in saved)
+
+    def every(self) -> Iterator[tuple[int, int]]:
+        for size in range(len(self.candidates) + 1):
+            for chosen in itertools.combinations(self.candidates, size):
+                found = self.figures(chosen)
+                if found is not None:
+                    yield found
+
+    def of(self, memory: Any) -> tuple[int, int]:
+        ahead, back = chosen_for(memory, 0, self.n, self.candidates, self.live, self.kept, ENV)
+        used = [*{id(c): c for c in (*ahead, *back)}.values()]
+        assert {id(c) for c in ahead} == {id(c) for c in used if self.passes(c)[0]}
+        assert {id(c) for c in back} == {id(c) for c in used if self.passes(c)[1]}
+        found = self.figures(used)
+        assert found is not None
+        return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_choice_is_the_best_of_all_pairs_of_schedules(seed: int):
+    case = Case(seed)
+    every = {*case.every()}
+    time, least = min(every)[0], min(m for _, m in every)
+    ahead, back = cheapest(0, case.n, case.candidates, case.live)
+    assert sum(c.cost for c in {id(c): c for c in (*ahead, *back)}.values()) == time
+    assert case.of("lean") == min((t, m) for t, m in every if m == least)
+    rate = ENV.microseconds(sf.Savings(bytes=BALANCED)) * 1000
+    t, m = case.of("balanced")
+    assert t + rate * m == pytest.approx(min(t + rate * m for t, m in every))
+    for limit in range(least - 1, max(m for _, m in every) + 1):
+        fits = [(t, m) for t, m in every if m <= limit]
+        t, m = case.of(sf.Budget(limit)) if limit >= 0 else (0, 0)
+        if fits:
+            assert (t, m <= limit) == (min(fits)[0], True), (limit, every)
+        elif limit >= 0:
+            assert m == least
+
+
+def test_a_budget_of_equal_layers_is_used_up():
+    """The case in which very many schedules are equally good: n layers, of which k give up a tensor."""
+    n = 60
+    fusion = type("Lean", (sf.ForwardFusion,), {}, contract=True)
+    candidates = [Candidate(fusion(), i, i + 1, 7) for i in range(n)]
+    own, fused = [frozenset({i}) for i in range(n)], {(c.start, c.fusion): frozenset[int]() for c in candidates}
+    kept = Kept(own, fused, dict.fromkeys(range(n), 10))
+    for fit in (0, 13, 59, 60):
+        ahead, _ = chosen_for(sf.Budget(10 * fit + 3), 0, n, candidates, 0, kept, ENV)
+        assert len(ahead) == n - fit
+
+
+def block(width: int = 16) -> sf.Sequential:
+    wide = 4 * width
+    inner = ops.LayerNorm(width), ops.Linear(width, wide), ops.GeLU(), ops.Linear(wide, width), ops.Dropout(0.1)
+    return sf.Sequential(ops.Residual(*inner), ops.Residual(*copy.deepcopy(inner)), ops.Linear(width, 3))
+
+
+def kept_by(model: nn.Module, x: Tensor) -> int:
+    storages: dict[int, Any] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(s.nbytes() for at, s in storages.items() if at not in own)
+
+
+@pytest.mark.parametrize("memory", ["save", "balanced", "lean", sf.Budget(part=0.8), 40_000])
+def test_what_was_planned_is_what_is_saved_and_gradients_are_the_same_bits(memory: Any):
+    torch.manual_seed(0)
+    model, x = block(), tensor(8, 16)
+    lean = copy.deepcopy(model)
+    lean.memory = memory
+    plan = lean.plan(x)
+    for _ in range(2):  # the interpreter, then generated code
+        assert kept_by(lean, x) == plan.memory.saved
+        runs = []
+        for one in (model, lean):
+            torch.manual_seed(3)
+            leaf = x.detach().requires_grad_()
+            y = one(leaf)
+            y.square().sum().backward()
+            runs.append([y, leaf.grad, *[p.grad.clone() for p in one.parameters()]])
+            one.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_less_is_saved_the_leaner_the_choice():
+    x, saved = tensor(64, 16), {}
+    for memory in ("save", "balanced", "lean"):
+        model = block()
+        model.memory = memory
+        saved[memory] = model.plan(x).memory.saved
+    assert saved["save"] > saved["balanced"] >= saved["lean"]
+    for limit in (saved["lean"], saved["balanced"] + 5, (saved["lean"] + saved["save"]) // 2, saved["save"] - 1):
+        model.memory = limit
+        assert model.plan(x).memory.saved <= limit
+    model.memory = sf.Budget(part=0.9)
+    assert model.plan(x).memory.saved <= 0.9 * saved["save"]
+
+
+def test_the_plan_tells_bytes_and_estimated_time_of_each_choice():
+    model, x = block(), tensor(64, 16)
+    names = ["save", "balanced", "lean"]
+    for memory in (*names, sf.Budget(part=0.7)):
+        model.memory = memory
+        plan = model.plan(x)
+        assert [choice.memory for choice in plan.choices][:3] == names
+        (used,) = [choice for choice in plan.choices if choice.used]
+        assert used.memory == str(memory)
+        assert used.saved == plan.memory.saved
+        assert plan.choices[0].microseconds == 0 < plan.choices[2].microseconds
+        text = " ".join(str(plan).split())
+        assert "choices of memory: save" in text
+        assert f"{memory} {used.saved / 1024:.1f} KiB" in text
+        assert pickle.loads(pickle.dumps(plan.choices)) == plan.choices
+        assert plan.as_dict()["choices"][0]["memory"] == "save"
+    lean = [refusal.reason for refusal in plan.refused if refusal.fusion == "LinearBias"]
+    assert "as memory=Budget(part=0.7) asks" in " ".join(lean)
+
+
+def test_a_measured_time_counts_also_where_it_is_longer(monkeypatch: pytest.MonkeyPatch):
+    def measured(self: Known, fusion: Any, a: int, b: int) -> Measurement | None:
+        return Measurement(9000, 5000) if type(fusion).__name__ == "RecomputeNorm" else None
+
+    monkeypatch.setattr(Known, "__call__", measured)
+    model, x = sf.Sequential(ops.LayerNorm(16), ops.Linear(16, 8, bias=False), memory="lean"), tensor(64, 16)
+    plan = model.plan(x)
+    assert plan.count("RecomputeNorm") == 1
+    assert plan.choices[-1].microseconds == 4
+
+
+def test_where_there_is_nothing_to_choose_nothing_is_said():
+    model = sf.Sequential(ops.Linear(8, 8), ops.ReLU(), memory="lean")
+    assert model.plan(tensor(4, 8)).choices == ()
+    with torch.no_grad():
+        assert block().plan(tensor(4, 16, grad=False)).choices == ()
+
+
+def test_no_fusion_that_saves_memory_is_a_candidate_where_it_was_not_asked_for():
+    plan = block().plan(tensor(64, 16))
+    lean = {fusion.__name__ for fusion in sf.fusions.lean}
+    assert not lean & {step.name for step in plan.forward}
+    assert not lean & {refusal.fusion for refusal in plan.refused}
+
+
+def test_it_can_be_set_before_and_after_and_stays_with_slices_sums_and_copies():
+    model = sf.Sequential(*block(), memory="lean")
+    assert model.memory == model[:2].memory == (model + model).memory == copy.deepcopy(model).memory == "lean"
+    assert copy.copy(model).memory == (2 * model).memory == pickle.loads(pickle.dumps(model)).memory == "lean"
+    x = tensor(64, 16)
+    before = kept_by(model, x)
+    model.memory = "save"
+    assert kept_by(model, x) > before
+    model.fusions = sf.fusions.aten
+    model.memory = 4096
+    assert model.memory == sf.Budget(4096)
+    assert model.fusions == sf.fusions.aten
+
+
+@pytest.mark.parametrize("bad", ["leaner", -1, 1.5, None, True])
+def test_another_choice_is_an_error(bad: Any):
+    with pytest.raises(sf.InputError, match="SF106"):
+        sf.Sequential(memory=bad)
+    with pytest.raises(sf.InputError, match="SF106"):
+        sf.Budget(bad)
+
+
+def test_bytes_are_of_the_rows_of_each_call():
+    model = block()
+    model.memory = kept_by(block(), tensor(33, 16))
+    for rows, fits in ((33, True), (40, False), (33, True)):  # in one bucket
+        plan = model.plan(tensor(rows, 16))
+        assert plan.memory.saved <= model.memory.bytes
+        assert (plan.memory.saved == plan.memory.saved_unfused) == fits
+        assert kept_by(model, tensor(rows, 16)) == plan.memory.saved
+
+
+def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan():
+    x, model = tensor(64, 16), block()
+    model.memory = "lean"
+    least = model.plan(x).memory.saved
+    model.memory = 1
+    assert model.plan(x).memory.saved == least
+
+
+def test_modules_in_between_divide_a_budget():
+    model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
+    x = tensor(64, 16)
+    whole = model.plan(x).memory.saved
+    for part in (0.9, 0.7):
+        model.memory = int(part * whole)
+        assert kept_by(model, x) <= part * whole
+
+
+def test_a_machine_that_is_not_here_has_the_choices_too():
+    model = block(1024).to("meta", torch.bfloat16)
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    model.memory = "lean"
+    plan = model.plan(env=env)
+    assert {step.name for step in plan.forward if step.fused} >= {"RecomputeNorm", "RecomputeActivation"}
+    x = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    choices = {choice.memory: choice.saved for choice in model.plan(x, env=env).choices}
+    assert choices["lean"] < 0.65 * choices["save"]
+
+
+def test_what_cannot_be_tried_on_fake_tensors_is_planned_as_ever_and_says_so():
+    class Odd(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Tensor:
+            return x * float(x.sum())
+
+        def fwd(self, x: Tensor) -> Any:
+            return self.reference(x), self.Saved(x=x)
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            return dy, {}
+
+    model = sf.Sequential(*block(), Odd(), memory="lean")
+    plan = model.plan(tensor(8, 16))
+    assert plan.count("RecomputeNorm") == 0
+    (said,) = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
+    assert "what would be saved is not known" in said.reason

@@ -1,0 +1,89 @@
+"""Forward fusions of the operations' own calls that save less, whose values are made again bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import seqfuse as sf
+from seqfuse import ops
+from seqfuse.fusions import LinearBias, RecomputeActivation, RecomputeHeads, RecomputeNorm
+from seqfuse.testing import check_fusion, seeded_randn
+
+
+@pytest.mark.parametrize("norm", [ops.LayerNorm(6), ops.RMSNorm(6), ops.LayerNorm(6, zero_centered=True)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_of_a_norm(norm: nn.Module, bias: bool):
+    check_fusion(RecomputeNorm, seeded_randn((2, 5, 6), 0), norm, ops.Linear(6, 7, bias=bias))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [(ops.GeLU(),), (ops.SiLU(), ops.Dropout(0.3)), (ops.SwiGLU(),), (ops.SwiGLU(), ops.Dropout(0.3).eval())],
+    ids=str,
+)
+def test_of_an_activation(inner: tuple[nn.Module, ...]):
+    width = 4 if isinstance(inner[0], sf.Gated) else 8
+    check_fusion(RecomputeActivation, seeded_randn((5, 8), 0), *inner, ops.Linear(width, 7))
+
+
+@pytest.mark.parametrize("form", ["plain", "rotary", "qk_norm and rotary"])
+def test_of_queries_keys_and_values(form: str):
+    heads = [ops.QKNorm(4, 2, 1)] if "qk_norm" in form else []
+    turn = [ops.RotaryEmbedding(2, 1, style="half")] if "rotary" in form else []
+    list_ = ops.RMSNorm(6), ops.Linear(6, 16, bias=not heads), *heads, *turn, ops.Attention(2, 1, causal=True)
+    check_fusion(RecomputeHeads, seeded_randn((2, 5, 6), 0), *list_, dtypes=[torch.float32])
+
+
+def test_dropped_weights_of_attention_are_dropped_again():
+    list_ = ops.LayerNorm(6), ops.Linear(6, 12), ops.Attention(2, 1, dropout=0.4)
+    check_fusion(RecomputeHeads, seeded_randn((2, 5, 6), 0), *list_, dtypes=[torch.float32])
+
+
+def test_what_keeps_its_output_is_refused():
+    model = sf.Sequential(ops.ReLU(), ops.Linear(8, 8), fusions=RecomputeActivation, memory="lean")
+    (refusal,) = model.plan(seeded_randn((4, 8), 0).requires_grad_()).refused
+    assert refusal.reason == "ReLU saves its output, which the GEMM after it does too"
+
+
+def test_what_is_set_or_trained_meanwhile_does_not_change_a_gradient_to_come():
+    def grads(meddle: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        list_ = ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU("tanh"), ops.Linear(8, 6)
+        model = sf.Sequential(*list_, fusions=(RecomputeNorm, RecomputeActivation), memory="lean")
+        x = seeded_randn((4, 6), 1).requires_grad_()
+        assert model.plan(x).fused[0] == 2
+        y = model(x)
+        if meddle:
+            list_[2].approximate, list_[0].eps = "none", 0.5
+            for module in (list_[0], list_[1]):
+                module.weight = nn.Parameter(torch.zeros_like(module.weight))
+        y.sum().backward()
+        return [x.grad, *(p.grad for p in list_[3].parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(grads(False), grads(True), strict=True))
+
+
+def test_a_parameter_that_was_changed_in_place_is_an_error():
+    model = sf.Sequential(ops.LayerNorm(6), ops.Linear(6, 8), fusions=RecomputeNorm, memory="lean")
+    y = model(seeded_randn((4, 6), 1).requires_grad_())
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_autocast_is_that_of_the_forward():
+    list_ = ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6)
+    model = sf.Sequential(*list_, fusions=(RecomputeNorm, RecomputeActivation, LinearBias))
+    found = []
+    for memory in ("save", "lean"):
+        model.memory = memory
+        x = seeded_randn((4, 6), 1).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        y.float().sum().backward()
+        found.append([x.grad, *[p.grad.clone() for p in model.parameters()]])
+        model.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
