@@ -204,12 +204,18 @@ class RotaryEmbedding(sf.UnfusedOperation):
         (c1, c2), sines = angles
         s1, s2 = sines[::sign]
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for mine, its in zip(self._parts(y)[1:], self._parts(x)[1:], strict=True):
-            mine.copy_(its)
-        one, two = self._pairs(self._parts(y)[0])
-        first, second = self._pairs(self._parts(x)[0].to(c1.dtype))
-        one.copy_(torch.addcmul(first * c1, second, s1, value=-sign))
-        two.copy_(torch.addcmul(second * c2, first, s2, value=sign))
+        (made, *others), (given, *theirs) = self._parts(y), self._parts(x)
+        for mine, its in zip(others, theirs, strict=True):
+            if mine.numel():
+                mine.copy_(its)
+        one, two = self._pairs(made)
+        first, second = self._pairs(given.to(c1.dtype))
+        if y.dtype is c1.dtype:
+            torch.mul(first, c1, out=one).addcmul_(second, s1, value=-sign)
+            torch.mul(second, c2, out=two).addcmul_(first, s2, value=sign)
+        else:
+            one.copy_(torch.addcmul(first * c1, second, s1, value=-sign))
+            two.copy_(torch.addcmul(second * c2, first, s2, value=sign))
         return y
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
