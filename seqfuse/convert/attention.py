@@ -82,12 +82,20 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
         return "queries and keys are not treated alike"
     if q.rope is not None and k.rope is not None and q.rope != k.rope:
         return "queries and keys are turned by different angles"
+    if k.factor != 1 or v.factor != 1:
+        return "keys or values are multiplied by a number"
+    if q.factor != 1:
+        how["scale"] = q.factor * (q.size**-0.5 if how.get("scale") is None else how["scale"])
+    dtypes = {e.dtype for t in (node, *(h.source for h in parts)) if (e := example(t)) is not None}
+    if len(dtypes) != 1:
+        return "it computes in another dtype than the products before it"
     out = _joined(node, took)
     if out is None:
         return "its heads are not laid side by side"
     first = _packed(parts, Inner(), took)
     if isinstance(first, str):
-        return first
+        across = _across(parts, mask, how, out, took)
+        return first if across is None else across
     raised = [first]
     if q.norm is not None and k.norm is not None:
         normed = _normed(q, k, first.out, node)
@@ -114,6 +122,24 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
     for r in raised:
         r.node = out
     return raised
+
+
+def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took: list[Node]) -> list[Raised] | None:
+    """Attention to keys and values that are made of another tensor."""
+    if any(h.rope is not None or h.norm is not None or h.start != 0 for h in parts):
+        return None
+    widths = [(example(h.source), h.heads * h.size) for h in parts]
+    if any(e is None or e.ndim != 3 or not same_size(e.shape[-1], width) for e, width in widths):
+        return None
+    q, k, v = parts
+    given = {channel(k.source): k.source, channel(v.source): v.source}
+    mask = back(mask, [])
+    if mask is not None:
+        given[channel(mask)] = mask
+    operation = ops.CrossAttention(
+        q.heads, k.heads, k=channel(k.source), v=channel(v.source), mask=None if mask is None else channel(mask), **how
+    )
+    return [Raised(operation, q.source, out, [*took, out], out, {}, given)]
 
 
 def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> Raised | str:

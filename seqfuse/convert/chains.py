@@ -46,6 +46,7 @@ def chains_of(
     state = dict(states(graph.nodes, {r.out for r in operations}, touched))
     place = {node: i for i, node in enumerate(graph.nodes)}
     made: dict[Value, Chain] = {}
+    viewed: dict[Value, Chain] = {}
     for together in _in_order(operations, place):
         chain = Chain(list(together), state[together[-1].node])
         own = {p for r in together for p in r.parameters.values()}
@@ -53,12 +54,14 @@ def chains_of(
             producer = made.get(node)
             if producer is None or producer is chain or producer.state != chain.state or node in own:
                 continue
-            if _depends(chain, producer, made, place) or _depends(producer, chain, made, place):
+            if _depends(chain, producer, made | viewed, place) or _depends(producer, chain, made | viewed, place):
                 continue
             producer.members += chain.members
             chain = producer
-            made |= {r.out: chain for r in chain.members}
-        made |= {r.out: chain for r in chain.members}
+        for r in chain.members:
+            made[r.out] = chain
+            if isinstance(r.out, Inner):
+                viewed |= {view.node: chain for view in r.out.views}
     found = list(dict.fromkeys(made.values()))
     for chain in found:
         chain.members.sort(key=lambda r: place[r.node])
@@ -78,9 +81,11 @@ def _in_order(operations: Sequence[Raised], place: Mapping[Node, int]) -> Iterab
 
 def _depends(chain: Chain, on: Chain, made: Mapping[Value, Chain], place: Mapping[Node, int]) -> bool:
     """Whether a chain reads, by way of a node or a third chain, what another makes."""
-    first = min(place[r.node] for r in on.members)
+    views = [view.node for r in on.members if isinstance(r.out, Inner) for view in r.out.views]
+    first = min(place[node] for node in (*(r.node for r in on.members), *views))
     seen: set[Node | Chain] = set()
-    stack = [n for n in chain.inputs if made.get(n) is not on]
+    inside = {r.out for r in on.members}
+    stack = [n for n in chain.inputs if n not in inside]
     while stack:
         node = stack.pop()
         maker = made.get(node)

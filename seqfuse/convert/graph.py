@@ -122,6 +122,33 @@ def back(node: Any, took: list[Node]) -> Any:
     return node
 
 
+def narrow_of(node: Any, took: list[Node]) -> Any:
+    """What a node is but for casts to a wider dtype and calls that change nothing; those are added to `took`."""
+    while isinstance(node, Node):
+        source = is_same(node) or _widened(node)
+        if source is None:
+            return node
+        took.append(node)
+        node = source
+    return node
+
+
+def _widened(node: Node) -> Node | None:
+    """What a cast to a wider dtype casts; joining an empty tensor of a wider dtype is one, as of a new cache."""
+    name = spelled(node)
+    if name == "cat":
+        parts: Any = argument(node, 0, "tensors")
+        full = [p for p in parts if (e := example(p)) is None or e.ndim != 1 or e.shape[0] != 0]
+        source = full[0] if len(full) == 1 else None
+    else:
+        source = node.args[0] if name in {*_CASTS, "to", "type_as", "type"} else None
+    before, after = example(source), example(node)
+    if before is None or after is None or before.device != after.device or not same_shape(before.shape, after.shape):
+        return None
+    wider = before.is_floating_point() and torch.promote_types(before.dtype, after.dtype) is after.dtype
+    return source if wider and isinstance(source, Node) else None
+
+
 def cast_of(node: Any, took: list[Node]) -> Any:
     """What a node is but for casts and calls that change nothing; those are added to `took`."""
     while isinstance(node, Node):

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from .graph import argument, back, example, is_fixed, operands, same_shape, same_size, spelled
+from .graph import argument, back, example, is_fixed, narrow_of, operands, same_shape, same_size, spelled
 from .norms import Norm, rms_norm_at
+from .pointwise import scaled
 from .products import part_of
 
 _TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
@@ -25,6 +26,7 @@ class Heads:
         heads, size: H and D.
         rope: cosines, sines, how many elements of a head are turned, and the style.
         norm: of each head, or before they are heads.
+        factor: what they are multiplied by.
     """
 
     seen: Node
@@ -34,6 +36,7 @@ class Heads:
     size: int
     rope: tuple[Any, Any, int, str] | None
     norm: Norm | None
+    factor: float
 
 
 def heads_of(node: Any, took: list[Node]) -> Heads | str:
@@ -42,12 +45,12 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
     if e is None or e.ndim != 4 or not e.is_floating_point() or not is_fixed(e.shape[-1]):
         return "not of four dimensions, the last of a fixed size"
     size = e.shape[-1]
-    node = _ungrouped(back(node, took), took)
-    seen = node
+    node = _ungrouped(narrow_of(node, took), took)
+    seen, factor = node, 1.0
     rope, norm = None, None
     transposed = False
     while True:
-        node = back(node, took)
+        node = narrow_of(node, took)
         name = spelled(node)
         if not transposed and is_transpose(node):
             took.append(node)
@@ -69,10 +72,13 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
         norm = found
         took += found.took
         node = found.x
-    node = back(node, took)
+    node = narrow_of(node, took)
+    if norm is None and (found := scaled(node)) is not None:
+        took.append(node)
+        node, factor = narrow_of(found[0], took), found[1]
     part = part_of(node, took)
     source, start = (node, 0) if part is None else (back(part[0], took), part[1])
-    return Heads(seen, source, start, heads, size, rope, norm)
+    return Heads(seen, source, start, heads, size, rope, norm, factor)
 
 
 def _ungrouped(node: Node, took: list[Node]) -> Node:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from .. import ops
 from ..operation import FusableOperation
-from .graph import alike, argument, back, channel, example, in_place, operands, spelled
+from .graph import alike, argument, back, channel, example, in_place, operands, same_shape, spelled
 from .raising import Found, Raised, matcher, one
 
 _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
@@ -105,9 +105,9 @@ def raise_dropout(node: Node) -> Found:
 
 @matcher("add", "iadd")
 def raise_add(node: Node) -> Found:
-    """The sum of two tensors of one shape and dtype."""
+    """The sum of two tensors of one shape."""
     pair = operands(node, "add") or operands(node, "iadd")
-    if pair is None or not all(isinstance(p, Node) and alike(p, node) for p in pair):
+    if pair is None or not all(_fits(p, node) for p in pair):
         return None
     if in_place(node) and not _is_fresh(pair[0], node):
         return None
@@ -117,6 +117,12 @@ def raise_add(node: Node) -> Found:
     if isinstance(found, list):
         found[0].channels = {channel(b): b}
     return found
+
+
+def _fits(term: Any, total: Node) -> bool:
+    """Whether a term has the shape of a sum, and a dtype of floating-point numbers."""
+    a, b = example(term), example(total)
+    return a is not None and b is not None and a.is_floating_point() and same_shape(a.shape, b.shape)
 
 
 def _is_fresh(changed: Node, node: Node) -> bool:

@@ -92,7 +92,7 @@ def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node, took: lis
 
 def beside(operations: list[Raised]) -> list[Raised]:
     """The same operations, where the `Linear`s of one tensor whose results nothing else reads are one."""
-    read = {r.x for r in operations} | {n for r in operations for n in r.channels.values()}
+    read = {r.x for r in operations}
     groups: dict[Any, list[Raised]] = {}
     for r in operations:
         plain = type(r.operation) is ops.Linear and spelled(r.out) == "linear" and r.out not in read

@@ -72,7 +72,7 @@ class Raised:
     @property
     def counts(self) -> bool:
         """Whether it makes a chain worth a call: it has a parameter, or is attention."""
-        return bool(self.parameters) or isinstance(self.operation, ops.Attention)
+        return bool(self.parameters) or isinstance(self.operation, ops.Attention | ops.CrossAttention)
 
     @property
     def inputs(self) -> list[Node]:

@@ -17,7 +17,7 @@ from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
 from .chains import Chain, Order
 from .graph import example, same_shape
-from .raising import Given, Transposed, View
+from .raising import Given, Transposed
 
 
 class Region(nn.Module):
@@ -31,6 +31,9 @@ class Region(nn.Module):
     def __init__(self, order: Order, fusions: Fusions | None) -> None:
         super().__init__()
         self.order = order
+        self.dtypes: list[torch.dtype] = []
+        e = example(order.x)
+        self.device = "cpu" if e is None else e.device.type
         # In a tuple, so that it is no submodule: its parameters are on `meta`.
         self._model = (Sequential(*order.operations),)
         self._fuser = Fuser(self.model, Sequential.default_fusions if fusions is None else fusions)
@@ -74,8 +77,13 @@ def _lent(slots: Sequence[tuple[dict[str, Any], str, Tensor]], tensors: Sequence
 
 
 def why_not(region: Region, chain: Chain) -> str | None:
-    """Why a region cannot stand for its chain: what it returns has other shapes or dtypes."""
+    """Why a region cannot stand for its chain: what it returns has other shapes or dtypes.
+
+    Under autocast a norm may give its result in the dtype that the next product reads, where a model that writes it by
+    hand gives float32: what is read outside is cast then.
+    """
     modes = [node.args for node in chain.state.autocast]
+    lowered = bool(modes) or torch.is_autocast_enabled(region.device)
     with FakeTensorMode() as mode, contextlib.ExitStack() as stack:
         for args in modes:
             stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
@@ -93,11 +101,14 @@ def why_not(region: Region, chain: Chain) -> str | None:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         del mode
-        for node, result in zip(order.outputs, results if len(order.outputs) > 1 else [results], strict=True):
+        results = results if len(order.outputs) > 1 else [results]
+        region.dtypes = [result.dtype for result in results]
+        for node, result in zip(order.outputs, results, strict=True):
             e = example(node)
             if e is None:  # a value that no node holds
                 continue
-            if result.dtype is not e.dtype or not same_shape(result.shape, _numbers(e.shape)):
+            cast = lowered and result.is_floating_point() and e.is_floating_point()
+            if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, _numbers(e.shape)):
                 got = f"{result.dtype} {tuple(result.shape)}"
                 return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
     return None
@@ -114,8 +125,8 @@ def _fake(node: Node) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=e.dtype, device=e.device, requires_grad=e.requires_grad)
 
 
-def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[Node], list[Node]]:
-    """Put a call of a region into a graph, behind a node: the nodes that were added, and those of its outputs."""
+def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[Node], dict[Node, Node]]:
+    """Put a call of a region into a graph, behind a node: the nodes that were added, and which stand for which."""
     order = region.order
     with graph.inserting_after(after):
         call = graph.call_module(name, ())
@@ -123,32 +134,30 @@ def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[N
         made = {g: graph.call_method("t", (g.node,)) for g in region.given if isinstance(g, Transposed)}
     given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
     call.args = (order.x, *order.channels.values(), *given)
-    added, found = [*made.values(), call], [call]
-    if len(order.outputs) > 1:
-        found, where = list[Node](), call
-        for i in range(len(order.outputs)):
-            with graph.inserting_after(where):
-                where = graph.call_function(operator.getitem, (call, i))
-            found.append(where)
-        added += found
-    for node, output in zip(found, order.outputs, strict=True):
+    added, holders = [*made.values(), call], dict[Node, Node]()
+
+    def then(what: str, target: Any, *args: Any) -> Node:
+        with graph.inserting_after(added[-1]):
+            added.append(graph.create_node(what, target, args))
+        return added[-1]
+
+    def stand_for(node: Node, holder: Node, dtype: torch.dtype) -> None:
+        e = example(node)
+        if e is not None and e.dtype is not dtype:
+            holder = then("call_method", "to", holder, e.dtype)
+        holder.meta = dict(node.meta)
+        holders[node] = holder
+
+    for i, (output, dtype) in enumerate(zip(order.outputs, region.dtypes, strict=True)):
+        holder = call if len(order.outputs) == 1 else then("call_function", operator.getitem, call, i)
         if isinstance(output, Node):
-            node.meta = dict(output.meta)
-    return added, found
-
-
-def view_of(graph: Graph, view: View, packed: Node) -> list[Node]:
-    """The nodes that compute a view of a value, behind the node that holds it; the last one is the view."""
-    stop = view.start + (view.heads or 1) * view.size
-    with graph.inserting_after(packed):
-        index: Any = (..., slice(view.start, stop))
-        part = graph.call_function(operator.getitem, (packed, index))
-    if view.heads is None:
-        part.meta = dict(view.node.meta)
-        return [part]
-    with graph.inserting_after(part):
-        split = graph.call_method("unflatten", (part, -1, (view.heads, view.size)))
-    with graph.inserting_after(split):
-        heads = graph.call_method("transpose", (split, 1, 2))
-    heads.meta = dict(view.node.meta)
-    return [part, split, heads]
+            stand_for(output, holder, dtype)
+            continue
+        for view in output.views:
+            stop = view.start + (view.heads or 1) * view.size
+            part = then("call_function", operator.getitem, holder, (..., slice(view.start, stop)))
+            if view.heads is not None:
+                part = then("call_method", "unflatten", part, -1, (view.heads, view.size))
+                part = then("call_method", "transpose", part, 1, 2)
+            stand_for(view.node, part, dtype)
+    return added, holders

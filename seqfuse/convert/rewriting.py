@@ -13,7 +13,7 @@ from .chains import Chain, chains_of, needed, order_of
 from .graph import owner, spelled, states
 from .ordering import CannotOrder, sort
 from .raising import Raised, raised
-from .region import Region, insert, view_of, why_not
+from .region import Region, insert, why_not
 from .report import GraphReport, Left
 
 # Imported because they declare matchers.
@@ -126,15 +126,8 @@ def _replace(gm: GraphModule, regions: list[tuple[Chain, Region]], dead: set[Nod
     for i, (chain, region) in enumerate(regions):
         gm.add_submodule(f"seqfuse_{i}", region)
         last = max((r.node for r in chain.members), key=lambda n: place[n])
-        added, found = insert(graph, f"seqfuse_{i}", region, last)
-        for value, holder in zip(region.order.outputs, found, strict=True):
-            if isinstance(value, Node):
-                holders[value] = holder
-            else:
-                for view in value.views:
-                    made = view_of(graph, view, holder)
-                    holders[view.node] = made[-1]
-                    added += made
+        added, stands = insert(graph, f"seqfuse_{i}", region, last)
+        holders |= stands
         every += added
         state.update((node, chain.state) for node in added)
     for value, holder in holders.items():
