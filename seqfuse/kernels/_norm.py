@@ -25,6 +25,7 @@ from ._launch import (
     cdiv,
     inner_contiguous,
     launch,
+    modes,
     next_power_of_2,
     processors,
     register_limit,
@@ -434,31 +435,29 @@ def forward(
     stream_dtype: torch.dtype | None = None,
 ) -> Forward:
     """Either norm forward; the arguments are those of `layernorm_fwd`."""
-    if traced():
+    if modes() and traced():
         return _norm_ops.recorded_forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
             residual=residual, dtype=dtype, stream_dtype=stream_dtype,
         )  # fmt: skip
-    return replayed(
-        _decided_forward, centered, x, weight, bias, eps, zero_centered, pre_bias, seed, p, residual, act, dtype,
-        stream_dtype,
-    )  # fmt: skip
+    others = (centered, eps, zero_centered, p, dtype, stream_dtype)
+    return replayed(_decided_forward, act, others, x, weight, bias, pre_bias, seed, residual)
 
 
 def _decided_forward(
+    act: Any,
     centered: bool,
+    eps: float,
+    zero_centered: bool,
+    p: float,
+    dtype: torch.dtype | None,
+    stream_dtype: torch.dtype | None,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    zero_centered: bool,
     pre_bias: Tensor | None,
     seed: Tensor | None,
-    p: float,
     residual: Tensor | None,
-    act: Any,
-    dtype: torch.dtype | None,
-    stream_dtype: torch.dtype | None,
 ) -> Forward:
     N = _checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
     source, other = as_rows("x", x, N), _same("residual", residual, x)
@@ -526,36 +525,34 @@ def backward(
     branch_dtype: torch.dtype | None = None,
 ) -> Backward:
     """Either norm backward; the arguments are those of `layernorm_bwd`."""
-    if traced():
+    if modes() and traced():
         return _norm_ops.recorded_backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias, branch_dtype=branch_dtype,
         )  # fmt: skip
-    return replayed(
-        _decided_backward, centered, dy, x, mean, rstd, weight, bias, zero_centered, dstream, seed, p, act, dx, dweight,
-        dbias, dbranch, dpre_bias, branch_dtype,
-    )  # fmt: skip
+    others = (centered, zero_centered, p, dx, dweight, dbias, dbranch, branch_dtype, dpre_bias)
+    return replayed(_decided_backward, act, others, dy, x, mean, rstd, weight, bias, dstream, seed)
 
 
 def _decided_backward(
+    act: Any,
     centered: bool,
+    zero_centered: bool,
+    p: float,
+    dx: bool,
+    dweight: torch.dtype | None,
+    dbias: torch.dtype | None,
+    dbranch: bool,
+    branch_dtype: torch.dtype | None,
+    dpre_bias: torch.dtype | None,
     dy: Tensor,
     x: Tensor,
     mean: Tensor | None,
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    zero_centered: bool,
     dstream: Tensor | None,
     seed: Tensor | None,
-    p: float,
-    act: Any,
-    dx: bool,
-    dweight: torch.dtype | None,
-    dbias: torch.dtype | None,
-    dbranch: bool,
-    dpre_bias: torch.dtype | None,
-    branch_dtype: torch.dtype | None,
 ) -> Backward:
     N = _checked(x, weight=weight, bias=bias)
     d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
@@ -674,14 +671,26 @@ def norm_variants(centered: bool) -> Iterator[Variant]:
     for dtype in (torch.float16, torch.float32, torch.float64):
         for columns in (1024, 4096, 8192, 16384, 65536):
             yield from _of_width(centered, dtype, columns, _AROUND)
+    for columns in (1024, 4096, 8192, 65536, 1001):
+        for around in ((), ("residual",), _BRANCH):
+            yield from _of_width(centered, torch.bfloat16, columns, around, torch.float32)
 
 
-def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[str, ...]) -> Iterator[Variant]:
+def _of_width(
+    centered: bool, dtype: torch.dtype, columns: int, around: tuple[str, ...], wide_dtype: torch.dtype | None = None
+) -> Iterator[Variant]:
+    """Variants for x and y, dy and the branch's gradient of `dtype`; the stream and all else may be of a wider one.
+
+    Such are the tensors under autocast, where without a prologue x is the stream.
+    """
     item, stats = TRITON_DTYPES[str(dtype).removeprefix("torch.")], "fp64" if dtype is torch.float64 else "fp32"
     aligned, grouped, compute = columns % 16 == 0, columns % 4 == 0, _DTYPES[dtype]
     act = next((_ACTS[name] for name in around if name in _ACTS), None)
     p = 0.1 if "seed" in around else None
-    label = f"{'layernorm' if centered else 'rmsnorm'}{'+' + ','.join(around) if around else ''} {item} {columns}"
+    stream_dtype = wide_dtype or dtype
+    other = TRITON_DTYPES[str(stream_dtype).removeprefix("torch.")]
+    kinds = item if wide_dtype is None else f"{item} in {other}"
+    label = f"{'layernorm' if centered else 'rmsnorm'}{'+' + ','.join(around) if around else ''} {kinds} {columns}"
 
     def variant(kernel: Any, name: str, tile: Tile, present: dict[str, str], constexprs: dict[str, Any]) -> Variant:
         numbers = [n for n in kernel.arg_names if n not in constexprs and n.endswith(("stride", "M", "N", "steps"))]
@@ -697,30 +706,31 @@ def _of_width(centered: bool, dtype: torch.dtype, columns: int, around: tuple[st
         )
 
     extra = {"pre_bias": "bias", "seed": "seed", "residual": "residual"}
-    tile = forward_tile(columns, dtype.itemsize)
-    present = dict.fromkeys(("x", "weight", "y"), item) | {"rstd_out": stats}
-    present |= {"beta": item, "mean_out": stats} if centered else {}
-    present |= {extra[name]: "i64" if name == "seed" else item for name in around if name in extra}
-    present |= {"stream": item} if around else {}
+    tile = forward_tile(columns, (dtype if around else stream_dtype).itemsize)
+    present = {"x": item if around else other, "weight": other, "y": item, "rstd_out": stats}
+    present |= {"beta": other, "mean_out": stats} if centered else {}
+    present |= {extra[name]: "i64" if name == "seed" else other for name in around if name in extra}
+    present |= {"stream": other} if around else {}
     constexprs = forward_constexprs(tile, 1e-5, centered, False, p, act, grouped, compute)
     yield variant(_norm_fwd_kernel, "fwd", tile, present, constexprs)
 
-    tile = backward_tile(columns, dtype.itemsize, act is not None or p is not None)
+    tile = backward_tile(columns, stream_dtype.itemsize, act is not None or p is not None)
     function = _activation_constexprs(centered, False, act)
     wide = tile.chunks > 1
     flags = {"DWEIGHT": True, "DBETA": centered, "DBIAS": "pre_bias" in around}
-    present = dict.fromkeys(("dy", "x", "weight", "dx"), item) | {"rstd": stats}
-    present |= {"beta": item, "mean": stats} if centered else {}
+    present = {"dy": item, "x": other, "weight": other, "dx": other, "rstd": stats}
+    present |= {"beta": other, "mean": stats} if centered else {}
     shared = dict(present)
-    present |= {"dstream": item} if "residual" in around else {}
-    present |= {"seed": "i64", "dbranch": item} if "seed" in around else {}
+    present |= {"dstream": other} if "residual" in around else {}
+    present |= {"seed": "i64"} if "seed" in around else {}
+    present |= {"dbranch": item} if "seed" in around or (around and wide_dtype is not None) else {}
     present |= {} if wide else {"partials": stats}
     inside = dict.fromkeys(flags, False) if wide else flags
     constexprs = backward_constexprs(tile, function, p, inside, grouped, compute)
     yield variant(_norm_bwd_kernel, "bwd", tile, present, constexprs)
     if wide:
         shared |= {"partials": stats} | ({"dbranch": item} if around else {})
-        tile = sums_tile(dtype.itemsize, act)
+        tile = sums_tile(stream_dtype.itemsize, act)
         constexprs = sums_constexprs(tile, function, flags, compute)
         yield variant(_norm_sums_kernel, "sums", tile, shared, constexprs)
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _launch
-from .activations import Activation
 
 MOST = 1024
 """Calls of one host function that are kept; with one more, all of them are forgotten."""
@@ -31,7 +30,6 @@ _guards: Any = torch._C._dynamo.guards
 _entries: dict[Any, list[_Entry]] = {}
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _INTERPRETED = _launch.INTERPRETED
-_SAME = object()
 _STREAM = 3  # among the arguments of a compiled kernel's `run`
 
 
@@ -79,45 +77,43 @@ class _Entry(NamedTuple):
     alive: Any
 
 
-def replayed(make: Callable[..., Any], *args: Any) -> Any:
-    """The result of `make(*args)`, or of what it did the first time for tensors like these and equal other arguments.
+def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Any:
+    """The result of `make(act, *others, *tensors)`, or of what it did the first time for such arguments.
 
     Args:
-        make: does it; a function of a module.
-        args: its arguments; tensors stand by themselves, the first one before others may be `None`, and all that is no
-            tensor is hashable and compares by what `make` decides by.
+        make: does it; a function of a module, of these arguments alone.
+        act: an activation, or `None`.
+        others: hashable arguments, which compare by what `make` decides by.
+        tensors: all that are read or written; the first one is not `None`.
     """
     if _INTERPRETED or _dispatch_modes() or _function_modes():
-        return make(*args)
-    key: list[Any] = [make]
+        return make(act, *others, *tensors)
     given: list[Any] = []
-    addresses, before = 0, None
-    for arg in args:
-        if isinstance(arg, Tensor):
-            # What is given twice in a row may be read once.
-            if arg is before:
-                key.append(_SAME)
-                continue
-            before = arg
-            given.append(arg)
-            key.append(Tensor)
-            addresses |= arg.data_ptr()
-        elif type(arg) is Activation:  # the hash of a Triton function is that of its source
-            key += (id(arg.value), id(arg.derivative), arg.reads, arg.P)
+    present, addresses, before = 1, 0, None
+    for t in tensors:
+        present <<= 2
+        if t is None:
+            continue
+        if t is before:  # it may be read once for both
+            present += 2
         else:
-            key.append(arg)
+            before = t
+            given.append(t)
+            present += 1
+            addresses |= t.data_ptr()
     if addresses & 15:
-        return make(*args)
-    key.append(given[0].shape)
-    whole = tuple(key)
-    found = _entries.get(whole)
+        return make(act, *others, *tensors)
+    key: Any = (make, others, present, given[0].shape)
+    if act is not None:  # the hash of a Triton function is that of its source
+        key += (id(act.value), id(act.derivative), act.reads, act.P)
+    found = _entries.get(key)
     if found is not None and not _launch.hooked():
         for entry in found:
-            if entry.check(*given):
+            if entry[0](*given):
                 if entry.launches and entry.device == torch._C._cuda_getDevice():
                     return _again(entry, given)
-                return make(*args)
-    return _recorded(whole, given, make, args)
+                return make(act, *others, *tensors)
+    return _recorded(key, given, make, act, others, tensors)
 
 
 def _again(entry: _Entry, tensors: list[Any]) -> Any:
@@ -141,16 +137,18 @@ def _again(entry: _Entry, tensors: list[Any]) -> Any:
     return kind([tensors[place] for place in places]) if kind is not None else tensors[places[0]]
 
 
-def _recorded(key: Any, given: list[Tensor], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _recorded(
+    key: Any, given: list[Tensor], make: Callable[..., Any], act: Any, others: Any, tensors: tuple[Tensor | None, ...]
+) -> Any:
     """Do it, and keep how, or that it cannot be done again."""
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
     addresses = {t.data_ptr() for t in given}
     if len(addresses) < len(given) or 0 in addresses:
-        return make(*args)
+        return make(act, *others, *tensors)
     with _Recording() as recording:
         before = _launch.watch(recording)
         try:
-            result = make(*args)
+            result = make(act, *others, *tensors)
         finally:
             _launch.watch(before)
     if len(_entries) >= MOST:
@@ -158,8 +156,7 @@ def _recorded(key: Any, given: list[Tensor], make: Callable[..., Any], args: tup
     alike = _entries.setdefault(key, [])
     if len(alike) >= MOST_ALIKE:
         alike.clear()
-    alive = tuple(arg for arg in args if not isinstance(arg, Tensor))
-    alike.append(recording.entry(given, result, alive))
+    alike.append(recording.entry(given, result, act))
     return result
 
 

@@ -47,6 +47,7 @@ from ._launch import (
     inner_contiguous,
     interpreted,
     launch,
+    modes,
     processors,
     traced,
     workspace,
@@ -56,7 +57,7 @@ from ._replay import replayed
 from ._variants import Type, Variant
 from .activations import ACTIVATIONS, apply, gradient, name_of
 
-_KEPT = (None, 0.0, True)  # in the place of a dropout
+_KEPT: tuple[Any, float, bool] = (None, 0.0, True)  # in the place of a dropout
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -657,32 +658,31 @@ def _forward(
     up: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if traced():
+    if modes() and traced():
         return _gemm_ops.forward(
             form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, up, up_bias
         )
-    return replayed(
-        _decided_forward, form, x, weight, bias, act, store_pre, store_act, row_scale, *(dropout or _KEPT), residual,
-        dtype, tf32, tile, up, up_bias,
-    )  # fmt: skip
+    seed, p, upscale = dropout or _KEPT
+    others = (form, store_pre, store_act, p, upscale, dtype, tf32, tile)
+    return replayed(_decided_forward, act, others, x, weight, bias, row_scale, seed, residual, up, up_bias)
 
 
 def _decided_forward(
-    form: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     act: Any,
+    form: str,
     store_pre: bool,
     store_act: bool,
-    row_scale: Tensor | None,
-    seed: Tensor | None,
     p: float,
     upscale: bool,
-    residual: Tensor | None,
     dtype: torch.dtype | None,
     tf32: bool,
     tile: Tile | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    row_scale: Tensor | None,
+    seed: Tensor | None,
+    residual: Tensor | None,
     up: Tensor | None,
     up_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -834,29 +834,22 @@ def _backward(
     tf32: bool,
     tile: Tile | None,
 ) -> Gradients:
-    if traced():
+    if modes() and traced():
         return _gemm_ops.backward(
             form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
             tf32,
         )  # fmt: skip
-    return replayed(
-        _decided_backward, form, dy, weight, act, t, t_is_output, row_scale, *(dropout or _KEPT), residual, sums, emit,
-        dtype, sums_dtype, dy_sums, tf32, tile,
-    )  # fmt: skip
+    seed, p, upscale = dropout or _KEPT
+    others = (form, t_is_output, p, upscale, sums, emit, dtype, sums_dtype, dy_sums, tf32, tile)
+    return replayed(_decided_backward, act, others, dy, weight, t, row_scale, seed, residual)
 
 
 def _decided_backward(
-    form: str,
-    dy: Tensor,
-    weight: Tensor,
     act: Any,
-    t: Tensor | None,
+    form: str,
     t_is_output: bool,
-    row_scale: Tensor | None,
-    seed: Tensor | None,
     p: float,
     upscale: bool,
-    residual: Tensor | None,
     sums: bool,
     emit: bool,
     dtype: torch.dtype | None,
@@ -864,6 +857,12 @@ def _decided_backward(
     dy_sums: torch.dtype | None,
     tf32: bool,
     tile: Tile | None,
+    dy: Tensor,
+    weight: Tensor,
+    t: Tensor | None,
+    row_scale: Tensor | None,
+    seed: Tensor | None,
+    residual: Tensor | None,
 ) -> Gradients:
     dropout = None if seed is None else Dropout(seed, p, upscale)
     _factors("dy", dy, "weight", weight)
@@ -927,9 +926,15 @@ def linear_wgrad(
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
     """
-    if traced():
+    if modes() and traced():
         return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
-    return replayed(_wgrad, dy, x, main_grad, dtype, None, tf32, tile)
+    return replayed(_decided_wgrad, None, (dtype, tf32, tile), dy, x, main_grad)
+
+
+def _decided_wgrad(
+    _: None, dtype: torch.dtype | None, tf32: bool, tile: Tile | None, dy: Tensor, x: Tensor, main_grad: Tensor | None
+) -> Tensor:
+    return _wgrad(dy, x, main_grad, dtype, None, tf32, tile)
 
 
 def linear_wgrad_bias(
@@ -959,19 +964,20 @@ def linear_wgrad_bias(
     Raises:
         ValueError: as `linear_wgrad`.
     """
-    if traced():
+    if modes() and traced():
         return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
-    return replayed(_wgrad_bias, dy, x, main_grad, dtype, sums_dtype, tf32, tile)
+    return replayed(_decided_wgrad_bias, None, (dtype, sums_dtype, tf32, tile), dy, x, main_grad)
 
 
-def _wgrad_bias(
-    dy: Tensor,
-    x: Tensor,
-    main_grad: Tensor | None,
+def _decided_wgrad_bias(
+    _: None,
     dtype: torch.dtype | None,
     sums_dtype: torch.dtype | None,
     tf32: bool,
     tile: Tile | None,
+    dy: Tensor,
+    x: Tensor,
+    main_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     total = torch.empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype, device=dy.device)
     return _wgrad(dy, x, main_grad, dtype, total, tf32, tile), total
@@ -1023,6 +1029,7 @@ class _Kind(NamedTuple):
     b_t: bool = False
     accumulate: bool = False
     t_is_output: bool = False
+    stream: bool = False  # added to, and given, in float32: the residual stream under autocast
 
 
 # The last of each weight holds most; of gradients the last two, of which the second is for aligned tiles alone.
@@ -1039,6 +1046,7 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
         _Kind("wgrad+main_grad,bias", "plain", ("a_sums",), a_t=True, accumulate=True),
         _Kind("forward+bias,gelu,pre", "plain", ("bias", "pre"), "gelu", b_t=True),
         _Kind("forward+bias,dropout,residual", "plain", ("bias", "seed", "residual"), b_t=True),
+        _Kind("forward+bias,dropout,stream", "plain", ("bias", "seed", "residual"), b_t=True, stream=True),
         _Kind("forward+bias,gelu,pre,dropout", "plain", ("bias", "pre", "seed"), "gelu", b_t=True),
         _Kind("forward+bias,relu,output,dropout", "plain", ("bias", "pre", "seed"), "relu", b_t=True, t_is_output=True),
         _Kind("forward+all", "plain", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
@@ -1095,6 +1103,7 @@ def _variant(
     total = "fp64" if number == "float64" else "fp32"
     out = total if kind.accumulate else dtype
     types = {"c": out, "row_scale": "fp32", "seed": "i64", "partials": total}
+    types |= dict.fromkeys(("c", "bias", "residual"), total) if kind.stream else {}
     if kind.form == "dact":
         types["a_sums"] = total
     present = ("a", "b", "c", *(name for name in _OPTIONAL if name in kind.operands))

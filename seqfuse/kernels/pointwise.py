@@ -31,6 +31,7 @@ from ._launch import (
     cdiv,
     faking,
     launch,
+    modes,
     next_power_of_2,
     processors,
     traced,
@@ -508,17 +509,18 @@ def pointwise(
     Raises:
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
-    if traced():
+    if modes() and traced():
         return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
-    return replayed(_decided, x, chain, dtype, tuple(dtypes), result, *operands)
+    return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *operands)
 
 
 def _decided(
-    x: Tensor,
+    _: None,
     chain: Chain,
     dtype: torch.dtype | None,
     dtypes: tuple[torch.dtype, ...],
     result: bool,
+    x: Tensor,
     *operands: Tensor,
 ) -> tuple[Tensor | None, ...]:
     dtype = dtype or x.dtype

@@ -761,8 +761,8 @@ def _around(
         wanted = f"{(*lead, rotation.dim)} or {(*lead, rotation.dim // 2)}"
         raise ValueError(f"cos and sin must broadcast to {wanted}, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     of = lead if cos.shape[:-2].numel() > 1 else lead[-1:]
-    table = [t.reshape(t.shape[-len(of) - 1 :]).expand(*of, width).contiguous() for t in (cos, sin)]
-    return (None, None, *table), max(1, of.numel()), width < rotation.dim
+    cos, sin = (t.reshape(t.shape[-len(of) - 1 :]).expand(*of, width).contiguous() for t in (cos, sin))
+    return (None, None, cos, sin), max(1, of.numel()), width < rotation.dim
 
 
 def _positions(x: Tensor, positions: Tensor | None) -> tuple[Tensor | None, int]:

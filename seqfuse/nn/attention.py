@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..errors import InputError
 from ..fuser.sequential import Sequential
 from ..group import Group
 from ._across import across, own_heads
@@ -29,7 +30,8 @@ class MultiHeadAttention(Sequential):
         head_dim: size of a head; `embed_dim / heads` by default.
         bias: whether the first product has a bias.
         out_bias: whether the last one has; as `bias` by default.
-        qk_norm: whether queries and keys are normalized head by head.
+        qk_norm: whether queries and keys are normalized head by head, or what makes another `ops.QKNorm` of
+            `(head_dim, heads, kv_heads)`, as `functools.partial(ops.QKNorm, eps=1e-5, zero_centered=True)` does.
         rotary: makes the `ops.RotaryEmbedding` of `(heads, kv_heads)`, as
             `functools.partial(ops.RotaryEmbedding, style="half")` does.
         attention: the remaining arguments of `ops.Attention`: causal, window, dropout, scale, softcap, mask,
@@ -40,7 +42,8 @@ class MultiHeadAttention(Sequential):
             sees all rows.
 
     Raises:
-        InputError: (SF101) for `heads` or `kv_heads` that the processes do not divide: a key head is not held twice.
+        InputError: (SF101) for `heads` or `kv_heads` that the processes do not divide: a key head is not held twice;
+            (SF106) for a QKNorm of all heads together that they would divide.
         ValueError: where `heads` does not divide `embed_dim` and no `head_dim` is given.
     """
 
@@ -55,7 +58,7 @@ class MultiHeadAttention(Sequential):
         head_dim: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
-        qk_norm: bool = False,
+        qk_norm: bool | Callable[..., ops.QKNorm] = False,
         rotary: Callable[[int, int], ops.RotaryEmbedding] | None = None,
         group: Any = None,
         sequence_dim: int | None = None,
@@ -76,7 +79,10 @@ class MultiHeadAttention(Sequential):
         sizes = tuple(n * head_dim for n in (heads, shared, shared))
         parts["qkv"] = ops.Linear(embed_dim, sum(sizes), bias, **made, **into, parts=sizes if into else None)
         if qk_norm:
-            parts["qk_norm"] = norm = ops.QKNorm(head_dim, own, own_shared, **made)
+            make = ops.QKNorm if qk_norm is True else qk_norm
+            parts["qk_norm"] = norm = make(head_dim, own, own_shared, **made)
+            if norm.full_width and own != heads:
+                raise InputError("a QKNorm of all heads cannot be divided", code="SF106", operation="QKNorm")
             norm.sum_over = several if group is not None else None
         if rotary is not None:
             parts["rotary"] = rotary(own, own_shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -23,12 +24,30 @@ _ACTIVATIONS: dict[Any, type[UnfusedOperation]] = {
 }  # fmt: skip
 
 
-def from_torch(module: nn.Module, **attention: Any) -> Sequential:
-    """A `MultiHeadAttention`, `TransformerLayer` or `TransformerStack` that owns the parameters of a torch module.
+# What stands for a module of torch, and the settings that both are made of.
+_OPERATIONS: dict[type[nn.Module], tuple[Callable[..., UnfusedOperation], tuple[str, ...]]] = {
+    nn.Linear: (ops.Linear, ("in_features", "out_features", "bias")),
+    nn.LayerNorm: (ops.LayerNorm, ("normalized_shape", "eps", "elementwise_affine", "bias")),
+    nn.RMSNorm: (ops.RMSNorm, ("normalized_shape", "eps", "elementwise_affine")),
+    nn.Embedding: (ops.Embedding, ("num_embeddings", "embedding_dim", "padding_idx")),
+    nn.Dropout: (ops.Dropout, ("p", "inplace")),
+    nn.Identity: (ops.Identity, ()),
+    nn.ReLU: (ops.ReLU, ("inplace",)),
+    nn.SiLU: (ops.SiLU, ("inplace",)),
+    nn.GELU: (ops.GeLU, ("approximate",)),
+    nn.Sigmoid: (ops.Sigmoid, ()),
+    nn.Tanh: (ops.Tanh, ()),
+}
 
-    Of `torch.nn.MultiheadAttention` (self-attention alone), `TransformerEncoderLayer` and `TransformerEncoder`. The
-    parameters are those of the module itself, not copies; inputs are [*, S, E], whatever `batch_first` says. Dropped
-    elements are others than torch's.
+
+def from_torch(module: nn.Module, **attention: Any) -> Any:
+    """A layer or an operation that owns the parameters of a torch module.
+
+    Of `torch.nn.MultiheadAttention` (self-attention alone), `TransformerEncoderLayer` and `TransformerEncoder` it is a
+    `MultiHeadAttention`, a `TransformerLayer` or a `TransformerStack`; of `Linear`, `LayerNorm`, `RMSNorm`,
+    `Embedding`, `Dropout`, `Identity` and activations the operation; of `torch.nn.Sequential` a `Sequential` of these,
+    with its keys. The parameters are those of the module itself, not copies; inputs of attention are [*, S, E],
+    whatever `batch_first` says. Dropped elements are others than torch's.
 
     It has to be as torch made it: modules that were replaced, hooks, a `forward` of an instance, parametrizations,
     settings that do not fit together, parts in another mode, dtype or device are refused.
@@ -41,13 +60,13 @@ def from_torch(module: nn.Module, **attention: Any) -> Sequential:
         TypeError: for a module of another type, or an activation that is no operation here.
         ValueError: for settings that no layer here has, or a module that was altered, naming them.
     """
-    made: dict[type, Callable[..., Sequential]] = {
-        nn.MultiheadAttention: _attention, nn.TransformerEncoderLayer: _layer, nn.TransformerEncoder: _stack,
-    }  # fmt: skip
-    if type(module) not in made:
+    taken = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.Sequential, *_OPERATIONS)
+    if type(module) not in taken:
         raise TypeError(f"no layer here stands for {type(module).__name__}")
     check_unaltered(module, _fresh(module), aside=_ASIDE)
-    return made[type(module)](module, attention).train(module.training)
+    if attention and not any(isinstance(m, nn.MultiheadAttention) for m in module.modules()):
+        raise ValueError(f"{type(module).__name__} has no attention that would take {', '.join(attention)}")
+    return _converted(module, attention).train(module.training)
 
 
 # Of an encoder: how it spares the work for padded tokens.
@@ -60,9 +79,14 @@ def _fresh(module: Any) -> nn.Module:
         return _fresh_attention(module)
     if isinstance(module, nn.TransformerEncoderLayer):
         return _fresh_layer(module)
-    if isinstance(module, nn.LayerNorm):
-        biased: bool = _read(module, "bias", None) is not None
-        return nn.LayerNorm([*module.normalized_shape], module.eps, bias=biased, device="meta")
+    if type(module) is nn.Sequential:
+        for name, child in module.named_children():
+            inside = [m for m in child.modules() if isinstance(m, nn.MultiheadAttention)]
+            if child in inside or not all(m.batch_first for m in inside):
+                raise ValueError(f"{name} of a torch Sequential must take one input, with its batch first")
+        return nn.Sequential(OrderedDict((name, _fresh(child)) for name, child in module._modules.items()))  # pyright: ignore
+    if type(module) in _OPERATIONS:
+        return type(module)(**_settings(module), **_on_meta(module))
     if isinstance(module, nn.TransformerEncoder):
         one = nn.TransformerEncoderLayer(1, 1, 1, device="meta")
         last = None if module.norm is None else _fresh(module.norm)
@@ -70,6 +94,19 @@ def _fresh(module: Any) -> nn.Module:
         made.layers = nn.ModuleList(map(_fresh, module.layers))
         return made
     raise TypeError(f"no layer here stands for {type(module).__name__}")
+
+
+def _settings(module: Any) -> dict[str, Any]:
+    """What an operation's module of torch was made of."""
+    unlike = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if _read(module, name, None)]
+    if unlike:
+        raise ValueError(f"no operation here has {', '.join(unlike)} of {type(module).__name__}")
+    found = {name: _read(module, name, None) for name in _OPERATIONS[type(module)][1]}
+    return found | ({"bias": found["bias"] is not None} if "bias" in found else {})
+
+
+def _on_meta(module: nn.Module) -> dict[str, Any]:
+    return {"device": "meta"} if module._parameters else {}  # pyright: ignore[reportPrivateUsage]
 
 
 def _fresh_attention(module: Any) -> nn.MultiheadAttention:
@@ -128,6 +165,24 @@ def _read(module: Any, path: str, otherwise: Any) -> Any:
         return otherwise
 
 
+def _converted(module: Any, attention: dict[str, Any]) -> Any:
+    layers: dict[type, Callable[..., Sequential]] = {
+        nn.MultiheadAttention: _attention, nn.TransformerEncoderLayer: _layer, nn.TransformerEncoder: _stack,
+    }  # fmt: skip
+    if type(module) in layers:
+        return layers[type(module)](module, attention)
+    if type(module) is nn.Sequential:
+        children: dict[str, nn.Module] = vars(module)["_modules"]
+        return Sequential(OrderedDict((name, _converted(child, attention)) for name, child in children.items()))
+    given = cast(nn.Module, module)
+    settings = {name: value for name, value in _settings(given).items() if name != "inplace"}
+    operation = _OPERATIONS[type(given)][0](**settings, **_on_meta(given))
+    for name, parameter in given._parameters.items():  # pyright: ignore[reportPrivateUsage]
+        if parameter is not None:
+            setattr(operation, name, parameter)
+    return operation
+
+
 def _attention(module: Any, attention: dict[str, Any]) -> MultiHeadAttention:
     layer = MultiHeadAttention(
         module.embed_dim,
@@ -175,11 +230,8 @@ def _stack(module: nn.TransformerEncoder, attention: dict[str, Any]) -> Sequenti
     stack = TransformerStack(0, 1, 1, final_norm=False)
     for index, its in enumerate(module.layers):
         stack.add_module(str(index), _layer(its, attention))
-    norm: Any = module.norm
-    if norm is not None:
-        last = ops.LayerNorm(norm.normalized_shape, norm.eps, bias=norm.bias is not None, device="meta")
-        _take(last, norm.weight, norm.bias)
-        stack.add_module("norm", last)
+    if module.norm is not None:
+        stack.add_module("norm", _converted(module.norm, {}))
     return stack
 
 

@@ -88,7 +88,7 @@ def stub_driver(*, compiles: bool = True, checks: bool = True) -> Iterator[Stub]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
-        stack.callback(driver.set_active, active)
+        stack.callback(driver.set_active, active)  # pyright: ignore[reportArgumentType]
         for cache in caches:
             cache.cache_clear()
             stack.callback(cache.cache_clear)
@@ -96,7 +96,7 @@ def stub_driver(*, compiles: bool = True, checks: bool = True) -> Iterator[Stub]
             forget()
             stack.callback(forget)
         stack.enter_context(_allocating())
-        driver.set_active(stand_in)
+        driver.set_active(stand_in)  # pyright: ignore[reportArgumentType]
         yield stub
 
 
@@ -131,7 +131,8 @@ def _allocating() -> Iterator[None]:
     from triton.runtime import _allocation
 
     def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-        return torch._C._dynamo.guards._empty_strided_cpu((size,), (1,), torch.int8)
+        guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
+        return guards._empty_strided_cpu((size,), (1,), torch.int8)
 
     token = _allocation._allocator.set(scratch)
     try:

@@ -56,7 +56,7 @@ def late_reads(ttir: str) -> int:
     late = 0
     for line in ttir.splitlines():
         match = _DEFINED.match(line)
-        names = _NAME.findall(line)
+        names: list[str] = _NAME.findall(line)
         if match is not None and match.group(2) in ("tt.addptr", "tt.splat", "tt.broadcast", "tt.bitcast"):
             base[names[0]] = base.get(names[1], names[1])
         elif match is not None and match.group(2) == "tt.load" and ": !tt.ptr<" in line:

@@ -72,6 +72,17 @@ def test_write_an_operation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_hugging_face_model_is_converted_trained_and_generates(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    lines = run(str(EXAMPLES / "07_convert.py"), folder=tmp_path)
+    assert lines[0] == "LlamaForCausalLM, same keys: True; nothing captured yet: call the model"
+    assert number(lines, "step 29: loss ") < 0.75 * number(lines, "step  0: loss ")
+    assert sum(line.startswith("graph ") for line in lines) == 1
+    assert any(line.startswith("  chain: ") and "MergedLinear, SwiGLU, Linear" in line for line in lines)
+    assert lines[-1].endswith("; the same tokens after undo: True")
+
+
+@pytest.mark.slow
 def test_language_model_learns_more_than_counts(tmp_path: Path) -> None:
     options = ["--steps", "80", "--dim", "64", "--layers", "1", "--seed", "1"]
     lines = run(str(EXAMPLES / "train_lm.py"), *options, folder=tmp_path)

@@ -432,6 +432,35 @@ def test_rows_without_variance_stay_finite(regime: str) -> None:
         check(CASES[name], drawn(CASES[name], (5,), 64, torch.float32, regime))
 
 
+@pytest.mark.parametrize("columns", [24, 37])
+@pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
+def test_a_float32_stream_beside_16_bits_gives_the_bits_of_float32_inputs(centered: bool, columns: int) -> None:
+    half = torch.bfloat16
+    x, residual, dstream = (seeded_randn((7, columns), i, dtype=torch.float32).to(DEVICE) for i in range(3))
+    x = x.to(half)
+    weight, bias, before = (seeded_randn((columns,), 3 + i, dtype=torch.float32).to(DEVICE) for i in range(3))
+    parameters = (weight, bias, EPS) if centered else (weight, EPS)
+    fwd, bwd = (layernorm_fwd, layernorm_bwd) if centered else (rmsnorm_fwd, rmsnorm_bwd)
+    around: dict[str, Any] = {"pre_bias": before, "residual": residual, "seed": SEED.to(DEVICE), "p": P, "dtype": half}
+    out, wide = fwd(x, *parameters, stream_dtype=torch.float32, **around), fwd(x.float(), *parameters, **around)
+    assert (out.y.dtype, out.stream.dtype) == (half, torch.float32)
+    assert_bitwise_equal([out.y, out.stream, out.rstd], [wide.y, wide.stream, wide.rstd])
+
+    dy, statistics = (
+        seeded_randn((7, columns), 6, dtype=half).to(DEVICE),
+        (out.mean, out.rstd) if centered else (out.rstd,),
+    )
+    sums: dict[str, Any] = {"dstream": dstream, "dweight": torch.float32, "dpre_bias": torch.float32}
+    for dropped in ({}, {"seed": SEED.to(DEVICE), "p": P}):
+        branch = {**sums, **dropped, "dbranch": True}
+        made = bwd(dy, out.stream, *statistics, weight, branch_dtype=half, **branch)
+        same = bwd(dy.float(), out.stream, *statistics, weight, **branch)
+        assert (made.dx.dtype, made.dbranch.dtype) == (torch.float32, half)
+        assert_bitwise_equal([made.dx, made.dweight, made.dpre_bias], [same.dx, same.dweight, same.dpre_bias])
+        assert_bitwise_equal(made.dbranch, same.dbranch.to(half))
+        assert dropped or torch.equal(made.dbranch, made.dx.to(half))
+
+
 def test_only_what_is_wanted_is_made() -> None:
     x = torch.randn(4, 8, device=DEVICE)
     f = layernorm_fwd(x, None, None, EPS)
@@ -451,7 +480,8 @@ def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
     x, weight, bias = tensors["x"], tensors.get("weight"), tensors.get("bias")
     both: dict[str, Any] = {"zero_centered": case.zero_centered, "act": case.act}
     both |= {"seed": SEED.to(DEVICE), "p": P} if case.around else {}
-    before = {key: tensors[key] for key in ("pre_bias", "residual")} if case.around else {}
+    before: dict[str, Any] = {key: tensors[key] for key in ("pre_bias", "residual")} if case.around else {}
+    before |= {"stream_dtype": torch.bfloat16} if case.around else {}
     kind = "layernorm" if case.centered else "rmsnorm"
     forward = getattr(torch.ops.seqfuse, kind)
     torch.library.opcheck(forward.default, (x, weight, bias, EPS), both | before)
@@ -459,6 +489,7 @@ def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
     mean, rstd = results[-2] if case.centered else None, results[-1]
     after: dict[str, Any] = {"dweight": torch.float32} if weight is not None else {}
     after |= {"dstream": tensors["dstream"], "dbranch": True, "dpre_bias": torch.float64} if case.around else {}
+    after |= {"branch_dtype": torch.float16} if case.around else {}
     args = (tensors["dy"], results[1] if case.around else x, mean, rstd, weight, bias)
     torch.library.opcheck(getattr(torch.ops.seqfuse, f"{kind}_backward").default, args, both | after)
 

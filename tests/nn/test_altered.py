@@ -99,9 +99,6 @@ ALTERED: dict[str, tuple[Callable[[Any], object], str]] = {
     "a norm without weights": (
         lambda m: m.set_submodule(NORM, nn.LayerNorm(24, elementwise_affine=False)), "elementwise_affine=False, not"
     ),
-    "a last norm without weights": (
-        lambda m: setattr(m, "norm", nn.LayerNorm(24, elementwise_affine=False)), "norm has elementwise_affine=False"
-    ),
     "a norm without a bias": (
         lambda m: m.set_submodule(f"{LAYER}.norm2", nn.LayerNorm(24, bias=False)), "norm2.bias is no parameter any more"
     ),
@@ -143,7 +140,7 @@ OTHER_CLASSES: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] =
         lambda: nn.TransformerEncoder(OwnLayer(24, 4), 1), ValueError, "layers.0 is a .*OwnLayer, not a torch"
     ),
     "an activation": (lambda: encoder(activation=OwnGELU()), TypeError, "no operation .* activation OwnGELU"),
-    "a last norm": (lambda: encoder(norm=nn.RMSNorm(24)), TypeError, "no layer here stands for RMSNorm"),
+    "a last norm": (lambda: encoder(norm=nn.GroupNorm(2, 24)), TypeError, "no layer here stands for GroupNorm"),
 }  # fmt: skip
 
 
@@ -167,6 +164,8 @@ def share(module: Any) -> None:
 
 KEPT: dict[str, Callable[[Any], object]] = {
     "nothing": lambda m: None,
+    "a last norm without weights": lambda m: setattr(m, "norm", nn.LayerNorm(24, elementwise_affine=False)),
+    "a last norm of root mean squares": lambda m: setattr(m, "norm", nn.RMSNorm(24)),
     "other numbers": at(FIRST, lambda m: m.weight.data.mul_(2)),
     "other parameters": at(FIRST, lambda m: setattr(m, "weight", nn.Parameter(m.weight.data * 2))),
     "another linear": lambda m: m.set_submodule(FIRST, nn.Linear(24, 40)),

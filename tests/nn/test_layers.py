@@ -189,9 +189,104 @@ def test_keys_say_what_a_parameter_is_for():
     assert MultiHeadAttention(8, 4, 2).qkv.weight.shape == (16, 8)
 
 
+def plain() -> nn.Sequential:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU("tanh"), nn.Dropout(0.2), nn.Linear(16, 8, False))
+    acts = nn.Sequential(nn.ReLU(inplace=True), nn.SiLU(), nn.Sigmoid(), nn.Tanh(), nn.GELU(), nn.Identity())
+    norms = [nn.RMSNorm(8, 1e-3), nn.LayerNorm(8, 1e-3, False), nn.LayerNorm(8, bias=False)]
+    return nn.Sequential(nn.Embedding(20, 8, padding_idx=1), block, layer, *norms, acts, nn.Linear(8, 20))
+
+
+def test_a_sequential_of_torch_becomes_one_of_operations_on_its_parameters():
+    its = randomized(plain())
+    mine = from_torch(its)
+    assert isinstance(mine, sf.Sequential)
+    x = torch.randint(20, (2, 5), generator=torch.Generator().manual_seed(1))
+    assert not mine.plan(x).alone
+    assert {id(p) for p in mine.parameters()} == {id(p) for p in its.parameters()}
+    alike = {name: p for name, p in its.named_parameters() if not name.startswith("2.")}
+    assert all(mine.get_parameter(name) is p for name, p in alike.items())
+    assert mine.training
+    mine, its = from_torch(its.eval()), its.eval()
+    assert not mine.training
+    y, wanted, leaves = mine(x), its(x), list(its.parameters())
+    torch.testing.assert_close(y, wanted)
+    dy = seeded_randn(tuple(y.shape), 3)
+    found = torch.autograd.grad(y, leaves, dy)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, leaves, dy))
+
+
+@pytest.mark.parametrize("module", [nn.Linear(4, 3), nn.RMSNorm(4), nn.Tanh(), nn.Dropout(0.4)], ids=str)
+def test_one_module_becomes_one_operation(module: nn.Module):
+    mine = from_torch(module.eval())
+    assert type(mine) is getattr(ops, type(module).__name__)
+    assert list(mine.parameters()) == list(module.parameters())
+    x = seeded_randn((5, 4), 0)
+    torch.testing.assert_close(mine(x), module(x))
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+def test_what_a_torch_sequential_cannot_become_is_refused():
+    for module in (nn.Sequential(nn.Linear(3, 3), nn.Bilinear(3, 3, 3)), nn.Sequential(nn.Sequential(nn.Flatten()))):
+        with pytest.raises(TypeError, match=r"no layer here stands for (Bilinear|Flatten)"):
+            from_torch(module)
+    for inside in (nn.TransformerEncoderLayer(8, 2), nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 1),
+                   nn.MultiheadAttention(8, 2, batch_first=True)):  # fmt: skip
+        with pytest.raises(ValueError, match="1 of a torch Sequential must take one input, with its batch first"):
+            from_torch(nn.Sequential(nn.Linear(8, 8), inside))
+    with pytest.raises(ValueError, match="no operation here has max_norm of Embedding"):
+        from_torch(nn.Embedding(4, 3, max_norm=1.0))
+    with pytest.raises(ValueError, match="Linear has no attention that would take causal"):
+        from_torch(nn.Linear(3, 3), causal=True)
+    hooked = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    hooked[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"altered.*0 has hooks"):
+        from_torch(hooked)
+
+
+BRANCHES = {
+    "before and after": {"branch_norm": True},
+    "after alone": {"pre_norm": None, "branch_norm": True},
+    "none": {"pre_norm": None},
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_norms_stand_where_they_are_asked_for(name: str):
+    how = BRANCHES[name]
+    layer: Any = randomized(TransformerLayer(16, 4, 2, norm=ops.RMSNorm, activation=ops.SwiGLU, **how))
+    x = seeded_randn((2, 5, 16), 0)
+    expected = x
+    for branch in (layer.attention, layer.feedforward):
+        inner = branch.mixer(branch.norm(expected) if "pre_norm" not in how else expected)
+        expected = expected + (branch.branch_norm(inner) if "branch_norm" in how else inner)
+    torch.testing.assert_close(layer(x), expected)
+    names = {part.split(".")[1] for part in layer.state_dict()}
+    assert ("norm" in names, "branch_norm" in names) == ("pre_norm" not in how, "branch_norm" in how)
+    stack = TransformerStack(1, 16, 4, **how)
+    assert "norm" in dict(stack.named_children())
+
+
+def test_queries_keys_and_values_may_have_a_bias_alone():
+    keys = [key for key in TransformerLayer(8, 2, bias=False, qkv_bias=True).state_dict() if key.endswith("bias")]
+    assert keys == ["attention.norm.bias", "attention.mixer.qkv.bias", "feedforward.norm.bias"]
+    keys = [
+        key for key in TransformerLayer(8, 2, qkv_bias=False, norm=ops.RMSNorm).state_dict() if key.endswith("bias")
+    ]
+    assert keys == ["attention.mixer.out.bias", "feedforward.mixer.up.bias", "feedforward.mixer.down.bias"]
+
+
+def test_the_norm_of_queries_and_keys_may_be_made_otherwise():
+    make = functools.partial(ops.QKNorm, eps=0.1, zero_centered=True, full_width=True)
+    layer: Any = TransformerLayer(8, 2, qk_norm=make)
+    norm = layer.attention.mixer.qk_norm
+    assert (norm.eps, norm.zero_centered, tuple(norm.q_weight.shape)) == (0.1, True, (8,))
+    assert MultiHeadAttention(8, 2, qk_norm=True).qk_norm.eps == 1e-6
+
+
 def test_what_has_no_layer_is_refused():
-    with pytest.raises(TypeError, match="no layer here stands for Linear"):
-        from_torch(nn.Linear(3, 3))
+    with pytest.raises(TypeError, match="no layer here stands for Bilinear"):
+        from_torch(nn.Bilinear(3, 3, 3))
     with pytest.raises(ValueError, match="bias_k, bias_v"):
         from_torch(nn.MultiheadAttention(8, 2, add_bias_kv=True))
     with pytest.raises(ValueError, match="kdim or vdim"):

@@ -205,11 +205,11 @@ def test_a_chain_that_reads_a_tensor_again_is_not_replayed_for_two_tensors(seen:
 
 
 def test_a_call_that_does_more_than_launch_is_decided_each_time(seen: Seen) -> None:
-    def doubled(x: Tensor) -> Any:
-        return p._decided(x, SUM, None, (), True)[0].mul_(2)
+    def doubled(act: None, x: Tensor) -> Any:
+        return p._decided(act, SUM, None, (), True, x)[0].mul_(2)
 
     for _ in range(2):
-        _replay.replayed(doubled, X)
+        _replay.replayed(doubled, None, (), X)
     linear(drawn(((3, M, K),))[0].transpose(0, 1), W)  # copies x
     assert len(_replay._entries) == 2
     assert all(not entry.launches for found in _replay._entries.values() for entry in found)
