@@ -383,7 +383,9 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
     if stages == 2 and m * chunk <= 2048:
         return Tile(m, chunk, cdiv(columns, chunk), warps, stages, 24 // warps, 80)
     programs = max(1, min(8, 8192 // columns))
-    return Tile(m, chunk, cdiv(columns, chunk), warps, stages, programs, 128 if crowded else None)
+    # As many as 16 warps may have: else the compiler spills to make room for a second program.
+    limited = crowded or (heavy and warps == 16)
+    return Tile(m, chunk, cdiv(columns, chunk), warps, stages, programs, 128 if limited else None)
 
 
 def sums_tile(itemsize: int, act: Any = None) -> Tile:
