@@ -49,6 +49,28 @@ class Constexprs(dict[str, Any]):
         self.number = self._numbers.setdefault(_identity(self.all), (len(self._numbers), self.all))[0]
 
 
+class _Keyed(tuple[Any, ...]):
+    """A tuple of device functions for Triton's cache on disk, which takes the names of what is in a plain tuple.
+
+    A function that was changed would be run as it was.
+    """
+
+    @property
+    def cache_key(self) -> str:
+        return f"({','.join(map(_source_key, self))})"
+
+
+def _source_key(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({','.join(map(_source_key, value))})"
+    return str(getattr(value, "cache_key", value))
+
+
+def keyed(value: Any) -> Any:
+    """A constexpr as Triton's cache on disk can tell it from every other."""
+    return _Keyed(value) if type(value) is tuple else value
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter; Triton reads `TRITON_INTERPRET` when a kernel is decorated."""
     return bool(knobs.runtime.interpret)
@@ -148,7 +170,8 @@ def _run(
                 f"{kernel.__name__} is launched for the first time while a CUDA graph is captured, where it can be "
                 f"neither compiled nor loaded: run the same step, on the same shapes, before the capture"
             )
-        compiled = kernel[(grid,)](*args, **constexprs, num_warps=num_warps, num_stages=num_stages, **options)
+        named = {name: keyed(value) for name, value in constexprs.items()}
+        compiled = kernel[(grid,)](*args, **named, num_warps=num_warps, num_stages=num_stages, **options)
         if entry is None and _direct() and compiled is not None:
             # Everything whose `id` is in the key stays alive with the entry.
             entry = _compiled[key] = (compiled, compiled.function, compiled.packed_metadata, values, kernel)

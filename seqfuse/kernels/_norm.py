@@ -36,7 +36,7 @@ from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
 from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
-from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed
+from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed, is_half
 
 MAX_COLUMNS = 65536
 """The widest row."""
@@ -103,7 +103,7 @@ def _finish(
     if beta is not None:
         out += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
     if VALUE is not None:
-        out = apply(VALUE, out, ACT_P)
+        out = apply(VALUE, out, ACT_P, is_half(y.dtype.element_ty))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
 
 
@@ -175,14 +175,15 @@ def _gradients(
     if weight is not None:
         gain = _gain(weight, cols, columns, ZERO_CENTERED, COMPUTE)
     if VALUE is not None:
+        HALF: tl.constexpr = is_half(dy.dtype.element_ty, x.dtype.element_ty)
         pre = xhat
         if weight is not None:
             pre *= gain
         if beta is not None:
             pre += tl.load(beta + cols, mask=columns, other=0.0).to(COMPUTE)[None, :]
         if OF_OUTPUT:
-            pre = apply(VALUE, pre, ACT_P)
-        d = tl.where(mask, gradient(DERIVATIVE, d, pre, ACT_P), 0.0)
+            pre = apply(VALUE, pre, ACT_P, HALF)
+        d = tl.where(mask, gradient(DERIVATIVE, d, pre, ACT_P, HALF), 0.0)
     g = d
     if weight is not None:
         g = d * gain

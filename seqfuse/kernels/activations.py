@@ -4,8 +4,9 @@
 
 `value(x)` takes the input; `derivative(t)` takes what `reads` says, `"input"` or `"output"`, and is a factor that dy is
 multiplied by. One that selects, as ReLU's does, is `derivative(dy, t)` and gives dx itself: where it is off, dx is 0
-even if dy is Inf or NaN, which times 0 is NaN. With configuration numbers there is a `P` at the end, a tuple of numbers
-fixed at compile time. NaN comes out where torch gives NaN.
+even if dy is Inf or NaN, which times 0 is NaN. With configuration numbers there is a `P` behind these, a tuple fixed at
+compile time. One that can be had for less where its result is rounded to 16 bits has a constexpr `HALF` at the end. NaN
+comes out where torch gives NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,18 @@ def name_of(activation: Any) -> str:
 
 @triton.constexpr_function
 def _arguments(function):
-    return len(function.arg_names)
+    return len(function.arg_names) - (function.arg_names[-1] == "HALF")
+
+
+@triton.constexpr_function
+def _has_half(function):
+    return function.arg_names[-1] == "HALF"
+
+
+@triton.constexpr_function
+def is_half(*dtypes):
+    """Whether each of the element types given has 16 bits."""
+    return all(dtype.primitive_bitwidth == 16 for dtype in dtypes)
 
 
 @triton.constexpr_function
@@ -63,19 +75,26 @@ def entry(constants, *at):
 
 
 @triton.jit
-def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr):
+def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr, HALF: tl.constexpr = False):
     """A device function of x, with `P` where it takes that; out of a tuple of tuples, `entry(PS, i)`."""
-    if _arguments(FUNCTION) == 1:
+    if _has_half(FUNCTION):
+        if _arguments(FUNCTION) == 1:
+            return FUNCTION(x, HALF)
+        else:
+            return FUNCTION(x, P, HALF)
+    elif _arguments(FUNCTION) == 1:
         return FUNCTION(x)
     else:
         return FUNCTION(x, P)
 
 
 @triton.jit
-def gradient(DERIVATIVE: tl.constexpr, dy, t, P: tl.constexpr):
+def gradient(DERIVATIVE: tl.constexpr, dy, t, P: tl.constexpr, HALF: tl.constexpr = False):
     """What a derivative makes of dy: the product, or what the function itself gives of both."""
     if not _selects(DERIVATIVE):
-        return dy * apply(DERIVATIVE, t, P)
+        return dy * apply(DERIVATIVE, t, P, HALF)
+    elif _has_half(DERIVATIVE):
+        return DERIVATIVE(dy, t, P, HALF)
     elif _arguments(DERIVATIVE) == 2:
         return DERIVATIVE(dy, t)
     else:
@@ -193,16 +212,41 @@ def quickgelu_derivative(x):
 
 
 @triton.jit
-def gelu(x):
-    """GeLU: y = x Phi(x), Phi(x) = (1 + erf(x / sqrt(2))) / 2."""
-    return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
+def _normal_tail(x):
+    """Phi(-|x|) = exp(-x^2 / 2) p(t), t = 1 / (1 + 0.31 |x|), and exp(-x^2 / 2).
+
+    p is the polynomial of least relative error, 4.7e-6, up to 14 standard deviations. Of every finite number of 16 bits
+    GeLU is then off by at most 0.021 of a rounding to float16 and 0.003 of one to bfloat16. A reciprocal square root is
+    one instruction, a quotient eight.
+    """
+    d = 1.0 + 0.31 * tl.abs(x)
+    t = tl.math.rsqrt(d * d)
+    s = t * t
+    p = (t * -0.07392913768100423 + 0.1804503368820377) * s + (t * 0.01574472020634031 + 0.13342978068451025)
+    p = p * s + (t * 0.12044127647962588 + 0.12386070226973748)
+    e = tl.exp2(x * x * -0.7213475204444817)
+    return e * (p * t), e
 
 
 @triton.jit
-def gelu_derivative(x):
+def gelu(x, HALF: tl.constexpr = False):
+    """GeLU: y = x Phi(x), Phi(x) = (1 + erf(x / sqrt(2))) / 2."""
+    if HALF:
+        q, _ = _normal_tail(x)
+        return x * tl.where(x < 0.0, q, 1.0 - q)
+    else:
+        return x * (0.5 * (1.0 + tl.erf(x * 0.7071067811865476)))
+
+
+@triton.jit
+def gelu_derivative(x, HALF: tl.constexpr = False):
     """dy/dx = Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi)."""
-    phi = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * phi
+    if HALF:
+        q, e = _normal_tail(x)
+        return tl.where(x < 0.0, q, 1.0 - q) + x * (0.3989422804014327 * e)
+    else:
+        phi = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * phi
 
 
 @triton.jit
@@ -236,14 +280,14 @@ def scale(factor: float) -> Activation:
 
 
 @triton.jit
-def _composed(x, P: tl.constexpr):
+def _composed(x, P: tl.constexpr, HALF: tl.constexpr = False):
     for i in tl.static_range(_length(P)):
-        x = apply(entry(P, i, 0), x, entry(P, i, 3))
+        x = apply(entry(P, i, 0), x, entry(P, i, 3), HALF)
     return x
 
 
 @triton.jit
-def _composed_derivative(dy, x, P: tl.constexpr):
+def _composed_derivative(dy, x, P: tl.constexpr, HALF: tl.constexpr = False):
     """The product of dy and all derivatives, each where its own function was reached.
 
     Where one selects, and is off, neither dy nor the derivatives behind it count: the product is what it was there.
@@ -251,11 +295,11 @@ def _composed_derivative(dy, x, P: tl.constexpr):
     one = tl.zeros_like(x) + 1.0
     slope, off = one, one < 0.0
     for i in tl.static_range(_length(P)):
-        y = apply(entry(P, i, 0), x, entry(P, i, 3))
+        y = apply(entry(P, i, 0), x, entry(P, i, 3), HALF)
         if entry(P, i, 2):
-            factor = gradient(entry(P, i, 1), one, y, entry(P, i, 3))
+            factor = gradient(entry(P, i, 1), one, y, entry(P, i, 3), HALF)
         else:
-            factor = gradient(entry(P, i, 1), one, x, entry(P, i, 3))
+            factor = gradient(entry(P, i, 1), one, x, entry(P, i, 3), HALF)
         if _any_selects(P):
             slope = tl.where(off, slope, slope * factor)
         else:

@@ -55,7 +55,7 @@ from ._launch import (
 from ._philox import dropped, threshold_and_scale
 from ._replay import replayed
 from ._variants import Type, Variant
-from .activations import ACTIVATIONS, apply, gradient, name_of
+from .activations import ACTIVATIONS, apply, gradient, is_half, name_of
 
 _KEPT: tuple[Any, float, bool] = (None, 0.0, True)  # in the place of a dropout
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -232,6 +232,7 @@ def _gemm_kernel(
     DGATED: tl.constexpr = FORM == "dgated"
     A_COLUMNS: tl.constexpr = FORM == "dact"
     BS: tl.constexpr = BN // SPLIT
+    HALF: tl.constexpr = is_half(c.dtype.element_ty)
 
     a_desc = None
     b_desc = None
@@ -315,11 +316,11 @@ def _gemm_kernel(
                 if GATED:
                     _store_tile(pre + N, p2_desc, ldp, rows, cols, inside, m0, col, z2)
             if FORM == "plain" and VALUE is not None:
-                z = apply(VALUE, z, P)
+                z = apply(VALUE, z, P, HALF)
             if pre is not None and T_IS_OUTPUT:
                 _store_tile(pre, p_desc, ldp, rows, cols, inside, m0, col, z)
             if GATED:
-                z = apply(VALUE, z, P) * z2
+                z = apply(VALUE, z, P, HALF) * z2
             if seed is not None:
                 z = dropped(z, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
             z2 = None
@@ -328,22 +329,22 @@ def _gemm_kernel(
                 if T_IS_OUTPUT or (emitted is None and not READS_OUTPUT):
                     v = u
                 else:
-                    v = apply(VALUE, u, P)
+                    v = apply(VALUE, u, P, HALF)
                 if emitted is not None:
                     h = dropped(v, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED) if seed is not None else v
                     _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
-                z = gradient(DERIVATIVE, z, v if READS_OUTPUT else u, P)
+                z = gradient(DERIVATIVE, z, v if READS_OUTPUT else u, P, HALF)
             if DGATED:
                 gate = _load_tile(t, t_desc, ldt, rows, cols, inside, m0, col, ACC)
                 up = _load_tile(t + N, t2_desc, ldt, rows, cols, inside, m0, col, ACC)
-                v = apply(VALUE, gate, P)
+                v = apply(VALUE, gate, P, HALF)
                 if emitted is not None:
                     h = v * up
                     if seed is not None:
                         h = dropped(h, seed, rows, col, tl.cast(N, tl.int64), DROP, BS, GROUPED)
                     _store_tile(emitted, e_desc, lde, rows, cols, inside, m0, col, h)
                 z2 = z * v
-                z = gradient(DERIVATIVE, z * up, v if READS_OUTPUT else gate, P)
+                z = gradient(DERIVATIVE, z * up, v if READS_OUTPUT else gate, P, HALF)
             if residual is not None:
                 z += _load_tile(residual, r_desc, ldr, rows, cols, inside, m0, col, ACC)
             if ACCUMULATE:

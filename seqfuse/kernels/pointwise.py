@@ -40,7 +40,18 @@ from ._launch import (
 from ._philox import dropped, threshold_and_scale
 from ._replay import replayed
 from ._variants import TRITON_DTYPES, Type, Variant
-from .activations import ACTIVATIONS, LONGEST, activation_of, apply, composed, entry, gradient, name_of, text_of
+from .activations import (
+    ACTIVATIONS,
+    LONGEST,
+    activation_of,
+    apply,
+    composed,
+    entry,
+    gradient,
+    is_half,
+    name_of,
+    text_of,
+)
 
 _ACT = tl.constexpr(0)
 _DACT = tl.constexpr(1)
@@ -73,38 +84,41 @@ def _stored(pointer, tiles, rows, cols, width, mask):
 
 
 @triton.jit
-def _act(tiles, VALUE: tl.constexpr, P: tl.constexpr):
+def _act(tiles, VALUE: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles)):
-        results = results + (apply(VALUE, tiles[j], P),)
+        results = results + (apply(VALUE, tiles[j], P, HALF),)
     return results
 
 
 @triton.jit
-def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr):
+def _dact(tiles, saved, DERIVATIVE: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles)):
-        results = results + (gradient(DERIVATIVE, tiles[j], saved[j], P),)
+        results = results + (gradient(DERIVATIVE, tiles[j], saved[j], P, HALF),)
     return results
 
 
 @triton.jit
-def _gated(tiles, VALUE: tl.constexpr, P: tl.constexpr):
+def _gated(tiles, VALUE: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr):
     results = ()
     for j in tl.static_range(len(tiles) // 2):
-        results = results + (apply(VALUE, tiles[j], P) * tiles[j + len(tiles) // 2],)
+        results = results + (apply(VALUE, tiles[j], P, HALF) * tiles[j + len(tiles) // 2],)
     return results
 
 
 @triton.jit
-def _dgated(tiles, saved, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, P: tl.constexpr):
+def _dgated(
+    tiles, saved, VALUE: tl.constexpr, DERIVATIVE: tl.constexpr, OF_OUTPUT: tl.constexpr, P: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
     gates, ups = (), ()
     for j in tl.static_range(len(tiles)):
         gate, up = saved[j], saved[j + len(tiles)]
-        activated = apply(VALUE, gate, P)
+        activated = apply(VALUE, gate, P, HALF)
         if OF_OUTPUT:
             gate = activated
-        gates = gates + (gradient(DERIVATIVE, tiles[j] * up, gate, P),)
+        gates = gates + (gradient(DERIVATIVE, tiles[j] * up, gate, P, HALF),)
         ups = ups + (tiles[j] * activated,)
     return gates + ups
 
@@ -172,6 +186,8 @@ def _walk(
     COMPUTE: tl.constexpr,
 ):
     """One tile through all steps; returns what the sums over rows get from it."""
+    # Where both ends have 16 bits: what is stored or summed on the way was made of numbers of 16 bits.
+    HALF: tl.constexpr = is_half(x.dtype.element_ty) and (y is None or is_half(y.dtype.element_ty))
     cols = col + tl.arange(0, BLOCK_N)
     columns = cols < width
     mask = (rows < M)[:, None] & columns[None, :]
@@ -179,16 +195,16 @@ def _walk(
     summed = ()
     for s in tl.static_range(len(KINDS)):
         if KINDS[s] == _ACT:
-            tiles = _act(tiles, FNS[s][0], entry(PS, s))
+            tiles = _act(tiles, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _DACT:
             if operands[s] is not None:  # else what the step before has read
                 saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
-            tiles = _dact(tiles, saved, FNS[s][0], entry(PS, s))
+            tiles = _dact(tiles, saved, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _GATED:
-            tiles = _gated(tiles, FNS[s][0], entry(PS, s))
+            tiles = _gated(tiles, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _DGATED:
             saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
-            tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], entry(PS, s))
+            tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], entry(PS, s), HALF)
         elif KINDS[s] == _BIAS:
             tiles = _bias(tiles, operands[s], cols, width, columns, COMPUTE)
         elif KINDS[s] == _ADD:
@@ -201,7 +217,7 @@ def _walk(
             _stored(outputs[s], tiles, rows, cols, width, mask)
         elif KINDS[s] == _EMIT:
             saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
-            _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s)), rows, cols, width, mask)
+            _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s), HALF), rows, cols, width, mask)
         elif KINDS[s] == _SUM:
             # Rows beyond the last hold what a step made of zeros.
             summed = summed + _masked(tiles, mask)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import kernels
+from ..kernels._launch import keyed
 from ..kernels._variants import Type, Variant
 from .ttir import int32_multiplications, late_reads
 
@@ -159,7 +160,7 @@ def compile_one(variant: Variant, target: str, module: str = "") -> Compiled:
     for position, name in enumerate(names):
         if name in variant.constexprs:
             signature[name] = "constexpr"
-            constants[(position,)] = variant.constexprs[name]
+            constants[(position,)] = keyed(variant.constexprs[name])
         else:
             signature[name] = _spelled(variant.signature[name], (position,), constants)
             if name in variant.divisible:
