@@ -1,4 +1,4 @@
-"""GPT-2 and Llama of Hugging Face as one `Sequential`."""
+"""GPT-2, Llama and the decoders that are like it of Hugging Face as one `Sequential`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..fuser.sequential import Sequential
 from ..nn import TransformerStack, pack_qkv
 from ..nn._unaltered import check_unaltered
 
+_LIKE_LLAMA = ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3", "Olmo2")
 _GELUS: dict[str, Literal["none", "tanh"]] = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
@@ -29,7 +30,10 @@ _ASIDE = (
 
 
 def from_huggingface(model: nn.Module) -> Sequential:
-    """A model of tokens to logits with the weights of a `GPT2LMHeadModel` or a `LlamaForCausalLM`, copied.
+    """A model of tokens to logits with the weights of a decoder of Hugging Face, copied.
+
+    Of `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
+    `Phi3ForCausalLM` and `Olmo2ForCausalLM`.
 
     x: tokens [*, S], y: logits [*, S, V].  Keys: `embedding`, `positions` (GPT-2), `dropout` (if any), `layers`,
     `head`.
@@ -45,7 +49,8 @@ def from_huggingface(model: nn.Module) -> Sequential:
         TypeError: for a model of another class.
         ValueError: for a configuration that no layer here has, or a model that was altered, naming what differs.
     """
-    made = {"GPT2LMHeadModel": _gpt2, "LlamaForCausalLM": _llama}
+    like_llama = dict.fromkeys((f"{name}ForCausalLM" for name in _LIKE_LLAMA), _llama)
+    made = {"GPT2LMHeadModel": _gpt2, **like_llama}
     kind = type(model)
     if kind.__name__ not in made or not kind.__module__.startswith("transformers.models."):
         known = ", ".join(made)
@@ -146,14 +151,20 @@ def gpt2_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
-    """The state of a `LlamaForCausalLM`, or gradients by its names, under the names of `from_huggingface`.
+    """The state of a `LlamaForCausalLM` or one like it, or gradients by its names, under those of `from_huggingface`.
 
     Queries, keys and values are packed, and so are gate and up.
     """
     new: dict[str, Tensor] = {}
     whole = {"model.embed_tokens": "embedding", "model.norm": "layers.norm", "lm_head": "head"}
-    alike = {"self_attn.o_proj": "attention.mixer.out", "mlp.down_proj": "feedforward.mixer.down",
-             "input_layernorm": "attention.norm", "post_attention_layernorm": "feedforward.norm"}  # fmt: skip
+    alike = {
+        "self_attn.o_proj": "attention.mixer.out", "self_attn.qkv_proj": "attention.mixer.qkv",
+        "mlp.down_proj": "feedforward.mixer.down", "mlp.gate_up_proj": "feedforward.mixer.up",
+        "input_layernorm": "attention.norm", "post_attention_layernorm": "feedforward.norm",
+    }  # fmt: skip
+    if any(".post_feedforward_layernorm." in key for key in state):
+        alike |= {"post_attention_layernorm": "attention.branch_norm"}
+        alike |= {"post_feedforward_layernorm": "feedforward.branch_norm"}
     for key, value in state.items():
         stem, _, kind = key.rpartition(".")
         if stem in whole:
@@ -166,6 +177,8 @@ def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[
             elif part == "self_attn.q_proj":
                 three = [state[f"{beside}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
                 new[f"{at}.attention.mixer.qkv.{kind}"] = pack_qkv(three, "separate", heads, kv_heads)
+            elif part in ("self_attn.q_norm", "self_attn.k_norm"):
+                new[f"{at}.attention.mixer.qk_norm.{part.removeprefix('self_attn.')[0]}_{kind}"] = value
             elif part == "mlp.gate_proj":
                 new[f"{at}.feedforward.mixer.up.{kind}"] = torch.cat((value, state[f"{beside}.mlp.up_proj.{kind}"]))
     return new
@@ -204,11 +217,24 @@ def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
     kind = rotary.get("rope_type", "default")
     unlike = [] if kind == "default" else [f"rope_type={kind!r}"]
     unlike += [] if config.hidden_act == "silu" else [f"hidden_act={config.hidden_act!r}"]
-    unlike += ["biases of one kind alone"] if config.attention_bias != config.mlp_bias else []
+    unlike += (
+        ["sliding windows of some layers"] if "sliding_attention" in (getattr(config, "layer_types", 0) or ()) else []
+    )
     if unlike:
         raise ValueError(f"no layer here has {', '.join(unlike)}")
     base = rotary.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
     heads, shared = config.num_attention_heads, config.num_key_value_heads
+    family = config.model_type
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    turned = int(size * (rotary.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1))
+    norm, how = functools.partial(ops.RMSNorm, eps=config.rms_norm_eps), dict[str, Any]()
+    if family in ("qwen3", "olmo2"):
+        how["qk_norm"] = functools.partial(ops.QKNorm, eps=config.rms_norm_eps, full_width=family == "olmo2")
+    if family == "olmo2":
+        how |= {"pre_norm": None, "branch_norm": True}
+    if family in ("mistral", "phi3"):
+        how["window"] = config.sliding_window
     made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["embedding"] = ops.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, **made)
@@ -220,15 +246,20 @@ def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
         head_dim=getattr(config, "head_dim", None),
         hidden_dim=config.intermediate_size,
         activation=ops.SwiGLU,
-        norm=functools.partial(ops.RMSNorm, eps=config.rms_norm_eps),
-        bias=config.mlp_bias,
-        rotary=functools.partial(ops.RotaryEmbedding, style="half", base=base),
+        norm=norm,
+        bias=bool(getattr(config, "mlp_bias", False)),
+        qkv_bias=attention_bias or family == "qwen2",
+        out_bias=attention_bias,
+        rotary=functools.partial(
+            ops.RotaryEmbedding, style="half", base=base, rotary_dim=None if turned == size else turned
+        ),
         causal=True,
+        dropout=config.resid_pdrop if family == "phi3" else 0.0,
         attention_dropout=config.attention_dropout,
+        **how,
         **made,
     )
     parts["head"] = ops.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    angles = float(base) ** (torch.arange(0, size, 2, dtype=torch.float64) / -size)
+    angles = float(base) ** (torch.arange(0, turned, 2, dtype=torch.float64) / -turned)
     buffers = {f"model.rotary_emb.{name}": angles for name in ("inv_freq", "original_inv_freq")}
     return Sequential(parts), functools.partial(llama_state, heads=heads, kv_heads=shared), buffers

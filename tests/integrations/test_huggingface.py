@@ -1,4 +1,4 @@
-"""GPT-2 and Llama beside Hugging Face's own, from small random configurations."""
+"""GPT-2, Llama and its relatives beside Hugging Face's own, from small random configurations."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def gpt2(**changed: Any) -> nn.Module:
     return randomized(transformers.GPT2LMHeadModel(config))
 
 
-def llama(**changed: Any) -> nn.Module:
-    config = transformers.LlamaConfig(
+def llama(family: str = "Llama", **changed: Any) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(
         **{
             "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
             "num_hidden_layers": 3, "tie_word_embeddings": False, **SIZES, **changed,
         }
     )  # fmt: skip
-    return randomized(transformers.LlamaForCausalLM(config))
+    return randomized(getattr(transformers, f"{family}ForCausalLM")(config))
 
 
 def randomized(model: nn.Module) -> nn.Module:
@@ -45,12 +45,21 @@ def randomized(model: nn.Module) -> nn.Module:
     return model
 
 
-CONVERT = {"gpt2": gpt2_state, "llama": functools.partial(llama_state, heads=4, kv_heads=2)}
+LIKE_LLAMA = functools.partial(llama_state, heads=4, kv_heads=2)
+CONVERT = {"gpt2": gpt2_state, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2"), LIKE_LLAMA)}
 MODELS = {
     "gpt2": gpt2,
     "llama": llama,
     "llama, tied, wide heads": lambda: llama(tie_word_embeddings=True, head_dim=12),
     "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True, rope_theta=500.0),
+    "llama, biases of attention": lambda: llama(attention_bias=True),
+    "mistral": lambda: llama("Mistral", sliding_window=5),
+    "mistral, all keys": lambda: llama("Mistral", sliding_window=None, head_dim=12),
+    "qwen2": lambda: llama("Qwen2"),
+    "qwen3": lambda: llama("Qwen3", head_dim=12, rms_norm_eps=1e-3),
+    "phi3": lambda: llama("Phi3", resid_pdrop=0.0, pad_token_id=0, sliding_window=7),
+    "phi3, part of a head": lambda: llama("Phi3", resid_pdrop=0.0, pad_token_id=0, partial_rotary_factor=0.5),
+    "olmo2": lambda: llama("Olmo2", rms_norm_eps=1e-3),
 }
 
 
@@ -102,7 +111,35 @@ def test_left_padded_prompts_are_refused_where_the_configuration_says_what_pads(
     generate(from_huggingface(make(pad_token_id=1).eval()), torch.ones_like(x), 2)  # a prompt begins with the same one
 
 
+ALTERED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Mistral": ("model.layers.1.mlp.act_fn", {"forward": torch.relu}, "act_fn has a forward of its own"),
+    "Qwen2": ("model.layers.1.self_attn", {"scaling": 1.0}, "self_attn has scaling=1.0"),
+    "Qwen3": ("model.layers.2.self_attn.q_norm", {"variance_epsilon": 0.1}, "q_norm has variance_epsilon=0.1"),
+    "Phi3": ("model.layers.0.resid_mlp_dropout", {"p": 0.5}, "resid_mlp_dropout has p=0.5"),
+    "Olmo2": ("model.layers.0.post_feedforward_layernorm", {"variance_epsilon": 0.1}, "has variance_epsilon=0.1"),
+}
+
+
+@pytest.mark.parametrize("family", ALTERED)
+def test_a_relative_of_llama_that_was_altered_is_refused(family: str):
+    path, attributes, says = ALTERED[family]
+    model = llama(family, pad_token_id=0)
+    vars(model.get_submodule(path)).update(attributes)
+    with pytest.raises(ValueError, match=says):
+        from_huggingface(model)
+
+
+def test_generates_what_a_relative_of_llama_generates():
+    theirs = llama("Qwen2", pad_token_id=0).eval()
+    x = torch.tensor([[5, 6, 7, 8]])
+    y = generate(from_huggingface(theirs), x, 6)
+    wanted = theirs.generate(x, max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(y[:, : wanted.shape[1]], wanted)
+
+
 def test_what_has_no_layer_is_refused():
+    with pytest.raises(ValueError, match="sliding windows of some layers"):
+        from_huggingface(llama("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1))
     with pytest.raises(TypeError, match="no model here stands for Linear"):
         from_huggingface(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="activation_function='relu'"):
