@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fuser import interpret
 from seqfuse.fuser.dtypes import under_autocast
+from seqfuse.fuser.fake import recorded
 from seqfuse.fuser.flatten import flatten
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -77,3 +80,62 @@ def test_every_operation_says_what_autocast_makes_of_its_result(kind: type[sf.Un
         y = y[0] if example.outputs else y
         assert borders[-1].given is y.dtype, f"{dtype}: {borders[-1].given}, in torch {y.dtype}"
     assert compared >= 2 or (device == "cuda" and kind.__name__ in WITHOUT_FAKES)
+
+
+def perceptron(norm: type[nn.Module], act: sf.UnfusedOperation) -> sf.Sequential:
+    width = 16 if isinstance(act, sf.Gated) else 32
+    blocks = [ops.Residual(norm(16), ops.Linear(16, 32), act, ops.Linear(width, 16)) for _ in range(2)]
+    return sf.Sequential(*blocks, norm(16), act, ops.Linear(16 if width > 16 else 8, 4))
+
+
+def forward_and_backward(model: Any, env: sf.Env, x: torch.Tensor, enabled: bool) -> tuple[Any, dict[Any, Any]]:
+    """Run a plan for an accelerator; dtype and shape of y, of all that operations save, and of every gradient."""
+    fuser = model._fuser
+    op_list = fuser.op_list()
+    (region,) = op_list.parts
+    parameters = [getattr(owner, name) for owner, name in region.slots]
+    with sf.fusing(enabled, on_error="raise"):
+        plan = fuser.plan(env=env)
+        program = fuser.bind(op_list, region, x, {}, parameters, (*recorded(), nn.Parameter), plan=plan)
+    runs, channels, gradients = list[Any](), dict[str, Any](), dict[str, Any]()
+    with torch.no_grad():
+        for segment, _ in program.segments:
+            runs.append(interpret.forward(segment, x, channels, None))
+            x = runs[-1].y
+        found: dict[Any, Any] = {"y": x}
+        dy: Any = torch.empty_like(x)
+        for (segment, indices), run in zip(reversed(program.segments), reversed(runs), strict=True):
+            for record, tokens in run.kept:
+                fields = zip(record.kept, tokens, strict=True)
+                found |= {(record.position, f): run.tensors[t] for f, t in fields if isinstance(t, int)}
+            dy, sums = interpret.backward(segment, run.kept, run.tensors, run.like, (), dy, gradients)
+            found |= {region.slots[i]: g.to(parameters[i].dtype) for i, g in zip(indices, sums, strict=True)}
+    return plan, {key: (t.dtype, tuple(t.shape)) for key, t in found.items()}
+
+
+@pytest.mark.parametrize("unmeasured", [False, True], ids=["", "unmeasured"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("norm", "act"),
+    [
+        (ops.LayerNorm, ops.GeLU()), (ops.LayerNorm, ops.ReLU()), (ops.LayerNorm, ops.SquaredReLU()),
+        (ops.RMSNorm, ops.SwiGLU()), (ops.RMSNorm, sf.Gated(ops.SquaredReLU())),
+    ],
+    ids=lambda of: of.__name__ if isinstance(of, type) else type(getattr(of, "activation", of)).__name__,
+)  # fmt: skip
+def test_on_an_accelerator_all_that_is_saved_has_the_dtype_that_operations_give_it(
+    norm: Any, act: Any, dtype: torch.dtype, unmeasured: bool
+):
+    model = perceptron(norm, act)
+    with FakeTensorMode(), autocast("cuda", torch.bfloat16), sf.fusing(unmeasured=unmeasured):
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                module._parameters[name] = None if p is None else nn.Parameter(torch.empty(p.shape, device="cuda"))
+        x = torch.empty(32, 16, device="cuda", dtype=dtype)
+        env = sf.Env.of("cuda:sm_90", dtype=dtype, autocast=torch.bfloat16, rows=32)
+        plan, fused = forward_and_backward(model, env, x, True)
+        _, unfused = forward_and_backward(model, env, x, False)
+    assert sum(step.fused and step.operation.triton for step in (*plan.forward, *plan.backward)) >= 4
+    alike = {key for key in fused if key in unfused}
+    assert len(alike) >= 20
+    assert {key: fused[key] for key in alike} == {key: unfused[key] for key in alike}
