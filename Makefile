@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-machines test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu first-hour rehearsal report kernels clean
+.PHONY: help demo test test-full test-machines test-seeds test-versions versions test-gpu check format format-check lint types docs bench bench-gpu first-hour rehearsal warm-cache report kernels clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ test-gpu:  ## run what a GPU can run of the tests, at real sizes; needs pytest a
 
 first-hour:  ## everything a GPU settles, in three calls of ten minutes; ARGS=1 is the first of them
 	PYTHON=$(GPU_PYTHON) benchmarks/on_gpu.sh $(ARGS)
+
+warm-cache: $(VENV)/.has-bench  ## compile the kernels of the GPU's rows for sm_90 and pack them, to travel with the tree
+	$(BIN)/python benchmarks/warm_cache.py pack $(ARGS)
 
 rehearsal: $(VENV)/.has-test  ## run these calls here, tiny, with rows planted to hang and to crash
 	$(BIN)/python benchmarks/first_hour.py --rehearse --limit 200

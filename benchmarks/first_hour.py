@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import warm_cache
 from record import RESULTS, ROOT, about
 
 HERE = Path(__file__).resolve().parent
@@ -72,9 +73,11 @@ class Call:
 
 
 def environment(rehearsal: bool) -> dict[str, str]:
-    """Of every process."""
+    """Of every process: kernels that came packed are found."""
     found = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     found |= {"SEQFUSE_TUNE": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    if warm_cache.PACK.exists() and not rehearsal:
+        found["TRITON_CACHE_DIR"] = str(warm_cache.FOLDER)
     if rehearsal:
         found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     return found
@@ -92,7 +95,8 @@ def facts(call: Call) -> str:
         "'cuda': torch.version.cuda, 'cudnn': torch.backends.cudnn.version(), "
         "'device': torch.cuda.get_device_name() if torch.cuda.is_available() else None}))"
     )
-    return call.run([sys.executable, "-c", code], 60, "facts.log")
+    packed = call.run(python("warm_cache.py", "unpack"), 60, "facts.log")
+    return f"{call.run([sys.executable, '-c', code], 60, 'facts.log')}; warm cache: {packed}"
 
 
 def smoke(call: Call) -> str:
@@ -247,6 +251,8 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         os.environ["OUT"], before = str(out), os.environ.get("OUT")
         call = Call(out, time.time() + (arguments.limit or seconds), arguments.rehearse)
+        if name != "1" and not arguments.rehearse:
+            call.run(python("warm_cache.py", "unpack"), 60, "unpack.log")
         work(call)
         if before is None:
             del os.environ["OUT"]

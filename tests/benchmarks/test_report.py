@@ -125,8 +125,8 @@ def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
 
 
 NOT_TIMED = {
-    "format", "clean", "report", "versions", "bench-gpu", "test-gpu", "first-hour", "rehearsal", "test-machines",
-    "test-seeds", "test-versions",
+    "format", "clean", "report", "versions", "bench-gpu", "test-gpu", "first-hour", "rehearsal", "warm-cache",
+    "test-machines", "test-seeds", "test-versions",
 }  # fmt: skip
 
 

@@ -1,0 +1,143 @@
+"""A warm compile cache for a GPU that is not here: every kernel of the benchmark's rows, compiled for sm_90 and packed.
+
+    python benchmarks/warm_cache.py pack      # with the Triton of the machine that it is for; minutes
+    python benchmarks/warm_cache.py unpack    # there, before anything runs
+
+Rows run on tensors without memory; what they launch goes through Triton's own path, with the stub driver of the test
+kit in the place of a GPU, so that a launch there finds it. Only what is loaded is packed, a few MB. Triton keeps the
+path of its cache in the files, so it is the same on both sides; where its version differs, kernels are compiled anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["SEQFUSE_TUNE"] = "0"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from record import ROOT
+
+FOLDER = Path("/tmp/seqfuse-warm-cache")
+PACK = ROOT / "benchmarks" / "warm_cache.tar.xz"
+TINY = ("bfloat16", "float16", "float32")
+
+
+def key() -> dict[str, str]:
+    """What has to be the same on both sides."""
+    import triton
+    from triton.runtime.cache import triton_key
+
+    return {"triton": triton.__version__, "key": triton_key(), "python": ".".join(map(str, sys.version_info[:2]))}
+
+
+def fill(only: str, budget: float) -> tuple[int, int]:
+    """Compile what rows launch; how many kernels, and how many of them failed."""
+    from compile_rows import launches
+    from gpu import rows, sizes
+
+    from seqfuse.testing.stub_driver import stub_driver
+
+    until, failed, seen = time.time() + budget, 0, set[str]()
+    with stub_driver(checks=False) as stub:
+        for key, launch in launches(only):
+            if time.time() > until:
+                break
+            name = f"{launch.kernel.__name__} {launch.num_warps} {launch.constexprs} {_classes(launch.args)}"
+            if name in seen:
+                continue
+            seen.add(name)
+            try:
+                options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
+                launch.kernel.run(
+                    *_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **launch.constexprs, **options
+                )
+            except Exception as error:
+                failed += 1
+                print(f"{key}: {launch.kernel.__name__}: {type(error).__name__}: {error}", flush=True)
+        for dtype in TINY:
+            for case in rows.cases(sizes.tiny(getattr(torch, dtype))):
+                if case.group == "host" or "tuned" in case.group or not re.search(only, case.key):
+                    continue
+                if time.time() > until:
+                    break
+                try:
+                    case.contenders["seqfuse"].prepare(case.make(case.rows, 1))()
+                except Exception as error:
+                    failed += 1
+                    print(f"{case.key} {dtype}: {type(error).__name__}: {error}", flush=True)
+        return len(stub.compiled), failed
+
+
+def _stand_ins(args: tuple[Any, ...]) -> list[Any]:
+    """Arguments as Triton takes them to compile: a dtype and an aligned address stand for a tensor."""
+    from triton.runtime.jit import MockTensor
+
+    def of(arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return MockTensor(arg.dtype)
+        return tuple(of(one) for one in arg) if isinstance(arg, tuple) else arg
+
+    return [of(arg) for arg in args]
+
+
+def _classes(args: tuple[Any, ...]) -> Any:
+    def of(arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return arg.dtype
+        if isinstance(arg, int):
+            return "one" if arg == 1 else (arg % 16 == 0, arg.bit_length() > 31)
+        return tuple(of(one) for one in arg) if isinstance(arg, tuple) else type(arg)
+
+    return of(args)
+
+
+def pack(only: str, budget: float) -> int:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    os.environ["TRITON_CACHE_DIR"] = str(FOLDER)
+    count, failed = fill(only, budget)
+    files = [file for file in sorted(FOLDER.rglob("*")) if file.suffix in (".cubin", ".json")]
+    (FOLDER / "key.json").write_text(json.dumps(key()) + "\n")
+    with tarfile.open(PACK, "w:xz") as tar:
+        for file in [FOLDER / "key.json", *files]:
+            tar.add(file, file.relative_to(FOLDER))
+    size = PACK.stat().st_size / 2**20
+    print(f"{PACK}: {count} kernels, {failed} failed, {len(files)} files, {size:.1f} MiB")
+    return 1 if failed or not count else 0
+
+
+def unpack() -> int:
+    """Put the pack where it was made, and say whether it fits; exit status 1 where it does not."""
+    if not PACK.exists():
+        print("there is no pack: kernels are compiled as they come")
+        return 1
+    FOLDER.mkdir(mode=0o700, exist_ok=True)
+    with tarfile.open(PACK) as tar:
+        tar.extractall(FOLDER, filter="data")
+    packed, here = json.loads((FOLDER / "key.json").read_text()), key()
+    fits = packed == here
+    print(f"export TRITON_CACHE_DIR={FOLDER}" if fits else f"packed for {packed}, this is {here}: compiled again")
+    return 0 if fits else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("what", choices=["pack", "unpack"])
+    parser.add_argument("--only", default="", help="a regular expression that a row's key contains")
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds to compile in")
+    arguments = parser.parse_args()
+    return pack(arguments.only, arguments.budget) if arguments.what == "pack" else unpack()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

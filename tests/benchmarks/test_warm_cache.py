@@ -1,0 +1,40 @@
+"""What was packed without a GPU is what a launch there looks for."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import compile_rows
+import pytest
+import torch
+import warm_cache
+from gpu import rows
+from gpu.launched import of_row
+from gpu.sizes import tiny
+
+pytest.importorskip("triton")
+
+from seqfuse.testing.stub_driver import stub_driver
+
+
+def test_a_launch_finds_the_kernel_that_was_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warm_cache, "FOLDER", tmp_path / "cache")
+    monkeypatch.setattr(warm_cache, "PACK", tmp_path / "pack.tar.xz")
+    monkeypatch.setattr(warm_cache, "TINY", ())
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    assert warm_cache.unpack() == 1
+    (case,) = [case for case in rows.cases(tiny(torch.bfloat16)) if case.key == "activation forward: silu 16 x 24"]
+    monkeypatch.setattr(compile_rows, "launches", lambda only: [(case.key, one) for one in of_row(case)] * 2)
+    assert warm_cache.pack("", 60) == 0
+    assert "1 kernels, 0 failed, 3 files" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "cache")
+    assert warm_cache.unpack() == 0
+    with stub_driver() as stub:
+        case.contenders["seqfuse"].prepare(case.make(case.rows, 1))()
+    assert (stub.compiled, stub.loaded) == ([], ["_chain_kernel"])
+    monkeypatch.setattr(warm_cache, "key", lambda: {"triton": "another"})
+    assert warm_cache.unpack() == 1
+    assert "compiled again" in capsys.readouterr().out
