@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import nn as layers
 from seqfuse import ops
-from seqfuse.testing import seeded_randn
+from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
 
@@ -65,3 +66,29 @@ def test_a_layer_gives_what_its_operations_give(make: Any, half: torch.dtype, de
         return (*runs, passes(exact, drawn.double(), None, False))
 
     judge_together(measure, 0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_gives_the_same_gradients(reentrant: bool, device: torch.device):
+    model, x = gpt(dropout=0.25).to(device), seeded_randn((2, 5, 16), 0).to(device)
+    found: list[list[Tensor]] = []
+    for saving in (False, True):
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16), sf.fusing(on_error="raise", unmeasured=True):
+            y: Any = checkpoint(model, leaf, use_reentrant=reentrant) if saving else model(leaf)
+        model.zero_grad(set_to_none=True)
+        y.square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+    assert_bitwise_equal(*found)
+
+
+def test_a_region_without_autocast_inside_one_and_calls_after_the_first(device: torch.device):
+    model, x = llama().to(device), seeded_randn((2, 5, 16), 0).to(device)
+    half = torch.bfloat16
+    off, on = passes(model, x, None, True), passes(model, x, half, True)
+    for _ in range(2):  # interpreted at first, then generated code
+        with torch.autocast(device.type, half):
+            assert_bitwise_equal(passes(model, x, None, True), off)
+        assert_bitwise_equal(passes(model, x, half, True), on)
+    assert not torch.equal(on["y"], off["y"])
