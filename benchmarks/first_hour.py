@@ -28,7 +28,7 @@ from record import RESULTS, ROOT, about
 HERE = Path(__file__).resolve().parent
 SMOKE_AT_A_TIME, SMOKE_SECONDS = 12, 40.0
 ROOMS = {
-    "norms": r"^(add \+ |dropout \+ add \+ )?norm ",
+    "norms": r"^(add \+ |dropout \+ add \+ )?norm",
     "products": r"^(Linear|dgrad) ",
     "pointwise": r"^(gated )?activation|^dact|^cross-entropy|^rope",
     "attention": r"^(attention (for|back)ward|decode)",

@@ -1,7 +1,9 @@
 """What `sf.tune` finds for the blocks of the main models on this GPU: every candidate's time, and that of what it
 replaces.
 
-Writes `tune.json` beside the other results, or into the folder that `OUT` names.
+Each layer is tuned by a process of its own, which is killed when it hangs. Writes `tune.json` beside the other results,
+or into the folder that `OUT` names, and beside it `measured.json`: the table that can come with the library, as
+`seqfuse/measured/<device>.json`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,40 +22,60 @@ os.environ["SEQFUSE_TUNE"] = "0"  # this run's own measurements alone
 import torch
 from record import RESULTS, about
 
-import seqfuse as sf
+MOST = 90.0
+"""Seconds for one layer."""
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on a CPU")
+    parser.add_argument("--layer", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    from gpu import blocks, sizes
+    from gpu import sizes
 
     chosen = sizes.tiny() if options.tiny else sizes.real()
-    until, rows = time.time() + options.budget, []
-    out = Path(os.environ.get("OUT") or RESULTS) / "tune.json"
+    out = Path(os.environ.get("OUT") or RESULTS)
+    if options.layer:
+        name, tokens = options.layer.rsplit(" ", 1)
+        (model,) = [model for model in chosen.models if model.name == name]
+        return child(model, int(tokens), chosen, options.budget, out)
+    from gpu.watch import GRACE, watched
+
+    (out / "tune.json").unlink(missing_ok=True)
+    until, bad = time.time() + options.budget, 0
     models = sorted(chosen.models, key=lambda model: model.name not in sizes.MAIN)
     for tokens in chosen.tokens[:2]:
         for model in models:
             left = until - time.time()
             if left > 0:
-                rows += tuned(blocks.Models("layer", blocks.spec_of(model), chosen), model, tokens, chosen, left)
-                out.write_text(json.dumps({"about": about(), "tune": rows}, indent=1) + "\n")
-    print(f"wrote {out}")
+                layer = ["--layer", f"{model.name} {tokens}", "--budget", str(min(left, MOST))]
+                command = [sys.executable, __file__, *layer, *(["--tiny"] if options.tiny else [])]
+                _, why = watched(command, time.time() + min(left, MOST) + 3 * GRACE)
+                bad += bool(why)
+                (out / "measured.json.seqfuse.lock").unlink(missing_ok=True)
+                print(f"{model.name}, {tokens} tokens: {why or 'done'}", flush=True)
+    return 1 if bad else 0
 
 
-def tuned(models: Any, model: Any, tokens: int, sizes: Any, budget: float) -> list[dict[str, Any]]:
-    """The rows of one layer."""
-    from gpu.blocks import drawn
+def child(model: Any, tokens: int, chosen: Any, budget: float, out: Path) -> int:
+    """Tune one layer, and add what was found to the files."""
+    from gpu import blocks
 
-    x = drawn(sizes, model, "x")(tokens, 0)["x"].requires_grad_()
-    report = sf.tune(models.ours, x, budget=budget, progress=False)
+    import seqfuse as sf
+
+    models: Any = blocks.Models("layer", blocks.spec_of(model), chosen)
+    x = blocks.drawn(chosen, model, "x")(tokens, 0)["x"].requires_grad_()
+    report = sf.tune(models.ours, x, budget=budget, progress=False, file=out / "measured.json")
     print(f"{model.name}, {tokens} tokens\n{report}\n", flush=True)
     with torch.no_grad():
         models.ours(x)  # whatever was chosen runs
-    return [{"model": model.name, "tokens": tokens, **dataclasses.asdict(row)} for row in report.rows]
+    file = out / "tune.json"
+    rows: list[Any] = json.loads(file.read_text())["tune"] if file.exists() else []
+    rows += [{"model": model.name, "tokens": tokens, **dataclasses.asdict(row)} for row in report.rows]
+    file.write_text(json.dumps({"about": about(), "tune": rows}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
