@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from ..fuser.budget import Mode
 from ..fuser.sequential import Fusions
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def convert(
     then: Literal["inductor"] | None = None,
     fusions: Fusions | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    memory: Mode = "save",
 ) -> Conversion:
     """Run a model's chains of known operations through fused plans, in place.
 
@@ -41,6 +43,8 @@ def convert(
         then: what runs the rest: `None`, as before, or `"inductor"`.
         fusions: the fusion set; the default one if left out.
         filter_fn: says of a module and its path, as `named_modules` has them, whether its own calls may be converted.
+        memory: what the chains save for the backward pass, at the price of time, as of a `Sequential`: `"save"`, what
+            makes it fastest, `"balanced"` or `"lean"`.
 
     Returns:
         The conversion: `print` it after a call, `undo()` ends it.
@@ -50,7 +54,7 @@ def convert(
     """
     from .capture import start  # here, because what it needs of torch takes long to import
 
-    return start(model, regions, then, fusions, filter_fn)
+    return start(model, regions, then, fusions, filter_fn, memory)
 
 
 def __getattr__(name: str) -> Any:

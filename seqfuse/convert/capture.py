@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import InputError
+from ..fuser.budget import MODES, Mode
 from ..fuser.sequential import Fusions
 from .report import GraphReport, text_of
 from .rewriting import Options, rewrite
@@ -135,6 +136,7 @@ def start(
     then: Literal["inductor"] | None,
     fusions: Fusions | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
+    memory: Mode,
 ) -> Conversion:
     """`convert`, whose arguments these are."""
     wrong: dict[str, Any] = {"code": "SF106", "operation": "convert"}
@@ -143,6 +145,8 @@ def start(
     if regions not in ("model", "layers"):
         raise InputError(f'regions must be "model" or "layers", got {regions!r}', **wrong)
     _check_then(then)
+    if memory not in MODES:
+        raise InputError(f"memory must be one of {', '.join(MODES)}, got {memory!r}", **wrong)
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if getattr(_call_impl(module), "func", None) is _guarded:
             name = name or type(model).__name__
@@ -162,7 +166,7 @@ def start(
             return True
         return filter_fn(module, path)
 
-    return Conversion(model, places, Backend(Options(fusions, allowed), then))
+    return Conversion(model, places, Backend(Options(fusions, allowed, memory), then))
 
 
 def _check_then(then: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
+from ..fuser.budget import Mode
 from ..fuser.plan import Plan
 from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
@@ -28,7 +29,7 @@ class Region(nn.Module):
     gathered). They are let go after the call.
     """
 
-    def __init__(self, order: Order, fusions: Fusions | None) -> None:
+    def __init__(self, order: Order, fusions: Fusions | None, memory: Mode) -> None:
         super().__init__()
         self.order = order
         self.dtypes: list[torch.dtype] = []
@@ -36,7 +37,7 @@ class Region(nn.Module):
         self.device = "cpu" if e is None else e.device.type
         # In a tuple, so that it is no submodule: its parameters are on `meta`.
         self._model = (Sequential(*order.operations),)
-        self._fuser = Fuser(self.model, Sequential.default_fusions if fusions is None else fusions)
+        self._fuser = Fuser(self.model, Sequential.default_fusions if fusions is None else fusions, memory=memory)
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
         self.given: list[Given] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule, Node
 
+from ..fuser.budget import Mode
 from ..fuser.sequential import Fusions
 from . import attention, linears, norms, pointwise, products
 from .chains import Chain, chains_of, needed, order_of
@@ -36,10 +37,12 @@ class Options:
     Attributes:
         fusions: the fusion set of the regions; the default one if `None`.
         allowed: says by the path of a module whether its calls may be converted.
+        memory: what chains save for the backward pass.
     """
 
     fusions: Fusions | None = None
     allowed: Callable[[str], bool] = lambda path: True
+    memory: Mode = "save"
 
 
 def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[GraphReport]:
@@ -100,7 +103,7 @@ def _regions(
             begins.update(order.apart)
             if order.apart or left:
                 continue
-            region = Region(order, options.fusions)
+            region = Region(order, options.fusions, options.memory)
             reason = why_not(region, chain)
             left += [(r, reason) for r in chain.members if reason is not None]
             found.append((chain, region))

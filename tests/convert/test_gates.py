@@ -1,0 +1,103 @@
+"""What a conversion has to reach: bytes saved beside eager torch, steps under autocast, reasons for what is left."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+
+from .families import FAMILIES, randomized, tensor_of, transformers
+
+_SIZES = {"vocab_size": 32, "num_attention_heads": 4, "hidden_size": 64, "use_cache": False, "pad_token_id": 0}
+
+
+def llama(layers: int) -> nn.Module:
+    config = transformers.LlamaConfig(
+        intermediate_size=224, num_hidden_layers=layers, num_key_value_heads=2, bos_token_id=1, eos_token_id=2, **_SIZES
+    )
+    return transformers.LlamaModel(config)
+
+
+def gpt2(layers: int) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=layers, n_head=4, vocab_size=32, n_positions=128, use_cache=False, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.GPT2Model(config)
+
+
+def bert(layers: int) -> nn.Module:
+    config = transformers.BertConfig(
+        intermediate_size=256, num_hidden_layers=layers, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        **_SIZES,
+    )  # fmt: skip
+    return transformers.BertModel(config, add_pooling_layer=False)
+
+
+TOKENS = torch.arange(128).reshape(2, 64) % 32
+
+
+def bytes_saved(model: nn.Module) -> int:
+    """Storages that the graph of a call holds for its backward pass, each once, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(input_ids=TOKENS)
+    total = sum(found.values())
+    del out
+    return total
+
+
+@pytest.mark.parametrize(("build", "most"), [(llama, 0.70), (gpt2, 0.80), (bert, 0.77)], ids=["llama", "gpt2", "bert"])
+def test_a_converted_layer_that_is_to_be_lean_saves_at_most_a_part_of_what_eager_torch_saves(
+    build: Callable[[int], nn.Module], most: float
+):
+    totals: list[list[int]] = []
+    for layers in (1, 2):
+        model = build(layers).train()
+        converted = copy.deepcopy(model)
+        sf.convert(converted, memory="lean")
+        converted(input_ids=TOKENS)
+        totals.append([bytes_saved(model), bytes_saved(converted)])
+    eager, own = (second - first for first, second in zip(*totals, strict=True))
+    assert own <= most * eager
+
+
+def steps(model: nn.Module, inputs: dict[str, Any]) -> list[list[str]]:
+    conversion = sf.convert(model)
+    tensor_of(model(**inputs)).float().sum().backward()
+    found = [
+        [step.name for step in cover]
+        for graph in conversion.graphs
+        for region in graph.regions
+        for plan in [region.plan]
+        if plan is not None
+        for cover in (plan.forward, plan.backward)
+    ]
+    assert [left for graph in conversion.graphs for left in graph.left] == []
+    conversion.undo()
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_under_autocast_a_converted_model_has_the_steps_of_the_model_in_16_bits(name: str):
+    family = FAMILIES[name]
+    model = randomized(family.build()).train()
+    low = copy.deepcopy(model).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = steps(model, family.inputs())
+    assert mixed == steps(low, family.inputs())
+    assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
