@@ -29,8 +29,8 @@ _ASIDE = (
 )  # fmt: skip
 
 
-def from_huggingface(model: nn.Module) -> Sequential:
-    """A model of tokens to logits with the weights of a decoder of Hugging Face, copied.
+def from_huggingface(model: nn.Module, *, share: bool = False) -> Sequential:
+    """A model of tokens to logits with the weights of a decoder of Hugging Face, copied or shared.
 
     Of `GPT2LMHeadModel`, `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`,
     `Phi3ForCausalLM` and `Olmo2ForCausalLM`.
@@ -45,6 +45,12 @@ def from_huggingface(model: nn.Module) -> Sequential:
     instance, parametrizations, attributes and buffers that the configuration does not say, weights tied or untied by
     hand, parts in another mode, dtype or device are refused.
 
+    Args:
+        model: the model.
+        share: whether the parameters are those of the model itself, in layers with a weight for each of queries, keys,
+            values, gate and up: nothing is copied, and what trains one trains the other. Not of GPT-2, whose weights
+            lie otherwise. By default they are copied, and packed.
+
     Raises:
         TypeError: for a model of another class.
         ValueError: for a configuration that no layer here has, or a model that was altered, naming what differs.
@@ -56,16 +62,21 @@ def from_huggingface(model: nn.Module) -> Sequential:
         known = ", ".join(made)
         raise TypeError(f"no model here stands for {kind.__name__} of {kind.__module__}; there are those of {known}")
     config: Any = model.config
-    mine, convert, buffers = made[kind.__name__](config, next(model.parameters()))
+    if share and kind.__name__ not in like_llama:
+        raise ValueError(f"the weights of {kind.__name__} lie otherwise than those of layers here: they are not shared")
+    mine, convert, buffers = made[kind.__name__](config, next(model.parameters()), share)
     _check_functions(kind, config)
     fresh = _fresh(kind, config)
     check_unaltered(model, fresh, buffers=buffers, aside=_ASIDE)
     _check_parameters(model, fresh)
-    mine.load_state_dict(convert(model.state_dict()), strict=True)
-    if config.tie_word_embeddings:
-        head: Any = mine.head
-        head.weight = mine.embedding.weight
-    _freeze(mine, model, convert)
+    if share:
+        _share(mine, convert(dict(model.named_parameters(remove_duplicate=False))))
+    else:
+        mine.load_state_dict(convert(model.state_dict()), strict=True)
+        if config.tie_word_embeddings:
+            head: Any = mine.head
+            head.weight = mine.embedding.weight
+        _freeze(mine, model, convert)
     mine.pad_token_id = None if config.pad_token_id == config.bos_token_id else config.pad_token_id
     return mine.train(model.training)
 
@@ -110,6 +121,16 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
+def _share(mine: nn.Module, parameters: Mapping[str, Any]) -> None:
+    """Put a model's own parameters in place of all of these."""
+    wanted = {name for name, _ in mine.named_parameters(remove_duplicate=False)}
+    if left := wanted ^ parameters.keys():
+        raise ValueError(f"parameters without a place, or places without one: {sorted(left)}")
+    for name, parameter in parameters.items():
+        path, _, own = name.rpartition(".")
+        setattr(mine.get_submodule(path), own, parameter)
+
+
 def _freeze(mine: nn.Module, its: nn.Module, convert: Any) -> None:
     """Let a parameter want a gradient where those that it was made of do."""
 
@@ -150,11 +171,15 @@ def gpt2_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return new
 
 
-def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[str, Tensor]:
+def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int, *, share: bool = False) -> dict[str, Tensor]:
     """The state of a `LlamaForCausalLM` or one like it, or gradients by its names, under those of `from_huggingface`.
 
-    Queries, keys and values are packed, and so are gate and up.
+    Queries, keys and values are packed, and so are gate and up, where they are not shared.
     """
+    merged = {
+        **{f"self_attn.{name}_proj": ("attention.mixer.qkv", i) for i, name in enumerate("qkv")},
+        **{f"mlp.{name}_proj": ("feedforward.mixer.up", i) for i, name in enumerate(("gate", "up"))},
+    }
     new: dict[str, Tensor] = {}
     whole = {"model.embed_tokens": "embedding", "model.norm": "layers.norm", "lm_head": "head"}
     alike = {
@@ -174,6 +199,8 @@ def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[
             at, beside = f"layers.{index}", f"model.layers.{index}"
             if part in alike:
                 new[f"{at}.{alike[part]}.{kind}"] = value
+            elif share and part in merged:
+                new[f"{at}.{merged[part][0]}.{kind}_{merged[part][1]}"] = value
             elif part == "self_attn.q_proj":
                 three = [state[f"{beside}.self_attn.{name}_proj.{kind}"] for name in "qkv"]
                 new[f"{at}.attention.mixer.qkv.{kind}"] = pack_qkv(three, "separate", heads, kv_heads)
@@ -184,7 +211,7 @@ def llama_state(state: Mapping[str, Tensor], heads: int, kv_heads: int) -> dict[
     return new
 
 
-def _gpt2(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+def _gpt2(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, Tensor]]:
     unlike = [name for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention") if getattr(config, name)]
     unlike += [] if config.scale_attn_weights else ["scale_attn_weights=False"]
     unlike += [] if config.activation_function in _GELUS else [f"activation_function={config.activation_function!r}"]
@@ -212,13 +239,15 @@ def _gpt2(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
     return Sequential(parts), gpt2_state, {}
 
 
-def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+def _llama(config: Any, like: Tensor, share: bool) -> tuple[Any, Any, dict[str, Tensor]]:
     rotary: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rotary.get("rope_type", "default")
     unlike = [] if kind == "default" else [f"rope_type={kind!r}"]
     unlike += [] if config.hidden_act == "silu" else [f"hidden_act={config.hidden_act!r}"]
     unlike += (
-        ["sliding windows of some layers"] if "sliding_attention" in (getattr(config, "layer_types", 0) or ()) else []
+        ["sliding windows of some layers"]
+        if "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        else []
     )
     if unlike:
         raise ValueError(f"no layer here has {', '.join(unlike)}")
@@ -235,7 +264,7 @@ def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
         how |= {"pre_norm": None, "branch_norm": True}
     if family in ("mistral", "phi3"):
         how["window"] = config.sliding_window
-    made: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    made: dict[str, Any] = {"device": "meta" if share else like.device, "dtype": like.dtype}
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["embedding"] = ops.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, **made)
     parts["layers"] = TransformerStack(
@@ -250,6 +279,7 @@ def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
         bias=bool(getattr(config, "mlp_bias", False)),
         qkv_bias=attention_bias or family == "qwen2",
         out_bias=attention_bias,
+        merged=share and family != "phi3",
         rotary=functools.partial(
             ops.RotaryEmbedding, style="half", base=base, rotary_dim=None if turned == size else turned
         ),
@@ -262,4 +292,4 @@ def _llama(config: Any, like: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
     parts["head"] = ops.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
     angles = float(base) ** (torch.arange(0, turned, 2, dtype=torch.float64) / -turned)
     buffers = {f"model.rotary_emb.{name}": angles for name in ("inv_freq", "original_inv_freq")}
-    return Sequential(parts), functools.partial(llama_state, heads=heads, kv_heads=shared), buffers
+    return Sequential(parts), functools.partial(llama_state, heads=heads, kv_heads=shared, share=share), buffers

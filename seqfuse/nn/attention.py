@@ -30,6 +30,7 @@ class MultiHeadAttention(Sequential):
         head_dim: size of a head; `embed_dim / heads` by default.
         bias: whether the first product has a bias.
         out_bias: whether the last one has; as `bias` by default.
+        merged: whether queries, keys and values have a weight each, in an `ops.MergedLinear`, else one packed weight.
         qk_norm: whether queries and keys are normalized head by head, or what makes another `ops.QKNorm` of
             `(head_dim, heads, kv_heads)`, as `functools.partial(ops.QKNorm, eps=1e-5, zero_centered=True)` does.
         rotary: makes the `ops.RotaryEmbedding` of `(heads, kv_heads)`, as
@@ -43,7 +44,7 @@ class MultiHeadAttention(Sequential):
 
     Raises:
         InputError: (SF101) for `heads` or `kv_heads` that the processes do not divide: a key head is not held twice;
-            (SF106) for a QKNorm of all heads together that they would divide.
+            (SF106) for a QKNorm of all heads together, or merged weights, that they would divide.
         ValueError: where `heads` does not divide `embed_dim` and no `head_dim` is given.
     """
 
@@ -58,6 +59,7 @@ class MultiHeadAttention(Sequential):
         head_dim: int | None = None,
         bias: bool = True,
         out_bias: bool | None = None,
+        merged: bool = False,
         qk_norm: bool | Callable[..., ops.QKNorm] = False,
         rotary: Callable[[int, int], ops.RotaryEmbedding] | None = None,
         group: Any = None,
@@ -77,7 +79,14 @@ class MultiHeadAttention(Sequential):
         own, own_shared = own_heads(heads, shared, several)
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         sizes = tuple(n * head_dim for n in (heads, shared, shared))
-        parts["qkv"] = ops.Linear(embed_dim, sum(sizes), bias, **made, **into, parts=sizes if into else None)
+        if merged and group is not None:
+            raise InputError("a MergedLinear is not divided among processes", code="SF106", operation="MergedLinear")
+        packed: dict[str, Any] = {**made, **into, "parts": sizes if into else None}
+        parts["qkv"] = (
+            ops.MergedLinear(embed_dim, sizes, bias, **made)
+            if merged
+            else ops.Linear(embed_dim, sum(sizes), bias, **packed)
+        )
         if qk_norm:
             make = ops.QKNorm if qk_norm is True else qk_norm
             parts["qk_norm"] = norm = make(head_dim, own, own_shared, **made)

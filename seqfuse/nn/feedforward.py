@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .. import ops
+from ..errors import InputError
 from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
 from ..pointwise import Gated
@@ -28,12 +29,14 @@ class FeedForward(Sequential):
         hidden_dim: what the activation gives; `4 dim` by default.
         activation: makes the activation, as `ops.GeLU` or `ops.SwiGLU` do.
         bias: whether the products have biases.
+        merged: whether gate and up of a gated unit have a weight each, in an `ops.MergedLinear`, else one packed.
         dropout: probability of dropping what the activation gives, in training.
         group: processes that divide the hidden features, each half of a gated unit's; see `ops.Linear`.
         sequence_dim: the dimension of x and y of which each process has its share, none by default.
 
     Raises:
-        InputError: (SF101) for hidden features that the processes do not divide.
+        InputError: (SF101) for hidden features that the processes do not divide, (SF106) for merged weights that they
+            would.
     """
 
     inlines: ClassVar[bool] = True
@@ -45,6 +48,7 @@ class FeedForward(Sequential):
         activation: Callable[[], UnfusedOperation] = ops.GeLU,
         *,
         bias: bool = True,
+        merged: bool = False,
         dropout: float = 0.0,
         group: Any = None,
         sequence_dim: int | None = None,
@@ -57,7 +61,13 @@ class FeedForward(Sequential):
         up, down = across(group, sequence_dim)
         sizes = (hidden, hidden) if isinstance(act, Gated) else (hidden,)
         parts: OrderedDict[str, nn.Module] = OrderedDict()
-        parts["up"] = ops.Linear(dim, sum(sizes), bias, **made, **up, parts=sizes if up else None)
+        if merged and group is not None:
+            raise InputError("a MergedLinear is not divided among processes", code="SF106", operation="MergedLinear")
+        packed: dict[str, Any] = {**made, **up, "parts": sizes if up else None}
+        several = merged and len(sizes) > 1
+        parts["up"] = (
+            ops.MergedLinear(dim, sizes, bias, **made) if several else ops.Linear(dim, sum(sizes), bias, **packed)
+        )
         parts["activation"] = act
         if dropout:
             parts["dropout"] = ops.Dropout(dropout)

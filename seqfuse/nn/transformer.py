@@ -39,6 +39,7 @@ class TransformerLayer(Sequential):
         branch_norm: whether a norm stands at the end of each branch, before the sum.
         bias: whether the products have biases.
         qkv_bias: whether the product that makes queries, keys and values has; as `bias` by default.
+        merged: whether queries, keys, values, gate and up have a weight each; see `MultiHeadAttention`, `FeedForward`.
         dropout: probability of dropping what a block adds, in training.
         attention_dropout: the same of an attention weight.
         hidden_dropout: the same of what the activation gives.
@@ -63,6 +64,7 @@ class TransformerLayer(Sequential):
         branch_norm: bool = False,
         bias: bool = True,
         qkv_bias: bool | None = None,
+        merged: bool = False,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
@@ -78,10 +80,10 @@ class TransformerLayer(Sequential):
         attention = {"out_bias": bias, "bias": bias if qkv_bias is None else qkv_bias, **attention}
         mixers: dict[str, nn.Module] = {
             "attention": MultiHeadAttention(
-                dim, heads, kv_heads, dropout=attention_dropout, **several, **made, **attention
+                dim, heads, kv_heads, merged=merged, dropout=attention_dropout, **several, **made, **attention
             ),
             "feedforward": FeedForward(
-                dim, hidden_dim, activation, bias=bias, dropout=hidden_dropout, **several, **made
+                dim, hidden_dim, activation, bias=bias, merged=merged, dropout=hidden_dropout, **several, **made
             ),
         }
         parts: OrderedDict[str, nn.Module] = OrderedDict()

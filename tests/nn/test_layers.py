@@ -276,6 +276,28 @@ def test_queries_keys_and_values_may_have_a_bias_alone():
     assert keys == ["attention.mixer.out.bias", "feedforward.mixer.up.bias", "feedforward.mixer.down.bias"]
 
 
+def test_merged_weights_give_what_packed_ones_give():
+    packed: Any = randomized(TransformerLayer(16, 4, 2, activation=ops.SwiGLU, hidden_dim=12))
+    merged: Any = TransformerLayer(16, 4, 2, activation=ops.SwiGLU, hidden_dim=12, merged=True)
+    state = packed.state_dict()
+    for path, sizes in (("attention.mixer.qkv", [16, 8, 8]), ("feedforward.mixer.up", [12, 12])):
+        for kind in ("weight", "bias"):
+            whole = state.pop(f"{path}.{kind}").split(sizes)
+            state |= {f"{path}.{kind}_{i}": part for i, part in enumerate(whole)}
+    merged.load_state_dict(state, strict=True)
+    x = seeded_randn((2, 5, 16), 0)
+    torch.testing.assert_close(merged(x), packed(x))
+    assert type(FeedForward(8, merged=True).up) is ops.Linear
+    one = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=one, rank=0, world_size=1)
+    try:
+        for layer in (FeedForward, functools.partial(MultiHeadAttention, heads=2)):
+            with pytest.raises(sf.InputError, match=r"SF106.*not divided among processes"):
+                layer(8, merged=True, group=torch.distributed.group.WORLD)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_norm_of_queries_and_keys_may_be_made_otherwise():
     make = functools.partial(ops.QKNorm, eps=0.1, zero_centered=True, full_width=True)
     layer: Any = TransformerLayer(8, 2, qk_norm=make)
