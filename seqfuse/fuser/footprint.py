@@ -13,6 +13,7 @@ from ..env import Env
 from ..fusion import FusedOperation
 from ..saved import Recompute, Saved
 from .budget import Kept
+from .cost_lookup import describe
 from .dtypes import Border, recast
 from .fake import faking
 from .fallback import at as found_at
@@ -76,52 +77,30 @@ class Footprint:
         return torch.autocast(kind, dtype, dtype is not None)
 
     def _look(self, candidates: Sequence[Candidate], mode: Any) -> Kept:
-        numbers: dict[int, int] = {}
-        sizes: dict[int, int] = {}
-        held: list[Tensor] = []  # so that no storage takes the place of one that went
-
-        def number(t: Tensor) -> int:
-            storage = t.untyped_storage()
-            at = numbers.setdefault(storage._cdata, len(numbers))  # pyright: ignore[reportPrivateUsage]
-            sizes[at] = storage.nbytes()
-            held.append(t)
-            return at
-
-        def saved_by(step: Step, saved: Any) -> frozenset[int]:
-            records = ((record, found_at(saved, record.place)) for record in step.saves)
-            return frozenset(number(t) for record, value in records for t in _tensors(value, record.kept))
-
         def like(t: Tensor, dtype: torch.dtype) -> Tensor:
             fake: Tensor = mode.from_tensor(t.detach())
-            return fake if fake.device == self._place and fake.dtype is dtype else torch.empty_like(
-                fake, device=self._place, dtype=dtype
-            )  # fmt: skip
+            same = fake.device == self._place and fake.dtype is dtype
+            return fake if same else torch.empty_like(fake, device=self._place, dtype=dtype)
 
         x = like(self._x, self._env.dtype if self._x.is_floating_point() else self._x.dtype)
         channels = {name: like(t, t.dtype) for name, t in self._channels.items()}
-        seeds = torch.empty(self._random, dtype=torch.int64, device=self._place)
         entering, given, own = [x], [dict(channels)], list[frozenset[int]]()
+        tried = _Tried(torch.empty(self._random, dtype=torch.int64, device=self._place))
         for at in self._span:
-            step = self._step(at, at + 1)
-            x, made, saved = self._run(step, x, channels, seeds)
+            x, made, saved = tried(self._step(at, at + 1), x, channels, self._env)
             channels.update(made)
-            own.append(saved_by(step, saved))
+            own.append(saved)
             entering.append(x)
             given.append(dict(channels))
         fused: dict[tuple[int, FusedOperation], frozenset[int]] = {}
         first = self._span.start
         for c in candidates:
-            if not (c.fusion.saves_memory or c.fusion.has_record) or c.stop <= self._wants.live_from:
-                continue
-            a, b = c.start - first, c.stop - first
-            step = self._step(c.start, c.stop, c.fusion)
-            y, made, saved = self._run(step, entering[a], given[a], seeds)
-            for mine, theirs in ((y, entering[b]), *((t, given[b][channel]) for channel, t in made.items())):
-                # What it gives is what its operations give: another step that saves it saves the same tensor.
-                numbers[mine.untyped_storage()._cdata] = number(theirs)  # pyright: ignore[reportPrivateUsage]
-                held.append(mine)
-            fused[c.start, c.fusion] = saved_by(step, saved)
-        return Kept(own, fused, sizes)
+            if (c.fusion.saves_memory or c.fusion.has_record) and c.stop > self._wants.live_from:
+                a, b = c.start - first, c.stop - first
+                step = self._step(c.start, c.stop, c.fusion)
+                _, _, saved = tried(step, entering[a], given[a], self._env, (entering[b], given[b]))
+                fused[c.start, c.fusion] = saved
+        return Kept(own, fused, tried.sizes)
 
     def _step(self, a: int, b: int, fusion: FusedOperation | None = None) -> Step:
         needs = tuple(self._wants.needs[at] for at in range(a, b))
@@ -129,16 +108,83 @@ class Footprint:
         operation = self._nodes[a].operation if fusion is None else fusion
         return Step(operation, range(a, b), "", fusion is not None, tuple(self._nodes[a:b]), needs, around)
 
+
+class _Tried:
+    """Steps that were run on fake tensors; one that is like another, as those of equal layers are, is not run again.
+
+    Attributes:
+        sizes: bytes of each tensor that a step saves.
+    """
+
+    def __init__(self, seeds: Tensor) -> None:
+        self._seeds, self.sizes = seeds, dict[int, int]()
+        self._numbers: dict[int, int] = {}  # by storage
+        self._held: list[Tensor] = []  # so that no storage takes the place of one that went
+        # What y is like, unless it is x, and what is saved: "x", "y", "seeds", or a tensor of so many bytes.
+        self._known: dict[Any, tuple[tuple[Any, ...] | None, tuple[str | int, ...]]] = {}
+        self._described: dict[int, str] = {}
+
+    def __call__(
+        self,
+        step: Step,
+        x: Tensor,
+        channels: Mapping[str, Tensor],
+        env: Env,
+        same: tuple[Tensor, Mapping[str, Tensor]] | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor], frozenset[int]]:
+        """y, the channels it makes and the numbers of what it saves; `same` are y and channels of its operations."""
+        alone = not any(node.inputs or node.outputs for node in step.nodes)
+        about = (*map(self._about, step.nodes, step.covers), x.shape, x.dtype, x.stride(), step.needs, step.borders)
+        key: Any = (type(step.operation), about) if alone else None
+        if key in self._known:
+            like, found = self._known[key]
+            y = x if like is None else torch.empty_strided(*like[:2], dtype=like[2], device=x.device)
+            places = {"x": x, "y": y if same is None else same[0], "seeds": self._seeds}
+            return y, {}, frozenset(self._fresh(n) if isinstance(n, int) else self._number(places[n]) for n in found)
+        y, made, saved = self._run(step, x, channels, env)
+        if same is not None:
+            # What it gives is what its operations give: another step that saves it saves the same tensor.
+            for mine, theirs in ((y, same[0]), *((t, same[1][channel]) for channel, t in made.items())):
+                self._numbers[_storage(mine)] = self._number(theirs)
+                self._held.append(mine)
+        records = ((record, found_at(saved, record.place)) for record in step.saves)
+        tensors = [t for record, value in records for t in _tensors(value, record.kept)]
+        if key is not None and (y is x or _storage(y) != _storage(x)):
+            names: dict[int, str | int] = {_storage(self._seeds): "seeds", _storage(y): "y", _storage(x): "x"}
+            several = {_storage(t): names.get(_storage(t), t.untyped_storage().nbytes()) for t in tensors}
+            self._known[key] = None if y is x else (y.shape, y.stride(), y.dtype), tuple(several.values())
+        return y, made, frozenset(map(self._number, tensors))
+
+    def _about(self, node: Node, at: int) -> str:
+        if at not in self._described:
+            self._described[at] = describe(node)
+        return self._described[at]
+
+    def _number(self, t: Tensor) -> int:
+        self._held.append(t)
+        at = self._numbers.get(_storage(t))
+        if at is None:
+            at = self._numbers[_storage(t)] = self._fresh(t.untyped_storage().nbytes())
+        return at
+
+    def _fresh(self, size: int) -> int:
+        self.sizes[len(self.sizes)] = size
+        return len(self.sizes) - 1
+
     def _run(
-        self, step: Step, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor
+        self, step: Step, x: Tensor, channels: Mapping[str, Tensor], env: Env
     ) -> tuple[Tensor, dict[str, Tensor], Any]:
         operation = step.operation
-        given = step.constants(self._env)
+        given = step.constants(env)
         given |= {name: fit(channels[channel], operation.layout) for name, channel in step.reads}
-        given |= {name: drawn(seeds, index) for name, index in step.seeds}
+        given |= {name: drawn(self._seeds, index) for name, index in step.seeds}
         y, *rest = operation.fwd(fit(recast(x, step.cast), operation.layout), **given)
         made: Mapping[str, Tensor] = rest.pop(0) if operation.outputs else {}
         return y, {channel: made[name] for name, channel in step.writes}, rest[0]
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _tensors(record: Saved, kept: Sequence[str]) -> Iterator[Tensor]:
