@@ -1,0 +1,44 @@
+"""Under autocast a model is converted as it is without, and is as near to float32 as torch's own autocast is."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse.convert import Conversion
+from seqfuse.testing import seeded_randn
+
+from .families import FAMILIES, randomized, tensor_of
+
+
+def passes(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> dict[str, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = tensor_of(model(**inputs))
+    model.zero_grad()
+    (y.float() * seeded_randn(tuple(y.shape), 9)).sum().backward()
+    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+def chains(conversion: Conversion) -> list[list[str]]:
+    return [[type(r.operation).__name__ for r in c.order.members] for g in conversion.graphs for c in g.regions]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_chains_are_those_without_autocast_and_the_numbers_those_of_autocast(name: str):
+    family = FAMILIES[name]
+    plain, inputs = randomized(family.build()).train(), family.inputs()
+    models = copy.deepcopy(plain), copy.deepcopy(plain)
+    without, conversion = map(sf.convert, models)
+    exact = passes(models[0], inputs, autocast=False)
+    found, wanted = passes(models[1], inputs, autocast=True), passes(plain, inputs, autocast=True)
+    assert chains(conversion) == chains(without)
+    whole = max(float(t.abs().max()) for t in exact.values())
+    for key, want in wanted.items():
+        assert found[key].dtype is want.dtype
+        error, allowed = (float((t.float() - exact[key]).norm()) for t in (found[key], want))
+        assert error <= 1.5 * allowed + 1e-3 * whole, key
