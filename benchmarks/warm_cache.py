@@ -46,6 +46,7 @@ def fill(only: str, budget: float) -> tuple[int, int]:
     from compile_rows import launches
     from gpu import rows, sizes
 
+    from seqfuse.kernels._launch import keyed
     from seqfuse.testing.stub_driver import stub_driver
 
     until, failed, seen = time.time() + budget, 0, set[str]()
@@ -59,9 +60,8 @@ def fill(only: str, budget: float) -> tuple[int, int]:
             seen.add(name)
             try:
                 options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **launch.options}
-                launch.kernel.run(
-                    *_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **launch.constexprs, **options
-                )
+                options |= {name: keyed(value) for name, value in launch.constexprs.items()}
+                launch.kernel.run(*_stand_ins(launch.args), grid=(launch.grid,), warmup=True, **options)
             except Exception as error:
                 failed += 1
                 print(f"{key}: {launch.kernel.__name__}: {type(error).__name__}: {error}", flush=True)

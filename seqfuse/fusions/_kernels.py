@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -53,6 +54,11 @@ def kernel_takes_gated(gated: Gated) -> Requirements:
 
 def device(act: Pointwise) -> Any:
     """The activation as kernels take it; they keep what they were given, and should not keep the operation."""
+    return _activation()(act.value, act.derivative, act.reads, act.P)
+
+
+@functools.cache
+def _activation() -> Any:
     from ..kernels.activations import Activation
 
-    return Activation(act.value, act.derivative, act.reads, act.P)
+    return Activation

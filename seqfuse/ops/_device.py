@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 
@@ -19,9 +20,14 @@ class DeviceFunction:
     def __get__(self, operation: Any, kind: type) -> Any:
         if operation is None:
             return self
-        from ..kernels.activations import ACTIVATIONS
+        return getattr(_activations()[self.name or operation.device_name], self.part)
 
-        return getattr(ACTIVATIONS[self.name or operation.device_name], self.part)
+
+@functools.cache
+def _activations() -> dict[str, Any]:
+    from ..kernels.activations import ACTIVATIONS
+
+    return ACTIVATIONS
 
 
 def device_functions(name: str | None = None) -> tuple[Any, Any]:

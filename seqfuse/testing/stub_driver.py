@@ -265,7 +265,8 @@ def _check_one(what: str, source: Any, kind: Any, path: tuple[int, ...], value: 
     divisible = any(name == "tt.divisibility" for name, _ in source.attrs.get(path, ()))
     if kind == "constexpr":
         wanted = source.constants[path]
-        assert type(wanted) is type(value), f"{what} was compiled for {wanted!r}, got {value!r}"
+        same = isinstance(wanted, tuple) if isinstance(value, tuple) else type(wanted) is type(value)
+        assert same, f"{what} was compiled for {wanted!r}, got {value!r}"
         assert wanted is value or wanted == value, f"{what} was compiled for {wanted!r}, got {value!r}"
     elif kind.startswith("*"):
         assert isinstance(value, Tensor), f"{what} is {kind}, got {value!r}"
