@@ -38,7 +38,7 @@ class TransformerLayer(Sequential):
         pre_norm: whether norms stand before the blocks, else after the sums; `None` for neither.
         branch_norm: whether a norm stands at the end of each branch, before the sum.
         bias: whether the products have biases.
-        qkv_bias: whether the product that makes queries, keys and values has; as `bias` by default.
+        qkv_bias: whether the `Linear` of queries, keys and values has a bias; as `bias` by default.
         merged: whether queries, keys, values, gate and up have a weight each; see `MultiHeadAttention`, `FeedForward`.
         dropout: probability of dropping what a block adds, in training.
         attention_dropout: the same of an attention weight.

@@ -1,4 +1,4 @@
-"""MergedLinear: one product with several weights, whose outputs lie side by side."""
+"""MergedLinear: one GEMM with several weights, whose outputs lie side by side."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class MergedLinear(sf.UnfusedOperation):
         if torch.compiler.is_compiling() or x.is_meta:  # a compiler takes no slice for `out`, meta no other dtype
             return torch.cat([F.linear(x, *pair) for pair in zip(weights, biases, strict=True)], -1)
         cast_to = autocast_of(x.device.type)
-        if cast_to is not None and x.dtype is not torch.float64:  # it does not reach a product into a slice
+        if cast_to is not None and x.dtype is not torch.float64:  # it does not reach a GEMM into a slice
             x, weights = x.to(cast_to), tuple([weight.to(cast_to) for weight in weights])
             biases = tuple([None if bias is None else bias.to(cast_to) for bias in biases])
         y = x.new_empty(*x.shape[:-1], self.out_features)
