@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from .. import ops
-from .graph import ahead, argument, back, cast_of, channel, example, is_same, operands, same_shape, same_size, spelled
+from .graph import ahead, argument, back, cast_of, channel, example, is_same, operands, same_size, spelled
 from .heads import Heads, heads_of, is_transpose
 from .linears import product_ending_at
 from .pointwise import scaled
@@ -38,6 +38,8 @@ def raise_attention_by_hand(node: Node) -> Found:
     if total is not None:
         took.append(scores)
         scores, mask = back(total[0], took), total[1]
+        if (m := example(mask)) is None or not m.is_floating_point():
+            return "what is added to its scores is no tensor of floating-point numbers"
     if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
         divided = scaled(capped[0].args[0])
         if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
@@ -57,6 +59,8 @@ def raise_attention_by_hand(node: Node) -> Found:
     weights, dropout = node, 0.0
     while (following := ahead(weights, {"to", "type_as", "float", "half", "bfloat16", "dropout"})) is not None:
         if spelled(following) == "dropout" and is_same(following) is None:
+            if dropout:
+                return "its weights are dropped twice"
             dropout = argument(following, 1, "p", 0.5)
         took.append(following)
         weights = following
@@ -145,7 +149,9 @@ def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took:
 def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> Raised | str:
     """The product, or the merged products, that make queries, keys and values side by side."""
     sources = [p.source for p in parts]
-    if all(spelled(s) == "linear" for s in sources) and all(p.start == 0 for p in parts) and len(set(sources)) == 3:
+    sizes = [e.shape[-1] for s in sources if (e := example(s)) is not None]
+    whole = all(same_size(size, p.heads * p.size) and p.start == 0 for size, p in zip(sizes, parts, strict=False))
+    if all(spelled(s) == "linear" for s in sources) and whole and len(set(sources)) == 3:
         found = merged(sources, out, [])
         return found if found is not None else "queries, keys and values are made of different tensors"
     starts, place = [p.start for p in parts], 0
@@ -185,7 +191,7 @@ def _normed(q: Heads, k: Heads, x: Value, node: Node) -> Raised | str:
 
 def _joined(node: Node, took: list[Node]) -> Node | None:
     """[B, S, H D] of heads [B, H, S, D]."""
-    e = example(node)
+    e, transposed = example(node), False
     while e is not None:
         following = ahead(node, {"transpose", "permute", "reshape", "view", "contiguous", "flatten"})
         if following is None:
@@ -194,8 +200,11 @@ def _joined(node: Node, took: list[Node]) -> Node | None:
         t = example(following)
         if t is not None and t.ndim == 3:
             last = e.shape[1] * e.shape[3]
-            return following if same_size(t.shape[-1], last) and same_size(t.shape[1], e.shape[2]) else None
-        if t is None or not (is_transpose(following) or same_shape(t.shape, example(node).shape)):  # pyright: ignore[reportOptionalMemberAccess]
+            joined = transposed and same_size(t.shape[-1], last) and same_size(t.shape[1], e.shape[2])
+            return following if joined else None
+        if not transposed and is_transpose(following):
+            transposed = True
+        elif t is None or is_same(following) is None:
             return None
         node = following
     return None

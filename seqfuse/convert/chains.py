@@ -9,7 +9,8 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from ..operation import FusableOperation
-from .graph import State, channel, example, same_shape, states
+from .effects import State, states
+from .graph import channel, example, same_shape
 from .pointwise import swapped
 from .raising import Inner, Raised, Value
 
@@ -43,7 +44,7 @@ def chains_of(
         strict: whether a change in place of any tensor counts, not only of those that operations touch.
     """
     touched = None if strict else {n for r in operations for n in (*r.inputs, *r.took)}
-    state = dict(states(graph.nodes, {r.out for r in operations}, touched))
+    state = states(graph.nodes, {r.out for r in operations}, touched)
     place = {node: i for i, node in enumerate(graph.nodes)}
     made: dict[Value, Chain] = {}
     viewed: dict[Value, Chain] = {}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 _MODULES = {
     "torch",
@@ -27,8 +25,6 @@ _ALIKE = {
 }  # fmt: skip
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 _SAME = {*_CASTS, "to", "type_as", "contiguous", "view", "reshape", "expand", "expand_as", "clone", "identity", "type"}
-_STATES = {"_enter_autocast": 1, "_exit_autocast": -1}
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "setitem"}
 
 
 def spelled(node: Any) -> str | None:
@@ -50,15 +46,33 @@ def spelled(node: Any) -> str | None:
     return _ALIKE.get(name, name)
 
 
+_POSITIONAL = {
+    "chunk", "split", "dropout", "softmax", "relu", "tanh", "sigmoid", "gelu", "silu", "rsqrt", "pow", "square", "mean",
+    "add", "sub", "mul", "truediv", "neg", "unsqueeze", "transpose", "permute", "reshape", "glu", "matmul", "flatten",
+}  # fmt: skip
+
+
+def positional(graph: Graph) -> None:
+    """Give by place what calls have as `input=` and `other=`, so that one spelling of them is left."""
+    for node in graph.nodes:
+        if spelled(node) in _POSITIONAL:
+            given = dict(node.kwargs)
+            args = [*node.args, given.pop("input")] if not node.args and "input" in given else list(node.args)
+            if len(args) == 1 and "other" in given:
+                args.append(given.pop("other"))
+            node.args, node.kwargs = tuple(args), given
+
+
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     """An argument of a call, given by place or by name."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 
 def example(node: Any) -> Tensor | None:
-    """The fake tensor that Dynamo computed for a node; `None` where it is no tensor."""
+    """The fake tensor that Dynamo computed for a node; `None` where it is no tensor, or one of `torch.func`."""
     found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
-    return found if isinstance(found, Tensor) else None
+    plain = isinstance(found, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(found)  # pyright: ignore[reportPrivateUsage]
+    return found if plain else None
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -150,13 +164,13 @@ def _widened(node: Node) -> Node | None:
 
 
 def cast_of(node: Any, took: list[Node]) -> Any:
-    """What a node is but for casts and calls that change nothing; those are added to `took`."""
+    """What a node is but for casts that lose nothing and calls that change nothing; those are added to `took`."""
     while isinstance(node, Node):
         source = is_same(node)
         if source is None and spelled(node) in {*_CASTS, "to", "type_as", "type"} and isinstance(node.args[0], Node):
             before, after = example(node.args[0]), example(node)
             if before is not None and after is not None and before.device == after.device:
-                source = node.args[0]
+                source = node.args[0] if _is_wider(after.dtype, before.dtype) else None
         if source is None:
             return node
         took.append(node)
@@ -164,87 +178,24 @@ def cast_of(node: Any, took: list[Node]) -> Any:
     return node
 
 
+def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return dtype.is_floating_point and other.is_floating_point and torch.promote_types(dtype, other) is dtype
+
+
 def operands(node: Any, name: str) -> tuple[Any, Any] | None:
-    """The two operands of a sum or product, in the order written; no factor is hidden in it."""
-    if spelled(node) != name or (name in ("add", "sub") and argument(node, 2, "alpha", 1) != 1) or len(node.args) < 2:
+    """The two operands of a sum or product, in the order written; no factor or rounding is hidden in it."""
+    if spelled(node) != name or len(node.args) < 2:
         return None
-    return node.args[0], node.args[1]
+    hidden = {**node.kwargs, **dict(enumerate(node.args[2:]))}
+    plain = hidden in ({}, {"alpha": 1})
+    return (node.args[0], node.args[1]) if plain else None
 
 
 def ahead(node: Node, names: set[str]) -> Node | None:
     """The only user of a node, if it is one of these calls upon it."""
     users = list(node.users)
     found = users[0] if len(users) == 1 else None
-    return found if spelled(found) in names and found is not None and found.args[0] is node else None
-
-
-def in_place(node: Node) -> bool:
-    """Whether a node may change a tensor that exists; what is not known may."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
-        return target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
-    if isinstance(target, torch._ops.HigherOrderOperator):  # pyright: ignore[reportPrivateUsage]
-        return False
-    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
-        return True
-    name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
-    if name in _IN_PLACE or (name == "dropout" and argument(node, 3, "inplace", False)):
-        return True
-    return name.endswith("_") and not name.endswith("__")
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """Under which autocast and gradient mode a node runs, and how many tensors were changed in place before it."""
-
-    autocast: tuple[Node, ...] = ()
-    grad: Any = None
-    changes: int = 0
-
-
-def states(nodes: Any, functional: Any = (), touched: Any = None) -> Iterator[tuple[Node, State]]:
-    """Each node with its state.
-
-    Args:
-        nodes: of a graph, in order.
-        functional: calls that will no longer change anything in place.
-        touched: if given, changes of tensors that are made by none of these calls do not count.
-    """
-    state = State()
-    for node in nodes:
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-        if name == "_enter_autocast":
-            state = dataclasses.replace(state, autocast=(*state.autocast, node))
-        elif name == "_exit_autocast":
-            state = dataclasses.replace(state, autocast=tuple(n for n in state.autocast if n is not node.args[0]))
-        elif name == "_set_grad_enabled":
-            state = dataclasses.replace(state, grad=None if node.args[0] is True else node.args[0])
-        elif in_place(node) and node not in functional and name != "_log_api_usage_once":
-            base = _base(node.kwargs.get("out", node.args[0]))
-            if touched is None or base is None or base in touched:
-                state = dataclasses.replace(state, changes=state.changes + 1)
-        yield node, state
-
-
-_VIEWS = {
-    "view", "reshape", "transpose", "permute", "getitem", "unsqueeze", "squeeze", "expand", "t", "flatten", "chunk",
-    "split", "detach", "contiguous", "to", "float", "unflatten", "narrow", "select", "type_as", "view_as", "unbind",
-    "iadd",
-}  # fmt: skip
-
-
-def _base(node: Any) -> Node | None:
-    """The call that made the memory of a tensor; `None` where it is not known."""
-    while isinstance(node, Node) and spelled(node) in _VIEWS:
-        node = node.args[0]
-    return node if isinstance(node, Node) and spelled(node) is not None else None
-
-
-def is_state(node: Node) -> bool:
-    """Whether a node switches a mode and may therefore not be passed by others."""
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in (*_STATES, "_set_grad_enabled")
+    return found if spelled(found) in names and found is not None and found.args[:1] == (node,) else None
 
 
 def inputs(node: Node) -> list[Node]:

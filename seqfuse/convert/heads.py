@@ -55,7 +55,7 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
         if not transposed and is_transpose(node):
             took.append(node)
             node, transposed = node.args[0], True
-        elif rope is None and norm is None and (turned := _rope(node, took)) is not None:
+        elif not transposed and rope is None and norm is None and (turned := _rope(node, took)) is not None:
             node, rope = turned[0], turned[1:]
         elif norm is None and (found := _norm_ending_at(node)) is not None:
             norm = found
@@ -82,23 +82,36 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
 
 
 def _ungrouped(node: Node, took: list[Node]) -> Node:
-    """Keys or values before each of their heads was repeated for a group of query heads."""
+    """Keys or values [B, H, S, D] before each of their heads was repeated for a group of query heads."""
     if spelled(node) == "repeat_interleave":
+        inner, after = example(node.args[0]), example(node)
+        by_number = is_fixed(argument(node, 1, "repeats")) and argument(node, 2, "dim") in (1, -3)
+        if inner is None or after is None or not by_number:
+            return node
         took.append(node)
         return back(node.args[0], took)
     if spelled(node) != "reshape" or spelled(node.args[0]) != "expand":
         return node
     expanded: Any = node.args[0]
     inserted = expanded.args[0]
-    e = example(expanded)
-    if spelled(inserted) not in ("getitem", "unsqueeze") or e is None or e.ndim != 5:
+    source: Any = inserted.args[0] if spelled(inserted) in ("getitem", "unsqueeze") else None
+    s, i, e, r = example(source), example(inserted), example(expanded), example(node)
+    if s is None or i is None or e is None or r is None or s.ndim != 4 or e.ndim != 5:
         return node
-    source: Any = inserted.args[0]
-    s = example(source)
-    if s is None or s.ndim != 4 or not same_shape((*s.shape[:2], *s.shape[2:]), (*e.shape[:2], *e.shape[3:])):
+    if not _only_inserts(inserted) or not same_shape(i.shape, (*s.shape[:2], 1, *s.shape[2:])):
+        return node
+    if not same_shape((*e.shape[:2], *e.shape[3:]), s.shape) or not same_shape(r.shape[2:], s.shape[2:]):
         return node
     took += [node, expanded, inserted]
     return back(source, took)
+
+
+def _only_inserts(node: Node) -> bool:
+    """Whether a call adds a dimension of one element and takes every element."""
+    if spelled(node) == "unsqueeze":
+        return True
+    index: Any = node.args[1]
+    return isinstance(index, tuple) and all(i is None or i is Ellipsis or i == slice(None) for i in index)
 
 
 def is_transpose(node: Node) -> bool:
@@ -106,8 +119,9 @@ def is_transpose(node: Node) -> bool:
     name = spelled(node)
     if name == "transpose":
         return tuple(node.args[1:]) in _TRANSPOSED
-    order = node.args[1] if name == "permute" and isinstance(node.args[1], list | tuple) else node.args[1:]
-    return name == "permute" and tuple(order) == (0, 2, 1, 3)  # pyright: ignore[reportArgumentType]
+    order: Any = argument(node, 1, "dims")
+    order = order if isinstance(order, list | tuple) else node.args[1:]
+    return name == "permute" and tuple(order) == (0, 2, 1, 3)
 
 
 def _splits_heads(node: Node, size: int) -> bool:
@@ -176,7 +190,8 @@ def _rotated(node: Any, took: list[Node]) -> Any:
 def _row(node: Any, took: list[Node]) -> Any:
     """Cosines or sines [B or 1, S, R], given [B or 1, 1, S, R]."""
     node = back(node, [])
-    if spelled(node) == "unsqueeze" and argument(node, 1, "dim") in (1, -3):
+    e = example(node)
+    if spelled(node) == "unsqueeze" and argument(node, 1, "dim") in (1, -3) and e is not None and e.ndim == 4:
         took.append(node)
         return node.args[0]
     return None

@@ -119,7 +119,8 @@ def _cast_ahead(node: Node, took: list[Node]) -> Node:
 def raise_rms_norm_by_hand(node: Node) -> Found:
     """RMSNorm as it is written by hand, if its result has the dtype of its input."""
     norm = rms_norm_at(node)
-    if norm is None:
+    x, y = (example(norm.x), example(norm.out)) if norm is not None else (None, None)
+    if norm is None or x is None or y is None or x.dtype is not y.dtype:
         return None
     w = example(norm.weight)
     made = ops.RMSNorm(

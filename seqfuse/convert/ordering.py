@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from .graph import State, in_place, is_state
+from .effects import State, in_place, is_state
 
 
 class CannotOrder(Exception):

@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from .. import ops
 from ..operation import FusableOperation
-from .graph import alike, argument, back, channel, example, in_place, operands, same_shape, spelled
+from .effects import in_place
+from .graph import alike, argument, back, channel, example, is_same, operands, same_shape, spelled
 from .raising import Found, Raised, matcher, one
 
 _ACTIVATIONS: dict[str, Callable[..., FusableOperation]] = {
@@ -109,7 +110,7 @@ def raise_add(node: Node) -> Found:
     pair = operands(node, "add") or operands(node, "iadd")
     if pair is None or not all(_fits(p, node) for p in pair):
         return None
-    if in_place(node) and not _is_fresh(pair[0], node):
+    if in_place(node) and not (spelled(node) == "iadd" and alike(*pair) and _is_fresh(pair[0], node)):
         return None
     took: list[Node] = []
     a, b = back(pair[0], took), back(pair[1], took)
@@ -127,8 +128,13 @@ def _fits(term: Any, total: Node) -> bool:
 
 def _is_fresh(changed: Node, node: Node) -> bool:
     """Whether a tensor that is changed in place was made by a call and is read by nobody else."""
-    e, fresh = example(changed), {"linear", "dropout", "layer_norm", "addmm", "matmul", "gelu", "add", "mul"}
-    return e is not None and spelled(changed) in fresh and list(changed.users) == [node]
+    fresh = {"linear", "dropout", "layer_norm", "addmm", "matmul", "gelu", "add", "mul"}
+    while list(changed.users) == [node]:
+        source = is_same(changed)
+        if source is None:
+            return spelled(changed) in fresh and not in_place(changed) and example(changed) is not None
+        changed, node = source, changed
+    return False
 
 
 def swapped(add: Raised) -> Raised:

@@ -10,6 +10,7 @@ from torch.fx import Node
 from .. import ops
 from ..operation import FusableOperation
 from ..ops.mergedlinear import MAX_PARTS
+from .effects import Effects
 from .graph import argument, back, example, is_fixed, operands, same_size, spelled
 from .raising import META, Found, Inner, Raised, View, matcher, one
 
@@ -90,7 +91,7 @@ def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node, took: lis
     return one(unit, x, node, took)
 
 
-def beside(operations: list[Raised]) -> list[Raised]:
+def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
     """The same operations, where the `Linear`s of one tensor whose results nothing else reads are one."""
     read = {r.x for r in operations}
     groups: dict[Any, list[Raised]] = {}
@@ -100,7 +101,7 @@ def beside(operations: list[Raised]) -> list[Raised]:
             groups.setdefault(r.x, []).append(r)
     gone: dict[Raised, Raised | None] = {}
     for group in groups.values():
-        if not 1 < len(group) <= MAX_PARTS:
+        if not 1 < len(group) <= MAX_PARTS or not effects.allow(t for r in group for t in r.took):
             continue
         inner = Inner()
         products: Any = [r.out for r in group]
@@ -124,18 +125,21 @@ def part_of(node: Any, took: list[Node]) -> tuple[Any, int, int] | None:
     source, index = node.args
     indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else ()
     name, size = spelled(source), e.shape[-1]
-    if name in ("chunk", "split", "split_with_sizes", "tensor_split") and isinstance(index, int):
+    if name in ("chunk", "split", "split_with_sizes") and isinstance(index, int) and source.args:
         whole = source.args[0]
         w = example(whole)
         dim = argument(source, 2, "dim", 0)
         if w is None or dim not in (-1, w.ndim - 1) or not is_fixed(w.shape[-1]):
             return None
-        sizes: Any = argument(source, 1, "split_size" if name == "split" else "chunks")
+        named = {"split_size", "split_size_or_sections", "split_sizes", "chunks"} & set(source.kwargs)
+        sizes: Any = source.kwargs[named.pop()] if named else argument(source, 1, "")
         if isinstance(sizes, list | tuple):
             start: int = sum(cast("Sequence[int]", sizes)[:index])
-        else:
+        elif isinstance(sizes, int) and index >= 0:
             each = sizes if name == "split" else -(-w.shape[-1] // sizes)
             start = each * index
+        else:
+            return None
         took += [node, source]
         return whole, start, size
     if indices and isinstance(indices[-1], slice):
@@ -144,6 +148,10 @@ def part_of(node: Any, took: list[Node]) -> tuple[Any, int, int] | None:
             return None
         w = example(source)
         if w is None or w.ndim != e.ndim or not is_fixed(w.shape[-1]):
+            return None
+        if Ellipsis not in indices and len(indices) != w.ndim:
+            return None  # a stretch of another dimension
+        if any(isinstance(i, Node) for i in (last.start, last.stop)):
             return None
         took.append(node)
         return source, slice(last.start, last.stop).indices(w.shape[-1])[0], size

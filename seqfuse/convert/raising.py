@@ -11,7 +11,8 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from ..operation import FusableOperation
-from .graph import back, example, in_place, is_fixed, is_same, same_size, spelled
+from .effects import Effects
+from .graph import back, example, is_fixed, is_same, same_size, spelled
 
 META = torch.device("meta")
 
@@ -99,19 +100,28 @@ def matcher(*anchors: str, rank: int = 2) -> Callable[[Matcher], Matcher]:
     return declare
 
 
-def raised(graph: Graph, allowed: Callable[[Node], bool], reasons: dict[Node, str]) -> Iterator[Raised]:
+def raised(
+    graph: Graph, allowed: Callable[[Node], bool], effects: Effects, reasons: dict[Node, str]
+) -> Iterator[Raised]:
     """The operations of a graph, large patterns first; why one was not raised is added to `reasons`."""
     taken: set[Node] = set()
     for _, anchors, function in _MATCHERS:
         for node in list(graph.nodes):
             if node in taken or spelled(node) not in anchors or not allowed(node):
                 continue
-            found = function(node)
+            try:
+                found = function(node)
+            except Exception as error:  # a spelling that nobody thought of: it runs as it did
+                found = f"{type(error).__name__}: {error}"
             if isinstance(found, str):
                 reasons.setdefault(node, found)
             elif found is not None and not any(t in taken for r in found for t in r.took if not _is_cheap(t)):
-                taken.update(t for r in found for t in r.took)
-                yield from found
+                took = {t for r in found for t in r.took}
+                if effects.allow(took):
+                    taken |= took
+                    yield from found
+                else:
+                    reasons.setdefault(node, "between its calls a mode or a tensor changes")
 
 
 def _is_cheap(node: Node) -> bool:
@@ -131,7 +141,7 @@ def one(
     """One operation, unless it reads no tensor of floating-point numbers, or its parameters are of another kind."""
     x = back(x, took)
     e = example(x)
-    if e is None or not e.is_floating_point() or any(t is not out and in_place(t) for t in took):
+    if e is None or not e.is_floating_point():
         return None
     given = {name: p for name, p in parameters.items() if p is not None}
     for p in given.values():

@@ -9,7 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from .graph import is_state
+from .effects import is_state
 from .region import Region
 
 

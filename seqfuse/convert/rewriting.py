@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import checkpoint
 
 from ..fuser.budget import Mode
 from ..fuser.sequential import Fusions
 from . import attention, linears, norms, pointwise, products
 from .chains import Chain, chains_of, needed, order_of
-from .graph import owner, spelled, states
+from .effects import Effects, states
+from .graph import owner, positional, spelled
 from .ordering import CannotOrder, sort
 from .raising import Raised, raised
 from .region import Region, insert, why_not
@@ -59,12 +63,17 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
     reports = [report for child, body in bodies for report in rewrite(body, options, f"{name}, {child}")]
 
+    for node in gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
+        node.target = _checkpointed
+
     def may(node: Node) -> bool:
         return options.allowed(owner(node))
 
     graph = gm.graph
     reasons: dict[Node, str] = {}
-    operations = products.beside(list(raised(graph, may, reasons)))
+    positional(graph)
+    effects = Effects(graph)
+    operations = products.beside(list(raised(graph, may, effects, reasons)), effects)
     for strict in (False, True):
         regions, dead = _regions(graph, list(operations), options, reasons, strict)
         try:
@@ -82,6 +91,14 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
         if (kind := _HEAVY.get(spelled(n) or "")) is not None
     ]
     return [GraphReport(name, tuple(region for _, region in regions), tuple(left)), *reports]
+
+
+def _checkpointed(body: GraphModule, *args: Any, **how: Any) -> Any:
+    # What Dynamo puts into a graph leaves it to a compiler to draw dropout's numbers again in a second run.
+    how |= {"use_reentrant": False}
+    if "_checkpoint_context_fn" in body.meta:
+        how["context_fn"] = body.meta["_checkpoint_context_fn"]
+    return checkpoint(body, *args, **how)
 
 
 def _regions(
@@ -122,7 +139,7 @@ def _replace(gm: GraphModule, regions: list[tuple[Chain, Region]], dead: set[Nod
         CannotOrder: if no order of the nodes does that; the graph is as it was.
     """
     graph = gm.graph
-    state = dict(states(graph.nodes, {r.out for c, _ in regions for r in c.members}))
+    state = states(graph.nodes, {r.out for c, _ in regions for r in c.members})
     place = {node: i for i, node in enumerate(graph.nodes)}
     holders: dict[Node, Node] = {}
     every: list[Node] = []

@@ -1,0 +1,130 @@
+"""Effects in a captured graph: modes that are switched, and tensors that are changed in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .graph import argument, example, is_same, spelled
+
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "setitem"}
+_MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
+# Those of functorch, of inference mode, of hooks of saved tensors, of attention's kernels, of generators.
+_SWITCH = re.compile(r"_?(enter|exit|set|push|pop|manual_seed)(_|$)|.*(_nesting|_hooks_(en|dis)able|sdpa_kernel)")
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else str(node.target)
+
+
+def is_state(node: Node) -> bool:
+    """Whether a node switches autocast or gradient mode and may therefore not be passed by others."""
+    return node.op == "call_function" and _name(node) in _MODES
+
+
+def in_place(node: Node) -> bool:
+    """Whether a node may change a tensor that exists, or a mode other than autocast and gradient mode."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        return target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    if isinstance(target, torch._ops.HigherOrderOperator):  # pyright: ignore[reportPrivateUsage]
+        return False
+    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+        return True
+    name = _name(node)
+    if name in _IN_PLACE or (name == "dropout" and argument(node, 3, "inplace", False)):
+        return True
+    if node.op == "call_function" and name not in _MODES and _SWITCH.match(name) is not None:
+        return True
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _memory(node: Any) -> object:
+    """What tells the memory of a tensor from that of others, as fake tensors have it; `None` where it is not known."""
+    while spelled(node) == "dropout" and (source := is_same(node)) is not None:
+        node = source  # which a fake tensor does not say
+    e = example(node)
+    return None if e is None else e.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _changed(node: Node) -> set[object]:
+    """The memory that a node changes; `None` among it where that is not known."""
+    if isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
+        given: Any = node.all_input_nodes
+    else:
+        given = node.kwargs.get("out") or (node.args[0] if node.args else None)
+    return {_memory(t) for t in (given if isinstance(given, list | tuple) else [given])}
+
+
+def _meet(memory: set[object], changed: set[object]) -> bool:
+    return None in memory or None in changed or not memory.isdisjoint(changed)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Under which autocast and gradient mode a node runs, and how many tensors were changed in place before it."""
+
+    autocast: tuple[Node, ...] = ()
+    grad: Any = None
+    changes: int = 0
+
+
+def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] | None = None) -> dict[Node, State]:
+    """The state of each node.
+
+    Args:
+        nodes: of a graph, in order.
+        functional: calls that will no longer change anything in place.
+        touched: if given, changes of memory that holds the values of none of these nodes do not count.
+    """
+    state = State(grad=torch.is_grad_enabled())
+    memory = None if touched is None else set(map(_memory, touched))
+    found: dict[Node, State] = {}
+    for node in nodes:
+        name = _name(node) if is_state(node) else ""
+        if name == "_enter_autocast":
+            state = dataclasses.replace(state, autocast=(*state.autocast, node))
+        elif name == "_exit_autocast":
+            state = dataclasses.replace(state, autocast=tuple(n for n in state.autocast if n is not node.args[0]))
+        elif name == "_set_grad_enabled":
+            state = dataclasses.replace(state, grad=node.args[0])
+        elif in_place(node) and node not in functional and (memory is None or _meet(memory, _changed(node))):
+            state = dataclasses.replace(state, changes=state.changes + 1)
+        found[node] = state
+    return found
+
+
+class Effects:
+    """Tells which nodes of a graph may run as one call, in the place of the last of them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._place = {node: i for i, node in enumerate(graph.nodes)}
+        self._states = states(graph.nodes)
+        self._changes = [(i, node, _changed(node)) for node, i in self._place.items() if in_place(node)]
+
+    def allow(self, nodes: Iterable[Node]) -> bool:
+        """Whether nodes run in one mode, and what they read and make is not changed between them."""
+        taken = {node for node in nodes if node.op not in ("placeholder", "get_attr")}
+        if len({dataclasses.replace(self._states[node], changes=0) for node in taken}) > 1:
+            return False
+        if any(in_place(node) and spelled(node) != "iadd" for node in taken):
+            return False
+        places = [self._place[node] for node in taken]
+        memory: set[object] | None = None
+        for i, node, changed in self._changes:
+            if min(places) < i < max(places) and node not in taken:
+                memory = memory or set(map(_memory, [*taken, *_read(taken)]))
+                if _meet(memory, changed):
+                    return False
+        return True
+
+
+def _read(nodes: Iterable[Node]) -> Iterator[Node]:
+    return (read for node in nodes for read in node.all_input_nodes)

@@ -1,0 +1,41 @@
+"""Comparing a converted model with what it was: outputs and all gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse.convert import Conversion
+from seqfuse.testing import seeded_randn
+
+
+def passes(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    """What a model returns, and the gradients of its input and parameters."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    outputs: Any = model(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    sum((y * seeded_randn(tuple(y.shape), 9)).sum() for y in outputs).backward()
+    return [*(y.detach().clone() for y in outputs), x.grad, *(p.grad for p in model.parameters())]
+
+
+def assert_equal(found: list[Tensor | None], wanted: list[Tensor | None], bound: float = 1e-9) -> None:
+    for got, want in zip(found, wanted, strict=True):
+        assert (got is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+
+
+def assert_same(model: nn.Module, x: Tensor, bound: float = 1e-9) -> Conversion:
+    """A model gives the same before and after it is converted: in its first call, later, and without gradients."""
+    wanted = passes(model, x)
+    conversion = sf.convert(model)
+    for _ in range(2):  # the first call is interpreted, the second runs generated code
+        assert_equal(passes(model, x), wanted, bound)
+    with torch.no_grad():
+        y = model(x)
+    assert_equal([*(y if isinstance(y, tuple) else (y,))], wanted[: len(y) if isinstance(y, tuple) else 1], bound)
+    return conversion
