@@ -20,6 +20,7 @@ PARTS = {
     "memory": ("bench_memory.py",),
     "layers": ("bench_layers.py",),
     "aten": ("bench_aten.py",),
+    "convert": ("bench_convert.py",),
     "traffic": ("traffic.py",),
 }
 
