@@ -219,7 +219,11 @@ def attend_backward(
         return
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
-    for rows in (slice(None),) if how.cu_seqlens is None else _sequences(how.cu_seqlens):
+    if how.cu_seqlens is None:
+        grads = _flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+        torch.cat([grad.transpose(1, 2) for grad in grads], 2, out=packed)
+        return
+    for rows in _sequences(how.cu_seqlens):
         part = [t[:, :, rows] for t in read]
         grads = _flash_cpu_backward(*part, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
         for mine, grad in zip(out, grads, strict=True):
