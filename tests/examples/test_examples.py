@@ -53,7 +53,7 @@ def test_read_a_plan(tmp_path: Path) -> None:
     text = "\n".join(run(str(EXAMPLES / "02_read_a_plan.py"), folder=tmp_path))
     assert "Plan for cpu float32" in text
     there = " ".join(text.partition("Plan for cuda:sm_90 bfloat16")[2].split())
-    assert "[ LinearBiasActivation " in there
+    assert "[ LinearBiasPointwise " in there
     assert "must have one dtype" not in there
     assert "alone: Mix at 2: not an operation of this library" in text
     assert "GeLU at 8 runs alone: it has hooks" in text
