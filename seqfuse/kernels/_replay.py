@@ -11,12 +11,14 @@ calls make these tensors and launch. A call that does anything else with its ten
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
 
 from . import _launch
 
@@ -30,6 +32,9 @@ _guards: Any = torch._C._dynamo.guards
 _entries: dict[Any, list[_Entry]] = {}
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _INTERPRETED = _launch.INTERPRETED
+_runtime: Any = knobs.runtime
+_ENTER: Any = _runtime.launch_enter_hook
+_LEAVE: Any = _runtime.launch_exit_hook
 _STREAM = 3  # among the arguments of a compiled kernel's `run`
 
 
@@ -60,8 +65,8 @@ class _Entry(NamedTuple):
         workspaces: arguments of `workspace_of` but the stream.
         launches: in their order; none where the call cannot be done again.
         scratch: whether Triton allocates for its kernels.
-        kind: makes the result of the tensors in it; `None` for a result that is one tensor.
-        places: which these are; -1 for `None`.
+        kind: makes the result of the tuple of tensors in it; `None` where that, or one tensor, is the result.
+        pick: takes these from the list of all, whose last is `None`.
         alive: what the key has the `id` of.
     """
 
@@ -72,8 +77,8 @@ class _Entry(NamedTuple):
     workspaces: tuple[tuple[Any, ...], ...]
     launches: tuple[_Launch, ...]
     scratch: bool
-    kind: Callable[[list[Any]], Any] | None
-    places: tuple[int, ...]
+    kind: Callable[[Any], Any] | None
+    pick: Any
     alive: Any
 
 
@@ -107,7 +112,8 @@ def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tenso
     if act is not None:  # the hash of a Triton function is that of its source
         key += (id(act.value), id(act.derivative), act.reads, act.P)
     found = _entries.get(key)
-    if found is not None and not _launch.hooked():
+    listening = _ENTER.calls or _LEAVE.calls or _runtime.launch_enter_hook is not _ENTER
+    if found is not None and not (listening or _runtime.launch_exit_hook is not _LEAVE):
         for entry in found:
             if entry[0](*given):
                 if entry.launches and entry.device == torch._C._cuda_getDevice():
@@ -117,7 +123,7 @@ def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tenso
 
 
 def _again(entry: _Entry, tensors: list[Any]) -> Any:
-    _, device, empty, fresh, workspaces, launches, scratch, kind, places, _ = entry
+    _, device, empty, fresh, workspaces, launches, scratch, kind, pick, _ = entry
     for shape, strides, dtype in fresh:
         tensors.append(empty(shape, strides, dtype))
     stream = torch._C._cuda_getCurrentRawStream(device)
@@ -134,7 +140,7 @@ def _again(entry: _Entry, tensors: list[Any]) -> Any:
             args[at] = tuple([None if number is None else tensors[number] for number in numbers])
         run(*args)
     tensors.append(None)
-    return kind([tensors[place] for place in places]) if kind is not None else tensors[places[0]]
+    return pick(tensors) if kind is None else kind(pick(tensors))
 
 
 def _recorded(
@@ -185,10 +191,10 @@ class _Recording(TorchDispatchMode):
         # A launch that found no entry is Triton's own each time.
         again = self.sound and empty is not None and all(launch[0] for launch in self.launches)
         found = self._steps(given, result) if again else None
-        fresh, launches, kind, places = found or ((), (), None, ())
+        fresh, launches, kind, pick = found or ((), (), None, None)
         wanted = tuple(wanted for wanted, _ in self.workspaces)
         device = given[0].get_device()
-        return _Entry(check, device, empty, fresh, wanted, launches, self.scratch, kind, places, alive)
+        return _Entry(check, device, empty, fresh, wanted, launches, self.scratch, kind, pick, alive)
 
     def _steps(self, given: list[Tensor], result: Any) -> tuple[Any, tuple[_Launch, ...], Any, Any] | None:
         """What is made, what is launched, and what the result is built by; `None` if a tensor is from elsewhere."""
@@ -214,7 +220,12 @@ class _Recording(TorchDispatchMode):
             return None
         places = tuple(-1 if leaf is None else numbers[leaf.data_ptr()] for leaf in leaves)
         fresh = tuple((tuple(shapes[at]), _contiguous(shapes[at]), t.dtype) for at, t in made.items())
-        return fresh, launches, _kind_of(result), places
+        several = isinstance(result, (tuple, list))
+        if several and len(places) == 1:
+            pick: Any = lambda tensors: (tensors[places[0]],)  # noqa: E731
+        else:
+            pick = operator.itemgetter(*places)
+        return fresh, launches, _kind_of(result), pick
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -243,8 +254,8 @@ def _kept(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...], *, numbers: 
     )
 
 
-def _kind_of(result: Any) -> Callable[[list[Any]], Any] | None:
-    if not isinstance(result, (tuple, list)):
+def _kind_of(result: Any) -> Callable[[Any], Any] | None:
+    if not isinstance(result, (tuple, list)) or type(result) is tuple:
         return None
     return getattr(type(result), "_make", type(result))  # that of a named tuple
 
