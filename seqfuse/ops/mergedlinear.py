@@ -250,13 +250,15 @@ class MergedLinear(sf.UnfusedOperation):
 
     @classmethod
     def example(cls, x: Tensor) -> MergedLinear:
-        # One part without a bias, as keys have none in some models.
-        return cls(x.shape[-1], (x.shape[-1] + 3, 2, 4), (True, False, True), device=x.device, dtype=x.dtype)
+        # As gate and up.
+        return cls(x.shape[-1], (x.shape[-1] + 3,) * 2, device=x.device, dtype=x.dtype)
 
     @classmethod
     def examples(cls, x: Tensor) -> tuple[MergedLinear, ...]:
         apart = cls.of(*(nn.Linear(x.shape[-1], 4, i > 0, x.device, x.dtype) for i in range(2)))
-        return (cls.example(x), apart, cls(x.shape[-1], (4, 4), False, device=x.device, dtype=x.dtype))
+        # One part without a bias, as keys have none in some models.
+        three = cls(x.shape[-1], (x.shape[-1] + 3, 2, 4), (True, False, True), device=x.device, dtype=x.dtype)
+        return (cls.example(x), apart, three)
 
     def extra_repr(self) -> str:
         owned = [self._parameters.get(name, self) is not None for name in _BIASES[: len(self.parts)]]
