@@ -184,7 +184,8 @@ class Linear(sf.UnfusedOperation):
 
     def weight_for(self, x: Tensor, always: bool = False) -> Tensor:
         """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
-        weight = required(self, "weight")
+        found = self._parameters.get("weight")
+        weight: Tensor = required(self, "weight") if found is None else found
         return weight if weight.dtype is x.dtype else lowered(weight, always)
 
     def bwd(
