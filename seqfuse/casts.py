@@ -40,7 +40,7 @@ def lowered(t: Tensor, always: bool = False, parts: Sequence[Tensor] = ()) -> Te
     if known is not None:
         return known[1]
     made = t.to(dtype)
-    if casts is not None and type(made) is Tensor:  # no fake one, which stands for it where a call is checked
+    if casts is not None:
         casts[key] = (parts, t), made
     return made
 
@@ -56,3 +56,14 @@ def cast_once() -> Generator[None]:
         yield
     finally:
         _call.casts = None
+
+
+@contextlib.contextmanager
+def casts_apart() -> Generator[None]:
+    """Within the block parameters are cast anew, as on fake tensors beside a call, if casts are kept in it."""
+    outer = _call.casts
+    _call.casts = None if outer is None else {}
+    try:
+        yield
+    finally:
+        _call.casts = outer

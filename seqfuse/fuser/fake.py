@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..casts import casts_apart
+
 
 @contextlib.contextmanager
 def faking(mode: Any = None) -> Generator[Any]:
@@ -23,7 +25,12 @@ def faking(mode: Any = None) -> Generator[Any]:
     torch.set_autocast_cache_enabled(False)
     try:
         # Nor may a mode of the caller's see them: selective checkpointing keeps what it sees.
-        with _quiet(), _disable_current_modes(), mode or FakeTensorMode(allow_non_fake_inputs=True) as entered:
+        with (
+            _quiet(),
+            casts_apart(),
+            _disable_current_modes(),
+            mode or FakeTensorMode(allow_non_fake_inputs=True) as entered,
+        ):
             yield entered
     finally:
         torch.set_autocast_cache_enabled(kept)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..casts import cast_once
 from ..env import Env
 from ..fusion import FusedOperation
 from ..saved import Recompute, Saved
@@ -59,7 +60,7 @@ class Footprint:
         """What is saved with these candidates, or why it is not known; it is found once."""
         if self._found is None:
             try:
-                with torch.no_grad(), self._cast(), faking() as mode:
+                with torch.no_grad(), self._cast(), faking() as mode, cast_once():
                     self._found = self._look(candidates, mode)
             except Exception as error:
                 self._found = f"{type(error).__name__}: {error}"

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,14 +20,16 @@ from ..pointwise import Gated, Pointwise
 from ._kernels import rows_of
 from ._linear import one_dtype, output_bytes
 
-# An operation as it was configured, the names of its parameters, and whether it takes a seed. A Linear has its Bias.
-Stage = tuple[UnfusedOperation, tuple[str, ...], bool]
+# An operation as it was configured, the names of its parameters, and whether it takes a seed; or the dtype of a cast.
+# A Linear has its Bias.
+Stage = tuple[UnfusedOperation | torch.dtype, tuple[str, ...], bool]
 
 
 class _Recomputed(ForwardFusion, contract=True):
     """Runs its operations one by one; what one of them makes for the next is not saved, but made again from x."""
 
     saves_memory = True
+    casts = True
     layout = "any"
     linear: Linear
     bias: Bias | None
@@ -44,13 +47,22 @@ class _Recomputed(ForwardFusion, contract=True):
         """The work of making again what is not saved."""
         raise NotImplementedError
 
-    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, dict[str, Any]]:
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env) -> tuple[Tensor, dict[str, Any]]:
         stages: list[Stage] = []
         given: list[Tensor] = []
         saved: dict[str, Any] = {}
         made: dict[int, context.Recompute] = {}  # by the id of what it makes, which is held until the end
         held = [x]
-        for slot, operation, bias, seed in self._operations(seeds):
+
+        def later(y: Tensor) -> Tensor:
+            made[id(y)] = context.Recompute(functools.partial(_replayed, tuple(stages)), held[0], *given)
+            held.append(y)
+            return y
+
+        for slot, operation, bias, seed, dtype in self._operations(seeds, env):
+            if dtype is not None and x.dtype is not dtype:
+                stages.append((dtype, (), False))
+                x = later(x.to(dtype))
             if isinstance(operation, Linear):
                 weight = operation.weight_for(x)
                 tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias.read()}
@@ -66,17 +78,17 @@ class _Recomputed(ForwardFusion, contract=True):
             saved[slot] = _without(record, made)
             stages.append((_copy(operation), tuple(tensors), seed is not None))
             given += [*tensors.values(), *(() if seed is None else (seed,))]
-            made[id(y)] = context.Recompute(functools.partial(_replayed, tuple(stages)), held[0], *given)
-            held.append(x := y)
+            x = later(y)
         return x, saved
 
     def _operations(
-        self, seeds: Sequence[Tensor | None]
-    ) -> Iterator[tuple[str, UnfusedOperation, Bias | None, Tensor | None]]:
-        """Slot, operation, the Bias of a Linear, and seed."""
-        for (slot, operation), seed in zip(self.named_operations(), seeds, strict=True):
+        self, seeds: Sequence[Tensor | None], env: Env
+    ) -> Iterator[tuple[str, UnfusedOperation, Bias | None, Tensor | None, torch.dtype | None]]:
+        """Slot, operation, the Bias of a Linear, seed, and the dtype that it takes where dtypes differ."""
+        dtypes = env.along[:-1] or (None,) * len(seeds)
+        for (slot, operation), seed, dtype in zip(self.named_operations(), seeds, dtypes, strict=True):
             if not isinstance(operation, Bias):
-                yield slot, operation, self.bias if operation is self.linear else None, seed
+                yield slot, operation, self.bias if operation is self.linear else None, seed, dtype
 
 
 class RecomputeNorm(_Recomputed):
@@ -161,6 +173,9 @@ def _replayed(stages: tuple[Stage, ...], x: Tensor, *given: Tensor) -> Tensor:
     for stage, names, seeded in stages:
         operation: Any = stage
         tensors = {name: next(left) for name in names}
+        if isinstance(operation, torch.dtype):
+            x = x.to(operation)
+            continue
         if isinstance(operation, Linear):
             x = F.linear(x, *tensors.values())
             continue

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqfuse as sf
 from seqfuse import nn as layers
 from seqfuse import ops
+from seqfuse.testing import assert_bitwise_equal
 
 from .kit_b import draw
 
@@ -119,6 +120,29 @@ def test_no_more_is_kept_than_torch_keeps_under_autocast(make: Any):
         wide = [t for t in saved if t.dtype is torch.float32 and t.shape == x.shape]
         assert len({t.untyped_storage().data_ptr() for t in wide}) <= 2  # what the norms read: the residual stream
     assert sizes[0] <= sizes[1]
+
+
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_what_is_made_again_is_made_of_the_same_casts(make: Any):
+    model, half = make(), make().to(HALF)
+    x = draw(2, 16, 64, dtype=torch.float32)
+    found: list[list[Tensor]] = []
+    for memory in ("save", "balanced", "lean"):
+        model.memory = half.memory = memory
+        leaf = x.clone().requires_grad_()
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", HALF), sf.fusing(on_error="raise"):
+            plan = model.plan(leaf)
+            model(leaf)
+            y = model(leaf)  # by generated code
+        same = half.plan(x.to(HALF).requires_grad_())
+        assert [(step.name, step.covers) for step in plan.forward] == [(s.name, s.covers) for s in same.forward]
+        y.square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(p.grad for p in model.parameters())])
+    assert plan.memory is not None
+    assert plan.memory.saved < 0.85 * plan.memory.saved_unfused
+    assert_bitwise_equal(found[1], found[0])
+    assert_bitwise_equal(found[2], found[0])
 
 
 def is_parameter(t: Tensor, model: nn.Module) -> bool:
