@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .hardware import COSTS as _COSTS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -37,16 +38,6 @@ class Savings:
     launches: float = 0.0
     bytes: float = 0.0
     flops: float = 0.0
-
-
-# (microseconds per launch, bytes per microsecond, FLOPs per microsecond): orders of magnitude that rank covers against
-# each other; a measurement overrules them. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16.
-_COSTS = {
-    "cpu": (1.5, 1.0e4, 1.0e5),
-    "sm_90": (4.0, 4.3e6, 7.8e8),
-    "sm_80": (4.0, 1.7e6, 2.5e8),
-    "gpu": (4.0, 1.5e6, 2e8),
-}
 
 
 _ARCH = re.compile(r"\d+|sm_\d+a?|gfx[0-9a-f]+")

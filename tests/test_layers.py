@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
-    "operation", "pointwise", "fusion", "store", "cost_table", "pictures",
+    "operation", "pointwise", "fusion", "store", "cost_table", "pictures", "hardware",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generated": set(),
     "saved": {"errors", "generated"},
     "signature": {"errors"},
-    "env": {"errors"},
+    "env": {"errors", "hardware"},
+    "hardware": set(),
     "casts": {"env"},
     "settings": {"errors"},
     "maingrad": {"errors"},

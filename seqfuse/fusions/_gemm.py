@@ -9,16 +9,13 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import Requirements
+from ..hardware import FLOAT32_SLOWER, GEMM_SLOWER
 from ..maingrad import Accumulated
 from ..ops import Bias, Dropout, Linear, MergedLinear
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
 from ._linear import one_dtype
-
-# The kernel is taken to reach 95 % of the speed of the product that it replaces; float32, which no matrix instruction
-# multiplies exactly, takes that much longer than 16 bits.
-_SLOWER, _FLOAT32 = 0.05, 12
 
 
 def kernel_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
@@ -179,12 +176,12 @@ def bias_of(bias: Bias | None) -> Tensor | None:
 def worth(linear: Linear | MergedLinear, env: Env, launches: float, passes: float, columns: int) -> Savings:
     """Launches and passes over a tensor of `columns` not made, against the slower product."""
     moved = float(passes * rows_of(env) * columns * env.itemsize)
-    return Savings(launches=launches, bytes=moved, flops=-_SLOWER * product_flops(linear, env))
+    return Savings(launches=launches, bytes=moved, flops=-GEMM_SLOWER * product_flops(linear, env))
 
 
 def product_flops(linear: Linear | MergedLinear, env: Env) -> float:
     """FLOPs of a product, those in float32 as many more as they take longer."""
-    slower = _FLOAT32 if env.dtype.itemsize == 4 else 1
+    slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 else 1
     return 2.0 * rows_of(env) * linear.in_features * linear.out_features * slower
 
 

@@ -16,9 +16,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Taken where the number of rows is not known.
 _ROWS = 1024
 
-STEP = 0.25
-"""The part of a launch that a step of the engine takes, where the kernels are the same."""
-
 
 def kernels_run(env: Env) -> Requirements:
     """What every kernel asks of the environment, beside a Triton device."""

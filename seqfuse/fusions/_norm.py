@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..env import Env
 from ..fusion import Requirements
+from ..hardware import NORM_COLUMNS
 from ..ops import LayerNorm, RMSNorm
 from ..ops._norm import stats_dtype
 from ..ops._read import parameter
@@ -16,9 +17,6 @@ from ._kernels import kernels_run, rows_of
 
 if TYPE_CHECKING:
     from ..kernels._norm import Backward, Forward
-
-# `kernels._norm.MAX_COLUMNS`, which cannot be asked where Triton is not installed.
-_MAX_COLUMNS = 65536
 
 Record = LayerNorm.Saved | RMSNorm.Saved
 
@@ -28,7 +26,7 @@ def kernels_take(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     yield from kernels_run(env)
     yield len(norm.normalized_shape) == 1, "its kernel normalizes over one dimension"
     width = norm.normalized_shape[-1]
-    yield 0 < width <= _MAX_COLUMNS, f"its kernel is for 1 to {_MAX_COLUMNS:,} columns, not {width:,}"
+    yield 0 < width <= NORM_COLUMNS, f"its kernel is for 1 to {NORM_COLUMNS:,} columns, not {width:,}"
 
 
 def pass_bytes(norm: LayerNorm | RMSNorm, env: Env) -> float:

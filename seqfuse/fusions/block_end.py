@@ -8,11 +8,12 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
+from ..hardware import STEP
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear
 from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd, unit_worth
-from ._kernels import STEP, bias_fits
+from ._kernels import bias_fits
 from ._pointwise import passes
 from .bias_dropout_add import branch_bwd
 

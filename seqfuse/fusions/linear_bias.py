@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
+from ..hardware import STEP
 from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
 from ..ops.linear import weight_grad
 from ._gemm import kernel_takes, like, tf32, worth
-from ._kernels import STEP
 from ._linear import as_rows, one_dtype, output_bytes
 
 

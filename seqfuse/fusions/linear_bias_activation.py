@@ -12,6 +12,7 @@ from torch import Tensor
 from ..casts import lowered
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
+from ..hardware import ONEDNN_WORTHWHILE
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from ..ops._read import parameter
 from ..pointwise import Gated, Pointwise
@@ -25,8 +26,6 @@ _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
 }
 _mkldnn: Any = torch.ops.mkldnn
 _POST_OPS: dict[type, str] = {GeLU: "gelu", SiLU: "swish", Sigmoid: "sigmoid", Tanh: "tanh"}
-# Below this many multiplications, making the primitive may cost more than it saves.
-_WORTHWHILE = 2**16
 
 
 class LinearBiasActivation(ForwardFusion):
@@ -191,7 +190,7 @@ class LinearBiasActOneDNN(InferenceFusion):
         yield _mkldnn._is_mkldnn_bf16_supported(), "this CPU has no bfloat16 products"
         # `rows` is rounded up to a power of two: more than half of them are there.
         work = (env.rows or 0) // 2 * linear.in_features * linear.out_features
-        yield work >= _WORTHWHILE, "too small: making the oneDNN primitive may cost more than it saves"
+        yield work >= ONEDNN_WORTHWHILE, "too small: making the oneDNN primitive may cost more than it saves"
 
     def saves(self, env: Env) -> Savings:
         tensors = 2 if self.bias is None else 4

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
+from ..hardware import STEP
 from ..ops import Bias, Linear
 from ..pointwise import Pointwise
-from ._kernels import STEP, device, kernel_takes_act, kernels_run
+from ._kernels import device, kernel_takes_act, kernels_run
 from ._linear import one_dtype, output_bytes
 from ._pointwise import chain_of
 

@@ -112,7 +112,7 @@ def test_autocast_gives_what_the_operations_give():
 def test_the_onednn_primitive_takes_the_place_of_what_it_replaces(
     act: sf.Pointwise, bias: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(linear_bias_activation, "_WORTHWHILE", 0)
+    monkeypatch.setattr(linear_bias_activation, "ONEDNN_WORTHWHILE", 0)
     for shape in ((5, 6), (2, 3, 64), (33, 150)):
         linear = ops.Linear(shape[-1], 9, bias=bias)
         checked = check_fusion(

@@ -1,0 +1,33 @@
+"""What is taken to be true of devices where nothing was measured; a measurement overrules all of it.
+
+What a kernel itself can do, its tiles and limits, stands with the kernel.
+"""
+
+from __future__ import annotations
+
+COSTS = {
+    "cpu": (1.5, 1.0e4, 1.0e5),
+    "sm_90": (4.0, 4.3e6, 7.8e8),
+    "sm_80": (4.0, 1.7e6, 2.5e8),
+    "gpu": (4.0, 1.5e6, 2e8),
+}
+"""Microseconds per launch, bytes per microsecond, FLOPs per microsecond, by architecture.
+
+Orders of magnitude that rank schedules against each other. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16.
+"""
+
+STEP = 0.25
+"""The part of a launch that a step of the engine takes on a GPU, where the kernels are the same."""
+
+GEMM_SLOWER = 0.05
+"""What a GEMM of our own takes longer than the vendor's, as a part of that; used only where one was measured, or asked
+for unmeasured."""
+
+FLOAT32_SLOWER = 12
+"""How many times as long as in 16 bits a GEMM takes in float32, which no matrix instruction multiplies exactly."""
+
+NORM_COLUMNS = 65536
+"""The longest row that the norm kernels take: `kernels._norm.MAX_COLUMNS`, which needs Triton to be asked."""
+
+ONEDNN_WORTHWHILE = 2**16
+"""Multiplications below which making a oneDNN primitive may cost more than it saves."""
