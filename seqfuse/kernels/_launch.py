@@ -291,7 +291,8 @@ def _interpret(kernel: Any, grid: int, args: tuple[Any, ...], constexprs: Mappin
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
     """Where Triton puts descriptors; freed, and so used again, in the order of the stream."""
-    return torch._C._dynamo.guards._empty_strided_cuda((size,), (1,), torch.int8)
+    torch_c: Any = torch._C
+    return torch_c._dynamo.guards._empty_strided_cuda((size,), (1,), torch.int8)
 
 
 def allow_scratch() -> None:

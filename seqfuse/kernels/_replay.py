@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ MOST = 1024
 MOST_ALIKE = 16
 """Of these with one key, which differ in tensors."""
 
-_guards: Any = torch._C._dynamo.guards
+_guards: Any = cast(Any, torch._C)._dynamo.guards
 _entries: dict[Any, list[_Entry]] = {}
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _INTERPRETED = _launch.INTERPRETED
@@ -74,7 +74,7 @@ class _Entry(NamedTuple):
     device: int
     empty: Any
     fresh: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    workspaces: tuple[tuple[Any, ...], ...]
+    workspaces: tuple[tuple[str, int, torch.dtype, torch.device], ...]
     launches: tuple[_Launch, ...]
     scratch: bool
     kind: Callable[[Any], Any] | None
@@ -173,7 +173,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self.sound, self.scratch = True, False
         self.made: list[Tensor] = []
-        self.workspaces: list[tuple[tuple[Any, ...], Tensor]] = []
+        self.workspaces: list[tuple[tuple[str, int, torch.dtype, torch.device], Tensor]] = []
         self.launches: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
