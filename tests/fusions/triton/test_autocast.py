@@ -68,6 +68,23 @@ def test_a_layer_gives_what_its_operations_give(make: Any, half: torch.dtype, de
     judge_together(measure, 0)
 
 
+@pytest.mark.parametrize("make", [gpt, llama])
+def test_a_layer_that_saves_little_gives_what_its_operations_give(make: Any, device: torch.device):
+    model, x = make().to(device), seeded_randn((2, 5, 16), 0).to(device)
+    exact = copy.deepcopy(model).double()
+    model.memory = "lean"
+    with torch.autocast(device.type, torch.bfloat16), sf.fusing(unmeasured=True):
+        plan = model.plan(x.requires_grad_())
+    assert sum(step.joint for step in plan.forward) == 1
+
+    def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
+        drawn = redrawn(x, seed)
+        runs = [passes(model, drawn, torch.bfloat16, enabled) for enabled in (True, False)]
+        return (*runs, passes(exact, drawn.double(), None, False))
+
+    judge_together(measure, 0)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_gives_the_same_gradients(reentrant: bool, device: torch.device):
     model, x = gpt(dropout=0.25).to(device), seeded_randn((2, 5, 16), 0).to(device)
