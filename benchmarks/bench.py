@@ -1,6 +1,6 @@
 """Everything that can be measured without a GPU, one after the other, each in a process of its own.
 
-Host cost in instructions, planning, bytes kept for backward, whole layers against eager torch and `torch.compile`,
+Host cost in instructions, that of launches, planning, bytes kept for backward, whole layers against eager torch and `torch.compile`,
 fusions made of ATen calls, and the traffic of each kernel counted in Triton's interpreter. Each writes its JSON into
 `results/`; then what README.md and docs/ show of them is drawn anew.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PARTS = {
     "host": ("bench_host.py",),
+    "launch": ("bench_launch.py",),
     "memory": ("bench_memory.py",),
     "layers": ("bench_layers.py",),
     "aten": ("bench_aten.py",),

@@ -933,7 +933,7 @@ def linear_wgrad(
 
 
 def _decided_wgrad(
-    _: None, dtype: torch.dtype | None, tf32: bool, tile: Tile | None, dy: Tensor, x: Tensor, main_grad: Tensor | None
+    act: None, dtype: torch.dtype | None, tf32: bool, tile: Tile | None, dy: Tensor, x: Tensor, main_grad: Tensor | None
 ) -> Tensor:
     return _wgrad(dy, x, main_grad, dtype, None, tf32, tile)
 
@@ -971,7 +971,7 @@ def linear_wgrad_bias(
 
 
 def _decided_wgrad_bias(
-    _: None,
+    act: None,
     dtype: torch.dtype | None,
     sums_dtype: torch.dtype | None,
     tf32: bool,

@@ -531,7 +531,7 @@ def pointwise(
 
 
 def _decided(
-    _: None,
+    act: None,
     chain: Chain,
     dtype: torch.dtype | None,
     dtypes: tuple[torch.dtype, ...],
