@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
@@ -60,7 +60,7 @@ def _changed(node: Node) -> set[object]:
         given: Any = node.all_input_nodes
     else:
         given = node.kwargs.get("out") or (node.args[0] if node.args else None)
-    return {_memory(t) for t in (given if isinstance(given, list | tuple) else [given])}
+    return {_memory(t) for t in (cast("Sequence[Any]", given) if isinstance(given, list | tuple) else [given])}
 
 
 def _meet(memory: set[object], changed: set[object]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+_functorch: Any = torch._C._functorch  # pyright: ignore
 _MODULES = {
     "torch",
     "torch.nn.functional",
@@ -71,7 +72,7 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
 def example(node: Any) -> Tensor | None:
     """The fake tensor that Dynamo computed for a node; `None` where it is no tensor, or one of `torch.func`."""
     found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
-    plain = isinstance(found, Tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(found)  # pyright: ignore[reportPrivateUsage]
+    plain = isinstance(found, Tensor) and not _functorch.is_functorch_wrapped_tensor(found)
     return found if plain else None
 
 
@@ -184,11 +185,9 @@ def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 def operands(node: Any, name: str) -> tuple[Any, Any] | None:
     """The two operands of a sum or product, in the order written; no factor or rounding is hidden in it."""
-    if spelled(node) != name or len(node.args) < 2:
+    if spelled(node) != name or len(node.args) != 2 or dict(node.kwargs) not in ({}, {"alpha": 1}):
         return None
-    hidden = {**node.kwargs, **dict(enumerate(node.args[2:]))}
-    plain = hidden in ({}, {"alpha": 1})
-    return (node.args[0], node.args[1]) if plain else None
+    return node.args[0], node.args[1]
 
 
 def ahead(node: Node, names: set[str]) -> Node | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch.fx import Node
 
@@ -111,7 +112,8 @@ def _only_inserts(node: Node) -> bool:
     if spelled(node) == "unsqueeze":
         return True
     index: Any = node.args[1]
-    return isinstance(index, tuple) and all(i is None or i is Ellipsis or i == slice(None) for i in index)
+    indices = cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (0,)
+    return all(i is None or i is Ellipsis or i == slice(None) for i in indices)
 
 
 def is_transpose(node: Node) -> bool:
@@ -120,7 +122,7 @@ def is_transpose(node: Node) -> bool:
     if name == "transpose":
         return tuple(node.args[1:]) in _TRANSPOSED
     order: Any = argument(node, 1, "dims")
-    order = order if isinstance(order, list | tuple) else node.args[1:]
+    order = cast("Sequence[Any]", order) if isinstance(order, list | tuple) else node.args[1:]
     return name == "permute" and tuple(order) == (0, 2, 1, 3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from ..fuser.budget import Mode
 from ..fuser.sequential import Fusions
@@ -98,7 +98,7 @@ def _checkpointed(body: GraphModule, *args: Any, **how: Any) -> Any:
     how |= {"use_reentrant": False}
     if "_checkpoint_context_fn" in body.meta:
         how["context_fn"] = body.meta["_checkpoint_context_fn"]
-    return checkpoint(body, *args, **how)
+    return checkpoint(body, *args, **how)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _regions(
