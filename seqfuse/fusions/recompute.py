@@ -136,10 +136,10 @@ class RecomputeActivation(_Recomputed):
 
 
 class RecomputeHeads(_Recomputed):
-    """y = attention(rotary(qk_norm(norm(x) weight^T + bias))), where queries, keys and values are made again from x.
+    """y = attention(rotary(qk_norm(z))), z = norm(x) weight^T + bias, where queries, keys and values are not saved.
 
-    The backward pass takes one more norm, GEMM and, where they are there, norm and RoPE of the heads, so that it is for
-    whoever wants the least memory. The output of attention and its log-sum-exp are saved.
+    The backward pass makes them again from x: it takes one more norm, GEMM and, where they are there, norm and RoPE of
+    the heads, so that it is for whoever wants the least memory. The output of attention and its log-sum-exp are saved.
 
     x: [*, S, in_features], y: [*, S, H D].
     Source: Korthikanti et al. 2022, arXiv:2205.05198, of recomputing a part of a layer.
