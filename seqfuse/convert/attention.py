@@ -73,6 +73,8 @@ def raise_attention_by_hand(node: Node) -> Found:
 
 def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node, took: list[Node]) -> Found:
     """Products, norms of heads, RoPE and attention, up to heads that lie side by side again."""
+    if any(isinstance(number, Node) for number in how.values()):
+        return "its scale or dropout is no fixed number"
     parts: list[Heads] = []
     for name, part in zip(("queries", "keys", "values"), qkv, strict=True):
         found = heads_of(part, took)

@@ -19,6 +19,8 @@ def raise_layer_norm(node: Node) -> Found:
     weight, bias, eps = argument(node, 2, "weight"), argument(node, 3, "bias"), argument(node, 4, "eps", 1e-5)
     if len(shape) != 1 or not isinstance(shape[0], int) or (weight is None and bias is not None):
         return None
+    if not isinstance(eps, int | float):
+        return "its eps is no fixed number"
     w = example(weight)
     made = ops.LayerNorm(shape, eps, weight is not None, bias is not None, META, None if w is None else w.dtype)
     return one(made, x, node, [], weight=weight, bias=bias)
@@ -29,7 +31,7 @@ def raise_rms_norm(node: Node) -> Found:
     """F.rms_norm(x, shape, weight, eps)."""
     x, shape = argument(node, 0, "input"), tuple(argument(node, 1, "normalized_shape"))
     weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
-    if len(shape) != 1 or not isinstance(shape[0], int):
+    if len(shape) != 1 or not isinstance(shape[0], int) or isinstance(eps, Node):
         return None
     w = example(weight)
     made = ops.RMSNorm(shape, eps, weight is not None, META, None if w is None else w.dtype)

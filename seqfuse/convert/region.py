@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Region(nn.Module):
         self._fuser = Fuser(self.model, Sequential.default_fusions if fusions is None else fusions, memory=memory)
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
+        self._lock = threading.RLock()
         self.given: list[Given] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         for r in order.members:
@@ -61,6 +63,12 @@ class Region(nn.Module):
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Any:
         """Run the chain."""
+        if torch.compiler.is_compiling():
+            return self._run(x, tensors)
+        with self._lock:  # threads that call one model would lend to one operation
+            return self._run(x, tensors)
+
+    def _run(self, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
         names = self._names
         with _lent(self._slots, tensors[len(names) :]):
             return self.model(x, **dict(zip(names, tensors, strict=False)))

@@ -1,0 +1,396 @@
+"""Converted models under everything that people do with models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import seqfuse as sf
+from seqfuse.convert import Conversion
+from seqfuse.convert import backend as seqfuse_backend
+from seqfuse.testing import seeded_randn
+
+from .comparing import assert_equal, assert_same, passes
+
+X = seeded_randn((3, 8), 2).double()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, p: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.out(F.gelu(self.fc(self.norm(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 2, width: int = 8, p: float = 0.0, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(Block(width, p) for _ in range(depth))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def pair(**given: Any) -> tuple[Net, Net, Conversion]:
+    """A converted model that ran already, one that is as it was, and the conversion."""
+    plain = Net(**given)
+    model = copy.deepcopy(plain)
+    conversion = sf.convert(model)
+    passes(model, X)
+    return model, plain, conversion
+
+
+def chains(conversion: Any) -> int:
+    return sum(len(graph.regions) for graph in conversion.graphs)
+
+
+def doubled(*call: Any) -> Tensor:
+    return call[-1] * 2
+
+
+Change = Callable[[Any], object]
+CHANGES: dict[str, Change] = {
+    "a hook": lambda m: m.layers[0].fc.register_forward_hook(doubled),
+    "a hook with keywords": lambda m: m.layers[0].fc.register_forward_hook(doubled, with_kwargs=True, always_call=True),
+    "a hook before": lambda m: m.layers[0].fc.register_forward_pre_hook(lambda module, args: (args[0] + 1,)),
+    "a hook of gradients": lambda m: m.layers[0].fc.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 3,)),
+    "a hook on the model": lambda m: m.register_forward_hook(doubled),
+    "a hook of gradients on the model": lambda m: m.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 3,)),
+    "a hook of a parameter": lambda m: m.layers[0].fc.weight.register_hook(lambda dw: dw * 2),
+    "another module": lambda m: setattr(m.layers[0], "fc", nn.Sequential(m.layers[0].fc, nn.Tanh())),
+    "another eps": lambda m: setattr(m.layers[1].norm, "eps", 0.5),
+    "another parameter": lambda m: setattr(
+        m.layers[1].out, "weight", nn.Parameter(m.layers[1].out.weight.detach() * 2)
+    ),
+    "no bias": lambda m: setattr(m.layers[1].out, "bias", None),
+    "another forward": lambda m: setattr(m.layers[1], "forward", doubled),
+    "another class": lambda m: setattr(m.layers[1], "__class__", Louder),
+    "another layer": lambda m: m.layers.append(copy.deepcopy(m.layers[0])),
+    "other numbers": lambda m: m.layers[0].fc.weight.data.mul_(2),
+    "a frozen layer": lambda m: m.layers[0].requires_grad_(False),
+    "tied weights": lambda m: setattr(m.layers[1].fc, "weight", m.layers[0].fc.weight),
+    "one layer twice": lambda m: setattr(m.layers, "1", m.layers[0]),
+    "weight norm": lambda m: nn.utils.parametrizations.weight_norm(m.layers[1].fc),
+}
+
+
+class Louder(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_after_the_first_call_counts(name: str):
+    model, plain, _ = pair()
+    CHANGES[name](model)
+    CHANGES[name](plain)
+    assert_equal(passes(model, X), passes(plain, X))
+
+
+def test_a_hook_that_is_taken_away_no_longer_counts():
+    model, plain, _ = pair()
+    handle = model.layers[0].fc.register_forward_hook(doubled)
+    passes(model, X)
+    handle.remove()
+    assert_equal(passes(model, X), passes(plain, X))
+
+
+def test_a_hook_of_all_modules_counts_while_it_is_there():
+    model, plain, _ = pair()
+    handle = nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        assert_equal(passes(model, X), passes(plain, X))
+    finally:
+        handle.remove()
+    assert_equal(passes(model, X), passes(plain, X))
+
+
+def test_an_optimizer_trains_the_parameters():
+    model, plain, _ = pair()
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters(), 0.1)
+        for _ in range(3):
+            passes(each, X)
+            optimizer.step()
+    assert_equal(list(model.parameters()), list(plain.parameters()), 1e-7)
+
+
+def test_a_copy_is_not_converted_and_may_be():
+    model, _, _ = pair()
+    wanted, other = passes(model, X), copy.deepcopy(model)
+    assert_equal(passes(other, X), wanted)
+    conversion = sf.convert(other)
+    assert_equal(passes(other, X), wanted)
+    assert chains(conversion)
+    other.layers[0].fc.weight.data.mul_(2)
+    assert_equal(passes(model, X), wanted)
+
+
+def test_what_is_saved_is_the_model_and_what_is_loaded_counts():
+    model, _, _ = pair()
+    wanted, file = passes(model, X), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (torch.load(file, weights_only=False), pickle.loads(pickle.dumps(model))):
+        assert_equal(passes(other, X), wanted)
+    other, _, _ = pair(seed=5)
+    other.load_state_dict(model.state_dict())
+    assert_equal(passes(other, X), wanted)
+    other, _, _ = pair(seed=5)
+    other.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    assert_equal(passes(other, X), wanted)
+
+
+def test_dropout_drops_in_training_alone_and_its_gradient_is_of_what_was_dropped():
+    model = Net(depth=1, width=32, p=0.5)
+    plain = copy.deepcopy(model).eval()
+    sf.convert(model)
+    x = seeded_randn((200, 32), 3).double().requires_grad_()
+    y = model(x)
+    dropped = (y - x).detach()
+    kept = dropped != 0
+    assert abs(float(kept.double().mean()) - 0.5) < 0.03
+    branch = plain(x) - x
+    torch.testing.assert_close(dropped[kept], 2 * branch.detach()[kept])
+    (found,) = torch.autograd.grad(y.sum(), x)
+    (wanted,) = torch.autograd.grad((x + branch * kept * 2).sum(), x)
+    torch.testing.assert_close(found, wanted)
+    assert_equal(passes(model.eval(), x.detach()), passes(plain, x.detach()))
+    assert not torch.equal(model.train()(x), model(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_body_drops_the_same_in_its_second_run(reentrant: bool):
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)  # pyright: ignore[reportReturnType]
+
+    model = Checkpointed(p=0.5)
+    conversion = sf.convert(model)
+    torch.manual_seed(3)
+    found = passes(model, X)
+    torch._dynamo.reset()
+    model.__class__ = Net  # whose dropout draws the same numbers
+    torch.manual_seed(3)
+    assert_equal(found, passes(model, X))
+    assert chains(conversion)
+    assert conversion.graphs[1].regions
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_converted_model_may_be_checkpointed(reentrant: bool):
+    model, plain, _ = pair()
+    x, wanted = X.clone().requires_grad_(), passes(plain, X)
+    model.zero_grad()
+    y: Any = checkpoint(model, x, use_reentrant=reentrant)
+    (y * seeded_randn(tuple(y.shape), 9)).sum().backward()
+    assert_equal([y.detach(), x.grad, *(p.grad for p in model.parameters())], wanted)
+
+
+def test_saved_tensors_may_be_moved_away():
+    model, plain, _ = pair()
+    with torch.autograd.graph.save_on_cpu():
+        assert_equal(passes(model, X), passes(plain, X))
+
+
+def test_seven_shapes_need_at_most_four_graphs():
+    model, plain, conversion = pair(depth=1)
+    for shape in ((4,), (5,), (9,), (2,), (2, 3), (4, 5)):
+        x = seeded_randn((*shape, 8), 4).double()
+        assert_equal(passes(model, x), passes(plain, x))
+    assert len(conversion.graphs) <= 4
+
+
+def test_undo_gives_the_model_back_bit_for_bit():
+    model, plain, conversion = pair()
+    conversion.undo()
+    assert all(
+        a is not None and b is not None and torch.equal(a, b) for a, b in zip(passes(model, X), passes(plain, X))
+    )
+    sf.convert(model)
+    with pytest.raises(sf.InputError, match="Net is converted already"):
+        sf.convert(model)
+
+
+def test_undo_leaves_what_compile_did():
+    model = Net()
+    model.compile(backend="eager")
+    before = model._compiled_call_impl
+    sf.convert(model).undo()
+    assert model._compiled_call_impl is before
+
+
+def test_each_model_has_graphs_of_its_own():
+    converted = [pair(depth=1, seed=seed) for seed in range(9)]  # more than the graphs that Dynamo keeps of a function
+    for model, plain, conversion in converted:
+        assert_equal(passes(model, X), passes(plain, X))
+        assert len(conversion.graphs) == 1
+
+
+@pytest.mark.parametrize("backend", ["seqfuse", seqfuse_backend])
+def test_torch_compile_takes_the_backend(backend: Any):
+    model = Net()
+    wanted = passes(model, X)
+    assert_equal(passes(torch.compile(model, backend=backend), X), wanted)  # pyright: ignore
+
+
+def test_layers_alike_share_a_graph():
+    model = Net(depth=4)
+    wanted = passes(model, X)
+    conversion = sf.convert(model, regions="layers")
+    assert_equal(passes(model, X), wanted)
+    assert len(conversion.graphs) == 1
+    model.layers[2].requires_grad_(False)
+    passes(model, X)
+    assert len(conversion.graphs) == 2
+
+
+def test_filter_fn_leaves_modules_out():
+    model = Net()
+    wanted = passes(model, X)
+    conversion = sf.convert(model, filter_fn=lambda module, path: not path.startswith("layers.0"))
+    assert_equal(passes(model, X), wanted)
+    assert {left.module.split(".")[1] for left in conversion.graphs[0].left} == {"0"}
+    assert chains(conversion)
+
+
+def test_gradient_modes_may_change_from_call_to_call():
+    model, plain, _ = pair()
+    wanted = passes(plain, X)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.no_grad):
+        with mode():
+            y = model(X)
+        assert y.is_inference() == (mode is torch.inference_mode)
+        assert_equal([y.detach()], wanted[:1])
+    assert_equal(passes(model, X), wanted)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2), (torch.float16, 1e-2)])
+def test_a_model_may_change_its_dtype(dtype: torch.dtype, bound: float):
+    model, plain, _ = pair()
+    assert_equal(passes(model.to(dtype), X.to(dtype)), passes(plain.to(dtype), X.to(dtype)), bound)
+
+
+def test_transforms_of_torch_func_see_the_model():
+    model, plain, _ = pair()
+
+    def seen(m: Net) -> list[Tensor | None]:
+        weights = {name: p.detach() * 2 for name, p in m.named_parameters()}
+
+        def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(m, weights, (x,)).sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, X)
+        called = torch.func.functional_call(m, weights, (X,))
+        return [called.detach(), *each.values(), *torch.func.jvp(m, (X,), (X,)), torch.func.jacrev(m)(X[:1])]
+
+    assert_equal(seen(model), seen(plain))
+
+
+def test_a_second_derivative_is_an_error():
+    model, _, _ = pair()
+    x = X.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dx.sum().backward()
+
+
+@contextmanager
+def hasty() -> Generator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_threads_may_call_one_model():
+    model, plain, _ = pair()
+    wanted, failed = plain(X).detach(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                assert_equal([model(X).detach()], [wanted])
+        except BaseException as error:
+            failed.append(error)
+
+    with hasty():
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def test_a_model_that_raised_can_be_called_again():
+    class Picky(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if len(x) == 4:
+                raise ValueError("four")
+            return y
+
+    plain = Picky()
+    model = copy.deepcopy(plain)
+    sf.convert(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="four"):
+            model(seeded_randn((4, 8), 3).double())
+        assert_equal(passes(model, X), passes(plain, X))
+
+
+def test_larger_graphs_and_traces_take_the_model_in():
+    model, plain, _ = pair()
+    y = plain(X)
+    torch.testing.assert_close(torch.compile(nn.Sequential(model, nn.Tanh()), backend="eager")(X), y.tanh())
+    torch.testing.assert_close(torch.jit.trace(model, X, check_trace=False)(X), y)
+    torch.testing.assert_close(torch.export.export(model, (X,)).module()(X), y)
+
+
+class Broken(Net):
+    """Breaks the graph, reads a number, and switches modes on its way."""
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            scale = self.layers[1](x).abs().max()
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            x = self.layers[1](x) / scale
+        return x * (1 if x.sum().item() > 0 else 2)
+
+
+def test_graph_breaks_numbers_and_modes_within_a_model_stay():
+    conversion = assert_same(Broken(), X)
+    assert len(conversion.graphs) > 1
+    assert chains(conversion)
+
+
+def test_the_rest_may_go_through_inductor():
+    model = nn.Sequential(Block(), nn.Softmax(-1)).float()
+    x = X.float()
+    wanted = passes(model, x)
+    conversion = sf.convert(model, then="inductor")
+    assert_equal(passes(model, x), wanted, 1e-5)
+    assert chains(conversion)
