@@ -13,19 +13,27 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _crossentropy_ops
-from ._launch import inner_contiguous, launch, next_power_of_2, traced
+from ._launch import architecture, inner_contiguous, launch, next_power_of_2, register_limit, traced
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
 
 MAX_CLASSES = 2**30
 """The widest row."""
 _WIDEST = 8192  # bytes
+# Rows of more bytes than this take a program of 32 warps, of which a processor has room for one: 132 rows of 128k
+# classes in bfloat16 stay in the 50 MB of L2 until they are read again, the rows of four programs each would not.
+_LONG = 65536
 
 
 @triton.jit
 def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr):
-    """A block of a row of logits after the soft-cap, -inf beyond its end, what went into it, and where they are."""
-    cols = first + tl.arange(0, BLOCK_N)
+    """A block of a row of logits after the soft-cap, -inf beyond its end, what went into it, and where they are.
+
+    It has a line of neighbours for each thread, which reduces its own.
+    """
+    NEIGHBOURS: tl.constexpr = _neighbours(BLOCK_N, logits.dtype.element_ty)
+    lines = tl.arange(0, BLOCK_N // NEIGHBOURS) << _shift(NEIGHBOURS)
+    cols = first + lines[:, None] + tl.arange(0, NEIGHBOURS)[None, :]
     inside = cols < classes
     z = tl.load(logits + cols, mask=inside, other=0.0).to(COMPUTE)
     u = z
@@ -35,11 +43,28 @@ def _capped(logits, first, classes, SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr
     return tl.where(inside, z, float("-inf")), u, cols, inside
 
 
+@triton.constexpr_function
+def _neighbours(block, dtype):
+    """Elements in 16 bytes."""
+    return min(block, 128 // dtype.primitive_bitwidth)
+
+
+@triton.constexpr_function
+def _shift(count):
+    return count.bit_length() - 1
+
+
+@triton.jit
+def _finite(top):
+    """What numbers are taken relative to: as long as every one was -inf there is nothing to rescale."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
 @triton.jit
 def _cross_entropy_kernel(
     logits, targets, scale, given, loss, made, stride, softmax_stride, ignore, classes,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr,
-    BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row: an online softmax in one pass, then its gradient in place."""
     classes = tl.cast(classes, tl.int32)
@@ -51,18 +76,23 @@ def _cross_entropy_kernel(
         # Each thread reads it, and the sums below hold them together before the second pass writes.
         known = counted & (target >= 0) & (target < classes)
         picked = tl.load(logits + target, mask=known, other=0.0).to(COMPUTE)
-        top = tl.full((), float("-inf"), COMPUTE)
-        total = tl.zeros((), COMPUTE)
-        plain = tl.zeros((), COMPUTE)
-        for first in tl.range(0, classes, BLOCK_N):
+        # Each thread has its own greatest logit and sum; they are put together once, at the end.
+        lines: tl.constexpr = BLOCK_N // _neighbours(BLOCK_N, logits.dtype.element_ty)
+        tops = tl.full((lines,), float("-inf"), COMPUTE)
+        totals = tl.zeros((lines,), COMPUTE)
+        plains = tl.zeros((lines,), COMPUTE)
+        for first in tl.range(0, classes, BLOCK_N, num_stages=STAGES):
             z, _, _, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
-            higher = tl.maximum(top, tl.max(z, 0))
-            # As long as every number was -inf there is nothing to rescale.
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), 0)
-            top = higher
+            higher = tl.maximum(tops, tl.max(z, 1))
+            shift = _finite(higher)
+            totals = totals * tl.exp(tops - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
+            tops = higher
             if SMOOTHING > 0.0:
-                plain += tl.sum(tl.where(inside, z, 0.0), 0)
+                plains += tl.sum(tl.where(inside, z, 0.0), 1)
+        top = tl.max(tops, 0)
+        total = tl.sum(totals * tl.exp(tops - _finite(top)), 0)
+        if SMOOTHING > 0.0:
+            plain = tl.sum(plains, 0)
         if SOFTCAP is not None:
             picked = tanh(picked / SOFTCAP) * SOFTCAP
         log_total = tl.log(total)
@@ -88,7 +118,7 @@ def _cross_entropy_kernel(
         spread = SMOOTHING / classes.to(COMPUTE)
         away = g * spread
         at_target = g * (1.0 - SMOOTHING + spread)
-        for first in tl.range(0, classes, BLOCK_N):
+        for first in tl.range(0, classes, BLOCK_N, num_stages=STAGES):
             z, u, cols, inside = _capped(logits, first, classes, SOFTCAP, BLOCK_N, COMPUTE)
             # A product, not a choice: as in torch, a row that does not count hands on its NaN.
             p = tl.exp(z - top) * by_softmax
@@ -169,6 +199,7 @@ def cross_entropy_(
         ),
         constexprs(block(V, logits.element_size()), label_smoothing, z_loss, softcap, gradient, triton_compute),
         num_warps(V, logits.element_size()),
+        **register_limit(_registers(V, logits.element_size()), architecture(logits.device)),
     )  # fmt: skip
     return loss, made
 
@@ -184,17 +215,24 @@ def constexprs(
         "GRADIENT": gradient,
         "BLOCK_N": block_n,
         "COMPUTE": compute,
+        "STAGES": 3,
     }
 
 
 def block(classes: int, itemsize: int) -> int:
     """Logits at a time."""
-    return min(_WIDEST // itemsize, next_power_of_2(classes))
+    widest = 2 * _WIDEST if classes * itemsize > _LONG else _WIDEST
+    return min(widest // itemsize, next_power_of_2(classes))
 
 
 def num_warps(classes: int, itemsize: int) -> int:
-    """8 numbers per thread: where rows are not aligned each has an address of its own, and 16 do not fit."""
-    return max(4, block(classes, itemsize) // 256)
+    """16 bytes per thread: where rows are not aligned each number has an address of its own, and more do not fit."""
+    return max(4, block(classes, itemsize) * itemsize // 512)
+
+
+def _registers(classes: int, itemsize: int) -> int | None:
+    """Of 32 warps each thread may have 64; unasked the compiler makes room for a second program, and spills."""
+    return 64 if num_warps(classes, itemsize) == 32 else None
 
 
 def variants() -> Iterator[Variant]:
@@ -229,6 +267,7 @@ def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ..
         constexprs=values | dict.fromkeys(absent) | dict.fromkeys(ones, 1),
         divisible=(*pointers, *aligned),
         num_warps=num_warps(classes, itemsize),
+        options=register_limit(_registers(classes, itemsize), "sm_"),
     )
 
 

@@ -304,6 +304,15 @@ def test_it_compiles_without_spills(compiled: Callable[..., list[Compiled]]) -> 
             assert one.narrow <= 5, one
 
 
+def test_a_long_row_has_a_program_that_fills_a_processor() -> None:
+    assert [crossentropy.num_warps(classes, 2) for classes in (100, 4096, 32768, 32769, 128256)] == [4, 16, 16, 32, 32]
+    assert [crossentropy.block(classes, 2) for classes in (32768, 128256)] == [4096, 8192]
+    assert crossentropy.num_warps(16385, 4) == 32
+    (long,) = [v for v in crossentropy.variants() if v.name == "cross_entropy ahead bf16 262144"]
+    # 32 warps of at most 64 registers: one of 33 or more has a processor to itself.
+    assert (long.num_warps, long.options) == (32, {"maxnreg": 64})
+
+
 def test_a_kernel_that_fails_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*args: Any, **more: Any) -> None:
         raise RuntimeError("ptxas is not there")
@@ -367,11 +376,12 @@ def test_the_loss_is_the_same_with_and_without_the_kernel(
 
 
 MUTANTS = {
-    "rescaling": ("total = total * tl.exp(top - shift) + ", "total = total + ", "plain"),
+    "rescaling": ("totals = totals * tl.exp(tops - shift) + ", "totals = totals + ", "plain"),
+    "threads put together as they are": ("totals * tl.exp(tops - _finite(top))", "totals", "plain"),
     "padding": ('tl.where(inside, z, float("-inf"))', "z", "plain"),
     "padding in the mean": (
-        "plain += tl.sum(tl.where(inside, z, 0.0), 0)",
-        "plain += tl.sum(tl.where(inside, z, 1.0), 0)",
+        "plains += tl.sum(tl.where(inside, z, 0.0), 1)",
+        "plains += tl.sum(tl.where(inside, z, 1.0), 1)",
         "smooth",
     ),
     "all classes in the mean": (
