@@ -378,7 +378,7 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
     n = next_power_of_2(columns)
     chunk = n if n <= widest else widest // 2
     m = max(1, 1024 // chunk)
-    stages = 1 if heavy or itemsize == 8 or columns % 16 or chunk * itemsize > 8192 else 2
+    stages = 1 if heavy or itemsize == 8 or columns % 16 or chunk * itemsize > 16384 else 2
     crowded = heavy and columns % 16 > 0
     warps = max(4, min(16, m * chunk // (128 if crowded else 256)))
     if stages == 2 and m * chunk <= 2048:

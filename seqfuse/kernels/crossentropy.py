@@ -221,7 +221,8 @@ def constexprs(
 
 def block(classes: int, itemsize: int) -> int:
     """Logits at a time."""
-    widest = 2 * _WIDEST if classes * itemsize > _LONG else _WIDEST
+    # Of float64 that is not aligned a thread of 32 warps has too few registers.
+    widest = 2 * _WIDEST if classes * itemsize > _LONG and itemsize < 8 else _WIDEST
     return min(widest // itemsize, next_power_of_2(classes))
 
 

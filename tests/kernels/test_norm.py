@@ -662,3 +662,10 @@ def test_a_wrong_kernel_is_found(
     check(CASES[case], tensors)
     with pytest.raises(AssertionError):
         check(CASES[case], tensors, changed)
+
+
+def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
+    for columns in (4096, 8192):
+        tile = _norm.backward_tile(columns, 2, False)
+        assert (tile.n, tile.chunks, tile.stages) == (columns, 1, 2)
+    assert _norm.backward_tile(8192, 2, True).stages == 1
