@@ -190,6 +190,9 @@ def cross_entropy_(
     )
     loss = torch.empty(R, dtype=compute, device=logits.device) if softmax is None else None
     made = torch.empty((2, R), dtype=compute, device=logits.device) if softmax is None else softmax
+    arch = architecture(logits.device)
+    amd = arch.startswith("gfx")
+    warps = num_warps(V, logits.element_size(), amd)
     launch(
         _cross_entropy_kernel,
         R,
@@ -197,9 +200,9 @@ def cross_entropy_(
             logits, targets, scale, softmax, loss, None if loss is None else made, logits.stride(0), made.stride(0),
             ignore_index, V,
         ),
-        constexprs(block(V, logits.element_size()), label_smoothing, z_loss, softcap, gradient, triton_compute),
-        num_warps(V, logits.element_size()),
-        **register_limit(_registers(V, logits.element_size()), architecture(logits.device)),
+        constexprs(block(V, logits.element_size(), amd), label_smoothing, z_loss, softcap, gradient, triton_compute),
+        warps,
+        **register_limit(_registers(warps), arch),
     )  # fmt: skip
     return loss, made
 
@@ -219,44 +222,47 @@ def constexprs(
     }
 
 
-def block(classes: int, itemsize: int) -> int:
+def block(classes: int, itemsize: int, amd: bool = False) -> int:
     """Logits at a time."""
-    # Of float64 that is not aligned a thread of 32 warps has too few registers.
-    widest = 2 * _WIDEST if classes * itemsize > _LONG and itemsize < 8 else _WIDEST
-    return min(widest // itemsize, next_power_of_2(classes))
+    # Of float64 that is not aligned a thread of 32 warps has too few registers; AMD launches no more than 16 warps.
+    long = classes * itemsize > _LONG and itemsize < 8 and not amd
+    return min((2 if long else 1) * _WIDEST // itemsize, next_power_of_2(classes))
 
 
-def num_warps(classes: int, itemsize: int) -> int:
+def num_warps(classes: int, itemsize: int, amd: bool = False) -> int:
     """16 bytes per thread: where rows are not aligned each number has an address of its own, and more do not fit."""
-    return max(4, block(classes, itemsize) * itemsize // 512)
+    return max(4, block(classes, itemsize, amd) * itemsize // 512)
 
 
-def _registers(classes: int, itemsize: int) -> int | None:
+def _registers(warps: int) -> int | None:
     """Of 32 warps each thread may have 64; unasked the compiler makes room for a second program, and spills."""
-    return 64 if num_warps(classes, itemsize) == 32 else None
+    return 64 if warps == 32 else None
 
 
 def variants() -> Iterator[Variant]:
     """Each dtype, aligned and not, with every option and none, both ways to the gradient, and without one."""
     for way in ("ahead", "given"):
-        yield _variant("bfloat16", 1, True, way, ("stride", "softmax_stride", "ignore", "classes"))
+        for amd in (False, True):
+            yield _variant("bfloat16", 1, True, way, ("stride", "softmax_stride", "ignore", "classes"), amd)
     for dtype in ("bfloat16", "float16", "float32", "float64"):
         for classes in (100, 1024, 262144, 50257):
             for full in (False, True):
                 for way in ("ahead", "given", "loss"):
-                    yield _variant(dtype, classes, full, way)
+                    for amd in (False, True):
+                        yield _variant(dtype, classes, full, way, amd=amd)
 
 
-def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ...] = ()) -> Variant:
+def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ...] = (), amd: bool = False) -> Variant:
     item, wide = TRITON_DTYPES[dtype], dtype == "float64"
     stats = "*fp64" if wide else "*fp32"
     signature: dict[str, Any] = {"logits": f"*{item}", "targets": "*i64"}
     signature |= {"scale": stats, "given": stats} if way == "given" else {"loss": stats, "made": stats}
     signature |= {"stride": "i32", "softmax_stride": "i32", "ignore": "i32", "classes": "i32"}
     itemsize = getattr(torch, dtype).itemsize
+    warps = num_warps(classes, itemsize, amd)
     values = constexprs(
-        block(classes, itemsize), 0.1 if full else 0.0, 1e-4 if full else 0.0, 30.0 if full else None, way != "loss",
-        tl.float64 if wide else tl.float32,
+        block(classes, itemsize, amd), 0.1 if full else 0.0, 1e-4 if full else 0.0, 30.0 if full else None,
+        way != "loss", tl.float64 if wide else tl.float32,
     )  # fmt: skip
     absent = [name for name in ("scale", "given", "loss", "made") if name not in signature]
     pointers = [name for name, kind in signature.items() if kind.startswith("*")]
@@ -267,8 +273,9 @@ def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ..
         signature={name: kind for name, kind in signature.items() if name not in ones},
         constexprs=values | dict.fromkeys(absent) | dict.fromkeys(ones, 1),
         divisible=(*pointers, *aligned),
-        num_warps=num_warps(classes, itemsize),
-        options=register_limit(_registers(classes, itemsize), "sm_"),
+        num_warps=warps,
+        options=register_limit(_registers(warps), "gfx" if amd else "sm_"),
+        targets=("gfx",) if amd else ("sm_",),
     )
 
 
