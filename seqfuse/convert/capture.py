@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from ..errors import InputError
 from ..fuser.budget import MODES, Mode
@@ -122,7 +122,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Within the capture of a larger model or a trace; and no guard of Dynamo sees hooks that are set for all modules.
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_any_global_hook():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_any_global_hook():  # pyright: ignore
         return _call(module, *args, **kwargs)
     skipped = _dynamo.skip_nnmodule_hook_guards
     try:
