@@ -174,7 +174,7 @@ def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:
     """Which fusions of this library are not refused on examples of what they replace; the others by their reason."""
     can: list[str] = []
     cannot: dict[str, list[str]] = {}
-    for fusion in (*fusions.default, *fusions.lean):
+    for fusion in dict.fromkeys((*fusions.default, *fusions.lean)):
         reason = _refused(fusion, device)
         if reason is None:
             can.append(fusion.__name__)
