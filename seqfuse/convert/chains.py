@@ -177,9 +177,12 @@ def _routed(members: list[Raised], inside: set[Value], outside: set[Value]) -> O
             if not isinstance(current, Node) or a is None or b is None or not same_shape(a.shape, b.shape):
                 order.apart.append(r)
                 return order
+            unread = not _is_read_later(current, later)  # by nobody here: the channel that it became is an output
+            if unread and current not in outside:
+                order.apart.append(r)
+                return order
             order.operations.append(ops.Take(channel(r.x), to=channel(current)))
-            if not _is_read_later(current, later):  # by nobody here: the channel that it became is an output
-                assert current in outside
+            if unread:
                 extra.append(current)
             if r.x not in inside and r.x is not start:
                 order.channels[channel(r.x)] = r.x

@@ -102,11 +102,20 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
 
 
 class Effects:
-    """Tells which nodes of a graph may run as one call, in the place of the last of them."""
+    """Tells which nodes of a graph may run as one call, in the place of the last of them.
+
+    Attributes:
+        unread: calls whose values reach nobody; parameters that only they read have no gradient.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._states = states(graph.nodes)
+        self.unread: set[object] = set()
+        for node in reversed(graph.nodes):
+            pure = node.op in ("call_function", "call_method") and not in_place(node) and not is_state(node)
+            if pure and all(user in self.unread for user in node.users):
+                self.unread.add(node)
         self._changes = [(i, node, _changed(node)) for node, i in self._place.items() if in_place(node)]
 
     def allow(self, nodes: Iterable[Node]) -> bool:

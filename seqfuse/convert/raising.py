@@ -117,11 +117,11 @@ def raised(
                 reasons.setdefault(node, found)
             elif found is not None and not any(t in taken for r in found for t in r.took if not _is_cheap(t)):
                 took = {t for r in found for t in r.took}
-                if effects.allow(took):
+                if found[-1].out not in effects.unread and effects.allow(took):
                     taken |= took
                     yield from found
                 else:
-                    reasons.setdefault(node, "between its calls a mode or a tensor changes")
+                    reasons.setdefault(node, "between its calls a mode or a tensor changes, or nobody reads it")
 
 
 def _is_cheap(node: Node) -> bool:

@@ -140,7 +140,7 @@ def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[N
     with graph.inserting_after(after):
         call = graph.call_module(name, ())
     with graph.inserting_before(call):
-        made = {g: graph.call_method("t", (g.node,)) for g in region.given if isinstance(g, Transposed)}
+        made = {g: graph.call_method("t", (g.node,)) for g in dict.fromkeys(region.given) if isinstance(g, Transposed)}
     given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
     call.args = (order.x, *order.channels.values(), *given)
     added, holders = [*made.values(), call], dict[Node, Node]()

@@ -169,6 +169,15 @@ def changes_activations(m: Layers, x: Tensor) -> Tensor:
     return m.c(z)
 
 
+@spelling
+def computes_for_nobody(m: Layers, x: Tensor) -> Tensor:
+    z = m.a(x) + x
+    F.gelu(m.b(z))
+    joined(S(*qkv(m, z)))
+    z.add_(1)
+    return m.c(z)
+
+
 # Modes.
 @spelling
 def makes_keys_without_gradients(m: Layers, x: Tensor) -> Tensor:
@@ -267,6 +276,7 @@ short("a bias and no weight", lambda m, x: m.b(F.layer_norm(m.a(x), (8,), None, 
 short("a weight that is a view", lambda m, x: F.gelu(x @ m.a.weight.mT) @ m.b.weight + F.linear(x, m.c.weight.t()))
 short("a weight made of others", lambda m, x: F.linear(F.gelu(m.a(x)), m.b.weight * 2 + m.c.weight.t(), m.b.bias * m.w))
 short("a weight made of data", lambda m, x: F.linear(F.gelu(m.a(x)), m.c(x).mean((0, 1)).outer(m.w)))
+short("a weight turned twice", lambda m, x: torch.addmm(m.w, torch.addmm(m.w, x[0], m.a.weight), m.a.weight))
 short("an expanded weight", lambda m, x: F.linear(F.gelu(m.a(x)), m.w.expand(8, 8), m.w[:1].expand(8)))
 short("a bias for each row", lambda m, x: m.b(F.gelu(F.linear(x, m.a.weight) + m.w[:4, None])))
 short("an expanded input", lambda m, x: m.b(F.gelu(m.a(x[:, :1].expand(2, 4, 8)))))
