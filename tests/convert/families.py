@@ -16,9 +16,10 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 64
 _SIZES = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _DEEP = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, **_SIZES,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, **_SIZES,
 }  # fmt: skip
 _GQA = {**_DEEP, "num_key_value_heads": 2}
+_TWO = {"num_hidden_layers": 2}  # where layers differ, or chains that cross their border are looked at
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -92,15 +93,15 @@ FAMILIES: dict[str, Family] = {
         "GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, **_SIZES,
     ),
-    "llama": _made("LlamaForCausalLM", "LlamaConfig", **_GQA),
+    "llama": _made("LlamaForCausalLM", "LlamaConfig", **{**_GQA, **_TWO}),
     "llama 3.1": _made("LlamaForCausalLM", "LlamaConfig", rope_parameters=_SCALED, **_GQA),
     "mistral": _made("MistralForCausalLM", "MistralConfig", sliding_window=4, **_GQA),
     "qwen2": _made("Qwen2ForCausalLM", "Qwen2Config", **_GQA),
     "qwen3": _made("Qwen3ForCausalLM", "Qwen3Config", head_dim=8, **_GQA),
-    "gemma2": _made("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, **_GQA),
+    "gemma2": _made("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, **{**_GQA, **_TWO}),
     "gemma3": _made("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, **_GQA),
     "phi3": _made("Phi3ForCausalLM", "Phi3Config", **_GQA),
-    "bert": _made("BertModel", "BertConfig", **_DEEP, **_NO_DROPOUT),
+    "bert": _made("BertModel", "BertConfig", **{**_DEEP, **_TWO}, **_NO_DROPOUT),
     "bert, padded": _made(
         "BertModel", "BertConfig", lambda: _tokens(attention_mask=torch.tensor([[1] * 7, [1] * 4 + [0] * 3])),
         **_DEEP, **_NO_DROPOUT,
