@@ -61,6 +61,14 @@ class Region(nn.Module):
         """How the chain ran last; `None` before its first call."""
         return next(iter(self._fuser.latest_plans()), None)
 
+    def planned(self) -> Plan | None:
+        """The plan of the last call with the bytes it saves, for tensors without data, as large as those captured."""
+        plan = self.plan
+        if plan is None:
+            return None
+        x, *given = (_fake(node, "meta") for node in (self.order.x, *self.order.channels.values()))
+        return self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
+
     def forward(self, x: Tensor, *tensors: Tensor) -> Any:
         """Run the chain."""
         if torch.compiler.is_compiling():
@@ -127,11 +135,11 @@ def _numbers(shape: Any) -> tuple[int, ...]:
     return tuple(size if isinstance(size, int) else size.node.hint for size in shape)
 
 
-def _fake(node: Node) -> Tensor:
+def _fake(node: Node, device: str | None = None) -> Tensor:
     e = example(node)
     assert e is not None
     shape, strides = _numbers(e.shape), _numbers(e.stride())
-    return torch.empty_strided(shape, strides, dtype=e.dtype, device=e.device, requires_grad=e.requires_grad)
+    return torch.empty_strided(shape, strides, dtype=e.dtype, device=device or e.device, requires_grad=e.requires_grad)
 
 
 def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[Node], dict[Node, Node]]:

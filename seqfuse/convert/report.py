@@ -63,7 +63,7 @@ class GraphReport:
 def _chain(region: Region) -> list[str]:
     names = ", ".join(type(operation).__name__ for operation in region.order.operations)
     lines = textwrap.wrap(f"chain: {names}", 96, subsequent_indent="    ")
-    plan = region.plan
+    plan = region.planned()
     if plan is None:
         return [*lines, "    not called yet"]
     memory = plan.memory

@@ -75,7 +75,7 @@ def entry(constants, *at):
 
 
 @triton.jit
-def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr, HALF: tl.constexpr = False):
+def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """A device function of x, with `P` where it takes that; out of a tuple of tuples, `entry(PS, i)`."""
     if _has_half(FUNCTION):
         if _arguments(FUNCTION) == 1:
@@ -89,7 +89,7 @@ def apply(FUNCTION: tl.constexpr, x, P: tl.constexpr, HALF: tl.constexpr = False
 
 
 @triton.jit
-def gradient(DERIVATIVE: tl.constexpr, dy, t, P: tl.constexpr, HALF: tl.constexpr = False):
+def gradient(DERIVATIVE: tl.constexpr, dy, t, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """What a derivative makes of dy: the product, or what the function itself gives of both."""
     if not _selects(DERIVATIVE):
         return dy * apply(DERIVATIVE, t, P, HALF)
@@ -229,7 +229,7 @@ def _normal_tail(x):
 
 
 @triton.jit
-def gelu(x, HALF: tl.constexpr = False):
+def gelu(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """GeLU: y = x Phi(x), Phi(x) = (1 + erf(x / sqrt(2))) / 2."""
     if HALF:
         q, _ = _normal_tail(x)
@@ -239,7 +239,7 @@ def gelu(x, HALF: tl.constexpr = False):
 
 
 @triton.jit
-def gelu_derivative(x, HALF: tl.constexpr = False):
+def gelu_derivative(x, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """dy/dx = Phi(x) + x phi(x), phi(x) = exp(-x^2 / 2) / sqrt(2 pi)."""
     if HALF:
         q, e = _normal_tail(x)
@@ -280,14 +280,14 @@ def scale(factor: float) -> Activation:
 
 
 @triton.jit
-def _composed(x, P: tl.constexpr, HALF: tl.constexpr = False):
+def _composed(x, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     for i in tl.static_range(_length(P)):
         x = apply(entry(P, i, 0), x, entry(P, i, 3), HALF)
     return x
 
 
 @triton.jit
-def _composed_derivative(dy, x, P: tl.constexpr, HALF: tl.constexpr = False):
+def _composed_derivative(dy, x, P: tl.constexpr, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
     """The product of dy and all derivatives, each where its own function was reached.
 
     Where one selects, and is off, neither dy nor the derivatives behind it count: the product is what it was there.

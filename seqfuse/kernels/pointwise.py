@@ -187,7 +187,7 @@ def _walk(
 ):
     """One tile through all steps; returns what the sums over rows get from it."""
     # Where both ends have 16 bits: what is stored or summed on the way was made of numbers of 16 bits.
-    HALF: tl.constexpr = is_half(x.dtype.element_ty) and (y is None or is_half(y.dtype.element_ty))
+    HALF: tl.constexpr = is_half(x.dtype.element_ty) and (y is None or is_half(y.dtype.element_ty))  # pyright: ignore[reportAssignmentType]
     cols = col + tl.arange(0, BLOCK_N)
     columns = cols < width
     mask = (rows < M)[:, None] & columns[None, :]
