@@ -544,13 +544,13 @@ MUTANTS = {
         "normal",
     ),
     "activation's derivative": (
-        "d = tl.where(mask, gradient(DERIVATIVE, d, pre, ACT_P), 0.0)",
+        "d = tl.where(mask, gradient(DERIVATIVE, d, pre, ACT_P, HALF), 0.0)",
         "d = tl.where(mask, d * 1.0, 0.0)",
         "layernorm_gelu",
         "normal",
     ),
     "activation's output": (
-        "        if OF_OUTPUT:\n            pre = apply(VALUE, pre, ACT_P)\n",
+        "        if OF_OUTPUT:\n            pre = apply(VALUE, pre, ACT_P, HALF)\n",
         "",
         "rmsnorm_tanh",
         "normal",

@@ -587,8 +587,8 @@ MUTANTS = {
     ),
     "gate's derivative": (
         pointwise,
-        "gradient(DERIVATIVE, tiles[j] * up, gate, P)",
-        "gradient(DERIVATIVE, tiles[j], gate, P)",
+        "gradient(DERIVATIVE, tiles[j] * up, gate, P, HALF)",
+        "gradient(DERIVATIVE, tiles[j], gate, P, HALF)",
         "d_gated_sum",
     ),
     "derivative of the wrong thing": (
@@ -648,8 +648,8 @@ MUTANTS = {
     ),
     "a function of something else": (
         pointwise,
-        "results = results + (apply(VALUE, tiles[j], P),)",
-        "results = results + (apply(VALUE, tiles[j] + 0.01, P),)",
+        "results = results + (apply(VALUE, tiles[j], P, HALF),)",
+        "results = results + (apply(VALUE, tiles[j] + 0.01, P, HALF),)",
         "bias_gelu",
     ),
     "sums that begin at one": (
@@ -660,27 +660,27 @@ MUTANTS = {
     ),
     "a function called with something else": (
         activations,
-        "        return FUNCTION(x)\n",
-        "        return FUNCTION(x + 0.01)\n",
+        "            return FUNCTION(x, HALF)\n",
+        "            return FUNCTION(x + 0.01, HALF)\n",
         "bias_gelu",
     ),
     "a gradient without dy": (
         activations,
-        "return dy * apply(DERIVATIVE, t, P)",
-        "return apply(DERIVATIVE, t, P)",
+        "return dy * apply(DERIVATIVE, t, P, HALF)",
+        "return apply(DERIVATIVE, t, P, HALF)",
         "d_gelu_sum",
     ),
     "dropout without its scale": (_philox, "tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "long"),
     "gate without its function": (
         pointwise,
-        "(apply(VALUE, tiles[j], P) * tiles[j + len(tiles) // 2],)",
+        "(apply(VALUE, tiles[j], P, HALF) * tiles[j + len(tiles) // 2],)",
         "(tiles[j] * tiles[j + len(tiles) // 2],)",
         "bias_gated_dropout",
     ),
     "value for derivative": (
         pointwise,
-        "results = results + (gradient(DERIVATIVE, tiles[j], saved[j], P),)",
-        "results = results + (apply(DERIVATIVE, saved[j], P),)",
+        "results = results + (gradient(DERIVATIVE, tiles[j], saved[j], P, HALF),)",
+        "results = results + (apply(DERIVATIVE, saved[j], P, HALF),)",
         "d_gelu_sum",
     ),
     "scale of the second part": (
