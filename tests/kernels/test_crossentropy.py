@@ -380,6 +380,7 @@ def test_the_loss_is_the_same_with_and_without_the_kernel(
 MUTANTS = {
     "rescaling": ("totals = totals * tl.exp(tops - shift) + ", "totals = totals + ", "plain"),
     "threads put together as they are": ("totals * tl.exp(tops - _finite(top))", "totals", "plain"),
+    "nothing but -inf": ('return tl.where(top == float("-inf"), 0.0, top)', "return top", "plain"),
     "padding": ('tl.where(inside, z, float("-inf"))', "z", "plain"),
     "padding in the mean": (
         "plains += tl.sum(tl.where(inside, z, 0.0), 1)",

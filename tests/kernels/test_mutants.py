@@ -16,6 +16,7 @@ from . import (
     test_crossentropy,
     test_decode,
     test_gemm,
+    test_halfgelu,
     test_norm,
     test_pointwise,
     test_rope,
@@ -36,6 +37,7 @@ def _replaced() -> Iterator[tuple[str, str]]:
     ):
         yield from ((str(module.__file__), old) for old, *_ in mutants.values())
     yield from ((str(activations.__file__), old) for _, old, _ in test_activations.MUTANTS.values())
+    yield from ((str(activations.__file__), old) for old, _ in test_halfgelu.MUTANTS.values())
     yield from ((str(module.__file__), old) for module, old, *_ in test_pointwise.MUTANTS.values())
 
 

@@ -21,11 +21,14 @@ LISTS: dict[str, tuple[sf.FusableOperation, ...]] = {
     "LinearBiasBackwardTriton": (ops.LayerNorm(6), ops.Linear(6, 5)),
     "ActivationLinearBackward": (*GELU, ops.Tanh()),
     "BackwardLinearAdd": (ops.LayerNorm(6), ops.Residual(ops.Linear(6, 6), ops.Tanh())),
+    "BackwardMergedLinearAdd": (ops.LayerNorm(6), ops.Residual(ops.MergedLinear(6, (2, 4)), ops.Tanh())),
     "BackwardLinearScale": (ops.LayerNorm(6), ops.Linear(6, 5), ops.Scale(0.3), ops.Linear(5, 6, bias=False)),
     "BlockEndBackward": (ops.Residual(*GELU), ops.Tanh()),
     "LinearActivationLinear": (ops.LayerNorm(6), *GELU),
     "NormLinearActivationLinear": (ops.Tanh(), ops.Residual(ops.LayerNorm(6), *GELU)),
 }
+# Applied where less is to be saved for the backward pass.
+MEMORY: Any = {"LinearActivationLinear": "lean", "NormLinearActivationLinear": "lean"}
 RULES = {fusion.__name__: fusion for fusion in fusions.default}
 
 
@@ -36,7 +39,7 @@ def test_every_fusion_that_makes_a_weights_gradient_is_here():
     makes = {
         name
         for name, fusion in stated.items()
-        if fusion.replaces_backward and any(ops.Linear in slot.types for slot in fusion.slots)
+        if fusion.replaces_backward and any({ops.Linear, ops.MergedLinear} & {*slot.types} for slot in fusion.slots)
     }
     assert adds == makes == LISTS.keys() | {"AllReduceLinearBackward"}  # which takes several processes: tests/parallel
 
@@ -59,7 +62,9 @@ def run(model: sf.Sequential, x: Tensor, dy: Tensor, only: tuple[Any, ...], time
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LISTS)
 def test_two_backwards_add_up(name: str, dtype: torch.dtype, device: torch.device):
-    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name]).to(device, dtype)
+    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name], memory=MEMORY.get(name, "save")).to(
+        device, dtype
+    )
 
     def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
         x = seeded_randn((9, 6), seed, dtype=dtype).to(device)
@@ -76,14 +81,14 @@ def test_two_backwards_add_up(name: str, dtype: torch.dtype, device: torch.devic
     for key, g in got.items():
         error, unfused = (g - exact[key]).abs().max(), (own[key] - exact[key]).abs().max()
         assert error <= 2 * unfused + 2**-8 * exact[key].abs().max(), key
-    weights = [key for key in got if key.endswith("weight") and got[key].ndim == 2]
+    weights = [key for key in got if "weight" in key and got[key].ndim == 2]
     assert weights
     assert all(bool((got[key] != got[key].to(dtype)).any()) for key in weights)
 
 
 @pytest.mark.parametrize("name", ["BlockEndBackward", "LinearActivationLinear", "NormLinearActivationLinear"])
 def test_every_subset_of_weights_has_a_buffer(name: str, device: torch.device):
-    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name]).to(device)
+    model = sf.Sequential(*copy.deepcopy(LISTS[name]), fusions=RULES[name], memory=MEMORY.get(name, "save")).to(device)
     x = seeded_randn((9, 6), 0).to(device)
     dy = seeded_randn(tuple(model(x).shape), 1).to(device)
     full = run(model, x, dy, (RULES[name],))

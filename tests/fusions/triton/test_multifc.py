@@ -68,10 +68,12 @@ def test_everything_that_can_be_fused_is(act: type[sf.Pointwise]):
     with torch.device("meta"):
         plan = net(act).bfloat16().plan(x, other=torch.empty_like(x), env=env)
     ahead, back = ([step for step in steps if step.fused] for steps in (plan.forward, plan.backward))
+    # ReLU is in the epilogue of torch's own GEMM, which costs the same and stands earlier in the fusion set.
+    first = "LinearBiasAct" if act is ops.ReLU else "LinearBiasActivation"
     assert [(step.name, step.covers) for step in ahead] == [
-        ("LinearBiasActivation", range(3)),
-        ("LinearBiasActivation", range(3, 6)),
-        ("LinearBiasActivation", range(7, 10)),
+        (first, range(3)),
+        (first, range(3, 6)),
+        (first, range(7, 10)),
     ]
     assert [(step.name, step.covers) for step in back] == [
         ("ActivationLinearBackward", range(1, 4)),
