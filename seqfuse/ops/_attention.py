@@ -201,11 +201,11 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(
-    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, packed: Tensor, out: QKV
+    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, packed: Tensor | None, out: QKV
 ) -> None:
     """Write dq, dk and dv into `packed` [B, S, H + 2 Hkv, D], of which `out` are views shaped as q, k and v.
 
-    dy and y: [B, S, H, D].
+    dy and y: [B, S, H, D]. Without `packed`, which the GPU kernels of torch need, into `out`.
     """
     q = qkv[0]
     if kernel == "triton":
@@ -221,7 +221,11 @@ def attend_backward(
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
     if how.cu_seqlens is None:
         grads = _flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
-        torch.cat([grad.transpose(1, 2) for grad in grads], 2, out=packed)
+        if packed is not None:
+            torch.cat([grad.transpose(1, 2) for grad in grads], 2, out=packed)
+            return
+        for mine, grad in zip(out, grads, strict=True):
+            mine.copy_(grad)
         return
     for rows in _sequences(how.cu_seqlens):
         part = [t[:, :, rows] for t in read]

@@ -193,8 +193,8 @@ class Attention(sf.UnfusedOperation):
         """Views of a packed x: q [*, H, S, D], k and v [*, Hkv, S, D]."""
         size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
         heads = unflatten(x, -1, -1, size).transpose(-3, -2)
-        q, k, v = heads.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), -3)
-        return q, k, v
+        keys, values = self.heads, self.heads + self.kv_heads
+        return heads[..., :keys, :, :], heads[..., keys:values, :, :], heads[..., values:, :, :]
 
     def _batched(self, x: Tensor) -> QKV:
         q, k, v = self.heads_of(x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]))

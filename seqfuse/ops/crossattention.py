@@ -155,11 +155,11 @@ class CrossAttention(sf.UnfusedOperation):
             shared = q.shape[1] // k.shape[1]
             every = q, k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
             each = out[0], torch.empty_like(every[1]), torch.empty_like(every[2])
-            attend_backward(dy.contiguous(), every, y.reshape(dy.shape), lse, how, kernel, made[0], each)
+            attend_backward(dy.contiguous(), every, y.reshape(dy.shape), lse, how, kernel, None, each)
             for mine, d in zip(out[1:], each[1:], strict=True):
                 mine.copy_(unflatten(d, 1, -1, shared).sum(2))
         else:
-            attend_backward(dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel, made[0], out)
+            attend_backward(dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel, None, out)
         found: dict[str, Tensor | None] = {
             name: d.to(t.dtype) for name, d, t in zip(("x", "k", "v"), made, (x, saved.k, saved.v), strict=True)
         }
