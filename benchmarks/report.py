@@ -297,7 +297,9 @@ def claims() -> str | None:
         "every fused kernel equals its operations within tolerance, in both passes and every gradient": (
             "tested in Triton's interpreter"
         ),
-        "every kernel compiles for sm_80, sm_90, sm_100 and gfx942": "compiled offline",
+        "every kernel compiles for sm_80, sm_90, sm_100 and gfx942": (
+            "compiled offline; what was changed since the last whole run, in part"
+        ),
         "speed on a GPU, of eager torch, `torch.compile` and Liger": (
             "**not yet run on a GPU**" if read("gpu") is None else speed().splitlines()[-1]
         ),
