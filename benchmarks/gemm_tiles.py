@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -45,36 +46,33 @@ def contenders(form: str, m: int, n: int, k: int, tiny: bool) -> dict[str, Calla
     wide = 2 * n if form.startswith("SwiGLU") else n
     x, w, b, t = drawn(m, k), drawn(wide, k) * k**-0.5, drawn(wide), drawn(m, n)
     back = drawn(k, n) * k**-0.5
+    forward = functools.partial(F.linear, x, w)
     if form == FORMS[0]:
-        kind, heavy = "plain", True
-        ours: Callable[..., Any] = lambda tile: gemm.linear(x, w, b, act=gelu, store_pre=True, tile=tile)  # noqa: E731
-        chain = p.Chain(p.bias(), p.store(), p.act(gelu))
-        both: Callable[[], Any] = lambda: p.pointwise(F.linear(x, w), chain, (b,))  # noqa: E731
+        kind, heavy, product = "plain", True, forward
+        ours = functools.partial(gemm.linear, x, w, b, act=gelu, store_pre=True)
+        chain, operands = p.Chain(p.bias(), p.store(), p.act(gelu)), (b,)
     elif form == FORMS[1]:
-        kind, heavy = "dact", False
-        ours = lambda tile: gemm.linear_dgrad(x, back, act=gelu, t=t, sums=True, tile=tile)  # noqa: E731
-        chain = p.Chain(p.dact(gelu), p.column_sum())
-        both = lambda: p.pointwise(x.mm(back), chain, (t,))  # noqa: E731
+        kind, heavy, product = "dact", False, functools.partial(torch.mm, x, back)
+        ours = functools.partial(gemm.linear_dgrad, x, back, act=gelu, t=t, sums=True)
+        chain, operands = p.Chain(p.dact(gelu), p.column_sum()), (t,)
     elif form == FORMS[2]:
-        kind, heavy = "gated", True
-        ours = lambda tile: gemm.linear_gated(x, w, act=silu, store_pre=True, tile=tile)  # noqa: E731
-        chain = p.Chain(p.gated(silu))
-        both = lambda: p.pointwise(F.linear(x, w), chain)  # noqa: E731
+        kind, heavy, product = "gated", True, forward
+        ours = functools.partial(gemm.linear_gated, x, w, act=silu, store_pre=True)
+        chain, operands = p.Chain(p.gated(silu)), ()
     else:
-        kind, heavy = "plain", True
-        ours = lambda tile: gemm.linear(x, w, b, dropout=gemm.Dropout(seed, 0.1), residual=t, tile=tile)  # noqa: E731
-        chain = p.Chain(p.bias(), p.dropout(0.1), p.add())
-        both = lambda: p.pointwise(F.linear(x, w), chain, (b, seed, t))  # noqa: E731
+        kind, heavy, product = "plain", True, forward
+        ours = functools.partial(gemm.linear, x, w, b, dropout=gemm.Dropout(seed, 0.1), residual=t)
+        chain, operands = p.Chain(p.bias(), p.dropout(0.1), p.add()), (b, seed, t)
     family = "interpreter" if tiny else "sm_90"
     table = tiles(family, "float32" if tiny else "half", weight_of(kind, heavy))
     wanted: list[Tile] = [one._replace(flatten=flatten) for one in table for flatten in (True, False)]
     found: dict[str, Callable[[], Any]] = {
-        "cublas": (lambda: x.mm(back)) if form == FORMS[1] else (lambda: F.linear(x, w)),
-        "cublas+chain": both,
+        "cublas": product,
+        "cublas+chain": lambda: p.pointwise(product(), chain, operands),
     }
     for tile in wanted:
         name = f"{tile.m}x{tile.n}x{tile.k} w{tile.num_warps} s{tile.num_stages}" + " flatten" * tile.flatten
-        found[name] = lambda tile=tile: ours(tile)
+        found[name] = functools.partial(ours, tile=tile)
     return found
 
 

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
 from .env import Env, Savings
 from .errors import PluginError, definition_error
-from .operation import FusableOperation, Grads, UnfusedOperation
+from .operation import Grads, UnfusedOperation
 from .saved import Layout, Saved, class_hints
 from .signature import Signature
+from .slots import Slot as Slot
+from .slots import slot_of
 
 Requirements = Iterator[tuple[bool, str]]
 """What `requires` yields: pairs of a condition and the sentence that refuses where it does not hold."""
 
 MAX_VARIADIC = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """A named place in a pattern: the types it takes, whether it may be empty, whether it takes several operations."""
-
-    name: str
-    types: tuple[type[UnfusedOperation], ...]
-    optional: bool = False
-    variadic: bool = False
-
-    def takes(self, kind: type) -> bool:
-        """Whether an operation whose exact type is `kind` may stand here."""
-        return any(kind is t or (t.is_open and issubclass(kind, t)) for t in self.types)
 
 
 class FusedOperation:
@@ -92,10 +78,13 @@ class FusedOperation:
                 cls, "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion", "class "
             )
         own = [
-            _slot(cls, name, hint)
+            slot_of(cls, name, hint)
             for name, hint in class_hints(cls, sys._getframe(1)).items()  # pyright: ignore[reportPrivateUsage]
             if not _is_classvar(hint)
         ]
+        for slot in own:
+            if slot.name.startswith("_") or hasattr(FusedOperation, slot.name):
+                raise definition_error(cls, f"{slot.name!r} cannot be the name of a slot", slot.name)
         cls.slots = cls.slots + tuple(own)
         cls.reach = sum(MAX_VARIADIC if slot.variadic else 1 for slot in cls.slots)
         defines = any(name in vars(cls) for name in ("fwd", "bwd"))
@@ -247,38 +236,6 @@ def _kind(cls: type[FusedOperation]) -> str:
 
 def _is_classvar(hint: Any) -> bool:
     return hint is ClassVar or typing.get_origin(hint) is ClassVar
-
-
-def _slot(cls: type, name: str, hint: Any) -> Slot:
-    if name.startswith("_") or hasattr(FusedOperation, name):
-        raise definition_error(cls, f"{name!r} cannot be the name of a slot", name)
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple:
-        if len(arguments) != 2 or arguments[1] is not Ellipsis:
-            raise definition_error(cls, f"slot {name!r}: a variadic slot is written tuple[X, ...]", name)
-        return Slot(name, _classes(cls, name, arguments[0]), variadic=True)
-    optional = type(None) in arguments
-    chosen = tuple(a for a in arguments if a is not type(None)) if _is_union(origin) else (hint,)
-    return Slot(name, tuple(c for part in chosen for c in _classes(cls, name, part)), optional=optional)
-
-
-def _is_union(origin: Any) -> bool:
-    return origin is typing.Union or origin is types.UnionType
-
-
-def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], ...]:
-    parts: Sequence[Any] = typing.get_args(hint) if _is_union(typing.get_origin(hint)) else (hint,)
-    for part in parts:
-        if not (isinstance(part, type) and issubclass(part, UnfusedOperation)):
-            what = "which is not an operation class"
-            if isinstance(part, type) and issubclass(part, FusableOperation):
-                what = "a container: what it holds stands in the list, for a Residual between a Fork and an Add"
-            raise definition_error(cls, f"slot {name!r} has type {part!r}, {what}", name)
-        if not part.is_open and not part.is_final:
-            raise definition_error(
-                cls, f"slot {name!r}: {part.__name__} derives from a final operation and never matches", name
-            )
-    return tuple(parts)
 
 
 def records_of(fusion: FusedOperation, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
-    "operation", "pointwise", "fusion", "store", "cost_table", "pictures", "hardware",
+    "operation", "pointwise", "slots", "fusion", "store", "machine", "cost_table", "pictures", "hardware",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -34,10 +34,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "group": {"errors"},
     "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
     "pointwise": {"saved", "signature", "operation", "errors"},
-    "fusion": {"saved", "signature", "env", "operation", "errors"},
+    "slots": {"operation", "errors"},
+    "fusion": {"slots", "saved", "signature", "env", "operation", "errors"},
     "store": set(),
     "pictures": set(),
-    "cost_table": {"store", "env", "settings", "operation", "errors"},
+    "machine": {"env"},
+    "cost_table": {"machine", "store", "env", "settings", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": set(),
     "ops": SINGULAR | {"kernels", "fuser.sequential"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -33,15 +34,11 @@ def watched(
     Returns:
         Its exit status, and why it ended where it did not end by itself with 0.
     """
-    out = None if log is None else open(log, "ab")  # noqa: SIM115
-    try:
+    with contextlib.nullcontext() if log is None else open(log, "ab") as out:
         child = subprocess.Popen(
             command, stdout=out, stderr=out and subprocess.STDOUT, start_new_session=True,
             env=None if environment is None else dict(environment),
         )  # fmt: skip
-    finally:
-        if out is not None:
-            out.close()
     why = ""
     try:
         while child.poll() is None:

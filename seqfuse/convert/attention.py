@@ -7,7 +7,7 @@ from typing import Any
 from torch.fx import Node
 
 from .. import ops
-from .graph import ahead, argument, back, cast_of, channel, example, is_same, operands, same_size, spelled
+from .graph import ahead, argument, back, channel, example, is_same, narrow_of, operands, same_size, spelled
 from .heads import Heads, heads_of, is_transpose
 from .linears import product_ending_at
 from .pointwise import scaled
@@ -33,7 +33,7 @@ def raise_attention_by_hand(node: Node) -> Found:
     if argument(node, 1, "dim") not in (-1, 3):
         return None
     took: list[Node] = [node]
-    scores, mask, softcap, scale = cast_of(node.args[0], took), None, None, 1.0
+    scores, mask, softcap, scale = narrow_of(node.args[0], took), None, None, 1.0
     total = operands(scores, "add")
     if total is not None:
         took.append(scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
@@ -35,12 +36,11 @@ class Backend:
     def __init__(self, options: Options, then: Literal["inductor"] | None = None) -> None:
         self.options, self.then = options, then
         self.graphs: list[GraphReport] = []
+        self._numbers = itertools.count()
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrite a graph; the callable that runs it."""
-        # Read when Dynamo makes the guards of this graph, right after this: hooks that are set later are noticed.
-        _dynamo.skip_nnmodule_hook_guards = False
-        self.graphs += rewrite(gm, self.options, f"graph {len(self.graphs)}")
+        self.graphs += rewrite(gm, self.options, f"graph {next(self._numbers)}")
         if self.then is None:
             return gm.forward
         from .rest import compiled_rest  # what it needs takes long to import
@@ -88,7 +88,7 @@ class Conversion:
         self.model, self._backend = model, backend
         # A code object of its own: Dynamo keeps graphs by code object, up to a limit that models would share.
         own = types.FunctionType(_call.__code__.replace(), _call.__globals__, "call")
-        compiled = torch.compile(own, backend=backend)  # pyright: ignore[reportUnknownMemberType]
+        compiled = torch.compile(own, backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
         self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
             place._compiled_call_impl = functools.partial(_guarded, compiled, place)  # pyright: ignore[reportPrivateUsage]
@@ -109,6 +109,13 @@ class Conversion:
 
     def __repr__(self) -> str:
         return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs>"
+
+
+def _captured(backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    # Read when Dynamo makes the guards of this graph, right after this, so that hooks that are set later are noticed;
+    # `_guarded` sets it back.
+    _dynamo.skip_nnmodule_hook_guards = False
+    return backend(gm, example_inputs)
 
 
 def _call_impl(module: nn.Module) -> Callable[..., Any] | None:

@@ -24,8 +24,8 @@ _ALIKE = {
     "true_divide": "truediv", "subtract": "sub", "swapaxes": "transpose", "swapdims": "transpose", "mm": "matmul",
     "unsafe_chunk": "chunk",
 }  # fmt: skip
-_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
-_SAME = {*_CASTS, "to", "type_as", "contiguous", "view", "reshape", "expand", "expand_as", "clone", "identity", "type"}
+_CALLS_THAT_CAST = {"float", "double", "half", "bfloat16", "to", "type_as", "type"}
+_SAME = {*_CALLS_THAT_CAST, "contiguous", "view", "reshape", "expand", "expand_as", "clone", "identity"}
 
 
 def spelled(node: Any) -> str | None:
@@ -116,10 +116,9 @@ def is_same(node: Any) -> Node | None:
         whole = all(i is Ellipsis or (isinstance(i, slice) and i in _WHOLE) for i in every)
         source = node.args[0]
         return source if whole and isinstance(source, Node) and alike(source, node) else None
-    if name == "cat":  # a cache that held nothing yet
-        parts: Any = argument(node, 0, "tensors")
-        full = [p for p in parts if (e := example(p)) is None or e.ndim != 1 or e.shape[0] != 0]
-        return full[0] if len(full) == 1 and alike(full[0], node) else None
+    if name == "cat":
+        alone = _joined_alone(node)
+        return alone if alike(alone, node) else None
     if name not in _SAME or not node.args or not isinstance(node.args[0], Node):
         return None
     source = node.args[0]
@@ -151,36 +150,19 @@ def narrow_of(node: Any, took: list[Node]) -> Any:
 def _widened(node: Node) -> Node | None:
     """What a cast to a wider dtype casts; joining an empty tensor of a wider dtype is one, as of a new cache."""
     name = spelled(node)
-    if name == "cat":
-        parts: Any = argument(node, 0, "tensors")
-        full = [p for p in parts if (e := example(p)) is None or e.ndim != 1 or e.shape[0] != 0]
-        source = full[0] if len(full) == 1 else None
-    else:
-        source = node.args[0] if name in {*_CASTS, "to", "type_as", "type"} else None
+    source: Any = _joined_alone(node) if name == "cat" else node.args[0] if name in _CALLS_THAT_CAST else None
     before, after = example(source), example(node)
     if before is None or after is None or before.device != after.device or not same_shape(before.shape, after.shape):
         return None
     wider = before.is_floating_point() and torch.promote_types(before.dtype, after.dtype) is after.dtype
-    return source if wider and isinstance(source, Node) else None
+    return source if wider else None
 
 
-def cast_of(node: Any, took: list[Node]) -> Any:
-    """What a node is but for casts that lose nothing and calls that change nothing; those are added to `took`."""
-    while isinstance(node, Node):
-        source = is_same(node)
-        if source is None and spelled(node) in {*_CASTS, "to", "type_as", "type"} and isinstance(node.args[0], Node):
-            before, after = example(node.args[0]), example(node)
-            if before is not None and after is not None and before.device == after.device:
-                source = node.args[0] if _is_wider(after.dtype, before.dtype) else None
-        if source is None:
-            return node
-        took.append(node)
-        node = source
-    return node
-
-
-def _is_wider(dtype: torch.dtype, other: torch.dtype) -> bool:
-    return dtype.is_floating_point and other.is_floating_point and torch.promote_types(dtype, other) is dtype
+def _joined_alone(node: Node) -> Node | None:
+    """The one tensor that a `cat` joins with nothing but empty ones, as a cache that held nothing yet does."""
+    parts: Any = argument(node, 0, "tensors")
+    full = [p for p in parts if (e := example(p)) is None or e.ndim != 1 or e.shape[0] != 0]
+    return full[0] if len(full) == 1 else None
 
 
 def operands(node: Any, name: str) -> tuple[Any, Any] | None:
@@ -195,11 +177,6 @@ def ahead(node: Node, names: set[str]) -> Node | None:
     users = list(node.users)
     found = users[0] if len(users) == 1 else None
     return found if spelled(found) in names and found is not None and found.args[:1] == (node,) else None
-
-
-def inputs(node: Node) -> list[Node]:
-    """The nodes whose values a node reads."""
-    return list(node.all_input_nodes)
 
 
 def owner(node: Node) -> str:

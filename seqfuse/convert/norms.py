@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import Node
 
 from .. import ops
-from .graph import ahead, argument, back, cast_of, example, is_same, operands, same_size, spelled
+from .graph import ahead, argument, back, example, is_same, narrow_of, operands, same_size, spelled
 from .raising import META, Found, matcher, one
 
 
@@ -69,12 +69,12 @@ def rms_norm_at(node: Node) -> Norm | None:
     if x is None:
         return None
     took += [mean, square]
-    x = cast_of(x, took)
+    x = narrow_of(x, took)
     scaled = next((u for u in node.users if spelled(u) == "mul"), None)
     if scaled is None or len(node.users) != 1:
         return None
     factor = scaled.args[1] if scaled.args[0] is node else scaled.args[0]
-    if cast_of(factor, took) is not x:
+    if narrow_of(factor, took) is not x:
         return None
     took.append(scaled)
     size: Any = example(x).shape[-1] if example(x) is not None else None  # pyright: ignore[reportOptionalMemberAccess]
@@ -94,11 +94,11 @@ def _gained(norm: Norm) -> Norm:
     if product is not None:
         gain: Any = product.args[1] if back(product.args[0], []) is out else product.args[0]
         took: list[Node] = [product]
-        gain = cast_of(gain, took)
+        gain = narrow_of(gain, took)
         zero_centered, pair = False, operands(gain, "add")
         if pair is not None and 1.0 in pair:
             took.append(gain)
-            gain, zero_centered = cast_of(pair[1] if pair[0] == 1.0 else pair[0], took), True
+            gain, zero_centered = narrow_of(pair[1] if pair[0] == 1.0 else pair[0], took), True
         w = example(gain)
         if w is not None and w.ndim == 1 and same_size(w.shape[0], norm.size):
             norm.took += took

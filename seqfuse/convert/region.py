@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
 from ..fuser.budget import Mode
+from ..fuser.op_list import Region as Stretch
 from ..fuser.plan import Plan
 from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
@@ -59,7 +60,8 @@ class Region(nn.Module):
     @property
     def plan(self) -> Plan | None:
         """How the chain ran last; `None` before its first call."""
-        return next(iter(self._fuser.latest_plans()), None)
+        (region,) = self._fuser.op_list().parts
+        return region.program.plan if isinstance(region, Stretch) and region.program is not None else None
 
     def planned(self) -> Plan | None:
         """The plan of the last call with the bytes it saves, for tensors without data, as large as those captured."""
@@ -101,7 +103,7 @@ def why_not(region: Region, chain: Chain) -> str | None:
     """
     modes = [node.args for node in chain.state.autocast]
     lowered = bool(modes) or torch.is_autocast_enabled(region.device)
-    with FakeTensorMode() as mode, contextlib.ExitStack() as stack:
+    with FakeTensorMode(), contextlib.ExitStack() as stack:
         for args in modes:
             stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
         made: dict[Node, Tensor] = {}
@@ -117,7 +119,6 @@ def why_not(region: Region, chain: Chain) -> str | None:
             results = region(*map(like, (order.x, *order.channels.values(), *region.given)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        del mode
         results = results if len(order.outputs) > 1 else [results]
         region.dtypes = [result.dtype for result in results]
         for node, result in zip(order.outputs, results, strict=True):

@@ -242,9 +242,8 @@ class Fuser:
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
         inside: list[Any] = [node.operation for node in op_list.nodes[region.start : region.stop]]
         native = inside[0].reference if len(inside) == 1 and inside[0].native and exact else None
-        plainly = (
-            self.plain_autograd and not any(plan.fused) and (native or all(operation.is_view for operation in inside))
-        )
+        is_plain = native or all(operation.is_view for operation in inside)
+        plainly = self.plain_autograd and not any(plan.fused) and is_plain
         return CompiledRegion(plan, segments, bool(plainly) or not exact, native if plainly else None)
 
     def _changed(self) -> OpList:
@@ -282,11 +281,6 @@ class Fuser:
         """
         with collecting_later():
             return plan_ahead(self, self._matcher, self._changed(), x, env, channels, self.memory)
-
-    def latest_plans(self) -> list[Plan]:
-        """The plans of the latest call, one for each stretch between barriers."""
-        parts = self._op_lists[0].parts if self._op_lists else []
-        return [part.program.plan for part in parts if isinstance(part, Region) and part.program is not None]
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the list is read afresh, in code it can follow."""

@@ -123,5 +123,6 @@ They are candidates where a `Sequential` is to save memory: `Sequential(..., mem
 default: tuple[type[FusedOperation], ...] = (*triton, *aten, *lean)
 """What a `Sequential` uses unless told otherwise: `(*triton, *aten, *lean)`."""
 
+# Computed, so that a fusion is named once, in its tuple: a checker cannot read that.
 _names = sorted(fusion.__name__ for fusion in default)
 __all__ = [*_names, "aten", "default", "lean", "triton"]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

@@ -10,6 +10,7 @@ calls make these tensors and launch. A call that does anything else with its ten
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -222,10 +223,14 @@ class _Recording(TorchDispatchMode):
         fresh = tuple((tuple(shapes[at]), _contiguous(shapes[at]), t.dtype) for at, t in made.items())
         several = isinstance(result, (tuple, list))
         if several and len(places) == 1:
-            pick: Any = lambda tensors: (tensors[places[0]],)  # noqa: E731
+            pick: Any = functools.partial(_alone, places[0])
         else:
             pick = operator.itemgetter(*places)
         return fresh, launches, _kind_of(result), pick
+
+
+def _alone(place: int, tensors: Sequence[Any]) -> tuple[Any]:
+    return (tensors[place],)
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

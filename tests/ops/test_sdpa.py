@@ -39,14 +39,14 @@ class StandIns:
         self.called: list[str] = []
         self.sums = sums
 
-    def cudnn(self, q, k, v, bias, log_sums, p=0.0, causal=False, debug=False, *, scale=None):  # type: ignore[no-untyped-def]
+    def cudnn(self, q, k, v, bias, log_sums, p=0.0, causal=False, debug=False, *, scale=None):
         self.called.append("cudnn")
         assert (bias, log_sums, p, debug) == (None, True, 0.0, False)
         y, lse = _cpu(q, k, v, 0.0, causal, scale=scale)
         sums = lse.contiguous().view(*lse.shape, *(1,) * (self.sums - 3))
         return _as_packed(y), sums, None, None, q.shape[2], k.shape[2], _nothing(), _nothing(), None
 
-    def cudnn_backward(  # type: ignore[no-untyped-def]
+    def cudnn_backward(
         self, dy, q, k, v, y, lse, seed, offset, bias, ends_q, ends_k, rows, keys, p, causal, *, scale=None
     ):
         self.called.append("cudnn_backward")
@@ -56,16 +56,14 @@ class StandIns:
         grads = _cpu_backward(dy, q, k, v, y, lse.reshape(q.shape[:3]), 0.0, causal, scale=scale)
         return tuple(map(_as_packed, grads))
 
-    def efficient(self, q, k, v, bias, log_sums, p=0.0, causal=False, *, scale=None):  # type: ignore[no-untyped-def]
+    def efficient(self, q, k, v, bias, log_sums, p=0.0, causal=False, *, scale=None):
         self.called.append("efficient")
         assert (bias, log_sums, p) == (None, True, 0.0)
         y, lse = _cpu(q, k, v, 0.0, causal, scale=scale)
         padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.nan)
         return _as_packed(y), padded, _nothing(), _nothing()
 
-    def efficient_backward(  # type: ignore[no-untyped-def]
-        self, dy, q, k, v, bias, y, lse, seed, offset, p, wanted, causal=False, *, scale=None
-    ):
+    def efficient_backward(self, dy, q, k, v, bias, y, lse, seed, offset, p, wanted, causal=False, *, scale=None):
         self.called.append("efficient_backward")
         assert lse.shape[-1] % 32 == 0
         assert list(wanted) == [True, True, True, False]
@@ -73,7 +71,7 @@ class StandIns:
         grads = _cpu_backward(dy, q, k, v, y, lse, 0.0, causal, scale=scale)
         return *map(_as_packed, grads), None
 
-    def flash(  # type: ignore[no-untyped-def]
+    def flash(
         self, q, k, v, ends_q, ends_k, rows, keys, p, causal, debug, *, scale=None, window_size_left=None,
         window_size_right=None, **_,
     ):  # fmt: skip
@@ -83,7 +81,7 @@ class StandIns:
         y, lse = _cpu(*(t.transpose(1, 2) for t in (q, k, v)), 0.0, causal, scale=scale)
         return y.transpose(1, 2).contiguous(), lse.contiguous(), _nothing(), _nothing(), torch.empty(0)
 
-    def flash_backward(  # type: ignore[no-untyped-def]
+    def flash_backward(
         self, dy, q, k, v, y, lse, ends_q, ends_k, rows, keys, p, causal, state, unused, *, scale=None, **_
     ):
         self.called.append("flash_backward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -183,7 +184,7 @@ def test_rows_of_the_gpu_benchmark_are_launched(every: int, stub: Stub, monkeypa
 
 
 def test_workspaces_are_kept_and_a_graph_under_capture_has_its_own(stub: Stub) -> None:
-    ask = lambda: workspace("partials", 8, torch.float32, torch.device("cpu"))  # noqa: E731
+    ask = functools.partial(workspace, "partials", 8, torch.float32, torch.device("cpu"))
     first = ask()
     assert ask() is first
     stub.capturing = True

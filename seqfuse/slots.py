@@ -1,0 +1,57 @@
+"""Slots: what the fields of a fusion say about the operations that it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import definition_error
+from .operation import FusableOperation, UnfusedOperation
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A named place in a pattern: the types it takes, whether it may be empty, whether it takes several operations."""
+
+    name: str
+    types: tuple[type[UnfusedOperation], ...]
+    optional: bool = False
+    variadic: bool = False
+
+    def takes(self, kind: type) -> bool:
+        """Whether an operation whose exact type is `kind` may stand here."""
+        return any(kind is t or (t.is_open and issubclass(kind, t)) for t in self.types)
+
+
+def slot_of(cls: type, name: str, hint: Any) -> Slot:
+    """What the type of a field says about its slot."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        if len(arguments) != 2 or arguments[1] is not Ellipsis:
+            raise definition_error(cls, f"slot {name!r}: a variadic slot is written tuple[X, ...]", name)
+        return Slot(name, _classes(cls, name, arguments[0]), variadic=True)
+    optional = type(None) in arguments
+    chosen = tuple(a for a in arguments if a is not type(None)) if _is_union(origin) else (hint,)
+    return Slot(name, tuple(c for part in chosen for c in _classes(cls, name, part)), optional=optional)
+
+
+def _is_union(origin: Any) -> bool:
+    return origin is typing.Union or origin is types.UnionType
+
+
+def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], ...]:
+    parts: Sequence[Any] = typing.get_args(hint) if _is_union(typing.get_origin(hint)) else (hint,)
+    for part in parts:
+        if not (isinstance(part, type) and issubclass(part, UnfusedOperation)):
+            what = "which is not an operation class"
+            if isinstance(part, type) and issubclass(part, FusableOperation):
+                what = "a container: what it holds stands in the list, for a Residual between a Fork and an Add"
+            raise definition_error(cls, f"slot {name!r} has type {part!r}, {what}", name)
+        if not part.is_open and not part.is_final:
+            raise definition_error(
+                cls, f"slot {name!r}: {part.__name__} derives from a final operation and never matches", name
+            )
+    return tuple(parts)
