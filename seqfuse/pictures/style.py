@@ -12,8 +12,8 @@ NAMES: dict[Kind, str] = {
     "backward": "backward fusion",
     "joint": "joint fusion",
     "inference": "inference fusion",
-    "unfused": "unfused",
-    "alone": "runs alone",
+    "unfused": "one operation, not fused",
+    "alone": "runs eagerly",
 }
 
 # Ground, band of a segment, card, ink, faint ink, lines; then ground, edge and ink of each kind of fusion. The
@@ -69,17 +69,17 @@ SHAPES = (
     ".sf-plan .row{fill:var(--sf-faint);font-size:11px;text-anchor:end}"
     ".sf-plan .middle{text-anchor:middle}"
     ".sf-plan .wire{stroke:var(--sf-line);stroke-width:1.25;fill:none}"
-    ".sf-plan .unfused rect,.sf-plan .alone rect{fill:none;stroke:var(--sf-line)}"
+    ".sf-plan .way{stroke:var(--sf-faint);stroke-width:1.25;fill:none}"
+    ".sf-plan .unfused rect{fill:var(--sf-line)}"
+    ".sf-plan .alone rect{fill:var(--sf-card);stroke-dasharray:4 3;stroke:var(--sf-faint)}"
     ".sf-plan .unfused text,.sf-plan .alone text{fill:var(--sf-faint);font-size:11px}"
-    ".sf-plan .alone rect{stroke-dasharray:4 3;stroke:var(--sf-faint)}"
     + "".join(
         f".sf-plan .{kind} rect{{fill:var(--sf-{kind});stroke:var(--sf-{kind}-edge);stroke-width:1.5}}"
-        f".sf-plan .{kind} text{{fill:var(--sf-{kind}-ink);font-weight:600}}"
+        f".sf-plan .{kind} text{{fill:var(--sf-{kind}-ink);font-weight:600;font-size:11px}}"
         for kind in SIGNS
     )
-    + ".sf-plan .record rect{stroke-dasharray:none;stroke-width:1}"
-    ".sf-plan .badge circle{fill:var(--sf-card);stroke:var(--sf-faint)}"
-    ".sf-plan .badge text{fill:var(--sf-faint);font-size:9.5px;font-weight:600;text-anchor:middle}"
-    ".sf-plan .times{fill:var(--sf-ink);font-weight:600;font-size:11px}"
+    + ".sf-plan .record rect{stroke-width:1}"
+    ".sf-plan .unfused.record rect{fill:none;stroke:var(--sf-line)}"
+    ".sf-plan .times{fill:var(--sf-ink);font-weight:600;font-size:13px}"
     ".sf-plan .bracket{stroke:var(--sf-faint);stroke-width:2;fill:none}"
 )

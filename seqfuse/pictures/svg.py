@@ -1,7 +1,8 @@
-"""The picture: the list in the middle, the forward cover above it, the backward cover below, records between."""
+"""The picture: operations in the middle, the forward schedule above, the backward one below, saved tensors between."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -9,19 +10,36 @@ from .data import Kind, PlanData
 from .markup import Markup, cut, cut_before, escaped, number, tag, width
 from .score import Block, Column, Mark, columns_of, fold, lines_of
 from .style import COLORS, NAMES, SHAPES, SIGNS
+from .text import counted, sized
 
 MOST = 10
-"""Columns in a line."""
+"""Columns in a line, at most."""
 
-_GUTTER, _MARGIN, _GAP, _BETWEEN = 84.0, 20.0, 6.0, 14.0
-_STEP, _CARD, _RECORD, _SPACE = 28.0, 42.0, 22.0, 9.0
-_HEAD, _PAD, _APART = 22.0, 8.0, 22.0
-_NARROWEST, _WIDEST, _LEAST = 94.0, 136.0, 620.0
+_GUTTER, _MARGIN, _GAP, _BETWEEN = 70.0, 20.0, 6.0, 14.0
+_STEP, _BAR, _LINE, _RECORD, _SPACE = 34.0, 8.0, 14.0, 22.0, 9.0
+_HEAD, _PAD, _APART, _TIMES = 22.0, 8.0, 22.0, 20.0
+_NARROWEST, _WIDEST, _LEAST, _FULL = 88.0, 128.0, 640.0, 904.0
+_NAME, _LABEL, _BOLD = 12.0, 11.0, 0.66  # sizes of letters, and how wide a bold one is
 
 
 def svg(plan: PlanData) -> Markup:
     """The picture of a plan as one element that needs nothing from elsewhere."""
     return _Picture(plan).draw()
+
+
+def headline(plan: PlanData) -> tuple[str, ...]:
+    """What the plan gains: steps instead of operations, and bytes saved for backward instead of those unfused."""
+    steps = [counted(len(plan["forward"]), "step") + (" forward" if plan["backward"] else "")]
+    steps += [f"{len(plan['backward'])} backward"] if plan["backward"] else []
+    lines = [f"{counted(len(plan['operations']), 'operation')} in {' and '.join(steps)}"]
+    if (memory := plan["memory"]) is not None and memory["saved_unfused"]:
+        less = 1 - memory["saved"] / memory["saved_unfused"]
+        than = f", {less:.0%} less than unfused" if less >= 0.005 else ""
+        lines.append(f"{sized(memory['saved'])} saved for backward{than}")
+        least = min(plan["choices"], key=lambda choice: choice["saved"], default=None)
+        if least is not None and least["saved"] < memory["saved"]:
+            lines[-1] += f"; {sized(least['saved'])} with memory={least['memory']}"
+    return tuple(lines)
 
 
 class _Picture:
@@ -30,28 +48,34 @@ class _Picture:
         self._backward = bool(plan["backward"])
         columns = columns_of(plan)
         self._saves = any(c.operation["saves"] or (c.forward and c.forward.saves) for c in columns)
-        self._refusals = any(c.refused for c in columns)
         self._blocks = fold(columns)
-        names = max((width(c.operation["name"], 12, 0.6) for c in columns), default=0.0) + 14 + 18 * self._refusals
+        names = max((_least(c.operation["name"], _NAME) for c in columns), default=0.0) + 16
         steps = (m for c in columns for m in (c.forward, c.backward) if m is not None and m.kind in SIGNS)
-        fusions = max(((width(m.name, 12, 0.6) + 28) / m.length for m in steps), default=0.0)
-        self._column = min(max(names + _GAP + 2, fusions + _GAP, _NARROWEST), _WIDEST)
-        lines = (line for b in self._blocks for line in lines_of(b, MOST))
+        fusions = max(((_least(_signed(m), _LABEL) + 14) / m.length for m in steps), default=0.0)
+        self._column = min(max(names + _GAP, fusions + _GAP, _NARROWEST), _WIDEST)
+        self._most = max(min(MOST, int((_FULL - 2 * _MARGIN - _GUTTER) // self._column)), 1)
+        tall = max((len(_split(c.operation["name"], self._column - _GAP - 16, _NAME)) for c in columns), default=1)
+        self._card_height = 28.0 + _LINE * tall
+        lines = (line for b in self._blocks for line in lines_of(b, self._most))
         right = max((self._places(line)[-1] + self._column for line in lines), default=0.0)
         self._width = max(right + _MARGIN, _LEAST)
 
     def draw(self) -> Markup:
         parts: list[Markup] = []
-        first, second, *rest = self._plan["summary"]
         y = _MARGIN + 15
-        parts.append(tag("text", first, x=_MARGIN, y=y, class_="title"))
-        for line in (second, *rest):
-            y += 18
+        for i, line in enumerate(headline(self._plan)):
+            parts.append(tag("text", line, x=_MARGIN, y=y, class_="name" if i else "title"))
+            y += 19
+        for line in self._plan["summary"][:2]:
             parts.append(tag("text", line, x=_MARGIN, y=y, class_="faint"))
-        y += 20
+            y += 16
+        y += 6
         for block in self._blocks:
-            for i, line in enumerate(lines_of(block, MOST)):
-                parts += self._line(block, line, y, i == 0)
+            if block.times > 1:
+                parts.append(self._times(block, y))
+                y += _TIMES
+            for line in lines_of(block, self._most):
+                parts += self._line(block, line, y)
                 y += self._height() + _APART
         if not self._blocks:
             parts.append(tag("text", "no operations", x=_MARGIN, y=y + 10, class_="faint"))
@@ -61,7 +85,7 @@ class _Picture:
         ground = tag("rect", width=self._width, height=y, rx=10.0, class_="ground")
         return tag(
             "svg",
-            tag("title", ": ".join((first, second))),
+            tag("title", ": ".join(self._plan["summary"][:2])),
             tag("style", Markup(COLORS + SHAPES)),
             ground,
             *parts,
@@ -75,24 +99,25 @@ class _Picture:
         )
 
     def _height(self) -> float:
-        height = _HEAD + _STEP + _SPACE + _CARD + 2 * _PAD
+        height = _HEAD + _STEP + _SPACE + self._card_height + 2 * _PAD
         if self._backward:
             height += (_SPACE + _RECORD if self._saves else 0) + _SPACE + _STEP
         return height
 
-    def _line(self, block: Block, line: Sequence[Column], top: float, first: bool) -> Iterator[Markup]:
+    def _line(self, block: Block, line: Sequence[Column], top: float) -> Iterator[Markup]:
         rows = {"forward": top + _HEAD + _PAD}
         rows["operation"] = rows["forward"] + _STEP + _SPACE
-        below = rows["operation"] + _CARD + _SPACE
+        below = rows["operation"] + self._card_height + _SPACE
         if self._backward and self._saves:
             rows["saved"], below = below, below + _RECORD + _SPACE
         if self._backward:
             rows["backward"] = below
-        sizes = {"forward": _STEP, "operation": _CARD, "saved": _RECORD, "backward": _STEP}
+        sizes = {"forward": _STEP, "operation": self._card_height, "saved": _RECORD, "backward": _STEP}
         for name, y in rows.items():
-            yield tag("text", name, x=_MARGIN + _GUTTER - 14, y=y + sizes[name] / 2 + 4, class_="row")
+            yield tag("text", name, x=_MARGIN + _GUTTER - 18, y=y + sizes[name] / 2 + 4, class_="row")
         if block.times > 1:
-            yield from self._times(block, top, first)
+            x, bottom = _MARGIN - 6, top + self._height()
+            yield tag("path", d=f"M{number(x + 6)} {number(top)}h-6v{number(bottom - top)}h6", class_="bracket")
         places = self._places(line)
         yield from self._bands(line, places, top)
         for column, x in zip(line, places, strict=True):
@@ -101,7 +126,17 @@ class _Picture:
                 yield from self._record(x, rows, self._column - _GAP, column.operation["saves"], "unfused")
         for pass_ in ("forward", "backward"):
             if pass_ in rows:
+                yield self._way(places, rows[pass_] + _STEP / 2, pass_)
                 yield from self._steps(line, places, rows, pass_)
+
+    def _way(self, places: Sequence[float], y: float, pass_: str) -> Markup:
+        """A line behind the steps of a pass with a head where it leads: forward to the right, backward to the left."""
+        left, right = places[0] - 10, places[-1] + self._column - _GAP + 10
+        head, turn = (right, -1) if pass_ == "forward" else (left, 1)
+        line = f"M{number(left)} {number(y)}H{number(right)}"
+        return tag(
+            "path", d=f"{line}M{number(head + 6 * turn)} {number(y - 4)}l{-6 * turn} 4l{6 * turn} 4", class_="way"
+        )
 
     def _places(self, line: Sequence[Column]) -> list[float]:
         places: list[float] = []
@@ -112,15 +147,11 @@ class _Picture:
             x += self._column
         return places
 
-    def _times(self, block: Block, top: float, first: bool) -> Iterator[Markup]:
-        x, bottom = _MARGIN + 4, top + self._height()
-        yield tag("path", d=f"M{number(x + 6)} {number(top)}h-6v{number(bottom - top)}h6", class_="bracket")
-        if first:
-            start, size = block.columns[0].operation["at"], len(block.columns)
-            about = f"these {size} positions stand {block.times} times in a row, from {start} to {block.last}"
-            times = tag("text", f"× {block.times}", x=x + 8, y=top + 15, class_="times")
-            to = tag("text", f"to {block.last}", x=x + 8, y=top + 30, class_="faint")
-            yield tag("g", tag("title", about), times, to)
+    def _times(self, block: Block, y: float) -> Markup:
+        start, size = block.columns[0].operation["at"], len(block.columns)
+        about = f"{block.times} times the next {counted(size, 'operation')}, positions {start} to {block.last}"
+        return tag("text", f"× {block.times}", tag("tspan", f"  {about}", class_="faint"), x=_MARGIN, y=y + 10,
+                   class_="times")  # fmt: skip
 
     def _bands(self, line: Sequence[Column], places: Sequence[float], top: float) -> Iterator[Markup]:
         spans = [(c.segment, x) for c, x in zip(line, places, strict=True)]
@@ -145,21 +176,14 @@ class _Picture:
         about += [f"runs alone: {column.alone}"] if column.alone else []
         about += [f"gradients wanted of {', '.join(operation['wants'])}"] if operation["wants"] else []
         about += [f"refused: {r['fusion']}: {r['reason']}" for r in column.refused]
-        room = size - 14 - (18 if column.refused else 0)
-        inside = [
-            _title(about),
-            tag("rect", x=x, y=y, width=size, height=_CARD, rx=5.0, class_="card"),
-            tag("text", cut(operation["name"], room, 12, 0.6), x=x + 8, y=y + 18, class_="name"),
-        ]
-        at = str(operation["at"])
+        inside = [_title(about), tag("rect", x=x, y=y, width=size, height=self._card_height, rx=5.0, class_="card")]
+        for i, text in enumerate(_split(operation["name"], size - 16, _NAME)):
+            inside.append(tag("text", text, x=x + 8, y=y + 18 + _LINE * i, class_="name"))
+        at, below = str(operation["at"]), y + self._card_height - 9
         after = width(at, 11) + 7
-        inside.append(tag("text", at, x=x + 8, y=y + 33, class_="at"))
+        inside.append(tag("text", at, x=x + 8, y=below, class_="at"))
         path = cut_before(operation["path"], size - 14 - after, 10.5, 0.61)
-        inside.append(tag("text", path, x=x + 8 + after, y=y + 33, class_="mono"))
-        if column.refused:
-            circle = tag("circle", cx=x + size - 12, cy=y + 12, r=7.5)
-            count = tag("text", str(len(column.refused)), x=x + size - 12, y=y + 15.5)
-            inside.append(tag("g", circle, count, class_="badge"))
+        inside.append(tag("text", path, x=x + 8 + after, y=below, class_="mono"))
         return tag("g", *inside)
 
     def _steps(
@@ -169,7 +193,6 @@ class _Picture:
         while i < len(line):
             mark = line[i].forward if pass_ == "forward" else line[i].backward
             if mark is None:
-                yield tag("text", "·", x=places[i] + (self._column - _GAP) / 2, y=rows[pass_] + 18, class_="row middle")
                 i += 1
                 continue
             count = min(mark.length - mark.offset, len(line) - i)
@@ -184,16 +207,17 @@ class _Picture:
         stop = start + mark.length - 1
         where = f"position {start}" if mark.length == 1 else f"positions {start} to {stop}"
         about = [f"{mark.name}, {NAMES[mark.kind]}, {where}"]
-        about += [f"keeps a record of its own: {', '.join(mark.saves)}"] if mark.saves else []
-        sign = SIGNS.get(mark.kind)
-        label = mark.kind if sign is None else f"{sign} {mark.name}"
-        text = cut(label, size - 10, 12 if sign else 11, 0.6)
+        about += [f"saves tensors of its own: {', '.join(mark.saves)}"] if mark.saves else []
+        if mark.kind == "unfused":
+            bar = tag("rect", x=x, y=y + (_STEP - _BAR) / 2, width=size, height=_BAR, rx=_BAR / 2)
+            return tag("g", _title(about), bar, class_=mark.kind)
+        lines = _split(_signed(mark) if mark.kind in SIGNS else "not fused", size - 10, _LABEL)
+        first = y + _STEP / 2 + 4 - _LINE * (len(lines) - 1) / 2
+        texts = (
+            tag("text", text, x=x + size / 2, y=first + _LINE * i, class_="middle") for i, text in enumerate(lines)
+        )
         return tag(
-            "g",
-            _title(about),
-            tag("rect", x=x, y=y, width=size, height=_STEP, rx=5.0),
-            tag("text", text, x=x + size / 2, y=y + _STEP / 2 + 4, class_="middle"),
-            class_=mark.kind,
+            "g", _title(about), tag("rect", x=x, y=y, width=size, height=_STEP, rx=5.0), *texts, class_=mark.kind
         )
 
     def _record(
@@ -206,7 +230,7 @@ class _Picture:
             d=f"M{number(middle)} {number(y - _SPACE)}v{number(_SPACE)}m0 {number(_RECORD)}v{number(_SPACE)}",
             class_="wire",
         )
-        text = tag("text", cut(", ".join(fields), size - 8, 10.5, 0.61), x=middle, y=y + 15, class_="mono middle")
+        text = tag("text", _listed(fields, size - 12), x=middle, y=y + 15, class_="mono middle")
         yield tag(
             "g",
             _title([f"saved for backward: {', '.join(fields)}"]),
@@ -222,15 +246,45 @@ class _Picture:
             if kind in kinds:
                 sign, name = SIGNS.get(kind, ""), NAMES[kind]
                 label = tag("text", name, x=x + 28, y=y + 5, class_="faint")
-                inside = [tag("rect", x=x, y=y - 7, width=22, height=16, rx=4.0)]
+                bar = kind == "unfused"
+                inside = [tag("rect", x=x, y=y - (3.0 if bar else 7.0), width=22, height=8 if bar else 16, rx=4.0)]
                 inside += [tag("text", sign, x=x + 11, y=y + 5, class_="middle")] if sign else []
                 yield tag("g", tag("g", *inside, class_=kind), label)
                 x += 28 + width(name, 11) + 18
-        if self._refusals:
-            circle = tag("circle", cx=x + 8, cy=y + 1, r=7.5)
-            yield tag("g", circle, tag("text", "2", x=x + 8, y=y + 4.5), class_="badge")
-            yield tag("text", "fusions refused here: point at it", x=x + 22, y=y + 5, class_="faint")
 
 
 def _title(lines: Sequence[str]) -> Markup:
     return tag("title", Markup("&#10;".join(map(escaped, lines))))
+
+
+def _signed(mark: Mark) -> str:
+    return f"{SIGNS[mark.kind]} {mark.name}"
+
+
+def _halves(name: str) -> list[tuple[str, str]]:
+    """A name in two lines, at each place where a word of it begins."""
+    return [(name[: m.start()], name[m.start() :]) for m in re.finditer(r"(?<=[a-z0-9])(?=[A-Z])", name)]
+
+
+def _least(name: str, size: float) -> float:
+    """How wide a name is, in two lines where that is narrower."""
+    wide = [max(width(a, size, _BOLD), width(b, size, _BOLD)) for a, b in _halves(name)]
+    return min([width(name, size, _BOLD), *wide])
+
+
+def _split(name: str, room: float, size: float) -> list[str]:
+    """A name in one line where there is room, in two where there is not, cut where even they have none."""
+    if width(name, size, _BOLD) <= room or not (halves := _halves(name)):
+        return [cut(name, room, size, _BOLD)]
+    best = min(halves, key=lambda two: max(width(part, size, _BOLD) for part in two))
+    return [cut(part, room, size, _BOLD) for part in best]
+
+
+def _listed(fields: Sequence[str], room: float) -> str:
+    """As many fields as there is room for, and how many more there are."""
+    for count in range(len(fields), 0, -1):
+        more = f" +{len(fields) - count}" if count < len(fields) else ""
+        text = ", ".join(fields[:count]) + more
+        if width(text, 10.5, 0.61) <= room:
+            return text
+    return cut(fields[0], room, 10.5, 0.61)

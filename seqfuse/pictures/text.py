@@ -23,13 +23,13 @@ def summary(plan: PlanData) -> list[str]:
     forward, backward = (
         sum(step["kind"] not in ("unfused", "alone") for step in plan[p]) for p in ("forward", "backward")
     )
-    counts = f"{_plural(len(plan['operations']), 'operation')}, {_plural(len(plan['segments']), 'segment')}"
+    counts = f"{counted(len(plan['operations']), 'operation')}, {counted(len(plan['segments']), 'segment')}"
     lines = [f"Plan for {plan['env']['text']}", f"{counts}, {forward} fused forward, {backward} fused backward"]
     return lines if plan["memory"] is None else [*lines, _memory(plan["memory"], bool(plan["alone"]))]
 
 
 def _memory(memory: MemoryData, partly: bool) -> str:
-    text = f"saved for backward: {_bytes(memory['saved'])} (unfused {_bytes(memory['saved_unfused'])}); "
+    text = f"saved for backward: {sized(memory['saved'])} (unfused {sized(memory['saved_unfused'])}); "
     return f"{text}{_number(memory['flops'])}FLOP forward" + ("; without what runs alone" if partly else "")
 
 
@@ -37,7 +37,7 @@ def _choices(choices: Sequence[ChoiceData]) -> Iterator[str]:
     said: list[str] = []
     for choice in choices:
         time = f", an estimated {choice['microseconds']:,.1f} us more" if choice["microseconds"] else ""
-        said.append(f"{choice['memory']} {_bytes(choice['saved'])}{time}" + (" (this plan)" if choice["used"] else ""))
+        said.append(f"{choice['memory']} {sized(choice['saved'])}{time}" + (" (this plan)" if choice["used"] else ""))
     if said:
         yield f"choices of memory: {'; '.join(said)}"
 
@@ -55,7 +55,7 @@ def render(plan: PlanData, width: int | None = None) -> str:
     for block in blocks:
         if block.times > 1:
             first, many = block.columns[0].operation["at"], len(block.columns)
-            lines.append(f"{'':>4}  x{block.times}, at {first} to {block.last}: the next {_plural(many, 'line')}")
+            lines.append(f"{'':>4}  x{block.times}, at {first} to {block.last}: the next {counted(many, 'line')}")
         for column in block.columns:
             at, (label, a, b) = column.operation["at"], next(left)
             if column.opens and at:
@@ -151,7 +151,8 @@ def _places(at: Sequence[int]) -> str:
     return ", ".join(map(str, at[:6])) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
 
 
-def _plural(n: int, word: str) -> str:
+def counted(n: int, word: str) -> str:
+    """A number and its noun."""
     return f"{n} {word}" + ("" if n == 1 else "s")
 
 
@@ -205,5 +206,6 @@ def _number(value: float, step: float = 1000.0) -> str:
     return f"{value:.1f} E"
 
 
-def _bytes(n: int) -> str:
+def sized(n: int) -> str:
+    """Bytes in the unit that fits."""
     return f"{_number(n, 1024.0)}{'i' if n >= 1024 else ''}B".replace("ki", "Ki")
