@@ -48,7 +48,7 @@ with sf.fusing(exclude=[fusion.__name__ for fusion in model.fusions]):
         print(f"  {refusal.fusion} at {refusal.at}: {refusal.reason}")
 handle = model[1][2].register_forward_hook(lambda module, args, y: None)
 for alone in model.plan(x).alone:
-    print(f"  {alone.name} at {alone.at} runs alone: {alone.reason}")
+    print(f"  {alone.name} at {alone.at} runs eagerly: {alone.reason}")
 handle.remove()
 
 print("\n# in evaluation nothing is kept\n")

@@ -80,13 +80,13 @@ def main() -> None:
         fusions=(ScaleTanhScale, *fusions.default),
     ).bfloat16()  # fmt: skip
     with sf.fusing(unmeasured=True):  # else a GEMM of the library's own waits for a measurement
-        print(f"\n{str(model.plan(env=hopper)).partition('refused')[0]}")
+        print(f"\n{str(model.plan(env=hopper)).partition('not applied')[0]}")
 
     # The cap alone: on this machine it is cheaper to give its first Scale to the GEMM before it.
     plan = model[3:].plan(torch.randn(16, 1024, device=here, dtype=torch.bfloat16, requires_grad=True))
     print(f"On {plan.env}: {plan.count('ScaleTanhScale')} ScaleTanhScale")
     for reason in dict.fromkeys(refusal.reason for refusal in plan.refused if refusal.fusion == "ScaleTanhScale"):
-        print(f"refused: {reason}")
+        print(f"not applied: {reason}")
 
 
 if __name__ == "__main__":

@@ -249,17 +249,20 @@ def records_of(fusion: FusedOperation, saved: Mapping[str, Any]) -> Iterator[tup
 
 
 def checked(fusions: Any) -> tuple[type[FusedOperation], ...]:
-    """A rule set, if it is one: a fusion class or several.
+    """A fusion set, if it is one: a fusion class or several.
 
     Raises:
         PluginError: naming what is not a fusion class, or lacks what a call needs.
     """
+    if isinstance(fusions, str):
+        message = f"fusions takes fusion classes, such as sf.fusions.default, not the text {fusions!r}"
+        raise PluginError(message, code="SF301")
     chosen: tuple[Any, ...] = (fusions,)
     if isinstance(fusions, Iterable) and not isinstance(fusions, type):
         chosen = tuple(cast(Iterable[Any], fusions))
     for fusion in chosen:
         if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
-            raise PluginError(f"a rule set holds fusion classes, not {fusion!r}", code="SF301")
+            raise PluginError(f"a fusion set holds fusion classes, not {fusion!r}", code="SF301")
         if fusion.is_contract:
             what = "has slots but no fwd or bwd" if fusion.slots else "has no slots"
             message = f"{fusion.__name__} {what}, so it cannot be used"

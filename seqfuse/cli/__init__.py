@@ -2,7 +2,8 @@
 
 Exit status: 0 where nothing is wrong; 1 where something was found that should not be so (a check failed, two runs
 differ, `doctor` has a warning), or the command's own dependencies are missing; 2 where the command could not do what it
-was asked, with one sentence that says why; 130 where it was interrupted.
+was asked, with one sentence that says why; 3 where nothing failed and a check could not run on this machine; 130 where
+it was interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-FOUND, UNABLE, INTERRUPTED, CLOSED = 1, 2, 130, 141
+FOUND, UNABLE, NOT_RUN, INTERRUPTED, CLOSED = 1, 2, 3, 130, 141
 _PACKAGES = ("cyclopts", "rich")  # the second one for help alone
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
@@ -31,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             missing = (error.name or "").partition(".")[0]
             if missing not in _PACKAGES:
                 raise
-            how = "pip install 'seqfuse[cli]', in a clone '.[cli]'"
-            print(f"seqfuse: this needs the package {missing}: {how}", file=sys.stderr)
+            print(f"seqfuse: this needs the package {missing}: pip install {' '.join(_PACKAGES)}", file=sys.stderr)
             return FOUND
         except KeyboardInterrupt:
             print("seqfuse: interrupted", file=sys.stderr)
@@ -74,13 +74,12 @@ def _said(error: Exception) -> str:
 
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         given = error.keyword is not None or bool(error.argument.tokens)
-        what = "no value behind" if given else "no"
-        said = f"there is {what} {error.argument.name}"
+        said = f"{error.argument.name} needs a value" if given else f"{error.argument.name} is required"
     elif isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         said = f"{error.unused_tokens[0]!r} is one argument too many"
     else:
         return str(error)
-    return f"{said}; seqfuse {' '.join(error.command_chain or ())} --help lists what there may be"
+    return f"{said}; seqfuse {' '.join(error.command_chain or ())} --help lists the arguments"
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: object) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from .. import __version__
+from . import FOUND, NOT_RUN
 from .output import tell, tell_json, write
 
 app = App(
@@ -135,7 +136,10 @@ def check(
     seed: int = 0,
     json: Json = False,
 ) -> int:
-    """Run the test kit on an operation, a fusion or a model; exit 1 and write a script if it finds something."""
+    """Run the test kit on an operation, a fusion or a model.
+
+    Exits with 1 and writes a script if it finds something; with 3 if nothing failed and a check could not run here.
+    """
     from . import check as checking
 
     found: list[checking.Checked] = []
@@ -148,7 +152,9 @@ def check(
             checking.show(one)
     if json:
         tell_json(checking.data(found))
-    return int(any(one.failure is not None for one in found))
+    if any(one.failure is not None for one in found):
+        return FOUND
+    return NOT_RUN if any(one.not_run is not None for one in found) else 0
 
 
 @app.command

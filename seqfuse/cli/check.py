@@ -15,7 +15,7 @@ from ..errors import PluginError
 from ..fuser import Sequential, flatten
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
-from ..testing import check_fusion, check_op
+from ..testing import NotRun, check_fusion, check_op
 from . import inputs, repro
 from .compare import compare, runs_of
 from .inputs import Spec
@@ -30,7 +30,7 @@ _BOTH = (torch.float32, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A check that was made: what of, how it failed if it did, and what it left out.
+    """A check: what of, how it failed if it did, what it left out, and why it could not run if it could not.
 
     `repro` is the script that shows the first failure.
     """
@@ -39,6 +39,7 @@ class Checked:
     failure: str | None = None
     repro: str | None = None
     skipped: tuple[str, ...] = ()
+    not_run: str | None = None
 
 
 def checked(
@@ -67,15 +68,17 @@ def checked(
     job = _Job(target, here, spec, dtypes, inputs.seed(seed), given is not None, channels)
     path: Path | None = None
     for check, failure, skipped in job.checks(part, evaluate):
-        if failure is None:
+        if isinstance(failure, str):
+            yield Checked(check, not_run=failure)
+        elif failure is None:
             yield Checked(check, skipped=skipped)
         else:
             shows, path = path is None, path or repro.write(failure, target, file)
             yield Checked(check, failure.message, str(path) if shows else None)
 
 
-# What a check is called, how it failed, what it left out.
-_Made = tuple[str, Failure | None, tuple[str, ...]]
+# What a check is called, how it failed or why it could not run, what it left out.
+_Made = tuple[str, Failure | str | None, tuple[str, ...]]
 # A check of the test kit on an input in some dtypes, which returns what it left out.
 _Run = Callable[[Spec, Sequence[torch.dtype]], tuple[str, ...]]
 
@@ -118,8 +121,7 @@ class _Job:
         if fusion.is_contract:
             raise Unable(f"{self.target.name} is no fusion but a base of fusions")
         if fusion.triton and not Env.of(self.device).triton:
-            here = "; TRITON_INTERPRET=1 interprets its kernels, slowly" if self.device.type == "cpu" else ""
-            raise Unable(f"{fusion.__name__} needs a Triton device{here}")
+            return f"testing.check_fusion {fusion.__name__}", f"needs a Triton device{_interpreted(self.device)}", ()
 
         def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
             x = spec.draw(self.device, 0, 1)
@@ -150,11 +152,18 @@ class _Job:
     ) -> _Made:
         """A check; where it fails, in one dtype if it does in one, and on the smallest input on which it does."""
         dtypes, check = self.dtypes, f"testing.{check}"
-        message, skipped = _failure(run, spec, dtypes)
+        try:
+            message, skipped = _failure(run, spec, dtypes)
+        except NotRun as error:
+            here = _interpreted(self.device) if "needs a Triton device" in str(error) else ""
+            return f"{check} {name}", f"{error}{here}", ()
         if message is None:
             return f"{check} {name}", None, skipped
         for one in dtypes if len(dtypes) > 1 else ():
-            alone, _ = _failure(run, spec, (one,))
+            try:
+                alone, _ = _failure(run, spec, (one,))
+            except NotRun:
+                continue
             if alone is not None:
                 message, dtypes = alone, (one,)
                 break
@@ -162,7 +171,7 @@ class _Job:
             smaller = Spec(shape, spec.dtype)
             try:
                 found, _ = _failure(run, smaller, dtypes)
-            except Unable:
+            except (Unable, NotRun):
                 continue
             if found is not None and _kind(found) == _kind(message):
                 message, spec = found, smaller
@@ -245,8 +254,14 @@ def _failure(run: _Run, spec: Spec, dtypes: Sequence[torch.dtype]) -> tuple[str 
     """What a check failed with, and what it left out."""
     try:
         return None, run(spec, dtypes)
+    except NotRun:
+        raise
     except (AssertionError, PluginError) as error:
         return str(error), ()
+
+
+def _interpreted(device: torch.device) -> str:
+    return "; TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly" if device.type == "cpu" else ""
 
 
 def _kind(message: str) -> str:
@@ -264,17 +279,22 @@ def _listed(dtypes: Sequence[torch.dtype]) -> str:
 
 def data(found: Sequence[Checked]) -> dict[str, Any]:
     """Checks as plain data."""
-    return {"ok": all(one.failure is None for one in found), "checks": [dataclasses.asdict(one) for one in found]}
+    ok = all(one.failure is None and one.not_run is None for one in found)
+    return {"ok": ok, "checks": [dataclasses.asdict(one) for one in found]}
 
 
 def show(one: Checked) -> None:
     """Print a check for a reader."""
-    if one.failure is None:
-        tell(f"passed  {one.check}")
-        for what in one.skipped:
-            tell(f"    skipped: {what}")
-        return
+    if one.not_run is not None:
+        tell(f"not run {one.check}\n    {one.not_run}")
+    elif one.failure is None:
+        tell("\n    skipped: ".join((f"passed  {one.check}", *one.skipped)))
+    else:
+        _show_failure(one, one.failure)
+
+
+def _show_failure(one: Checked, failure: str) -> None:
     tell(f"FAILED  {one.check}", "bold")
-    tell("\n".join(f"    {line}" for line in one.failure.splitlines()))
+    tell("\n".join(f"    {line}" for line in failure.splitlines()))
     if one.repro is not None:
         tell(f"    to see it again: python {one.repro}")

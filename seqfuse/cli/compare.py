@@ -171,7 +171,7 @@ def compared(
     Raises:
         Unable: if it cannot be loaded or built, or what is said of it does not fit.
     """
-    here, spec = inputs.device(device), inputs.spec(given)
+    here, spec = inputs.device(device), inputs.spec(given, dtype)
     torch.default_generator.manual_seed(inputs.seed(seed))
     model = inputs.cast(load(name).build(), spec, dtype, autocast)
     model = container(model.eval() if evaluate else model, name, part)
@@ -180,7 +180,7 @@ def compared(
     random = [i.name for i in flatten(model) if isinstance(i.operation, UnfusedOperation) and i.operation.random]
     if random and runs[1].device != here:
         raise Unable(f"{random[0]} draws other numbers on another device: add --eval")
-    return compare(model, spec, inputs.channels(channels), runs, grad=grad, seed=seed)
+    return compare(model, spec, inputs.channels(channels, dtype), runs, grad=grad, seed=seed)
 
 
 def data(found: Comparison) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Generator, Sequence
 
 import torch
@@ -52,8 +53,8 @@ class Spec:
             raise Unable(f"no {self} can be made on {device}: {str(error).partition(chr(10))[0]}") from error
 
 
-def spec(text: str) -> Spec:
-    """A tensor written as `8x1024:bf16`; float32 where no dtype is said.
+def spec(text: str, default: str | None = None) -> Spec:
+    """A tensor written as `8x1024:bf16`; where it says no dtype, the one of `--dtype` if there is one, else float32.
 
     Raises:
         Unable: for text of another form.
@@ -61,7 +62,7 @@ def spec(text: str) -> Spec:
     found = _SPEC.fullmatch(text)
     if found is None:
         raise Unable(f"{text!r} is no input: write the shape and, if it is not float32, the dtype, such as 8x1024:bf16")
-    sizes, kind = found[1].split("x"), dtype(found[2] or "float32")
+    sizes, kind = found[1].split("x"), dtype(found[2] or default or "float32")
     if max(map(len, sizes)) > 18 or math.prod(max(1, int(size)) for size in sizes) * kind.itemsize >= MOST:
         raise Unable(f"{text if len(text) < 60 else text[:57] + '...'} has more bytes than a tensor can have")
     return Spec(tuple(map(int, sizes)), kind)
@@ -78,12 +79,12 @@ def seed(number: int) -> int:
     return number
 
 
-def channel(text: str) -> tuple[str, Spec]:
-    """An extra input written as `residual=8x1024:bf16`."""
+def channel(text: str, default: str | None = None) -> tuple[str, Spec]:
+    """An extra input written as `residual=8x1024:bf16`, its dtype as that of an input."""
     name, equals, rest = text.partition("=")
     if not equals or not name.isidentifier():
         raise Unable(f"{text!r} is no channel: write its name and the tensor, such as residual=8x1024:bf16")
-    return name, spec(rest)
+    return name, spec(rest, default)
 
 
 def dtype(name: str) -> torch.dtype:
@@ -132,6 +133,8 @@ def device(name: str | None) -> torch.device:
 def cast(model: nn.Module, given: Spec | None, named: str | None, autocast: str | None) -> nn.Module:
     """A model in the dtype that is named; else in that of a floating input, but under autocast."""
     if named is not None:
+        if given is not None and given.dtype.is_floating_point and given.dtype is not floating(named):
+            warnings.warn(f"the input is {given.dtype} and the parameters are {floating(named)}", stacklevel=2)
         return model.to(floating(named))
     if given is not None and given.dtype.is_floating_point and autocast is None:
         return model.to(given.dtype)
@@ -152,6 +155,6 @@ def surroundings(kind: str, autocast: str | None, grad: bool) -> Generator[None]
         yield
 
 
-def channels(texts: Sequence[str]) -> dict[str, Spec]:
+def channels(texts: Sequence[str], default: str | None = None) -> dict[str, Spec]:
     """Extra inputs by name."""
-    return dict(map(channel, texts))
+    return dict(channel(text, default) for text in texts)

@@ -34,8 +34,8 @@ def planned(
         Unable: if it cannot be loaded or built, or what is said of it does not fit.
     """
     model = load(name).build()
-    spec = None if given is None else inputs.spec(given)
-    extra = inputs.channels(channels)
+    spec = None if given is None else inputs.spec(given, dtype)
+    extra = inputs.channels(channels, dtype)
     if extra and spec is None:
         raise Unable("--channel says what enters beside the input: give --input, too")
     model = inputs.cast(model, spec, dtype, autocast)

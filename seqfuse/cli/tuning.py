@@ -31,7 +31,7 @@ def tuned(
     Raises:
         Unable: if it cannot be loaded or built, or what is said of it does not fit.
     """
-    here, spec, extra = inputs.device(device), inputs.spec(given), inputs.channels(channels)
+    here, spec, extra = inputs.device(device), inputs.spec(given, dtype), inputs.channels(channels, dtype)
     model = inputs.cast(load(name).build(), spec, dtype, autocast).to(here)
     if part is not None:
         try:

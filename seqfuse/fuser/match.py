@@ -13,6 +13,7 @@ from ..cost_table import Measurement
 from ..env import Env
 from ..errors import InputError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
+from ..pictures.data import INFERENCE_ONLY, NOT_NEEDED
 from ..settings import Fusing
 from .dtypes import Border, along_of
 from .flatten import Node
@@ -165,11 +166,9 @@ class Matcher:
         if count >= MAX_FAILURES:
             return f"it failed {count} times: {failure}"
         if a < live_from and issubclass(cls, BackwardFusion):
-            return (
-                "no gradient is wanted here" if b <= live_from else f"no gradient is wanted before position {live_from}"
-            )
+            return NOT_NEEDED if b <= live_from else f"no gradient is needed before position {live_from}"
         if b > live_from and issubclass(cls, InferenceFusion):
-            return "a gradient is wanted here, and this fusion saves nothing for it"
+            return INFERENCE_ONLY
         return None
 
     def _refuses(
@@ -216,7 +215,7 @@ def _check_named(fusing: Fusing) -> None:
     named = {named for chosen in (*fusing.only, fusing.exclude) for named in chosen}
     for name in sorted((n if isinstance(n, str) else n.__name__) for n in named - known.keys()):
         close = difflib.get_close_matches(name, [n for n in known if isinstance(n, str)], 1)
-        hint = f"did you mean {close[0]!r}?" if close else "name a fusion of the rule set, as a plan shows them"
+        hint = f"did you mean {close[0]!r}?" if close else "name a fusion of the fusion set, as a plan shows them"
         raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
 
 

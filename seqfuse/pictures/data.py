@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 FORMAT = 2
+INFERENCE_ONLY, NOT_NEEDED = "inference only", "no gradient is needed here"
+NO_NEWS = INFERENCE_ONLY, NOT_NEEDED
+"""Reasons that hold by the kind of a fusion and of a plan, whatever the operations: in the data, and not printed."""
 Kind = Literal["unfused", "alone", "forward", "backward", "joint", "inference"]
 
 

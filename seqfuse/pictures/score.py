@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from .data import Kind, OperationData, PlanData, RefusalData, StepData
+from .data import NO_NEWS, Kind, OperationData, PlanData, RefusalData, StepData
 
 LONG = 40
 """Columns up to which nothing is folded."""
@@ -89,7 +89,9 @@ def columns_of(plan: PlanData) -> list[Column]:
     refused: dict[int, list[RefusalData]] = {}
     for refusal in plan["refused"]:
         here = refused.setdefault(refusal["at"], [])
-        if refusal not in here:  # a pattern with optional slots is refused once for each way it matches
+        if (
+            refusal not in here and refusal["reason"] not in NO_NEWS
+        ):  # a pattern with optional slots is refused once for each way it matches
             here.append(refusal)
     opens, closes = {start for start, _ in plan["segments"]}, {stop - 1 for _, stop in plan["segments"]}
     return [

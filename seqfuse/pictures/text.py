@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
+from .data import NO_NEWS, CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
 from .score import Mark, columns_of, fold
 
 WIDTH = 80
@@ -30,7 +30,7 @@ def summary(plan: PlanData) -> list[str]:
 
 def _memory(memory: MemoryData, partly: bool) -> str:
     text = f"saved for backward: {sized(memory['saved'])} (unfused {sized(memory['saved_unfused'])}); "
-    return f"{text}{_number(memory['flops'])}FLOP forward" + ("; without what runs alone" if partly else "")
+    return f"{text}{_number(memory['flops'])}FLOP forward" + ("; without what runs eagerly" if partly else "")
 
 
 def _choices(choices: Sequence[ChoiceData]) -> Iterator[str]:
@@ -63,7 +63,7 @@ def render(plan: PlanData, width: int | None = None) -> str:
             label, a = _pad(_cut(label, wide), wide), _pad(_cut(a, ahead), ahead)
             lines.append(f"{at:>4}  {label}  {a}  {_cut(b, back)}".rstrip())
     for alone in plan["alone"]:
-        lines += _wrap(f"alone: {alone['name']} at {alone['at']}: {alone['reason']}", "    ", width)
+        lines += _wrap(f"runs eagerly: {alone['name']} at {alone['at']}: {alone['reason']}", "    ", width)
     for line in _casts(plan["casts"]):
         lines += _wrap(line, "    ", width)
     if plan["memory_unknown"] is not None:
@@ -100,7 +100,7 @@ def _marked(mark: Mark | None) -> str:
     if mark is None:
         return "."
     if mark.kind in ("alone", "unfused"):
-        return mark.kind
+        return "eager" if mark.kind == "alone" else mark.kind
     if mark.offset == 0:
         return f"[ {_printable(mark.name)}"
     return "| ]" if mark.offset == mark.length - 1 else "|"
@@ -119,32 +119,30 @@ def _casts(casts: Sequence[CastData]) -> list[str]:
     return [f"cast to {dtype}: {'; '.join(places)}" for dtype, places in named.items()]
 
 
-def _refusals(refused: Sequence[RefusalData]) -> list[str]:
-    """A line for each fusion and reason; one for a reason that many share, and one for many that were superseded."""
-    groups: dict[tuple[str, str], list[RefusalData]] = {}
-    for refusal in refused:
-        groups.setdefault((refusal["reason"], refusal["fusion"]), []).append(refusal)
-    sharing: dict[str, list[str]] = {}
+def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
+    """A line for each reason, one for many fusions that were superseded; what could not be otherwise is no news."""
+    reasons: dict[str, dict[str, list[int]]] = {}
     outbid: dict[str, list[int]] = {}
-    for (reason, fusion), several in groups.items():
-        sharing.setdefault(reason, []).append(fusion)
-        if several[0]["outbid"]:
-            outbid.setdefault(fusion, []).extend(refusal["at"] for refusal in several)
-    many = sum(several[0]["outbid"] for several in groups.values()) > FEW
-    lines: list[str] = []
-    for (reason, fusion), several in groups.items():
-        fusions = sharing[reason]
-        if many and several[0]["outbid"]:
+    for refusal in refused:
+        if refusal["reason"] not in NO_NEWS:
+            reasons.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
+        if refusal["outbid"]:
+            outbid.setdefault(refusal["fusion"], []).append(refusal["at"])
+    superseded = {refusal["reason"] for refusal in refused if refusal["outbid"]}
+    many = sum(len(reasons[reason]) for reason in superseded) > FEW
+    for reason, fusions in reasons.items():
+        if many and reason in superseded:
             continue
-        if len(fusions) <= FEW:
-            lines.append(f"refused: {fusion} at {_places(sorted({refusal['at'] for refusal in several}))}: {reason}")
-        elif fusion == fusions[0]:
-            named = f"{', '.join(fusions[:FEW])} and {len(fusions) - FEW} more"
-            lines.append(f"refused: {named}: {reason}")
+        named = (
+            _named(fusions) if len(fusions) <= FEW else f"{', '.join([*fusions][:FEW])} and {len(fusions) - FEW} more"
+        )
+        yield f"not applied: {named}: {reason}"
     if many:
-        named = "; ".join(f"{fusion} at {_places(sorted(set(at)))}" for fusion, at in outbid.items())
-        lines.append(f"superseded by cheaper fusions: {named}")
-    return lines
+        yield f"superseded by cheaper fusions: {_named(outbid)}"
+
+
+def _named(fusions: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join(f"{fusion} at {_places(sorted(set(at)))}" for fusion, at in fusions.items())
 
 
 def _places(at: Sequence[int]) -> str:

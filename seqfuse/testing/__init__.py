@@ -10,6 +10,7 @@ from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
 from .observe import GlobalState, Observer, Pass
 from .operations import CheckedOp, check_op
 from .poison import Guarded, guarded, poisoned, red_zones
+from .probe import NotRun
 from .structure import Untouched, assert_bitwise_equal, assert_distinct_storages, named_tensors
 from .tensors import EDGES, EXACT, LAYOUTS, REGIMES, TensorSpec, exact, in_regime, laid_out, seeded_randn
 
@@ -26,6 +27,7 @@ __all__ = [
     "GlobalState",
     "Guarded",
     "ListSpec",
+    "NotRun",
     "Observer",
     "Pass",
     "Report",

@@ -19,7 +19,7 @@ from .interpreter import as_on_a_gpu
 from .judge import saying
 from .operations import DTYPES
 from .patterns import configured_otherwise, described, example_lists
-from .probe import Probe
+from .probe import NotRun, Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +86,19 @@ def check_fusion(
 
     Raises:
         AssertionError: naming the fusion, the combination, the case, the tensor and the part of the rule; or the
-            reason for which it was refused.
+            reason for which it was not applied: then it is a `NotRun`.
         TypeError, InputError: (SF106) for an argument that is not what is said here.
         PluginError: where the engine found that the class breaks its contract.
     """
+    __tracebackhide__ = True
     check_fusion_arguments(fusion, env)
     check_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
-    with seeded(seed, x.device), as_on_a_gpu(), fusing(unmeasured=True):
-        found = _check(fusion, x, ops, seed, dtypes, env, channels)
-        missed = [] if ops else [*_missed(fusion, x, seed, dtypes, channels)]
+    try:
+        with seeded(seed, x.device), as_on_a_gpu(), fusing(unmeasured=True):
+            found = _check(fusion, x, ops, seed, dtypes, env, channels)
+            missed = [] if ops else [*_missed(fusion, x, seed, dtypes, channels)]
+    except AssertionError as error:
+        raise error.with_traceback(None) from error.__cause__  # the message says what failed, and on what
     for said in missed:
         message = f"{found.fusion} misses a configuration, which it has to respect or to refuse in `requires`: {said}"
         warnings.warn(message, stacklevel=2)
@@ -119,7 +123,7 @@ def _check(
         lists: list[tuple[Sequence[nn.Module], Tensor]] = [(ops, x)] if ops else [*example_lists(fusion, x)]
     checked: list[str] = []
     skipped: list[str] = []
-    count = 0
+    count, matched = 0, False
     for i, (operations, x) in enumerate(lists):
         where = f"{name} on {described(operations)}"
         if env is not None:
@@ -136,11 +140,12 @@ def _check(
                 skipped += [f"{described(operations)}, {what}" for what in left_out]
                 checked += [described(operations)] * (described(operations) not in checked)
             elif env is None and dtypes is not None and i == 0:
-                raise AssertionError(f"{where}: {refused}")
+                raise type(refused)(f"{where}: {refused}")
             else:
+                matched = matched or isinstance(refused, NotRun)
                 skipped.append(f"{described(operations)} in {dtype}: {refused}")
     if not checked and env is None:
-        raise AssertionError(f"{name} is never used; {'; '.join(skipped)}")
+        raise (NotRun if matched else AssertionError)(f"{name} is never used; {'; '.join(skipped)}")
     return Checked(name, tuple(checked), count, tuple(skipped))
 
 

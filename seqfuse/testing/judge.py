@@ -45,9 +45,17 @@ def saying(what: str) -> Generator[None]:
         error.add_note(f"in {what}")
         raise
     except AssertionError as error:
-        raise AssertionError(f"{what}: {error}") from error
+        # The kit's own failures say all there is to say; of others it matters where they were raised.
+        raise AssertionError(f"{what}: {error}") from (error.__cause__ if _of_the_kit(error) else error)
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _of_the_kit(error: AssertionError) -> bool:
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_globals.get("__package__") == __package__
 
 
 def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree) -> None:

@@ -71,11 +71,11 @@ class Report:
 
 
 class FusedMismatch(AssertionError):
-    """Fused does not equal unfused; `report` holds what was measured."""
+    """Fused does not equal unfused, or what `what` says; `report` holds what was measured."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, what: str = "fused differs from unfused", note: str = "") -> None:
         self.report = report
-        super().__init__("fused differs from unfused\n" + "\n".join(f"  {check}" for check in report.failures))
+        super().__init__(f"{what}\n" + "\n".join(f"  {check}" for check in report.failures) + note)
 
 
 def assert_fused_close(fused: Tree, unfused: Tree, reference: Tree, *, name: str = "") -> Report:

@@ -32,6 +32,10 @@ _COMBINATIONS = {
 }
 
 
+class NotRun(AssertionError):
+    """`check_fusion` could run nothing of a fusion: where its pattern matched, what it requires did not hold."""
+
+
 class Probe:
     """One fusion on one list in one dtype, and everything it is put through."""
 
@@ -55,16 +59,16 @@ class Probe:
         reasons = [f"{r.reason} (at position {r.at})" for r in plan.refused if r.fusion == self.fusion.__name__]
         slots = ", ".join(slot.name for slot in self.fusion.slots)
         why = "; ".join(dict.fromkeys(reasons)) or f"its pattern ({slots}) matches nowhere in {', '.join(plan.names)}"
-        raise AssertionError(f"it is not used: {why}")
+        raise (NotRun if reasons else AssertionError)(f"it is not used: {why}")
 
-    def place(self) -> str | None:
-        """Find where the fusion stands, and name the parameters by its slots; or the reason that it is refused."""
+    def place(self) -> AssertionError | None:
+        """Find where the fusion stands, and name the parameters by its slots; or the reason that it is not applied."""
         grad = not issubclass(self.fusion, InferenceFusion)
         plan = self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad))
         try:
             step = self.find(plan)
         except AssertionError as error:
-            return str(error)
+            return error
         savings = step.operation.saves(plan.env)
         if not isinstance(savings, Savings):
             raise AssertionError(f"saves must return sf.Savings, not {savings!r}")

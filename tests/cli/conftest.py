@@ -72,6 +72,19 @@ MODELS = """
             return dx, {"bias.bias": dx.reshape(-1, dx.shape[-1])[1:].sum(0)}
 
 
+    class OnHopper(sf.ForwardFusion):
+        "Never here."
+
+        bias: ops.Bias
+        act: ops.GeLU
+
+        def requires(self, env):
+            yield env.arch == "sm_90", "needs an sm_90"
+
+        def fwd(self, x: Tensor):
+            raise NotImplementedError
+
+
     class Third(sf.UnfusedOperation):
         "y = x / 3, and a gradient that is not."
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def checks(cli: Cli, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     done = cli("check", *arguments, "--json", "--device", "cpu")
     data = json.loads(done.out)
-    assert data["ok"] == all(one["failure"] is None for one in data["checks"])
+    assert data["ok"] == all(one["failure"] is None and one["not_run"] is None for one in data["checks"])
     return done.status, data["checks"]
 
 
@@ -81,7 +81,8 @@ def test_what_is_wrong_fails_and_so_does_its_script(name: str, kit: str, cli: Cl
     status, (one,) = checks(cli, name)
     assert status == 1
     assert one["check"].startswith(f"testing.{kit} ")
-    assert "fused differs from unfused" in one["failure"]
+    said = "operation differs from its reference" if kit == "check_op" else "fused differs from unfused"
+    assert said in one["failure"]
     script = Path(one["repro"]).read_text()
     assert "torch.randn((1, 1)" in script  # the smallest of the inputs that are tried
     assert re.search(r"dtypes=\(torch\.\w+,\)\)", script)
@@ -172,5 +173,15 @@ def test_a_fusion_that_cannot_run_here_is_not_passed(cli: Cli) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels run here")
     done = cli("check", "seqfuse.fusions:BiasGated", "--device", "cpu")
-    assert (done.status, done.out) == (2, "")
-    assert "BiasGated needs a Triton device" in done.err
+    hint = "needs a Triton device; TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly"
+    assert (done.status, done.out) == (3, f"not run testing.check_fusion BiasGated\n    {hint}\n")
+    status, (one,) = checks(cli, "seqfuse.fusions:BiasGated")
+    assert (status, one["failure"], one["repro"], one["not_run"]) == (3, None, None, hint)
+
+
+def test_a_fusion_whose_requirements_do_not_hold_is_not_run_and_no_script_is_written(cli: Cli, tmp_path: Path) -> None:
+    done = cli("check", "M:OnHopper", "--device", "cpu")
+    assert done.status == 3
+    assert done.out.startswith("not run testing.check_fusion OnHopper\n    OnHopper is never used; ")
+    assert "needs an sm_90" in done.out
+    assert not [*tmp_path.glob("seqfuse_repro*")]

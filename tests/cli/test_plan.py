@@ -65,6 +65,17 @@ def test_options_reach_the_plan(cli: Cli) -> None:
     assert not json.loads(cli("plan", "M:build", "--no-grad", "--json", "--device", "cpu").out)["env"]["grad"]
 
 
+def test_a_dtype_reaches_an_input_that_says_none(cli: Cli) -> None:
+    there = "--device", "cuda:sm_90", "--json"
+    asked = json.loads(cli("plan", "M:build", "--input", "512x16", "--dtype", "bf16", *there).out)
+    written = json.loads(cli("plan", "M:build", "--input", "512x16:bf16", *there).out)
+    assert asked == written
+    both = cli("plan", "M:build", "--input", "4x16:fp32", "--dtype", "bf16", *there)
+    assert "the input is torch.float32 and the parameters are torch.bfloat16" in both.err
+    tokens = json.loads(cli("plan", "M:tokens", "--input", "4x7:int64", "--dtype", "bf16", *there).out)
+    assert tokens["env"]["dtype"] == "bfloat16"
+
+
 def test_parts_of_other_modules(cli: Cli) -> None:
     whole = cli("plan", "M:build", "--input", "4x16", "--device", "cpu").out
     assert cli("plan", "M:Outer", "--input", "4x16", "--device", "cpu").out == whole

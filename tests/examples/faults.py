@@ -136,7 +136,7 @@ def _() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (refusal,) = train(Odd).refused
-    return f"refused: {refusal.reason}"
+    return f"not applied: {refusal.reason}"
 
 
 @fault(PLANNED, "what it needs is not there")
@@ -146,7 +146,7 @@ def _() -> str:
             yield env.device == "cuda", "needs a GPU"
 
     (refusal,) = train(Odd).refused
-    return f"refused: {refusal.reason}"
+    return f"not applied: {refusal.reason}"
 
 
 @fault(RUN, "a record of another shape")

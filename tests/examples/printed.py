@@ -1,8 +1,11 @@
 """What README.md and docs/ show and nobody types: printed output, and figures of committed benchmarks.
 
-A `text` block right behind a `python` block is what that block prints. Figures stand between two comments, the first of
-which names the file they are drawn from; so do the tables of faults and of settings. A `python` block behind a comment
-that names a file and definitions is those. To rewrite all of it, run  .venv/bin/python -m tests.examples.printed
+A `text` block right behind a `python` block is what that block prints. In a `console` block each command
+`$ seqfuse ...` is run, and what it prints stands below it, cut by `| head -N` if it ends so. A block behind
+`<!-- file: name -->` is that file, which commands and blocks of the page find in the folder they run in. Figures stand
+between two comments, the first of which names the file they are drawn from; so do the tables of faults and of settings.
+A `python` block behind a comment that names a file and definitions is those. To rewrite all of it, run
+.venv/bin/python -m tests.examples.printed
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import inspect
 import io
 import os
 import re
+import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,6 +31,8 @@ from tests.examples.counted import source_of
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"\$ ((?:\w+=\S+ )*)seqfuse (.*?)(?: \| head -(\d+))?")
 MARK = "\x00"
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
@@ -41,16 +48,44 @@ def included(markdown: str) -> str:
     return INCLUDED.sub(block, markdown)
 
 
+def session(text: str) -> None:
+    """Print a session in a shell with what its commands `seqfuse` print now; other commands stay as they are shown."""
+    kept = False
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found = COMMAND.fullmatch(line)
+            kept = found is None
+            print(line)
+            if found is not None:
+                environment = os.environ | dict(pair.split("=", 1) for pair in found[1].split())
+                command = [sys.executable, "-m", "seqfuse", *shlex.split(found[2])]
+                done = subprocess.run(command, capture_output=True, text=True, env=environment)
+                print(*(done.stdout + done.stderr).splitlines()[: int(found[3]) if found[3] else None], sep="\n")
+        elif kept:
+            print(line)
+
+
+def prints(block: re.Match[str]) -> bool:
+    """Whether what a block prints is compared: Python, and sessions in a shell with the command."""
+    return block[1] == "python" or (block[1] == "console" and any(map(COMMAND.fullmatch, block[2].splitlines())))
+
+
 def run(page: Path, markdown: str) -> list[str]:
-    """What each python block of a page prints; the blocks are one module, whose lines are those of the page."""
+    """What each block of a page prints that prints; the blocks are one module, whose lines are those of the page."""
     code = [""] * (markdown.count("\n") + 1)
-    for block in BLOCK.finditer(markdown):
-        if block[1] == "python":
-            first = markdown.count("\n", 0, block.start(2))
-            lines = block[2].splitlines()
+    for block in filter(prints, BLOCK.finditer(markdown)):
+        first = markdown.count("\n", 0, block.start(2))
+        lines = block[2].splitlines()
+        if block[1] == "console":
+            code[first] = (
+                f"import tests.examples.printed; tests.examples.printed.session({block[2]!r}); print({MARK!r})"
+            )
+        else:
             code[first : first + len(lines)] = lines
             code[first + len(lines)] = f"print({MARK!r})"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for file in FILE.finditer(markdown):
+            Path(folder, file[1]).write_text(file[2])
         path = Path(folder) / f"{page.stem}.py"
         path.write_text("\n".join(code))
         name = f"printed_{page.stem}"
@@ -91,7 +126,10 @@ def regenerated(page: Path) -> str:
         if block[1] == "text" and printed is not None and not markdown[end : block.start()].strip():
             parts += [markdown[kept : block.start(2)], printed.rstrip("\n") + "\n"]
             kept = block.end(2)
-        printed = next(outputs) if block[1] == "python" else None
+        printed = next(outputs) if prints(block) else None
+        if block[1] == "console" and printed is not None:
+            parts += [markdown[kept : block.start(2)], printed]
+            kept, printed = block.end(2), None
         end = block.end()
     markdown = "".join([*parts, markdown[kept:]])
     if FAULTS.search(markdown):

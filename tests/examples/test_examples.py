@@ -55,8 +55,8 @@ def test_read_a_plan(tmp_path: Path) -> None:
     there = " ".join(text.partition("Plan for cuda:sm_90 bfloat16")[2].split())
     assert "[ LinearBiasPointwise " in there
     assert "must have one dtype" not in there
-    assert "alone: Mix at 2: not an operation of this library" in text
-    assert "GeLU at 8 runs alone: it has hooks" in text
+    assert "runs eagerly: Mix at 2: not an operation of this library" in text
+    assert "GeLU at 8 runs eagerly: it has hooks" in text
     assert "backward: (), saved: 0 bytes" in text
     assert "48 operations in segments [(0, 8), " in text
 

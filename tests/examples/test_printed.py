@@ -42,6 +42,21 @@ def test_only_a_text_block_right_behind_a_python_block_is_output(tmp_path: Path)
     assert "```text\npage.py\n```" in shown
 
 
+def test_commands_in_a_console_block_are_run_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", forked)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- file: made.py -->\n```python\nimport seqfuse as sf\n\nmodel = sf.Sequential(sf.ops.ReLU())\n```\n\n"
+        "```console\n$ make test\nkept\n$ SEQFUSE_FUSING=0 seqfuse plan made.py:model | head -1\nstale\n```\n\n"
+        "```console\n$ make demo\nkept too\n```\n\n```python\nprint(type(model[0]).__name__)\n```\n```text\n```\n"
+    )
+    shown = printed.regenerated(page)
+    assert "stale" not in shown
+    assert "$ make test\nkept\n$ SEQFUSE_FUSING=0 seqfuse plan made.py:model | head -1\nPlan for cpu float32" in shown
+    assert "$ make demo\nkept too\n```" in shown
+    assert "```text\nReLU\n```" in shown
+
+
 def test_figures_are_drawn_between_their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(printed.report(), "RESULTS", tmp_path)
     page = tmp_path / "page.md"

@@ -75,7 +75,7 @@ def test_a_refusal_is_said_in_the_words_of_its_author() -> None:
 
     plan = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Picky,)).plan(tensor(7, 5))
     assert [(r.fusion, r.at, r.reason) for r in plan.refused] == [("Picky", 0, "needs half precision")]
-    assert "refused: Picky at 0: needs half precision" in str(plan)
+    assert "not applied: Picky at 0: needs half precision" in str(plan)
 
 
 def test_a_hook_inside_what_would_be_fused_fires() -> None:

@@ -85,8 +85,8 @@ def test_a_plan_shows_both_covers_segments_and_refusals() -> None:
     text = " ".join(line.strip() for line in lines)
     for expected in (
         "6 operations, 2 segments, 2 fused forward, 1 fused backward",
-        "alone: Dropout at 3: not an operation of this library; use ops.Dropout",
-        "refused: Never at 4: only on the third Tuesday of a month",
+        "runs eagerly: Dropout at 3: not an operation of this library; use ops.Dropout",
+        "not applied: Never at 4: only on the third Tuesday of a month",
     ):
         assert expected in text
     rows = rows_of(lines)
@@ -95,7 +95,7 @@ def test_a_plan_shows_both_covers_segments_and_refusals() -> None:
     assert rows[2].split()[-2:] == ["]", "unfused"]
     assert "[ BiasReLU " in rows[4]
     assert "[ BiasReLUBack" in rows[4]
-    assert rows[3].split()[-2:] == ["alone", "alone"]
+    assert rows[3].split()[-2:] == ["eager", "eager"]
 
 
 def test_every_fusion_is_marked_where_it_begins_and_ends() -> None:
@@ -138,7 +138,7 @@ def test_blocks_that_repeat_themselves_print_once_with_how_often_and_where() -> 
         )
     assert len(rows_of(printed(model[:4]))) == 4 * size  # a short list prints whole
     # Equal refusals are one line, however many places they have.
-    refusals = [line for line in lines if line.startswith("refused")]
+    refusals = [line for line in lines if line.startswith("not applied")]
     assert len(refusals) <= len(model.fusions) * 3
     assert any("more" in line for line in lines)
 
@@ -151,7 +151,7 @@ def test_a_block_that_repeats_itself_begins_where_its_container_does() -> None:
     assert [row.split()[:3] for row in rows_of(lines[at:])[:1]] == [["7", "Fork", "1.1.fork"]]
 
 
-@pytest.mark.parametrize(("columns_there", "used"), [(20, 60), (72, 72), (200, 112)])
+@pytest.mark.parametrize(("columns_there", "used"), [(20, 60), (72, 72), (200, 116)])
 def test_a_plan_takes_the_width_of_the_terminal_that_it_is_printed_to(
     columns_there: int, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +245,28 @@ def test_names_of_classes_and_reasons_cannot_break_the_table() -> None:
         model = sf.Sequential(ops.Bias(5), ops.ReLU(), barrier, ops.Bias(5), ops.ReLU(), fusions=(cls, refused))
         lines = printed(model)
         assert len(rows_of(lines)) == 5
-        assert any(line.startswith("refused") for line in lines)
+        assert any(line.startswith("not applied") for line in lines)
+
+
+def test_a_reason_that_fusions_share_is_printed_once_and_what_could_not_be_otherwise_is_not() -> None:
+    def no_gpu(self: Any, env: sf.Env) -> Any:
+        yield False, "needs a GPU"
+
+    class Infer(sf.InferenceFusion):
+        bias: ops.Bias
+        act: ops.ReLU
+
+        def fwd(self, x: Tensor) -> Tensor:
+            return torch.relu(x + self.bias.bias)
+
+    a, b = (type(name, (BiasReLU,), {"requires": no_gpu, "__annotations__": {}}) for name in ("One", "Two"))
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), ops.Bias(5), ops.ReLU(), fusions=(a, b, Infer, PAIR[-1]))
+    lines = [line for line in printed(model) if line.startswith("not applied")]
+    assert lines == ["not applied: One at 0, 2; Two at 0, 2: needs a GPU"]
+    assert sum(refusal.fusion == "Infer" for refusal in model.plan(tensor(7, 5)).refused) == 2  # as data it is there
+    with torch.no_grad():
+        lines = str(model.plan(tensor(7, 5))).splitlines()
+    assert not any("BiasReLUBack" in line for line in lines)
 
 
 def test_a_reason_that_raised_many_lines_is_wrapped() -> None:
@@ -255,7 +276,7 @@ def test_a_reason_that_raised_many_lines_is_wrapped() -> None:
     cls = type("Raises", (BiasReLU,), {"requires": requires, "__annotations__": {}})
     with pytest.warns(UserWarning, match="Raises"):
         lines = printed(sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(cls,)))
-    assert sum(line.startswith("refused") for line in lines) == 1
+    assert sum(line.startswith("not applied") for line in lines) == 1
 
 
 def test_lists_of_every_size_print() -> None:

@@ -379,7 +379,7 @@ def the_plan_is_equal_on_every_rank() -> None:
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, [str(staged.plan(x)), str(staged.plan(env=sf.Env.of("cuda:sm_90")))])
     assert texts[0] == texts[1] == texts[2]
-    assert "alone: Boundary at 5: stage 1 begins here; rank 0 sends, rank 1 receives" in texts[0][0]
+    assert "runs eagerly: Boundary at 5: stage 1 begins here; rank 0 sends, rank 1 receives" in texts[0][0]
     plan = staged.plan(x)
     for at in (a.at for a in plan.alone):
         assert not any(

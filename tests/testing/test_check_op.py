@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 
@@ -90,6 +92,55 @@ def test_says_that_no_kernel_was_run():
     gated = check_op(sf.Gated(ops.ReLU()), x, dtypes=(torch.float32,))
     assert gated.skipped == (f"activation ReLU: {reason}",)
     assert check_op(ops.Bias(6), x, dtypes=(torch.float32,)).skipped == ()
+
+
+class InTheDtypeOfX(sf.UnfusedOperation):
+    """y = x + sin(a x)^2 / a, each step rounded to the dtype of x."""
+
+    class Saved(sf.Saved):
+        x: torch.Tensor
+        a: torch.Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.ones(size))
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.sin(self.a * x) ** 2 / self.a
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+        return self.reference(x), self.Saved(x=x, a=self.a)
+
+    def bwd(self, dy: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, sf.Grads]:
+        x, a = saved.x, saved.a
+        slope = torch.sin(2 * a * x)
+        da = (dy * (x * slope / a - torch.sin(a * x) ** 2 / a**2)).sum_to_size(a.shape)
+        return dy * (1 + slope), {"a": da}
+
+
+def test_rounding_between_the_steps_is_called_that_and_the_error_has_no_frames_of_the_kit():
+    with pytest.raises(AssertionError) as caught:
+        check_op(InTheDtypeOfX(64), seeded_randn((5, 64), 0))
+    first, *_, meaning = str(caught.value).splitlines()
+    assert first.startswith("InTheDtypeOfX, bfloat16, ")
+    assert first.endswith(": operation differs from its reference; compute in float32 and round once")
+    assert meaning == "  (against float64, e_f is the error of the operation, e_u that of its reference in this dtype)"
+    here, kit = caught.traceback
+    assert here.frame.code.name.startswith("test_rounding")
+    assert kit.frame.f_locals["__tracebackhide__"]  # so that pytest shows the test alone
+    assert caught.value.__cause__ is None
+
+
+def test_an_error_of_the_author_s_code_keeps_where_it_was_raised():
+    class Asserts(InTheDtypeOfX):
+        def bwd(self, dy: torch.Tensor, saved: InTheDtypeOfX.Saved) -> tuple[torch.Tensor, sf.Grads]:
+            raise AssertionError("mine")
+
+    with pytest.raises(AssertionError, match=r"^Asserts, float32, .*mine") as caught:
+        check_op(Asserts(4), seeded_randn((5, 4), 0))
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert any(frame.name == "bwd" for frame in traceback.extract_tb(cause.__traceback__))
 
 
 def test_channels_may_be_given_and_have_to_be_named():
