@@ -220,9 +220,6 @@ def _tidy() -> None:
     torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
-        from seqfuse.kernels._launch import release_workspaces
-
-        release_workspaces()
         torch.cuda.empty_cache()
 
 

@@ -185,7 +185,7 @@ def _run(
 
 
 def watch(recording: Any) -> Any:
-    """Tell an object of this thread's launches and workspaces from now on, or `None`; returns the one before."""
+    """Tell an object of this thread's launches from now on, or `None`; returns the one before."""
     before = getattr(_local, "recording", None)
     _local.recording = recording
     return before
@@ -307,41 +307,6 @@ def allow_scratch() -> None:
 def address(tensor: Tensor) -> int:
     """Where a tensor's data begins; a fake one has none, and is as good as aligned."""
     return 0 if faking() else tensor.data_ptr()
-
-
-def workspace(name: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A one-dimensional buffer of at least `numel` elements, contents undefined; kept per device, stream and thread.
-
-    Kernels on one stream run in order, so the next launch may write where the last one read. The buffer must not
-    outlive the host function that asked for it. A graph under capture gets one from its own pool instead.
-    """
-    if device.type not in GPU_TYPES or faking():
-        return torch.empty(numel, dtype=dtype, device=device)
-    index = device.index if device.index is not None else torch._C._cuda_getDevice()
-    buffer = workspace_of(name, numel, dtype, device, torch._C._cuda_getCurrentRawStream(index))
-    recording = getattr(_local, "recording", None)
-    if recording is not None:
-        recording.workspaces.append(((name, numel, dtype, device), buffer))
-    return buffer
-
-
-def workspace_of(name: str, numel: int, dtype: torch.dtype, device: torch.device, stream: int) -> Tensor:
-    """As `workspace`, on a stream of a GPU."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.empty(numel, dtype=dtype, device=device)
-    buffers: dict[Any, Tensor] | None = getattr(_local, "buffers", None)
-    if buffers is None:
-        buffers = _local.buffers = {}
-    key = (name, dtype, device, stream)
-    buffer = buffers.get(key)
-    if buffer is None or buffer.numel() < numel:
-        buffer = buffers[key] = torch.empty(numel, dtype=dtype, device=device)
-    return buffer
-
-
-def release_workspaces() -> None:
-    """Let go of this thread's buffers; the next launch allocates again."""
-    _local.buffers = {}
 
 
 @functools.cache

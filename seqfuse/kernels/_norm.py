@@ -30,7 +30,6 @@ from ._launch import (
     processors,
     register_limit,
     traced,
-    workspace,
 )
 from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
@@ -427,7 +426,6 @@ def forward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    *,
     zero_centered: bool = False,
     pre_bias: Tensor | None = None,
     seed: Tensor | None = None,
@@ -514,7 +512,6 @@ def backward(
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None = None,
-    *,
     zero_centered: bool = False,
     dstream: Tensor | None = None,
     seed: Tensor | None = None,
@@ -584,7 +581,7 @@ def _decided_backward(
     partials: Tensor | None = None
     in_rows = flags if not wide else dict.fromkeys(flags, False)
     if not wide and sums:
-        partials = workspace("norm", programs * sums * N, compute, x.device)
+        partials = torch.empty(programs * sums * N, dtype=compute, device=x.device)
     if dx or branch is not None or (sums and not wide):
         launch(
             _norm_bwd_kernel,
@@ -603,7 +600,7 @@ def _decided_backward(
         programs = max(1, min(cdiv(M, s.m), 8 * processors(x.device) // across))
         steps = cdiv(cdiv(M, s.m), programs)
         programs = cdiv(cdiv(M, s.m), steps)
-        partials = workspace("norm", programs * sums * N, compute, x.device)
+        partials = torch.empty(programs * sums * N, dtype=compute, device=x.device)
         launch(
             _norm_sums_kernel,
             programs * across,

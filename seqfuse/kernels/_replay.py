@@ -1,25 +1,29 @@
 # pyright: basic
 # Triton has no type stubs, and torch's guards are its internals.
-"""Host functions decided once: what a call allocates and launches, kept and done again for tensors that are alike.
+"""Host functions decided once: the tensors a call makes and what it launches, kept and done again for like tensors.
 
 A host function checks shapes, chooses a tile, makes compile-time arguments and counts programs: 20-40 us of Python, and
 always the same for the same shapes, strides, dtypes and flags. Its first such call is recorded: the tensors it makes,
-the workspaces it asks for, and each launch with its arguments, of which a tensor's address is all that changes. Later
-calls make these tensors and launch. A call that does anything else with its tensors, such as a copy, is never replayed.
+and each launch with its arguments, of which a tensor's address is all that changes. A function of a few lines is
+written from that; later calls run it: it makes these tensors, and hands addresses and numbers to the function of
+Triton's launcher that calls the driver. A call that does anything else with its tensors, such as a copy, is never
+replayed.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
+from triton.runtime import _allocation
 
 from . import _launch
 
@@ -30,57 +34,33 @@ MOST_ALIKE = 16
 """Of these with one key, which differ in tensors."""
 
 _guards: Any = cast(Any, torch._C)._dynamo.guards
-_entries: dict[Any, list[_Entry]] = {}
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _INTERPRETED = _launch.INTERPRETED
 _runtime: Any = knobs.runtime
-_ENTER: Any = _runtime.launch_enter_hook
-_LEAVE: Any = _runtime.launch_exit_hook
-_STREAM = 3  # among the arguments of a compiled kernel's `run`
-
-
-class _Launch(NamedTuple):
-    """A launch, with what stands for tensors.
-
-    Args:
-        run: launches the compiled kernel.
-        args: what it takes; the stream and tensors are left out.
-        places: where tensors stand in them, and which.
-        tuples: the same of arguments that are tuples of tensors.
-    """
-
-    run: Any
-    args: list[Any]
-    places: tuple[tuple[int, int], ...]
-    tuples: tuple[tuple[int, tuple[int | None, ...]], ...]
 
 
 class _Entry(NamedTuple):
-    """A call that was recorded. Tensors are numbered: those given, then those made, then workspaces.
+    """A call that was recorded.
 
     Args:
         check: whether tensors are like those of the call.
-        device: on which they are.
-        empty: makes a tensor.
-        fresh: shape, strides and dtype of what is made.
-        workspaces: arguments of `workspace_of` but the stream.
-        launches: in their order; none where the call cannot be done again.
-        scratch: whether Triton allocates for its kernels.
-        kind: makes the result of the tuple of tensors in it; `None` where that, or one tensor, is the result.
-        pick: takes these from the list of all, whose last is `None`.
-        alive: what the key has the `id` of.
+        again: does it for them; `_MISS` where it must be decided.
     """
 
     check: Callable[..., bool]
-    device: int
-    empty: Any
-    fresh: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    workspaces: tuple[tuple[str, int, torch.dtype, torch.device], ...]
-    launches: tuple[_Launch, ...]
-    scratch: bool
-    kind: Callable[[Any], Any] | None
-    pick: Any
-    alive: Any
+    again: Callable[..., Any]
+
+
+_entries: dict[Any, tuple[tuple[bool, ...], list[_Entry]]] = {}
+"""Which of a call's tensors there are, and what was recorded."""
+
+_MISS = object()
+_STREAM = object()
+"""Stands for the stream while a launch is recorded."""
+
+
+def _never(*tensors: Tensor) -> Any:
+    return _MISS
 
 
 def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Any:
@@ -94,63 +74,28 @@ def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tenso
     """
     if _INTERPRETED or _dispatch_modes() or _function_modes():
         return make(act, *others, *tensors)
-    given: list[Any] = []
-    present, addresses, before = 1, 0, None
-    for t in tensors:
-        present <<= 2
-        if t is None:
-            continue
-        if t is before:  # it may be read once for both
-            present += 2
-        else:
-            before = t
-            given.append(t)
-            present += 1
-            addresses |= t.data_ptr()
-    if addresses & 15:
-        return make(act, *others, *tensors)
-    key: Any = (make, others, present, given[0].shape)
+    key: Any = (make, others, tuple(map(type, tensors)), tensors[0].shape)  # pyright: ignore[reportOptionalMemberAccess]
     if act is not None:  # the hash of a Triton function is that of its source
         key += (id(act.value), id(act.derivative), act.reads, act.P)
     found = _entries.get(key)
-    listening = _ENTER.calls or _LEAVE.calls or _runtime.launch_enter_hook is not _ENTER
-    if found is not None and not (listening or _runtime.launch_exit_hook is not _LEAVE):
-        for entry in found:
-            if entry[0](*given):
-                if entry.launches and entry.device == torch._C._cuda_getDevice():
-                    return _again(entry, given)
-                return make(act, *others, *tensors)
-    return _recorded(key, given, make, act, others, tensors)
-
-
-def _again(entry: _Entry, tensors: list[Any]) -> Any:
-    _, device, empty, fresh, workspaces, launches, scratch, kind, pick, _ = entry
-    for shape, strides, dtype in fresh:
-        tensors.append(empty(shape, strides, dtype))
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    if workspaces:
-        tensors += [_launch.workspace_of(*wanted, stream) for wanted in workspaces]
-    if scratch:
-        _launch.allow_scratch()
-    for run, pattern, positions, tuples in launches:
-        args = pattern.copy()
-        args[_STREAM] = stream
-        for at, number in positions:
-            args[at] = tensors[number]
-        for at, numbers in tuples:
-            args[at] = tuple([None if number is None else tensors[number] for number in numbers])
-        run(*args)
-    tensors.append(None)
-    return pick(tensors) if kind is None else kind(pick(tensors))
+    if found is not None:
+        present, entries = found
+        given = tuple(itertools.compress(tensors, present))
+        for check, again in entries:
+            if check(*given):
+                result = again(*given)
+                return make(act, *others, *tensors) if result is _MISS else result
+    return _recorded(key, make, act, others, tensors)
 
 
 def _recorded(
-    key: Any, given: list[Tensor], make: Callable[..., Any], act: Any, others: Any, tensors: tuple[Tensor | None, ...]
+    key: Any, make: Callable[..., Any], act: Any, others: tuple[Any, ...], tensors: tuple[Tensor | None, ...]
 ) -> Any:
     """Do it, and keep how, or that it cannot be done again."""
+    given = [t for t in tensors if t is not None]
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
     addresses = {t.data_ptr() for t in given}
-    if len(addresses) < len(given) or 0 in addresses:
+    if len(addresses) < len(given) or 0 in addresses or any(at & 15 for at in addresses):
         return make(act, *others, *tensors)
     with _Recording() as recording:
         before = _launch.watch(recording)
@@ -160,7 +105,7 @@ def _recorded(
             _launch.watch(before)
     if len(_entries) >= MOST:
         _entries.clear()
-    alike = _entries.setdefault(key, [])
+    _, alike = _entries.setdefault(key, (tuple(t is not None for t in tensors), []))
     if len(alike) >= MOST_ALIKE:
         alike.clear()
     alike.append(recording.entry(given, result, act))
@@ -174,8 +119,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self.sound, self.scratch = True, False
         self.made: list[Tensor] = []
-        self.workspaces: list[tuple[tuple[str, int, torch.dtype, torch.device], Tensor]] = []
-        self.launches: list[tuple[Any, ...]] = []
+        self.launches: list[tuple[Any, int, tuple[Any, ...]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -186,83 +130,179 @@ class _Recording(TorchDispatchMode):
         return result
 
     def entry(self, given: list[Tensor], result: Any, alive: Any) -> _Entry:
-        """The call; without launches where it cannot be done again."""
+        """The call.
+
+        Args:
+            given: its tensors.
+            result: a tensor, `None`, or a tuple or list of them.
+            alive: what the key has the `id` of.
+        """
         check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        empty = getattr(_guards, f"_empty_strided_{given[0].device.type}", None)
         # A launch that found no entry is Triton's own each time.
-        again = self.sound and empty is not None and all(launch[0] for launch in self.launches)
-        found = self._steps(given, result) if again else None
-        fresh, launches, kind, pick = found or ((), (), None, None)
-        wanted = tuple(wanted for wanted, _ in self.workspaces)
-        device = given[0].get_device()
-        return _Entry(check, device, empty, fresh, wanted, launches, self.scratch, kind, pick, alive)
+        again = self.sound and all(launch[0] for launch in self.launches)
+        return _Entry(check, (_written(self, given, result, alive) if again else None) or _never)
 
-    def _steps(self, given: list[Tensor], result: Any) -> tuple[Any, tuple[_Launch, ...], Any, Any] | None:
-        """What is made, what is launched, and what the result is built by; `None` if a tensor is from elsewhere."""
-        numbers = {t.data_ptr(): number for number, t in enumerate(given)}
-        of_workspaces = [t.data_ptr() for _, t in self.workspaces]
-        made = {t.data_ptr(): t for t in self.made if t.numel() and t.data_ptr() not in of_workspaces}
-        shapes = {at: t.shape for at, t in made.items()}
-        leaves = list(result) if isinstance(result, (tuple, list)) else [result]
+
+class _Unknown(Exception):
+    """A tensor that was neither given nor made."""
+
+
+class _Scratch(NamedTuple):
+    """Bytes that Triton asks for, for the descriptors of one launch."""
+
+    size: int
+
+
+class _Writer:
+    """A function's source and the objects in it."""
+
+    def __init__(self, given: list[Tensor], made: list[Tensor]) -> None:
+        self.lines: list[str] = []
+        self.objects: dict[str, Any] = {}
+        self._names = itertools.count()
+        self._addresses = {t.data_ptr(): f"at{i}" for i, t in enumerate(given)}
+        self._given = given
+        self._made = {t.data_ptr(): t for t in made if t.numel()}
+        self._fresh: dict[int, str] = {}
+
+    def constant(self, value: Any) -> str:
+        """The name of an object."""
+        if value is None:
+            return "None"
+        name = f"k{next(self._names)}"
+        self.objects[name] = value
+        return name
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Make a tensor; its name."""
+        name = f"new{next(self._names)}"
+        sizes = tuple(shape)
+        strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
+        self.lines.append(f"{name} = empty({', '.join(map(self.constant, (sizes, strides, dtype)))})")
+        return name
+
+    def results(self, leaves: Sequence[Any]) -> list[str]:
+        """Names of what is returned, of which what was made has the shape it is returned in."""
+        shapes: dict[int, Sequence[int]] = {}
+        names: list[str] = []
         for leaf in leaves:
-            if leaf is None or any(leaf is t for t in given):
+            same = next((i for i, t in enumerate(self._given) if leaf is t), None)
+            if leaf is None or same is not None:
+                names.append("None" if leaf is None else f"t{same}")
                 continue
-            whole = made.get(leaf.data_ptr())
+            at = leaf.data_ptr()
+            whole = self._made.get(at)
             if whole is None or whole.numel() != leaf.numel() or not leaf.is_contiguous():
-                return None
-            shapes[leaf.data_ptr()] = leaf.shape
-        for at in (*made, *of_workspaces):
-            if at in numbers:
-                return None  # a workspace that was asked for twice
-            numbers[at] = len(numbers)
-        try:
-            launches = tuple(_kept(*launch, numbers=numbers) for launch in self.launches)
-        except KeyError:
-            return None
-        places = tuple(-1 if leaf is None else numbers[leaf.data_ptr()] for leaf in leaves)
-        fresh = tuple((tuple(shapes[at]), _contiguous(shapes[at]), t.dtype) for at, t in made.items())
-        several = isinstance(result, (tuple, list))
-        if several and len(places) == 1:
-            pick: Any = functools.partial(_alone, places[0])
-        else:
-            pick = operator.itemgetter(*places)
-        return fresh, launches, _kind_of(result), pick
+                raise _Unknown
+            shapes[at] = leaf.shape
+            names.append(str(at))
+        for at, t in self._made.items():
+            self._fresh[at] = self.make(shapes.get(at, t.shape), t.dtype)
+            self.lines.append(f"at_{self._fresh[at]} = {self._fresh[at]}.data_ptr()")
+        return [self._fresh[int(name)] if name.isdigit() else name for name in names]
 
+    def _address(self, tensor: Tensor) -> str:
+        at = tensor.data_ptr()
+        if at in self._addresses:
+            return self._addresses[at]
+        for begin, whole in self._made.items():
+            if begin <= at < begin + whole.numel() * whole.element_size():
+                name = f"at_{self._fresh[begin]}"
+                return name if at == begin else f"{name} + {at - begin}"
+        raise _Unknown
 
-def _alone(place: int, tensors: Sequence[Any]) -> tuple[Any]:
-    return (tensors[place],)
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(max(1, n) for n in shape[i + 1 :]) for i in range(len(shape)))
-
-
-def _kept(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...], *, numbers: dict[int, int]) -> _Launch:
-    compiled, function, metadata, values = entry[:4]
-    kept: list[Any] = []
-    places: list[tuple[int, int]] = []
-    tuples: list[tuple[int, tuple[int | None, ...]]] = []
-    for at, arg in enumerate(args):
-        if isinstance(arg, Tensor):
-            places.append((at, numbers[arg.data_ptr()]))
-            arg = None
-        elif isinstance(arg, tuple) and any(isinstance(one, Tensor) for one in arg):
-            tuples.append((at, tuple(None if one is None else numbers[one.data_ptr()] for one in arg)))
-            arg = None
-        kept.append(arg)
-    head = [grid, 1, 1, None, function, metadata, None, None, None]
-    return _Launch(
-        compiled.run,
-        [*head, *kept, *values],
-        tuple((len(head) + at, number) for at, number in places),
-        tuple((len(head) + at, several) for at, several in tuples),
-    )
-
-
-def _kind_of(result: Any) -> Callable[[Any], Any] | None:
-    if not isinstance(result, (tuple, list)) or type(result) is tuple:
+    def expression(self, value: Any) -> str | None:
+        """What changes from call to call, in the names of the function; `None` for what does not."""
+        if isinstance(value, Tensor):
+            return self._address(value)
+        if value is _STREAM:
+            return "stream"
+        if isinstance(value, _Scratch):
+            return f"{self.make((value.size,), torch.int8)}.data_ptr()"
+        if type(value) is tuple:
+            return self.tuple(value)
         return None
-    return getattr(type(result), "_make", type(result))  # that of a named tuple
+
+    def tuple(self, values: tuple[Any, ...]) -> str | None:
+        """A tuple of which something changes; what follows the last of that is one constant."""
+        texts = [self.expression(value) for value in values]
+        last = max((i for i, text in enumerate(texts) if text is not None), default=-1)
+        if last < 0:
+            return None
+        head = [text or self.constant(value) for text, value in zip(texts, values[: last + 1], strict=False)]
+        rest = values[last + 1 :]
+        return f"({', '.join(head)},)" + (f" + {self.constant(rest)}" if rest else "")
+
+
+def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any) -> Callable[..., Any] | None:
+    """A function of the given tensors that makes what was made and launches what was launched."""
+    empty = getattr(_guards, f"_empty_strided_{given[0].device.type}", None)
+    writer = _Writer(given, recording.made)
+    several = isinstance(result, (tuple, list))
+    try:
+        names = writer.results(list(result) if several else [result])
+        for entry, grid, args in recording.launches:
+            launch, handed = _handed(entry, grid, args)
+            if launch is entry[0].run and recording.scratch:
+                writer.lines.append("allow_scratch()")
+            writer.lines.append(f"{writer.constant(launch)}(*{writer.tuple(handed)})")
+    except _Unknown:
+        return None
+    if empty is None:
+        return None
+    text = f"({', '.join(names)},)" if several else names[0]
+    if type(result) is list:
+        text = f"[{', '.join(names)}]"
+    elif several and type(result) is not tuple:  # a named tuple
+        text = f"named({writer.constant(type(result))}, {text})"
+    addresses = [f"at{i}" for i in range(len(given))]
+    lines = [
+        f"def again({', '.join(f't{i}' for i in range(len(given)))}):",
+        *(f"{at} = t{i}.data_ptr()" for i, at in enumerate(addresses)),
+        f"if ({' | '.join(addresses)}) & 15 or C._cuda_getDevice() != device or listening.calls or leaving.calls:",
+        "    return MISS",
+        "if hooks.launch_enter_hook is not listening or hooks.launch_exit_hook is not leaving:",
+        "    return MISS",
+        "stream = C._cuda_getCurrentRawStream(device)",
+        *writer.lines,
+        f"return {text}",
+    ]
+    objects = {
+        **writer.objects, "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": _runtime,
+        "listening": _launch._ENTER, "leaving": _launch._LEAVE, "MISS": _MISS,
+        "named": tuple.__new__, "allow_scratch": _launch.allow_scratch,
+        "alive": (alive, [entry for entry, _, _ in recording.launches]),
+    }  # fmt: skip
+    exec(_code("\n    ".join(lines)), objects)
+    return objects["again"]
+
+
+@functools.lru_cache(4096)
+def _code(source: str) -> Any:
+    """Calls that do the same with other numbers have one source."""
+    return compile(source, "<a replayed call>", "exec")
+
+
+def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The function that Triton's launcher calls and what it passes, found by a launcher whose function keeps that.
+
+    Where there is none, the launcher and what it takes.
+    """
+    compiled, function, metadata, values = entry[:4]
+    launcher = compiled.run
+    taken = (grid, 1, 1, _STREAM, function, metadata, None, None, None, *args, *values)
+    state = dict(getattr(launcher, "__dict__", {}))
+    launch = state.get("launch")
+    if launch is None or state.get("profile_scratch_size", 1) or state.get("gsan_enabled"):
+        return launcher, taken
+    handed: list[tuple[Any, ...]] = []
+    state["launch"] = lambda *all_of_it: handed.append(all_of_it)
+    token = _allocation._allocator.set(lambda size, alignment, stream: _Scratch(size))
+    try:
+        type(launcher).__call__(SimpleNamespace(**state), *taken)
+    finally:
+        _allocation._allocator.reset(token)
+    return (launch, handed[0]) if len(handed) == 1 else (launcher, taken)
 
 
 def forget() -> None:

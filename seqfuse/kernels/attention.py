@@ -22,6 +22,7 @@ from torch import Tensor
 from . import _attention_ops
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
 from ._philox import keep_mask, threshold_and_scale
+from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh, tanh_derivative
 
@@ -506,6 +507,23 @@ def attention_fwd(
             q, k, v, scale, causal=causal, window=window, softcap=softcap, mask=mask, cu_seqlens=cu_seqlens, seed=seed,
             p=p,
         )  # fmt: skip
+    return replayed(_decided_forward, None, (scale, causal, window, softcap, p), q, k, v, mask, cu_seqlens, seed)
+
+
+def _decided_forward(
+    act: None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    p: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
@@ -578,17 +596,40 @@ def attention_bwd(
             cu_seqlens=cu_seqlens, seed=seed, p=p,
         )  # fmt: skip
         return
+    others = (scale, causal, window, softcap, p)
+    replayed(_decided_backward, None, others, dy, q, k, v, y, lse, *out, mask, cu_seqlens, seed)
+
+
+def _decided_backward(
+    act: None,
+    scale: float | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    p: float,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+) -> None:
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
     for name, tensor, shape in (("dy", dy, (batch, rows, heads, size)), ("y", y, (batch, rows, heads, size))):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     if not y.is_contiguous() or not lse.is_contiguous() or tuple(lse.shape) != (batch, heads, rows):
         raise ValueError(f"y and lse are those of the forward, contiguous, got {tuple(lse.shape)}")
-    for name, grad, of in zip(("dq", "dk", "dv"), out, (q, k, v), strict=True):
+    for name, grad, of in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         if inner_contiguous(name, grad).shape != of.shape:
             raise ValueError(f"{name} must have shape {tuple(of.shape)}, got {tuple(grad.shape)}")
     inner_contiguous("dy", dy)
-    dq, dk, dv = out
     if keys == 0:
         dq.zero_()
         return
@@ -600,7 +641,7 @@ def attention_bwd(
     mask_strides = _mask_strides(mask, (batch, heads, rows, keys))
     counts = (*mask_strides, heads, rows, keys, *limits, scale, factor, cap)
     seed, added = seed if p else None, {"ADDED": _added(mask)}
-    parts = torch.empty_like(deltas) if _added(mask) else None
+    parts = torch.empty(deltas.shape, dtype=torch.float32, device=q.device) if _added(mask) else None
     tile = tile_of("dq", size, q.dtype, arch, load)
     launch(
         _attention_dq_kernel,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import _crossentropy_ops
 from ._launch import architecture, inner_contiguous, launch, next_power_of_2, register_limit, traced
+from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
 
@@ -176,6 +177,22 @@ def cross_entropy_(
             logits, targets, softmax, gradient, ignore_index=ignore_index, label_smoothing=label_smoothing,
             z_loss=z_loss, softcap=softcap, scale=scale,
         )  # fmt: skip
+    others = (ignore_index, label_smoothing, z_loss, softcap, gradient)
+    return replayed(_decided, None, others, logits, targets, scale, softmax)
+
+
+def _decided(
+    act: None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    gradient: bool,
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor | None,
+    softmax: Tensor | None,
+) -> tuple[Tensor | None, Tensor]:
     if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
         raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
     R, V = logits.shape

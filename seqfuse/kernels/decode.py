@@ -28,8 +28,8 @@ from ._launch import (
     processors,
     register_limit,
     traced,
-    workspace,
 )
+from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .attention import bend
 
@@ -216,6 +216,21 @@ def decode_attention(
         return _decode_ops.attention(
             q, k, v, lengths, scale, window=window, softcap=softcap, k_scale=k_scale, v_scale=v_scale
         )
+    return replayed(_decided_attention, None, (scale, window, softcap), q, k, v, lengths, k_scale, v_scale)
+
+
+def _decided_attention(
+    act: None,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
     batch, heads, size, kv_heads, rows = _checked(q, k, v, lengths, k_scale, v_scale)
     if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
         raise ValueError(f"window and softcap must be positive, got {window} and {softcap}")
@@ -230,8 +245,8 @@ def decode_attention(
     splits = splits_of(batch * kv_heads, seen, block_n, processors(q.device))
     partials = sums = None
     if splits > 1:
-        partials = workspace("decode", batch * heads * splits * size, torch.float32, q.device)
-        sums = workspace("decode.sums", batch * heads * splits, torch.float32, q.device)
+        partials = torch.empty(batch * heads * splits * size, dtype=torch.float32, device=q.device)
+        sums = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
     factor = size**-0.5 if scale is None else scale
     # Scores in base 2; a soft-cap takes twice score / softcap.
     factor *= _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
@@ -281,6 +296,19 @@ def cache_write(
     if traced():
         _decode_ops.write(k_new, v_new, k, v, lengths, k_scale=k_scale, v_scale=v_scale)
         return
+    replayed(_decided_write, None, (), k_new, v_new, k, v, lengths, k_scale, v_scale)
+
+
+def _decided_write(
+    act: None,
+    k_new: Tensor,
+    v_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
     batch, kv_heads, size, _, rows = _checked(k_new, k, v, lengths, k_scale, v_scale)
     if kv_heads != k.shape[1] or v_new.shape != k_new.shape or v_new.dtype is not k_new.dtype:
         shapes = f"{tuple(k_new.shape)} and {tuple(v_new.shape)}"

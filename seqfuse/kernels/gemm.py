@@ -50,7 +50,6 @@ from ._launch import (
     modes,
     processors,
     traced,
-    workspace,
 )
 from ._philox import dropped, threshold_and_scale
 from ._replay import replayed
@@ -491,11 +490,11 @@ def _product(
     dtype = torch.float64 if a.tensor.dtype == torch.float64 else torch.float32
     if sums:
         width = 2 * N if form == "dgated" else N
-        partials = workspace("gemm", tiles_m * width, dtype, device)[: tiles_m * width].view(tiles_m, width)
+        partials = torch.empty(tiles_m * width, dtype=dtype, device=device)[: tiles_m * width].view(tiles_m, width)
     # Tiles that are not aligned take the registers that these sums need.
     a_columns = a_columns and fit
     if a_columns:
-        a_sums = workspace("gemm A", tiles_m * K, dtype, device)[: tiles_m * K].view(tiles_m, K)
+        a_sums = torch.empty(tiles_m * K, dtype=dtype, device=device)[: tiles_m * K].view(tiles_m, K)
     if loads or moved:
         allow_scratch()
     strides = [0 if x is None else _ld(x) for x in tiles]

@@ -52,21 +52,7 @@ def layernorm_fwd(
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
     """
-    return forward(
-        True,
-        x,
-        weight,
-        bias,
-        eps,
-        zero_centered=zero_centered,
-        pre_bias=pre_bias,
-        seed=seed,
-        p=p,
-        residual=residual,
-        act=act,
-        dtype=dtype,
-        stream_dtype=stream_dtype,
-    )
+    return forward(True, x, weight, bias, eps, zero_centered, pre_bias, seed, p, residual, act, dtype, stream_dtype)
 
 
 def layernorm_bwd(
@@ -125,17 +111,17 @@ def layernorm_bwd(
         rstd,
         weight,
         bias,
-        zero_centered=zero_centered,
-        dstream=dstream,
-        seed=seed,
-        p=p,
-        act=act,
-        dx=dx,
-        dweight=dweight,
-        dbias=dbias,
-        dbranch=dbranch,
-        dpre_bias=dpre_bias,
-        branch_dtype=branch_dtype,
+        zero_centered,
+        dstream,
+        seed,
+        p,
+        act,
+        dx,
+        dweight,
+        dbias,
+        dbranch,
+        dpre_bias,
+        branch_dtype,
     )
 
 

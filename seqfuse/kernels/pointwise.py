@@ -35,7 +35,6 @@ from ._launch import (
     next_power_of_2,
     processors,
     traced,
-    workspace,
 )  # fmt: skip
 from ._philox import dropped, threshold_and_scale
 from ._replay import replayed
@@ -440,6 +439,7 @@ class Chain:
         self.kinds = tuple(step.kind for step in steps)
         self.functions = tuple(step.functions for step in steps)
         self.numbers = tuple(step.P for step in steps)
+        self.reads_again = (_EMIT.value, _DACT.value) in itertools.pairwise(self.kinds)
         depth = lowest = 0
         depths = [0]
         for step in steps:
@@ -527,7 +527,10 @@ def pointwise(
     """
     if modes() and traced():
         return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
-    return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *operands)
+    given: Sequence[Tensor | None] = operands
+    if chain.reads_again:
+        given = [None if i and t is operands[i - 1] else t for i, t in enumerate(operands)]
+    return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *given)
 
 
 def _decided(
@@ -537,7 +540,7 @@ def _decided(
     dtypes: tuple[torch.dtype, ...],
     result: bool,
     x: Tensor,
-    *operands: Tensor,
+    *operands: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
     dtype = dtype or x.dtype
     compute = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -551,7 +554,8 @@ def _decided(
     def fresh(parts: int, of: torch.dtype) -> Tensor:
         return torch.empty((*lead, parts * width) if x.ndim else (), dtype=of, device=x.device)
 
-    given = iter(operands)
+    # `None` stands for the operand before it.
+    given = itertools.accumulate(operands, lambda before, t: before if t is None else t)
     wanted = iter(dtypes or [dtype] * sum(step.output is not None for step in chain.steps))
     taken: list[Tensor | None] = []
     strides: list[int] = []
@@ -593,7 +597,7 @@ def _decided(
             down = max(1, min(cdiv(M, block_m), _PROGRAMS * processors(x.device) // across))
             steps = cdiv(cdiv(M, block_m), down)
             down = cdiv(cdiv(M, block_m), steps)
-            partials = workspace("pointwise", down * chain.sums * width, compute, x.device)
+            partials = torch.empty(down * chain.sums * width, dtype=compute, device=x.device)
             launch(
                 _chain_sums_kernel,
                 down * across,

@@ -49,21 +49,7 @@ def rmsnorm_fwd(
     Raises:
         ValueError: for rows of more than 65,536 columns, shapes that differ, or strides that need a copy.
     """
-    return forward(
-        False,
-        x,
-        weight,
-        None,
-        eps,
-        zero_centered=zero_centered,
-        pre_bias=pre_bias,
-        seed=seed,
-        p=p,
-        residual=residual,
-        act=act,
-        dtype=dtype,
-        stream_dtype=stream_dtype,
-    )
+    return forward(False, x, weight, None, eps, zero_centered, pre_bias, seed, p, residual, act, dtype, stream_dtype)
 
 
 def rmsnorm_bwd(
@@ -114,16 +100,18 @@ def rmsnorm_bwd(
         None,
         rstd,
         weight,
-        zero_centered=zero_centered,
-        dstream=dstream,
-        seed=seed,
-        p=p,
-        act=act,
-        dx=dx,
-        dweight=dweight,
-        dbranch=dbranch,
-        dpre_bias=dpre_bias,
-        branch_dtype=branch_dtype,
+        None,
+        zero_centered,
+        dstream,
+        seed,
+        p,
+        act,
+        dx,
+        dweight,
+        None,
+        dbranch,
+        dpre_bias,
+        branch_dtype,
     )
 
 

@@ -29,8 +29,8 @@ from ._launch import (
     next_power_of_2,
     processors,
     traced,
-    workspace,
 )
+from ._replay import replayed
 from ._rope_ops import Backward, Forward, Rotation
 from ._variants import TRITON_DTYPES, Variant
 
@@ -503,6 +503,28 @@ def rope_fwd(
             x, heads, kv_heads, rotation, bias=bias, positions=positions, cos=cos, sin=sin, norm_eps=norm_eps,
             q_weight=q_weight, k_weight=k_weight, zero_centered=zero_centered, store=store,
         )  # fmt: skip
+    others = (heads, kv_heads, rotation, norm_eps, zero_centered, store)
+    frequencies = None if cos is not None else _frequencies(rotation, x.device)
+    return replayed(_decided_forward, None, others, x, bias, positions, frequencies, cos, sin, q_weight, k_weight)
+
+
+def _decided_forward(
+    act: None,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    norm_eps: float | None,
+    zero_centered: bool,
+    store: bool,
+    x: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> Forward:
     size, rotary = _checked(x, heads, kv_heads, rotation, bias=bias)
     source = as_rows("x", x, x.shape[-1])
     M = source.shape[0]
@@ -512,7 +534,7 @@ def rope_fwd(
     z = torch.empty(x.shape, dtype=x.dtype, device=x.device) if store else None
     known = heads + kv_heads
     rstd = torch.empty((*x.shape[:-1], known), dtype=torch.float32, device=x.device) if norm else None
-    around, period, by_pair = _around(x, rotation, positions, cos, sin)
+    around, period, by_pair = _around(x, rotation, positions, frequencies, cos, sin)
     tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
     launch(
         _rope_fwd_kernel,
@@ -578,6 +600,31 @@ def rope_bwd(
             k_weight=k_weight, zero_centered=zero_centered, dx=dx, dbias=dbias, dq_weight=dq_weight,
             dk_weight=dk_weight,
         )  # fmt: skip
+    others = (heads, kv_heads, rotation, zero_centered, dx, dbias, dq_weight, dk_weight)
+    frequencies = None if cos is not None else _frequencies(rotation, dy.device)
+    return replayed(_decided_backward, None, others, dy, positions, frequencies, cos, sin, x, rstd, q_weight, k_weight)
+
+
+def _decided_backward(
+    act: None,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    zero_centered: bool,
+    dx: bool,
+    dbias: torch.dtype | None,
+    dq_weight: torch.dtype | None,
+    dk_weight: torch.dtype | None,
+    dy: Tensor,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    x: Tensor | None,
+    rstd: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> Backward:
     size, rotary = _checked(dy, heads, kv_heads, rotation)
     _check_weights(size, q_weight, k_weight)
     if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
@@ -601,10 +648,10 @@ def rope_bwd(
     programs = cdiv(cdiv(M, tile.m), steps)
     biases = gains = None
     if dbias is not None:
-        biases = workspace("rope.bias", programs * width, torch.float32, device)
+        biases = torch.empty(programs * width, dtype=torch.float32, device=device)
     if dq_weight is not None or dk_weight is not None:
-        gains = workspace("rope.gain", programs * known * size, torch.float32, device)
-    around, period, by_pair = _around(dy, rotation, positions, cos, sin)
+        gains = torch.empty(programs * known * size, dtype=torch.float32, device=device)
+    around, period, by_pair = _around(dy, rotation, positions, frequencies, cos, sin)
     launch(
         _rope_bwd_kernel,
         programs * across,
@@ -673,6 +720,31 @@ def rope_write(
             x, heads, kv_heads, rotation, k, v, lengths, bias=bias, norm_eps=norm_eps, q_weight=q_weight,
             k_weight=k_weight, zero_centered=zero_centered, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
+    others = (heads, kv_heads, rotation, norm_eps, zero_centered)
+    frequencies = _frequencies(rotation, x.device)
+    return replayed(
+        _decided_write, None, others, x, bias, frequencies, q_weight, k_weight, k, v, lengths, k_scale, v_scale
+    )
+
+
+def _decided_write(
+    act: None,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    norm_eps: float | None,
+    zero_centered: bool,
+    x: Tensor,
+    bias: Tensor | None,
+    frequencies: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
     if x.ndim != 2:
         raise ValueError(f"x must be [B, C], one row of each sequence, got {tuple(x.shape)}")
     size, rotary = _checked(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)
@@ -701,7 +773,7 @@ def rope_write(
         batch * (heads + 2 * kv_heads),
         (
             x, bias, q_weight if norm else None, k_weight if norm else None,
-            None if rotation is None else _frequencies(rotation, x.device), lengths, q, k, v, k_scale, v_scale,
+            frequencies, lengths, q, k, v, k_scale, v_scale,
             x.stride(0), *k.stride()[:3], *v.stride()[:3],
             *((0, 0) if k_scale is None else k_scale.stride()[:2]), batch, heads, kv_heads, rows,
         ),
@@ -746,14 +818,19 @@ def _check_weights(size: int, *weights: Tensor | None) -> None:
 
 
 def _around(
-    x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+    x: Tensor,
+    rotation: Rotation | None,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], int, bool]:
     """What the kernels make angles of, or the angles; after how many rows they begin again; whether by pair."""
     if rotation is None:
         return (None, None, None, None), 1, False
     if cos is None or sin is None:
         at, period = _positions(x, positions)
-        return (_frequencies(rotation, x.device), at, None, None), period, False
+        return (frequencies, at, None, None), period, False
     width = cos.shape[-1]
     lead = x.shape[:-1]
     fits = all(a in (1, b) for a, b in zip(cos.shape[-2::-1], lead[::-1], strict=False))
@@ -780,8 +857,10 @@ def _positions(x: Tensor, positions: Tensor | None) -> tuple[Tensor | None, int]
 _known: dict[tuple[float, int, torch.device], Tensor] = {}
 
 
-def _frequencies(rotation: Rotation, device: torch.device) -> Tensor:
+def _frequencies(rotation: Rotation | None, device: torch.device) -> Tensor | None:
     """The angle of one position, of each pair, float32 [dim / 2]; made once per device."""
+    if rotation is None:
+        return None
     key = (rotation.base, rotation.dim, device)
     found = _known.get(key)
     if found is None:

@@ -14,8 +14,12 @@ pytest.importorskip("triton")
 
 from seqfuse.kernels import _launch, _replay, gemm, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.attention import attention_bwd, attention_fwd
+from seqfuse.kernels.crossentropy import cross_entropy_
+from seqfuse.kernels.decode import cache_write, decode_attention
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.testing import stub_driver as stubs
 from seqfuse.testing.stub_driver import stub_driver
 
@@ -31,7 +35,11 @@ GRADIENT = p.Chain(p.dact(GELU), p.column_sum())
 AGAIN = p.Chain(p.emit(GELU), p.dact(GELU), p.column_sum())
 SUM = p.Chain(p.column_sum())
 
-# By name, shapes of tensors, and the call. An integer is a seed, "M" a row of float32 statistics.
+Q, KV, DY = (2, 4, 8, 64), (2, 2, 16, 64), (2, 8, 4, 64)
+CACHE, ROOM = (2, 2, 4096, 64), (2, 2, 32, 64)
+TURN = Rotation("half", 64)
+
+# By name, shapes of tensors, and the call. An integer is a seed; the names are below.
 CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "linear": (((M, K), (N, K)), lambda x, w: gemm.linear(x, w)),
     "linear, three dimensions": (((3, 11, K), (N, K), (N,)), lambda x, w, b: gemm.linear(x, w, b, dtype=F32)),
@@ -78,14 +86,64 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "chain, sums": (((M, K), (M, K)), lambda dy, t: p.pointwise(dy, GRADIENT, (t,), dtypes=(F32,))),
     "chain, read again": (((M, K), (M, K)), lambda dy, t: p.pointwise(dy, AGAIN, (t, t))),
     "chain, no result": (((M, K),), lambda dy: p.pointwise(dy, SUM, result=False)),
+    "attention": ((Q, KV, KV), lambda q, k, v: attention_fwd(q, k, v, causal=True)),
+    "attention, everything": (
+        (Q, KV, KV, "mask", 0),
+        lambda q, k, v, m, s: attention_fwd(q, k, v, 0.2, window=5, softcap=9.0, mask=m, seed=s, p=0.1),
+    ),
+    "attention backward": (
+        (DY, Q, KV, KV, DY, "lse", Q, KV, KV),
+        lambda dy, q, k, v, y, lse, *out: attention_bwd(dy, q, k, v, y, lse, out, causal=True),
+    ),
+    "attention backward, mask": (
+        (DY, Q, KV, KV, DY, "lse", Q, KV, KV, "mask"),
+        lambda dy, q, k, v, y, lse, a, b, c, m: attention_bwd(dy, q, k, v, y, lse, (a, b, c), mask=m),
+    ),
+    "decode": (((2, 4, 64), CACHE, CACHE, "lengths"), lambda q, k, v, n: decode_attention(q, k, v, n, window=40)),
+    "decode, one part": (((2, 4, 64), ROOM, ROOM, "lengths"), lambda q, k, v, n: decode_attention(q, k, v, n)),
+    "cache write": (((2, 2, 64), (2, 2, 64), CACHE, CACHE, "lengths"), cache_write),
+    "rope": (((2, 6, 512), (512,)), lambda x, b: rope_fwd(x, 4, 2, TURN, bias=b)),
+    "rope, norm": (
+        ((2, 6, 512), (64,), (64,), "at"),
+        lambda x, w, u, at: rope_fwd(x, 4, 2, TURN, positions=at, norm_eps=1e-5, q_weight=w, k_weight=u, store=True),
+    ),
+    "rope, cosines": (((2, 6, 512), (6, 64), (6, 64)), lambda x, c, s: rope_fwd(x, 4, 2, TURN, cos=c, sin=s)),
+    "rope backward": (
+        ((2, 6, 512), (2, 6, 512), "rstd", (64,), (64,)),
+        lambda dy, x, r, w, u: rope_bwd(
+            dy, 4, 2, TURN, x=x, rstd=r, q_weight=w, k_weight=u, dbias=BF16, dq_weight=BF16, dk_weight=BF16
+        ),
+    ),
+    "rope write": (
+        ((2, 512), CACHE, CACHE, "lengths"),
+        lambda x, k, v, n: rope_write(x, 4, 2, TURN, k, v, n),
+    ),
+    "cross-entropy": (((M, 1000), "classes"), lambda z, t: cross_entropy_(z, t, label_smoothing=0.1)),
+    "cross-entropy, gradient": (
+        ((M, 1000), "classes", "M", "softmax"),
+        lambda z, t, s, m: cross_entropy_(z, t, z_loss=0.1, scale=s, softmax=m),
+    ),
+}
+
+
+NAMED: dict[Any, Callable[[], Tensor]] = {
+    "M": lambda: torch.randn(M),
+    "mask": lambda: torch.randn(2, 1, 8, 16),
+    "lse": lambda: torch.randn(2, 4, 8),
+    "lengths": lambda: torch.tensor([3, 5]),
+    "at": lambda: torch.arange(12).view(2, 6),
+    "rstd": lambda: torch.randn(2, 6, 6),
+    "classes": lambda: torch.zeros(M, dtype=torch.int64),
+    "softmax": lambda: torch.randn(2, M),
 }
 
 
 def drawn(shapes: Sequence[Any]) -> list[Tensor]:
+    """Tensors of shapes, of names, and seeds."""
     found: list[Tensor] = []
     for shape in shapes:
-        if shape == "M":
-            found.append(torch.randn(M))
+        if shape in NAMED:
+            found.append(NAMED[shape]())
         elif isinstance(shape, int):
             found.append(torch.tensor(shape))
         else:
@@ -117,13 +175,14 @@ def told(launches: Seen, given: list[Tensor], result: Any) -> Any:
 
     def of(value: Any) -> Any:
         if isinstance(value, Tensor):
-            name = names.setdefault(value.data_ptr(), f"made {len(names) - len(given)}")
-            return (name, value.dtype)
+            value = value.data_ptr()
+        if type(value) is int and value >= 2**40:  # an address
+            return names.setdefault(value, f"made {len(names) - len(given)}")
         return tuple(of(one) for one in value) if isinstance(value, tuple) else (type(value), value)
 
     told = [(name, grid, of(args)) for name, grid, args in launches]
     leaves = list(result) if isinstance(result, (tuple, list)) else [result]
-    of_result = [None if t is None else (of(t), t.shape, t.stride(), t.device) for t in leaves]
+    of_result = [None if t is None else (of(t), t.dtype, t.shape, t.stride(), t.device) for t in leaves]
     return told, of_result, type(result)
 
 
@@ -134,6 +193,7 @@ def test_a_replayed_call_is_what_would_be_decided_again(name: str, seen: Seen, m
     recorded = _replay._recorded
     monkeypatch.setattr(_replay, "_recorded", lambda *args: made.append(args) or recorded(*args))
     call(*drawn(shapes))
+    assert _replay._never not in [entry.again for _, found in _replay._entries.values() for entry in found]
     other = drawn(shapes)
     seen.clear()
     result = call(*other)
@@ -180,6 +240,66 @@ def test_a_call_that_differs_is_decided_anew(name: str, seen: Seen) -> None:
     assert numbers[: len(launches)] == numbers[len(launches) :]
 
 
+def wider(t: Tensor) -> Tensor:
+    """Rows further apart."""
+    return torch.cat((t, t), -1)[..., : t.shape[-1]]
+
+
+def shifted(t: Tensor) -> Tensor:
+    """The same, one element on."""
+    return torch.cat((t.reshape(-1)[:1], t.reshape(-1)))[1:].view(t.shape)
+
+
+def shorter(t: Tensor) -> Tensor:
+    """Strides as they are, one row less."""
+    return t[:, :, :-1] if t.ndim == 4 else t[:-1]
+
+
+HEADS: dict[str, tuple[tuple[Any, ...], tuple[Callable[[Tensor], Tensor], ...], dict[str, Any]]] = {
+    # Shapes, what may be done to the first tensor, and flags.
+    "attention_fwd": (
+        (Q, KV, KV),
+        (wider, shifted, shorter),
+        {"causal": True, "window": 3, "softcap": 2.0, "scale": 1.0},
+    ),
+    "decode_attention": (((2, 4, 64), CACHE, CACHE, "lengths"), (wider, shifted), {"window": 9, "softcap": 2.0}),
+    "rope_fwd": (((2, 6, 512), 4, 2, TURN), (wider, shifted, shorter), {"norm_eps": 1e-5, "store": True}),
+    "rope_bwd": (((2, 6, 512), 4, 2, TURN), (wider, shifted, shorter), {"dbias": BF16}),
+    "cross_entropy_": (((M, 1000), "classes"), (wider, shifted), {"z_loss": 0.1, "gradient": False, "ignore_index": 3}),
+}
+KERNELS: dict[str, Callable[..., Any]] = {
+    "attention_fwd": attention_fwd,
+    "decode_attention": decode_attention,
+    "rope_fwd": rope_fwd,
+    "rope_bwd": rope_bwd,
+    "cross_entropy_": cross_entropy_,
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_another_layout_shape_or_flag_of_attention_rope_or_loss_is_decided_anew(name: str, seen: Seen) -> None:
+    shapes, changes, options = HEADS[name]
+    given = [shape if type(shape) in (int, Rotation) else drawn((shape,))[0] for shape in shapes]
+    calls = [([change(given[0]), *given[1:]], {}) for change in changes]
+    calls += [(given, {option: value}) for option, value in options.items()]
+    KERNELS[name](*given)
+    plain = told(seen, [], None)
+    for arguments, option in calls:
+        launches: list[Any] = []
+        for _ in range(2):
+            seen.clear()
+            KERNELS[name](*arguments, **option)
+            launches.append(told(seen, [], None))
+        assert launches[0] == launches[1]
+        _replay.forget()
+        seen.clear()
+        KERNELS[name](*arguments, **option)
+        assert told(seen, [], None) == launches[0]
+        assert launches[0] != plain or arguments[0].data_ptr() & 15, option
+        _replay.forget()
+        KERNELS[name](*given)
+
+
 def test_tensors_that_are_not_aligned_are_decided_each_time(seen: Seen) -> None:
     x = drawn(((M * K + 1,),))[0][1:].view(M, K)
     for _ in range(2):
@@ -199,7 +319,7 @@ def test_a_chain_that_reads_a_tensor_again_is_not_replayed_for_two_tensors(seen:
     t, u = drawn(((M, K), (M, K)))
     for operands in ((t, t), (t, u), (u, u), (u, t)):
         p.pointwise(X, chain, operands)
-    read = [[None if one is None else one.data_ptr() for one in args[2]] for _, _, args in seen]
+    read = [[one.data_ptr() if isinstance(one, Tensor) else one for one in args[2]] for _, _, args in seen]
     t_at, u_at = t.data_ptr(), u.data_ptr()
     assert read == [[t_at, None], [t_at, u_at], [u_at, None], [u_at, t_at]]
 
@@ -212,7 +332,7 @@ def test_a_call_that_does_more_than_launch_is_decided_each_time(seen: Seen) -> N
         _replay.replayed(doubled, None, (), X)
     linear(drawn(((3, M, K),))[0].transpose(0, 1), W)  # copies x
     assert len(_replay._entries) == 2
-    assert all(not entry.launches for found in _replay._entries.values() for entry in found)
+    assert all(entry.again is _replay._never for _, found in _replay._entries.values() for entry in found)
 
 
 def test_under_a_mode_and_a_profiler_a_call_is_made_as_it_is_written(seen: Seen) -> None:

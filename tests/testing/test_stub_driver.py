@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import seqfuse as sf
 from seqfuse import kernels, ops
 from seqfuse.inference import KVCache, _graph
 from seqfuse.kernels import _launch, gemm, pointwise
-from seqfuse.kernels._launch import launch, workspace
+from seqfuse.kernels._launch import launch
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
@@ -181,14 +180,6 @@ def test_rows_of_the_gpu_benchmark_are_launched(every: int, stub: Stub, monkeypa
             for _ in range(2):
                 case.contenders["seqfuse"].prepare(case.make(case.rows, 1))()
             assert len(stub.launched) > before, case.key
-
-
-def test_workspaces_are_kept_and_a_graph_under_capture_has_its_own(stub: Stub) -> None:
-    ask = functools.partial(workspace, "partials", 8, torch.float32, torch.device("cpu"))
-    first = ask()
-    assert ask() is first
-    stub.capturing = True
-    assert ask() is not first
 
 
 def test_a_kernel_is_not_compiled_while_a_graph_is_captured(stub: Stub) -> None:
