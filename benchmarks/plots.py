@@ -66,43 +66,6 @@ def _bars(
     return figure
 
 
-def host(pyplot: Any, found: dict[str, Any]) -> Any:
-    """Instructions against eager's."""
-    ratios = {(row["operations"], row["what"]): row["ratio"] for row in found["host"]}
-    counts = list(dict.fromkeys(count for count, _ in ratios))
-    kinds = ("forward", "forward+backward", "no grad")
-    series = {kind: [ratios[n, kind] for n in counts] for kind in kinds}
-    labels = [f"{n} operation{'s' if n > 1 else ''}" for n in counts]
-    title = "Host instructions of a call on 4 x 16, torch.nn.Sequential = 1 (less is better)"
-    return _bars(pyplot, labels, series, title, ours="forward+backward", goal=1.0)
-
-
-def planning(pyplot: Any, found: dict[str, Any]) -> Any:
-    """Time to plan by the length of the list."""
-    figure, axes = pyplot.subplots(figsize=(5, 2.6))
-    counts = [row["operations"] for row in found["planning"]]
-    axes.loglog(counts, [row["plan_seconds"] for row in found["planning"]], "o-", color=OURS, label="read and plan")
-    look_up = [row["lookup_microseconds"] * 1e-6 for row in found["planning"]]
-    axes.loglog(counts, look_up, "s-", color=OTHERS[1], label="find the plan again")
-    axes.set_xlabel("operations")
-    axes.set_ylabel("seconds")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set_title("Planning", loc="left", fontsize=9)
-    return figure
-
-
-def memory(pyplot: Any, found: dict[str, Any]) -> Any:
-    """Bytes kept against eager's."""
-    rows = found["memory"]
-    names = "seqfuse", "seqfuse balanced", "seqfuse lean"
-    series: dict[str, list[float | None]] = {
-        name: [row["kept"][name] / row["kept"]["eager"] for row in rows] for name in names
-    }
-    title = "Bytes kept for backward by a feed-forward block, bf16 on sm_90, eager = 1 (less is better)"
-    return _bars(pyplot, [row["model"] for row in rows], series, title, ours="seqfuse", goal=1.0)
-
-
 def _representative(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Two rows of each group, those measured first."""
     seen: dict[str, int] = {}
@@ -141,9 +104,6 @@ def peers(pyplot: Any, found: dict[str, Any]) -> Any:
 
 
 PLOTS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
-    ("host", ("host",), host),
-    ("planning", ("planning",), planning),
-    ("memory", ("memory",), memory),
     ("roofline", ("gpu",), roofline),
     ("peers", ("gpu",), peers),
 )

@@ -217,6 +217,25 @@ def verdicts() -> list[targets.Verdict]:
     return targets.judged(found)
 
 
+def layer_counts() -> str | None:
+    """Launches and bytes of one layer of each model of the gallery, of Hugging Face's in eager torch and planned."""
+    found = read("layer_counts")
+    if found is None:
+        return None
+    head = ("layer of", "launches forward, eager", "planned", "backward, eager", "planned", "saved, eager", "planned",
+            '`memory="lean"`')  # fmt: skip
+    rows = []
+    for row in found["rows"]:
+        eager, planned = row["eager"], row["planned"]
+        cells = [str(len(side[pass_])) for pass_ in ("forward", "backward") for side in (eager, planned)]
+        cells.append(f"{eager['saved'] / 2**20:,.0f} MiB")
+        for choice in ("save", "lean"):
+            kept = planned["saved"][choice]
+            cells.append(f"{kept / 2**20:,.0f} MiB ({kept / eager['saved']:.2f})")
+        rows.append((row["title"], *cells))
+    return text(table(head, rows))
+
+
 def goals() -> str:
     """The targets: met, missed or not run, and the worst row of each."""
     rows = []
@@ -265,8 +284,8 @@ def speed() -> str:
 
 def claims() -> str | None:
     """What README.md claims, each with how it is known."""
-    blocks, bytes_of, calls = read("layers"), read("memory"), read("host")
-    if blocks is None or bytes_of is None or calls is None:
+    blocks, bytes_of, calls, counted = read("layers"), read("memory"), read("host"), read("layer_counts")
+    if blocks is None or bytes_of is None or calls is None or counted is None:
         return None
 
     def saved(model: str, choice: str) -> str:
@@ -286,6 +305,14 @@ def claims() -> str | None:
         for model in ("llama3-8b", "gpt2-xl")
     )
     overhead = between(row["ratio"] for row in calls["host"])
+    (layer,) = (row for row in counted["rows"] if row["make"] == "llama3_8b")
+    launches, kept = (
+        [
+            f"{len(layer['planned'][pass_])} of {len(layer['eager'][pass_])} {pass_}"
+            for pass_ in ("forward", "backward")
+        ],
+        [f"{layer['planned']['saved'][choice] / layer['eager']['saved']:.2f}" for choice in ("save", "lean")],
+    )
     rows = {
         "`sf.convert` gives the outputs and every gradient of 26 small models, such as Llama, BERT, ViT and T5": (
             "tested on a CPU"
@@ -294,6 +321,9 @@ def claims() -> str | None:
         "0.80, BERT 0.77": "measured on a CPU",
         f"a feed-forward block of Llama 3 8B in bfloat16 on an H100 saves, of eager torch's bytes: {llama}; of "
         f"GPT-2 XL: {gpt}": "counted from plans",
+        f"a layer of Llama 3 8B in bfloat16 on an H100 launches kernels, of those of Hugging Face's in eager torch: "
+        f"{' and '.join(launches)}; it saves for backward, of its bytes: {kept[0]}, or {kept[1]} with "
+        '`memory="lean"`': "counted from plans",
         "every fused kernel equals its operations within tolerance, in both passes and every gradient": (
             "tested in Triton's interpreter"
         ),
@@ -343,6 +373,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "traffic": traffic,
     "memory": memory,
     "layers": layers,
+    "layer_counts": layer_counts,
     "parallel": parallel,
     "targets": goals,
     "verbs": verbs,
@@ -370,7 +401,7 @@ def main() -> None:
             page.write_text(new)
             print(f"rewrote {page.relative_to(ROOT)}")
     figures = ROOT / "docs" / "figures"
-    drawn = plots.draw({name: read(name) for name in ("host", "planning", "memory", "gpu")}, figures)
+    drawn = plots.draw({"gpu": read("gpu")}, figures)
     print(f"drew {', '.join(drawn)}" if drawn else "no plots: matplotlib is not installed")
 
 

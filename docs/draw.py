@@ -1,165 +1,285 @@
-"""The pictures of the documents, as SVG with colors for light and dark. To draw them anew, run  python -m docs.draw
+"""The pictures of README.md and docs/, as SVG for light and dark. To draw them anew, run  python -m docs.draw
 
-Bars are drawn from what the blocks of a page print, which the tests compare with what is printed now.
+Their numbers are those of plans that are made here, and of what benchmarks wrote.
 """
 
 from __future__ import annotations
 
-import re
-from html import escape
+import functools
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.pictures.markup import Markup, number, tag
+from seqfuse.pictures.style import COLORS, SHAPES
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "benchmarks" / "results"
 
-STYLE = """
-    svg {
-      --back: #f8f9fb; --ink: #1f2430; --soft: #667085; --line: #98a2b3;
-      --plain: #ffffff; --record: #fdf3d7; --forward: #d6ebff; --backward: #dff3e1; --joint: #ece3fb;
-    }
-    @media (prefers-color-scheme: dark) {
-      svg {
-        --back: #1b1e24; --ink: #e8eaf0; --soft: #a0a8b8; --line: #667085;
-        --plain: #272b33; --record: #4a3f1c; --forward: #17395c; --backward: #1d4527; --joint: #3b2c5a;
-      }
-    }
-    text { font: 14px system-ui, sans-serif; fill: var(--ink); text-anchor: middle; dominant-baseline: central; }
-    .soft { fill: var(--soft); font-size: 12px; }
-    .left { text-anchor: start; }
-    .code { font-family: ui-monospace, monospace; font-size: 12px; }
-    .bold { font-weight: 600; }
-    rect { stroke: var(--line); rx: 6; }
-    path { stroke: var(--soft); stroke-width: 1.5; fill: none; marker-end: url(#head); }
-    marker path { fill: var(--soft); stroke: none; marker-end: none; }
-    .back { fill: var(--back); stroke: none; rx: 10; }
-"""
+STYLE = (
+    ".sf-plan .big{font-size:17px;font-weight:600}.sf-plan .word{font-size:12.5px}.sf-plan .soft{fill:var(--sf-faint)}"
+    ".sf-plan g .tiny{font-size:10px}.sf-plan .small{font-size:11px}"
+    ".sf-plan .bold{font-weight:600}.sf-plan .right{text-anchor:end}"
+    ".sf-plan .arrow{stroke:var(--sf-faint);stroke-width:1.25;fill:none}"
+    ".sf-plan .plain rect{fill:var(--sf-card);stroke:var(--sf-faint)}"
+    ".sf-plan .kept rect{fill:var(--sf-card);stroke:var(--sf-faint);stroke-dasharray:4 3}"
+    + "".join(
+        f".sf-plan .tick.{kind}{{fill:var(--sf-{name});stroke:none}}"
+        for kind, name in (("plain", "faint"), ("forward", "forward-edge"), ("backward", "backward-edge"))
+    )
+)
 
 
 class Picture:
     """Shapes on a plane of a given size; coordinates are those of the upper left corner."""
 
-    def __init__(self, width: int, height: int, title: str) -> None:
+    def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height, self.title = width, height, title
-        self.parts: list[str] = []
+        self.parts: list[Markup] = []
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, *lines: str, kind: str = "") -> None:
-        """A rectangle with centered lines of text."""
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="var(--{fill})"/>')
-        for i, line in enumerate(lines):
-            self.text(x + width / 2, y + height / 2 + 18 * (i - (len(lines) - 1) / 2), line, kind)
+    def text(self, x: float, y: float, words: str, kind: str = "word") -> None:
+        """A line of text from x on, or around it if `kind` says middle, or up to it if it says right."""
+        self.parts.append(tag("text", words, x=x, y=y, class_=kind))
 
-    def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """A line of text, centered unless `kind` says left."""
-        kind = f' class="{kind}"' if kind else ""
-        self.parts.append(f'<text x="{x:g}" y="{y:g}"{kind}>{escape(words)}</text>')
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str, text: str = "", drop: float = 0.0
+    ) -> None:
+        """A rectangle with a centered line of text, `drop` below its middle."""
+        rect = tag("rect", x=x, y=y, width=width, height=height, rx=5.0)
+        size = "tiny" if drop else "small"
+        line = tag("text", text, x=x + width / 2, y=y + height / 2 + 4 + drop, class_=f"middle {size}")
+        self.parts.append(tag("g", rect, line if text else Markup(), class_=kind))
+
+    def ticks(self, x: float, y: float, count: int, kind: str, across: int = 6) -> None:
+        """So many small squares, row by row."""
+        for i in range(count):
+            place = {"x": x + 9.0 * (i % across), "y": y + 9.0 * (i // across)}
+            self.parts.append(tag("rect", **place, width=7.0, height=7.0, rx=1.5, class_=f"tick {kind}"))
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """A line with a head."""
-        self.parts.append(f'<path d="M{x:g} {y:g} L{to_x:g} {to_y:g}"/>')
+        """A line, level or upright, with a head at its end."""
+        side = 6 if to_x > x else -6
+        head = f"M{number(to_x - side)} {number(to_y - 4)}l{side} 4l{-side} 4"
+        if to_x == x:
+            head = f"M{number(to_x - 4)} {number(to_y - 6)}l4 6l4 -6"
+        line = f"M{number(x)} {number(y)}L{number(to_x)} {number(to_y)}"
+        self.parts.append(tag("path", d=line + head, class_="arrow"))
 
     def svg(self) -> str:
         """The picture."""
-        head = '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        return "\n".join(
-            (
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img">',
-                f"<title>{escape(self.title)}</title>",
-                f"<style>{STYLE}</style>",
-                f'<defs>{head}<path d="M0 0 L8 4 L0 8 z"/></marker></defs>',
-                f'<rect class="back" width="{self.width}" height="{self.height}"/>',
-                *self.parts,
-                "</svg>\n",
-            )
+        ground = tag("rect", width=float(self.width), height=float(self.height), rx=10.0, class_="ground")
+        return tag(
+            "svg",
+            tag("title", self.title),
+            tag("style", Markup(COLORS + SHAPES + STYLE)),
+            ground,
+            *self.parts,
+            xmlns="http://www.w3.org/2000/svg",
+            viewBox=f"0 0 {number(self.width)} {number(self.height)}",
+            width=float(self.width),
+            height=float(self.height),
+            role="img",
+            class_="sf-plan",
         )
 
 
-def contract() -> str:
-    """Two covers of one list, and the records between them."""
-    p = Picture(860, 400, "Forward cover and backward cover of one list meet only in the operations' records")
-    left, step, wide = 145, 140, 124
-    names = ("Linear", "Bias", "GeLU", "Linear", "Bias")
-    records = ("x, weight", "nothing", "x", "x, weight", "nothing")
-    p.text(16, 55, "forward cover", "left bold")
-    p.text(16, 145, "operations", "left bold")
-    p.text(16, 225, "records", "left bold")
-    p.text(16, 325, "backward cover", "left bold")
-    p.box(left, 30, 2 * step + wide, 50, "forward", "LinearBiasGeLU")
-    p.box(left + 3 * step, 30, wide, 50, "plain", "Linear")
-    p.box(left + 4 * step, 30, wide, 50, "plain", "Bias")
-    for i, (name, record) in enumerate(zip(names, records, strict=True)):
-        x = left + i * step
-        p.box(x, 125, wide, 40, "plain", name)
-        p.box(x, 205, wide, 40, "record", record, kind="code")
-        p.arrow(x + 20, 82, x + 20, 203)
-        p.arrow(x + wide - 20, 247, x + wide - 20, 298)
-    p.box(left, 300, wide, 50, "plain", "Linear")
-    p.box(left + step, 300, step + wide, 50, "backward", "BiasGeLU")
-    p.box(left + 3 * step, 300, step + wide, 50, "backward", "LinearBiasBackward")
-    p.text(430, 378, "whoever runs forward fills every record; whoever runs backward reads nothing else", "soft")
+# The columns of the picture of a layer: an operation, the modules of Hugging Face's Llama that do it, and the positions
+# of it in ours.
+COLUMNS: tuple[tuple[str, tuple[str, ...], range], ...] = (
+    ("RMSNorm", ("input_layernorm",), range(2)),
+    ("q, k, v", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), range(2, 3)),
+    ("RoPE", ("self_attn",), range(3, 4)),
+    ("attention", ("attention",), range(4, 5)),
+    ("out", ("self_attn.o_proj",), range(5, 6)),
+    ("add", ("add",), range(6, 7)),
+    ("RMSNorm", ("post_attention_layernorm",), range(7, 9)),
+    ("gate, up", ("mlp.gate_proj", "mlp.up_proj"), range(9, 10)),
+    ("SwiGLU", ("mlp", "mlp.act_fn"), range(10, 11)),
+    ("down", ("mlp.down_proj",), range(11, 12)),
+    ("add", ("last add",), range(12, 13)),
+)
+SAID = {
+    "BlockBoundary": "add + RMSNorm", "BlockBoundaryBackward": "add + RMSNorm", "BiasGated": "SwiGLU",
+    "BiasGatedBackward": "SwiGLU", "BiasQKNormRotary": "RoPE", "BiasQKNormRotaryBackward": "RoPE",
+    "LinearBiasAdd": "GEMM + add", "NormBackward": "RMSNorm", "MergedLinear": "GEMMs", "Linear": "GEMM",
+    "Attention": "attention",
+}  # fmt: skip
+"""What a step does, in words that need no explanation; an operation whose name is one stands for itself."""
+
+
+def counts(make: str) -> dict[str, Any]:
+    """Launches and bytes of a layer, as benchmarks/bench_layer_counts.py wrote them."""
+    rows = json.loads((RESULTS / "layer_counts.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["make"] == make)
+    return row
+
+
+def eager_columns(launches: Sequence[str], attention_at: int) -> list[int]:
+    """How many of the launches of Hugging Face's layer belong to each column.
+
+    Attention is one of those of `self_attn` itself, and sums are made by the layer itself.
+    """
+    own = [i for i, name in enumerate(launches) if name == "self_attn"]
+    sums = [i for i, name in enumerate(launches) if name == ""]
+    named = [*launches]
+    named[own[attention_at]] = "attention"
+    for i, name in zip(sums, ("add", "last add"), strict=False):
+        named[i] = name
+    found = Counter(named)
+    columns = [sum(found.pop(name, 0) for name in names) for _, names, _ in COLUMNS]
+    assert not found, found
+    return columns
+
+
+def layer() -> str:
+    """One layer of Llama 3 8B: launches of eager torch, the planned steps, and the bytes that each saves."""
+    row = counts("llama3_8b")
+    eager, planned = row["eager"], row["planned"]
+    before, after = (len(side["forward"]) + len(side["backward"]) for side in (eager, planned))
+    saved = {"eager": eager["saved"], **planned["saved"]}
+    mib = {name: f"{value / 2**20:,.0f} MiB" for name, value in saved.items()}
+    gain = f"{before} kernel launches become {after},", f"{mib['eager']} saved for backward become {mib['save']}"
+    p = Picture(964, 408, f"One Llama layer: {' '.join(gain)}")
+    p.text(20, 34, f"One Llama layer: {gain[0]}", "big")
+    p.text(20, 56, gain[1], "big")
+    tokens = f"{row['x'][0] * row['x'][1]:,} tokens in bfloat16"
+    about = f"Llama 3 8B, {tokens}, forward and backward. Counted from the plan for an H100, not measured."
+    p.text(20, 77, about, "small soft")
+    left, step, right = 84.0, 66.0, 824.0
+    for i, (name, _, _) in enumerate(COLUMNS):
+        p.text(left + step * i + 31, 104, name, "small soft middle")
+    for name, top, side, high in (("Hugging Face, eager PyTorch", 122.0, eager, 128), ("seqfuse", 256.0, planned, 144)):
+        p.box(8, top - 8, 948, high, "band")
+        p.text(20, top + 8, name, "small bold")
+        for i, pass_ in enumerate(("forward", "backward")):
+            y = top + 18 + (48 if side is eager else 58) * i
+            p.text(20, y + 20, pass_, "small soft")
+            way = y + (33 if side is eager else 49)
+            ends = (left, right - 12) if pass_ == "forward" else (right - 12, left)
+            p.arrow(ends[0], way, ends[1], way)
+            if side is eager:
+                for k, count in enumerate(eager_columns(side[pass_], i - 1)):
+                    p.ticks(left + step * k, y, count, "plain")
+            else:
+                _steps(p, side, pass_, left, step, y)
+        p.text(right, top + 10, f"{len(side['forward'])} + {len(side['backward'])}", "word bold")
+        p.text(right, top + 26, "kernel launches", "small soft")
+        bars = (("eager", "plain", ""),)
+        if side is planned:
+            bars = (("save", "forward", ""), ("lean", "backward", 'with memory="lean"'))
+        for i, (choice, color, how) in enumerate(bars):
+            y = top + 42 + 38 * i
+            p.box(right, y, 122 * saved[choice] / saved["eager"], 9, color)
+            p.text(right, y + 22, f"{mib[choice]} saved", "small")
+            p.text(right, y + 36, how, "small soft")
     return p.svg()
 
 
-def four_ways() -> str:
-    """Fused and unfused, forward and backward: four ways to the same numbers."""
-    p = Picture(860, 250, "Any forward cover goes with any backward cover: four ways to the same numbers")
-    for row, how in enumerate(("unfused", "fused")):
-        y = 30 + 90 * row
-        p.box(30, y, 190, 60, "forward" if row else "plain", "forward", how)
-        p.arrow(222, y + 30, 258, y + 30)
-        p.arrow(432, y + 30, 468, y + 30)
-        p.box(470, y, 190, 60, "backward" if row else "plain", "backward", how)
-        p.arrow(662, y + 30, 718, 115 + 10 * row)
-    p.box(260, 30, 170, 150, "record", "records", "of the operations")
-    p.box(720, 90, 120, 60, "joint", "y, dx, dw", kind="code")
-    p.text(430, 222, "the test kit runs all four and compares every output and every gradient", "soft")
+def _steps(p: Picture, side: Any, pass_: str, left: float, step: float, y: float) -> None:
+    """The steps of a pass that launch something, each over the columns that it runs."""
+    launched = Counter(side[pass_])
+    place = {at: i for i, (_, _, positions) in enumerate(COLUMNS) for at in positions}
+    for name, start, stop in side["steps"][pass_]:
+        if launched[start]:
+            first, last = place[start], place[stop - 1]
+            size = step * (last - first) + 62
+            p.box(left + step * first, y, size, 40, pass_, SAID.get(name, name), drop=-8)
+            count = launched[start]
+            p.ticks(left + step * first + size / 2 - 4.5 * count + 1, y + 25, count, pass_, count)
+
+
+def contract() -> str:
+    """Passes of one sequence, fused and not, and the saved tensors between them."""
+    p = Picture(840, 338, "Fused or not, a pass saves and reads the same tensors: any forward goes with any backward")
+    p.text(20, 34, "Add, swap or switch off a fusion: nothing else changes", "big")
+    said = "Fused or not, each operation saves the same tensors for backward, so any forward goes with any backward."
+    p.text(20, 56, said, "small soft")
+    p.text(20, 72, "The test kit runs all four combinations.", "small soft")
+    left, step, wide = 140.0, 137.0, 129.0
+    names = ("Linear", "Bias", "GeLU", "Linear", "Bias")
+    saved = ("x, weight", "", "x", "x, weight", "")
+    rows = (
+        ("forward, fused", 92, "forward", ((0, 3, "LinearBiasGeLU"), (3, 5, "LinearBias"))),
+        ("forward, unfused", 134, "plain", tuple((i, i + 1, name) for i, name in enumerate(names))),
+        ("backward, unfused", 240, "plain", tuple((i, i + 1, name) for i, name in enumerate(names))),
+        ("backward, fused", 282, "backward", ((0, 1, "Linear"), (1, 3, "BiasGeLU"), (3, 5, "LinearBiasBackward"))),
+    )
+    for label, y, kind, steps in rows:
+        p.text(20, y + 20, label, "small soft")
+        ends = (left - 8, left + 5 * step + 2)
+        start, end = ends if "forward" in label else ends[::-1]
+        p.arrow(start, y + 16, end, y + 16)
+        for start, stop, name in steps:
+            p.box(left + step * start, y, step * (stop - start) - 8, 32, "plain" if stop - start == 1 else kind, name)
+    p.text(20, 206, "saved tensors", "small soft")
+    for i, fields in enumerate(saved):
+        if fields:
+            x = left + step * i
+            p.arrow(x + wide / 2, 168, x + wide / 2, 186)
+            p.box(x, 188, wide, 28, "kept", fields)
+            p.arrow(x + wide / 2, 218, x + wide / 2, 238)
     return p.svg()
 
 
 def segments() -> str:
-    """A list cut into autograd nodes, whose gradients leave one after the other."""
-    p = Picture(860, 270, "Each segment is one autograd node; gradients of late layers leave while early ones wait")
+    """Three segments in time: when their saved tensors are freed, and when their gradients are sent."""
+    p = Picture(840, 300, "Gradients of late layers are sent, and saved tensors freed, while backward still runs")
+    p.text(20, 34, "Gradients leave, and memory is freed, while backward still runs", "big")
+    p.text(20, 56, "A sequence is cut into segments, each one autograd node. Time runs to the right.", "small soft")
+    left, unit = 136.0, 78.0
+    starts = [0, 1, 2, 3, 4.5, 6]
     for i in range(3):
-        x = 60 + 260 * i
-        p.box(x, 30, 220, 50, "forward", f"segment {i + 1}: forward")
-        p.box(x + 35, 105, 150, 34, "record", "what it keeps", kind="code")
-        p.box(x, 165, 220, 50, "backward", f"segment {i + 1}: backward")
-        p.arrow(x + 110, 82, x + 110, 103)
-        p.arrow(x + 110, 141, x + 110, 163)
-        if i:
-            p.arrow(x - 38, 55, x - 2, 55)
-            p.arrow(x - 2, 190, x - 38, 190)
-        p.arrow(x + 110, 217, x + 110, 240)
-        p.text(x + 110, 252, f"gradients of its parameters: {('third', 'second', 'first')[i]}", "soft")
-    p.text(30, 55, "x", "code")
-    p.arrow(38, 55, 58, 55)
-    p.arrow(58, 190, 38, 190)
-    p.text(24, 190, "dx", "code")
-    p.text(836, 55, "y", "code")
-    p.arrow(802, 55, 826, 55)
-    p.text(836, 190, "dy", "code")
-    p.arrow(824, 190, 802, 190)
+        p.box(left + unit * i, 78, unit - 6, 34, "forward", f"segment {i + 1}")
+        p.box(left + unit * starts[5 - i], 78, unit * 1.5 - 6, 34, "backward", f"segment {i + 1}")
+    for label, y in (("forward, backward", 99), ("saved tensors", 154), ("gradients sent", 244)):
+        p.text(20, y, label, "small soft")
+    for i in range(3):
+        y = 124 + 28 * i
+        p.box(left + unit * i, y, unit * (starts[5 - i] + 1.5 - i) - 6, 22, "kept", f"of segment {i + 1}")
+        p.box(left + unit * (starts[5 - i] + 1.5), 222, unit * 1.2, 34, "joint", f"segment {i + 1}")
+    p.arrow(left, 276, left + unit * 8.7, 276)
+    p.text(left + unit * 4, 292, "time", "small soft middle")
     return p.svg()
 
 
 def memory() -> str:
-    """Bytes that a feed-forward block keeps, as `memory.md` prints them."""
-    page = (HERE / "memory.md").read_text()
-    found = {name: int(count) for name, count in re.findall(r"^(\S+) keeps (\d+)$", page, re.MULTILINE)}
-    bars = [("torch.nn", found["torch.nn"], "plain")]
-    bars += [(f'"{name}"', found[name], fill) for name, fill in (("save", "forward"), ("lean", "backward"))]
-    p = Picture(860, 200, "Bytes kept for the backward pass of a feed-forward block")
-    most = max(count for _, count, _ in bars)
-    for i, (name, count, fill) in enumerate(bars):
-        y = 25 + 50 * i
-        p.text(24, y + 18, name, "left")
-        p.box(150, y, 560 * count / most, 36, fill)
-        p.text(160 + 560 * count / most, y + 18, f"{count / 2**20:.2f} MiB", "left")
-    operations = "LayerNorm, Linear, GeLU, Linear, Dropout"
-    p.text(430, 184, f"kept for backward by a residual block: {operations}; 512 rows of 64, float32", "soft")
+    """Bytes saved by feed-forward blocks: eager torch and the choices, as benchmarks/bench_memory.py counted them."""
+    rows = json.loads((RESULTS / "memory.json").read_text())["memory"]
+    shown = {"llama3-8b": "Llama 3 8B", "gpt2-xl": "GPT-2 XL"}
+    names = {"eager": ("PyTorch, eager", "plain")}
+    for name, choice, kind in (
+        ("", "save", "forward"),
+        (" balanced", "balanced", "joint"),
+        (" lean", "lean", "backward"),
+    ):
+        names[f"seqfuse{name}"] = f'memory="{choice}"', kind
+    least = {row["model"]: row["kept"]["seqfuse lean"] / row["kept"]["eager"] for row in rows}
+    p = Picture(840, 336, "Bytes that a feed-forward block saves for backward: PyTorch and the three choices of memory")
+    low, high = (f"{f(least[model] for model in shown):.0%}" for f in (min, max))
+    p.text(20, 34, f"{low} to {high} of eager PyTorch's bytes saved for backward", "big")
+    about = "A feed-forward block in bfloat16, 8,192 tokens, dropout 0.1. Counted from plans for an H100, not measured."
+    p.text(20, 56, about, "small soft")
+    for k, (model, title) in enumerate(shown.items()):
+        (row,) = (row for row in rows if row["model"] == model)
+        top = 84 + 124 * k
+        p.text(20, top + 12, title, "word bold")
+        for i, (name, (label, kind)) in enumerate(names.items()):
+            y, size = top + 26 * i, row["kept"][name]
+            p.text(250, y + 13, label, "small right")
+            p.box(260, y, 400 * size / row["kept"]["eager"], 19, kind)
+            said = f"{size / 2**20:,.0f} MiB"
+            if name != "eager":
+                said += f", {size / row['kept']['eager']:.0%}"
+            if row["cost"].get(name):
+                said += f", an estimated {row['cost'][name]:.1%} more time"
+            p.text(268 + 400 * size / row["kept"]["eager"], y + 13, said, "small")
     return p.svg()
 
 
@@ -170,8 +290,25 @@ def plan() -> str:
     return sf.Sequential(ops.Residual(*operations)).bfloat16().plan(env=env).svg()
 
 
-PICTURES = {"contract": contract, "four_ways": four_ways, "segments": segments, "memory": memory, "plan": plan}
+def whole(make: str) -> str:
+    """The plan of all layers of a model of examples/models.py for an H100."""
+    sys.path[:0] = [str(HERE.parent / "examples")]
+    import models
+
+    x = torch.empty(counts(make)["x"], dtype=torch.bfloat16, device="meta", requires_grad=True)
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=x.shape[0] * x.shape[1])
+    return getattr(models, make)().bfloat16().plan(x, env=env).svg()
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "layer": layer, "contract": contract, "segments": segments, "memory": memory, "plan": plan,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], str]] = {
+    make: functools.partial(whole, make)
+    for make in ("gpt2", "llama3_8b", "bert_base", "vit_b16", "qwen3_06b", "gemma3_1b")
+}
 
 if __name__ == "__main__":
-    for name, draw in PICTURES.items():
-        (HERE / "pictures" / f"{name}.svg").write_text(draw())
+    for name, draw in (PICTURES | MODELS).items():
+        if sys.argv[1:] in ([], [name]):
+            (HERE / "pictures" / f"{name}.svg").write_text(draw())

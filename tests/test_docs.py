@@ -264,6 +264,31 @@ def test_pictures_are_what_is_drawn_now(name: str) -> None:
     assert any(f"pictures/{name}.svg" in page.read_text() for page in PAGES)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", draw.MODELS)
+def test_plans_of_the_gallery_are_what_is_drawn_now(name: str) -> None:
+    drawn = draw.MODELS[name]()
+    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == drawn, "run: .venv/bin/python -m docs.draw"
+
+
+def test_the_gallery_shows_every_model_with_its_command() -> None:
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    for name in draw.MODELS:
+        shape = "x".join(map(str, draw.counts(name)["x"]))
+        assert f"](pictures/{name}.svg)" in page
+        assert f"seqfuse plan examples/models.py:{name} --input {shape}:bf16 --device cuda:sm_90" in page
+
+
+def test_every_launch_of_a_layer_has_its_column_in_the_picture() -> None:
+    row = draw.counts("llama3_8b")
+    for pass_, attention in (("forward", -1), ("backward", 0)):
+        columns = draw.eager_columns(row["eager"][pass_], attention)
+        assert sum(columns) == len(row["eager"][pass_])
+        placed = [at for _, _, positions in draw.COLUMNS for at in positions]
+        assert placed == [*range(len(row["planned"]["operations"]))]
+        assert {*row["planned"][pass_]} <= {start for _, start, _ in row["planned"]["steps"][pass_]}
+
+
 def test_pictures_fetch_nothing() -> None:
     for name, picture in draw.PICTURES.items():
         addresses = set(re.findall(r"https?://[^\s\"']+", picture()))

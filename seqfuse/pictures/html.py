@@ -27,10 +27,10 @@ _PAGE = (
 
 
 def fragment(plan: PlanData) -> Markup:
-    """For a notebook: the picture, and below it, folded up, what was refused."""
+    """For a notebook: the picture, and below it, folded up, what was not applied."""
     words = _words(plan)
     if words:
-        lines = [tag("summary", "refused, superseded and alone, with reasons"), *words]
+        lines = [tag("summary", "what was not applied or runs eagerly, with reasons"), *words]
         words = [tag("details", *lines)]
     style = tag("style", Markup(_WORDS))
     picture = tag("div", svg(plan), class_="sf-plan-picture")
@@ -39,7 +39,7 @@ def fragment(plan: PlanData) -> Markup:
 
 
 def page(plan: PlanData) -> str:
-    """A page that loads nothing: the picture, then in words what was refused and why."""
+    """A page that loads nothing: the picture, then in words what was not applied and why."""
     style = tag("style", Markup(COLORS + _WORDS + _PAGE))
     head = tag(
         "head",
@@ -55,7 +55,7 @@ def page(plan: PlanData) -> str:
 
 
 def _words(plan: PlanData) -> list[Markup]:
-    """A table of what was refused and one of what stands alone, by their reasons."""
+    """A table of what was not applied and one of what runs eagerly, by their reasons."""
     refused: dict[str, dict[str, list[int]]] = {}
     for refusal in plan["refused"]:
         refused.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
@@ -63,7 +63,7 @@ def _words(plan: PlanData) -> list[Markup]:
     for one in plan["alone"]:
         alone.setdefault(one["reason"], {}).setdefault(one["name"], []).append(one["at"])
     found: list[Markup] = []
-    for title, what, reasons in (("Refused", "fusions", refused), ("Alone", "modules", alone)):
+    for title, what, reasons in (("Not applied", "fusions", refused), ("Runs eagerly", "modules", alone)):
         if reasons:
             head = tag("tr", tag("th", "reason"), tag("th", f"{what}, and where"))
             rows = (tag("tr", tag("td", reason), tag("td", *_named(places))) for reason, places in reasons.items())

@@ -11,6 +11,9 @@ from .data import NO_NEWS, Kind, OperationData, PlanData, RefusalData, StepData
 LONG = 40
 """Columns up to which nothing is folded."""
 
+ANY = -1
+"""A segment of which it is not said where it ends."""
+
 _LONGEST_BLOCK = 200
 _LEAST_FOLDED = 8
 
@@ -52,18 +55,14 @@ class Column:
     @property
     def looks(self) -> Hashable:
         """What is drawn of it, apart from its position."""
+        return self.looks_apart, self.opens, self.closes
+
+    @property
+    def looks_apart(self) -> Hashable:
+        """What is drawn of it, apart from its position and from where segments begin and end."""
         refused = tuple((r["fusion"], r["reason"]) for r in self.refused)
         operation = self.operation["name"], *self.operation["saves"], None, *self.operation["wants"]
-        return (
-            operation,
-            self.forward,
-            self.backward,
-            self.segment is None,
-            self.opens,
-            self.closes,
-            self.alone,
-            refused,
-        )
+        return operation, self.forward, self.backward, self.segment is None, self.alone, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +133,22 @@ def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable] = lambda
         blocks.append(Block(tuple(columns[at : at + length]), times))
         kept = at = at + length * times
     return [*blocks, Block(tuple(columns[kept:]))] if kept < len(columns) else blocks
+
+
+def fold_loosely(columns: Sequence[Column]) -> list[Block]:
+    """As `fold`; without segments where they do not end with the blocks of a list and hide that those repeat."""
+    exact, loose = fold(columns), fold(columns, lambda column: column.looks_apart)
+    if sum(len(block.columns) for block in exact) <= 2 * sum(len(block.columns) for block in loose):
+        return exact
+    blocks: list[Block] = []
+    for block in loose:
+        segments = (None if column.segment is None else ANY for column in block.columns)
+        apart = (
+            dataclasses.replace(column, segment=segment, opens=False, closes=False)
+            for column, segment in zip(block.columns, segments, strict=True)
+        )
+        blocks.append(Block(tuple(apart), block.times))
+    return blocks
 
 
 def _begins_later(columns: Sequence[Column], looks: Sequence[int], at: int, length: int, times: int) -> bool:

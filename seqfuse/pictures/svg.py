@@ -8,7 +8,7 @@ from itertools import groupby
 
 from .data import Kind, PlanData
 from .markup import Markup, cut, cut_before, escaped, number, tag, width
-from .score import Block, Column, Mark, columns_of, fold, lines_of
+from .score import ANY, Block, Column, Mark, columns_of, fold_loosely, lines_of
 from .style import COLORS, NAMES, SHAPES, SIGNS
 from .text import counted, sized
 
@@ -48,7 +48,7 @@ class _Picture:
         self._backward = bool(plan["backward"])
         columns = columns_of(plan)
         self._saves = any(c.operation["saves"] or (c.forward and c.forward.saves) for c in columns)
-        self._blocks = fold(columns)
+        self._blocks = fold_loosely(columns)
         names = max((_least(c.operation["name"], _NAME) for c in columns), default=0.0) + 16
         steps = (m for c in columns for m in (c.forward, c.backward) if m is not None and m.kind in SIGNS)
         fusions = max(((_least(_signed(m), _LABEL) + 14) / m.length for m in steps), default=0.0)
@@ -149,9 +149,9 @@ class _Picture:
 
     def _times(self, block: Block, y: float) -> Markup:
         start, size = block.columns[0].operation["at"], len(block.columns)
-        about = f"{block.times} times the next {counted(size, 'operation')}, positions {start} to {block.last}"
-        return tag("text", f"× {block.times}", tag("tspan", f"  {about}", class_="faint"), x=_MARGIN, y=y + 10,
-                   class_="times")  # fmt: skip
+        about = f"the next {counted(size, 'operation')}, positions {start} to {block.last}"
+        more = tag("tspan", f"  {about}", class_="faint")
+        return tag("text", f"× {block.times}", more, x=_MARGIN, y=y + 10, class_="times")
 
     def _bands(self, line: Sequence[Column], places: Sequence[float], top: float) -> Iterator[Markup]:
         spans = [(c.segment, x) for c, x in zip(line, places, strict=True)]
@@ -160,22 +160,23 @@ class _Picture:
             left, right = xs[0] - _GAP / 2 - 1, xs[-1] + self._column - _GAP / 2 + 1
             if segment is None:
                 continue
-            start, stop = self._plan["segments"][segment]
-            about = f"segment {segment + 1}: positions {start} to {stop - 1} run behind one autograd node"
-            rect = tag(
+            about, label = "behind autograd nodes that end elsewhere in each repetition", ""
+            if segment != ANY:
+                start, stop = self._plan["segments"][segment]
+                about = f"segment {segment + 1}: positions {start} to {stop - 1} run behind one autograd node"
+                label = f"segment {segment + 1}" + ("" if line[0].segment != segment or line[0].opens else " goes on")
+            yield tag(
                 "rect", tag("title", about), x=left, y=top, width=right - left, height=self._height(), rx=7.0,
                 class_="band",
             )  # fmt: skip
-            yield rect
-            label = f"segment {segment + 1}" + ("" if line[0].segment != segment or line[0].opens else " goes on")
-            yield tag("text", label, x=left + 9, y=top + 16, class_="faint")
+            yield tag("text", cut(label, right - left - 12, 11), x=left + 9, y=top + 16, class_="faint")
 
     def _card(self, column: Column, x: float, y: float) -> Markup:
         operation, size = column.operation, self._column - _GAP
         about = [f"{operation['at']}: {operation['name']} {operation['path']}".rstrip()]
-        about += [f"runs alone: {column.alone}"] if column.alone else []
-        about += [f"gradients wanted of {', '.join(operation['wants'])}"] if operation["wants"] else []
-        about += [f"refused: {r['fusion']}: {r['reason']}" for r in column.refused]
+        about += [f"runs eagerly: {column.alone}"] if column.alone else []
+        about += [f"gradients needed: {', '.join(operation['wants'])}"] if operation["wants"] else []
+        about += [f"not applied: {r['fusion']}: {r['reason']}" for r in column.refused]
         inside = [_title(about), tag("rect", x=x, y=y, width=size, height=self._card_height, rx=5.0, class_="card")]
         for i, text in enumerate(_split(operation["name"], size - 16, _NAME)):
             inside.append(tag("text", text, x=x + 8, y=y + 18 + _LINE * i, class_="name"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -22,7 +23,7 @@ from seqfuse.fuser.op_list import Region
 from seqfuse.pictures import PlanData, style, svg
 from seqfuse.pictures.data import NO_NEWS
 from seqfuse.pictures.markup import cut, cut_before, escaped, tag, width
-from seqfuse.pictures.score import LONG, columns_of, fold, lines_of
+from seqfuse.pictures.score import LONG, columns_of, fold, fold_loosely, lines_of
 from seqfuse.pictures.svg import MOST
 from seqfuse.pictures.svg import _listed as listed
 from seqfuse.pictures.svg import _split as split_name
@@ -241,8 +242,8 @@ def test_refusals_and_reasons_stand_where_one_points() -> None:
     for refusal in plan.refused:
         if refusal.reason in NO_NEWS:
             continue
-        assert f"refused: {refusal.fusion}: {refusal.reason}" in titles[str(refusal.at)]
-    assert "runs alone: not an operation of this library" in titles["9"]
+        assert f"not applied: {refusal.fusion}: {refusal.reason}" in titles[str(refusal.at)]
+    assert "runs eagerly: not an operation of this library" in titles["9"]
 
 
 EVIL = "<img src=x onerror=alert(1)>\"'&amp;`"
@@ -371,6 +372,19 @@ def test_identical_blocks_stand_once_with_their_number() -> None:
     assert "9 positions, 107 times" in plan.mermaid()
     blocks = fold(columns_of(plan.as_dict()))
     assert [b.times for b in blocks if b.times > 1] == [107]
+
+
+def test_blocks_are_folded_where_segments_do_not_end_with_them() -> None:
+    rotary = functools.partial(ops.RotaryEmbedding, style="half")
+    like: dict[str, Any] = {"norm": ops.RMSNorm, "activation": ops.SwiGLU, "bias": False, "rotary": rotary}
+    data = sf.nn.TransformerStack(32, 16, 2, **like, device="meta").plan(env=GPU).as_dict()
+    columns = columns_of(data)
+    exact, loose = fold(columns), fold_loosely(columns)
+    assert max(block.times for block in exact) < 31 == max(block.times for block in loose)
+    assert [c.looks_apart for b in loose for _ in range(b.times) for c in b.columns] == [c.looks_apart for c in columns]
+    words = [text.text for text in ElementTree.fromstring(svg(data)).iter(f"{SVG}text")]
+    assert "× 31" in words
+    assert not any((word or "").startswith("segment") for word in words)
 
 
 def test_a_long_list_without_repeats_is_drawn_whole_and_stays_narrow() -> None:

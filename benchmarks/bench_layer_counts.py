@@ -1,0 +1,252 @@
+"""Kernel launches and bytes saved by one layer of six models: of Hugging Face's in eager torch, and as it is planned.
+
+Nothing is run but on tensors without data, in bfloat16, planned for an H100 (sm_90) where nothing was measured. An ATen
+call counts as one launch where it is no view and no allocation, and so does a Triton kernel. Writes
+`results/layer_counts.json`, of which README's picture and docs/gallery.md are drawn.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {"SEQFUSE_TUNE": "0", "TRITON_INTERPRET": "1"}  # what needs Triton is planned; nothing is launched
+
+import contextlib
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from record import ROOT, write
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import seqfuse as sf
+from seqfuse import env, ops
+from seqfuse.fuser.fake import faking
+from seqfuse.kernels import _columns, _norm, gemm, pointwise, rope
+from seqfuse.ops import _attention, rmsnorm
+
+sys.path[:0] = [str(ROOT / "examples")]
+models: Any = importlib.import_module("models")
+DTYPE = torch.bfloat16
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
+FREE |= {"squeeze_", "promote_types"}
+# Norms of a CPU convert their statistics; a GPU makes none of these, and neither do other operations here.
+CONVERTS = {"_to_copy"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model of Hugging Face by the name of its modeling file, and its layer; its input; the function of `models`."""
+
+    title: str
+    make: str
+    family: str
+    layer: str
+    config: dict[str, Any]
+    x: tuple[int, int, int]
+    head: int | None = None  # elements of a head that RoPE turns
+
+
+LLAMA = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+GEMMA = {"hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1}
+MODELS = (
+    Model("GPT-2", "gpt2", "gpt2", "GPT2Block", {}, (8, 1024, 768)),
+    Model("Llama 3 8B", "llama3_8b", "llama", "LlamaDecoderLayer", LLAMA, (8, 1024, 4096), 128),
+    Model("BERT base", "bert_base", "bert", "BertLayer", {}, (16, 512, 768)),
+    Model("ViT-B/16", "vit_b16", "vit", "ViTLayer", {}, (32, 197, 768)),
+    Model("Qwen3 0.6B", "qwen3_06b", "qwen3", "Qwen3DecoderLayer", QWEN | {"head_dim": 128}, (8, 1024, 1024), 128),
+    Model("Gemma 3 1B", "gemma3_1b", "gemma3", "Gemma3DecoderLayer", GEMMA | {"head_dim": 256}, (8, 1024, 1152), 256),
+)
+
+
+class Launches(TorchDispatchMode):
+    """Launches while it is on, each with whatever `who` is then."""
+
+    def __init__(self, who: Callable[[], Any], free: set[str] = FREE) -> None:
+        super().__init__()
+        self.who, self.free, self.paused, self.found = who, free, False, list[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        room, _, name = func._schema.name.partition("::")
+        if room == "aten" and not self.paused and not func.is_view and name not in self.free:
+            # Torch makes a norm's dx by one kernel and its sums over rows by another.
+            self.found += [self.who()] * (2 if name == "native_layer_norm_backward" else 1)
+        return func(*args, **(kwargs or {}))
+
+    def launch(self, kernel: Any, grid: int, *rest: Any, **options: Any) -> None:
+        self.found += [self.who()] * (grid > 0)
+
+    def as_one(self, function: Any, launches: int) -> Any:
+        """What a GPU makes by so many launches, where a CPU makes many calls of it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.paused = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.paused = False
+                self.found += [self.who()] * launches
+
+        return run
+
+
+def eager(model: Model) -> dict[str, Any]:
+    """Of a layer of Hugging Face: the module of each launch, and the bytes that torch saves for backward."""
+    home = importlib.import_module(f"transformers.models.{model.family}.modeling_{model.family}")
+    made = importlib.import_module(f"transformers.models.{model.family}.configuration_{model.family}")
+    names = {"gpt2": "GPT2Config", "vit": "ViTConfig", "gemma3": "Gemma3TextConfig"}
+    config = getattr(made, names.get(model.family, f"{model.family.capitalize()}Config"))(**model.config)
+    config._attn_implementation = "sdpa"
+    stack, kept = [""], dict[int, torch.UntypedStorage]()
+    begun: dict[int, str] = {}  # by the number that autograd gives a node, the module that made it
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if not isinstance(t, nn.Parameter):
+            kept[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    def ahead() -> str:
+        begun[torch._C._autograd._get_sequence_nr() - 1] = stack[-1]
+        return stack[-1]
+
+    def back() -> str:
+        number = torch._C._current_autograd_node()._sequence_nr()
+        return begun[max((n for n in begun if n <= number), default=min(begun))]
+
+    with default(DTYPE), FakeTensorMode():
+        layer = getattr(home, model.layer)(config, **({} if model.family in ("bert", "vit") else {"layer_idx": 0}))
+        layer.eval()  # without dropout
+        for path, module in layer.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: stack.append(path))
+            module.register_forward_hook(lambda *_: stack.__delitem__(-1))
+        x = torch.empty(model.x, requires_grad=True)
+        angles = () if model.head is None else (torch.empty(1, model.x[1], model.head) for _ in "cs")
+        how = {} if model.head is None else {"position_embeddings": tuple(angles)}
+        first, second = Launches(ahead), Launches(back)
+        with first, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(x, **how)
+        y = y[0] if isinstance(y, tuple) else y
+        with second:
+            torch.autograd.grad(y, [x, *layer.parameters()], torch.empty_like(y))
+    count = sum(p.numel() for p in layer.parameters())
+    saved = sum(storage.nbytes() for storage in kept.values())
+    return {"forward": first.found, "backward": second.found, "saved": saved, "parameters": count}
+
+
+def planned(model: Model) -> dict[str, Any]:
+    """Of a layer by its plan: where the step of each launch begins, the steps, the bytes of each choice of memory."""
+    made = getattr(models, model.make)(1)
+    layer = (made[0] if isinstance(made[0], sf.Sequential) else made).to(DTYPE)
+    there = sf.Env.of("cuda:sm_90", dtype=DTYPE, rows=model.x[0] * model.x[1])
+    x = torch.empty(model.x, dtype=DTYPE, device="meta", requires_grad=True)
+    plan = layer.plan(x, env=there)
+    saved = {choice.memory: choice.saved for choice in plan.choices} or {"save": plan.memory.saved}
+    layer = layer.to_empty(device="cpu")
+    for module in layer.modules():  # weights of their own, as those of a checkpoint are
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter)))
+    current: list[int | None] = [None]
+    passes, costs = ("forward", "backward"), mock.patch.dict(env._COSTS, cpu=env._COSTS["sm_90"])
+
+    def covers(plan: Any) -> list[Any]:
+        return [[(step.name, step.covers) for step in getattr(plan, pass_)] for pass_ in passes]
+
+    def here() -> Any:
+        return layer.plan(torch.empty(model.x, dtype=DTYPE, requires_grad=True))
+
+    # What a GPU does not use before it was measured there, and what only a CPU gains by.
+    unused = [fusion for fusion in sf.fusions.default if fusion.needs_measurement]
+    with costs, sf.fusing(exclude=unused):
+        names = {step.name for step in (*plan.forward, *plan.backward)}
+        unused += [type(s.operation) for s in (*here().forward, *here().backward) if s.name not in names]
+    with costs, sf.fusing(exclude=tuple(unused)):
+        assert covers(here()) == covers(plan)
+        fuser = layer._fuser
+        with faking() as mode, contextlib.ExitStack() as stack:
+            leaf = mode.from_tensor(torch.empty(model.x, dtype=DTYPE)).requires_grad_()
+            first, second = (Launches(lambda: current[0], FREE | CONVERTS) for _ in passes)
+            _tell(stack, plan.forward, "fwd", current)
+            _tell(stack, plan.backward[::-1], "bwd", current)
+            with as_on_a_gpu(first):
+                y = fuser.run(fuser.op_list(), leaf, {})
+            with as_on_a_gpu(second):
+                torch.autograd.grad(y, [leaf, *layer.parameters()], torch.empty_like(y))
+    steps = {pass_: [(s.name, s.start, s.stop) for s in getattr(plan, pass_)] for pass_ in passes}
+    return {"forward": first.found, "backward": second.found, "saved": saved, "steps": steps,
+            "operations": plan.names, "parameters": sum(p.numel() for p in layer.parameters())}  # fmt: skip
+
+
+def _tell(stack: contextlib.ExitStack, steps: Sequence[Any], name: str, current: list[int | None]) -> None:
+    """Let the passes of these steps, in the order in which they run, say in `current` where their step begins."""
+    starts: dict[type, list[int]] = {}
+    for step in steps:
+        starts.setdefault(type(step.operation), []).append(step.start)
+    for kind, left in starts.items():
+        function: Any = getattr(kind, name)
+
+        def run(*args: Any, function: Any = function, left: list[int] = left, **kwargs: Any) -> Any:
+            if current[0] is not None or not left:  # a fusion may call an operation
+                return function(*args, **kwargs)
+            current[0] = left.pop(0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                current[0] = None
+
+        stack.enter_context(mock.patch.object(kind, name, run))
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(counted: Launches) -> Iterator[None]:
+    """Counts launches of Triton kernels too, none of which is made, attention and RMSNorm as torch runs them there."""
+    with contextlib.ExitStack() as stack:
+        for module in (gemm, pointwise, _norm, _columns, rope):
+            for name, other in (("launch", counted.launch), ("traced", mock.Mock(return_value=False))):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, other))
+        for module, name, count in (
+            (rmsnorm, "fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "_frequencies", 0),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, counted.as_one(getattr(module, name), count)))
+        # The kernel of torch on a GPU is one launch, with a sliding window too.
+        stack.enter_context(mock.patch.object(_attention.Scores, "kernel", return_value="cpu"))
+        stack.enter_context(counted)
+        yield
+
+
+@contextlib.contextmanager
+def default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def row(model: Model) -> dict[str, Any]:
+    return {"title": model.title, "make": model.make, "x": model.x, "eager": eager(model), "planned": planned(model)}
+
+
+def main() -> None:
+    import transformers
+
+    rows = []
+    for model in MODELS:
+        rows.append(row(model))
+        ours, theirs = rows[-1]["planned"], rows[-1]["eager"]
+        counts = (len(theirs["forward"]), len(ours["forward"]), len(theirs["backward"]), len(ours["backward"]))
+        print(model.title, *counts, theirs["saved"] / 2**20, {k: v / 2**20 for k, v in ours["saved"].items()},
+              theirs["parameters"], ours["parameters"], flush=True)  # fmt: skip
+    print(f"wrote {write('layer_counts', {'transformers': transformers.__version__, 'rows': rows}).name}")
+
+
+if __name__ == "__main__":
+    main()
