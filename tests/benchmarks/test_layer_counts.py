@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pytest
 import report
 
 FOUND: Any = report.read("layer_counts")
@@ -20,14 +18,3 @@ def test_layers_have_as_many_parameters_as_those_of_hugging_face() -> None:
 def test_launches_that_belong_to_no_step_are_none() -> None:
     for row in FOUND["rows"]:
         assert None not in row["planned"]["forward"] + row["planned"]["backward"], row["title"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(6))
-def test_launches_are_what_is_counted_now(at: int) -> None:
-    bench = pytest.importorskip("bench_layer_counts")
-    row = FOUND["rows"][at]
-    assert json.loads(json.dumps(bench.planned(bench.MODELS[at]))) == row["planned"]
-    transformers = pytest.importorskip("transformers")
-    if transformers.__version__ == FOUND["transformers"]:
-        assert bench.eager(bench.MODELS[at]) == row["eager"]
