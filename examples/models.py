@@ -56,7 +56,7 @@ def qwen3_06b(layers: int = 28) -> sf.Sequential:
 def gemma3_1b(layers: int = 26) -> sf.Sequential:
     """GeGLU, norms at both ends of each branch, sliding windows of 512 in five of six layers. arXiv:2503.19786."""
     sizes: dict[str, Any] = {"kv_heads": 1, "head_dim": 256, "hidden_dim": 6912}
-    shared = llama_like(1e-6) | {
+    shared: dict[str, Any] = llama_like(1e-6) | {
         "norm": partial(ops.RMSNorm, eps=1e-6, zero_centered=True),
         "qk_norm": partial(ops.QKNorm, eps=1e-6, zero_centered=True),
         "activation": partial(ops.GEGLU, "tanh"),
