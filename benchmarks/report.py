@@ -301,42 +301,39 @@ def claims() -> str | None:
         return between(row["forward + backward"]["eager"]["ratio"] for row in rows)
 
     llama, gpt = (
-        f'{saved(model, "seqfuse")}, or {saved(model, "seqfuse lean")} with `memory="lean"`'
+        f"{saved(model, 'seqfuse')} of eager PyTorch's bytes for backward, {saved(model, 'seqfuse lean')} with "
+        '`memory="lean"`'
         for model in ("llama3-8b", "gpt2-xl")
     )
     overhead = between(row["ratio"] for row in calls["host"])
     (layer,) = (row for row in counted["rows"] if row["make"] == "llama3_8b")
-    launches, kept = (
-        [
-            f"{len(layer['planned'][pass_])} of {len(layer['eager'][pass_])} {pass_}"
-            for pass_ in ("forward", "backward")
-        ],
-        [f"{layer['planned']['saved'][choice] / layer['eager']['saved']:.2f}" for choice in ("save", "lean")],
-    )
+    ours, theirs = (len(layer[side]["forward"]) + len(layer[side]["backward"]) for side in ("planned", "eager"))
+    kept, least = (f"{layer['planned']['saved'][choice] / layer['eager']['saved']:.2f}" for choice in ("save", "lean"))
     rows = {
-        "`sf.convert` gives the outputs and every gradient of 26 small models, such as Llama, BERT, ViT and T5": (
+        "`sf.convert` gives the same outputs and gradients: 26 small models, such as Llama, BERT, ViT and T5": (
             "tested on a CPU"
         ),
-        'a converted layer with `memory="lean"` saves for backward at most, of eager torch\'s bytes: Llama 0.70, GPT-2 '
-        "0.80, BERT 0.77": "measured on a CPU",
-        f"a feed-forward block of Llama 3 8B in bfloat16 on an H100 saves, of eager torch's bytes: {llama}; of "
-        f"GPT-2 XL: {gpt}": "counted from plans",
-        f"a layer of Llama 3 8B in bfloat16 on an H100 launches kernels, of those of Hugging Face's in eager torch: "
-        f"{' and '.join(launches)}; it saves for backward, of its bytes: {kept[0]}, or {kept[1]} with "
-        '`memory="lean"`': "counted from plans",
+        f"a layer of Llama 3 8B in bfloat16 on an H100 takes {ours} kernel launches, Hugging Face's in eager PyTorch "
+        f"{theirs}": "counted from plans",
+        f'of the bytes that Hugging Face\'s saves for backward, it saves {kept}, or {least} with `memory="lean"`': (
+            "counted from plans"
+        ),
+        f"of the bytes that eager PyTorch with its fused norms saves, a feed-forward block of Llama 3 8B saves {llama}; "
+        f"one of GPT-2 XL {gpt}": ("counted from plans"),
+        'a converted layer with `memory="lean"` saves at most 0.70 (Llama), 0.80 (GPT-2) and 0.77 (BERT) of eager '
+        "PyTorch's bytes": "measured on a CPU",
         "every fused kernel equals its operations within tolerance, in both passes and every gradient": (
             "tested in Triton's interpreter"
         ),
         "every kernel compiles for sm_80, sm_90, sm_100 and gfx942": (
             "compiled offline; what was changed since the last whole run, in part"
         ),
-        "speed on a GPU, of eager torch, `torch.compile` and Liger": (
+        "speed on a GPU beside eager PyTorch, `torch.compile` and Liger-Kernel": (
             "**not yet run on a GPU**" if read("gpu") is None else speed().splitlines()[-1]
         ),
-        f"time of a block on a CPU, of eager torch's: {times(' 1024')} for 1,024 tokens, {times(' 64')} for 64": (
-            "measured on a CPU"
-        ),
-        f"CPU overhead of a call, of `torch.nn.Sequential`'s: {overhead}": "measured in instructions",
+        f"a block on a CPU takes {times(' 1024')} times as long as in eager PyTorch for 1,024 tokens, {times(' 64')} "
+        "for 64": "measured on a CPU",
+        f"the CPU overhead of a call is {overhead} of `torch.nn.Sequential`'s": "measured in instructions",
     }
     return text(table(("what", "status"), rows.items(), left=2))
 
