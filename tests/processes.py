@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 Work = Callable[[], None]
 
-# A process that starts anew imports torch for two seconds; one forked from a server that did so starts at once.
+# A process that starts anew imports torch for two seconds, and Dynamo, which most models reach, for one more; one
+# forked from a server that did so starts at once.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
-    "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint",
-    "torch.nn.parallel", "seqfuse.parallel", "seqfuse.testing", "tests.processes",
+    "pytest", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel", "torch.nn.parallel", "seqfuse.parallel", "seqfuse.testing", "tests.processes",
 ])  # fmt: skip
 # For what imports this library or Triton in its own way.
 BARE = forkserver.ForkServer()
