@@ -151,7 +151,7 @@ class Step:
         """The records that the forward saves, without those of which no needed gradient reads a field."""
         if self.inference or not any(self.needs):
             return ()
-        return tuple(record for record in self.records if record.kept or self.joint)
+        return tuple(record for record in self.records if record.kept)
 
     @property
     def _own_record(self) -> tuple[Record, ...]:

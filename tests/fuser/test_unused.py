@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -159,3 +159,61 @@ def test_an_output_made_inside_a_fused_forward_may_be_all_that_is_used(used: tup
         p = [q.detach().requires_grad_() for q in model.parameters()]
         stream = torch.nn.functional.linear(z, p[0], p[1]) + b
         compare(got, gradients((torch.relu(stream), stream), used, [z, b, *p]))
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["interpreted", "generated code"])
+def test_the_gradient_of_an_unused_output_is_where_the_output_is(calls: int) -> None:
+    came: list[torch.device] = []
+
+    class Halves(sf.UnfusedOperation):
+        """y = x / 2, twice."""
+
+        outputs = ("out",)
+        channels: ClassVar[Any] = {"out": "b"}
+
+        class Saved(sf.Saved):
+            pass
+
+        def reference(self, x: Tensor) -> Any:
+            return x / 2, {"out": x / 2}
+
+        def fwd(self, x: Tensor) -> Any:
+            return x / 2, {"out": x / 2}, self.Saved()
+
+        def bwd(self, dy: Tensor, saved: Saved, *, d_out: Tensor | None) -> Any:
+            came.append(dy.device)
+            return dy / 2 if d_out is None else (dy.to(d_out) + d_out) / 2, {}
+
+    model = sf.Sequential(ops.Bias(3, device="meta"), Halves())
+    for _ in range(calls):
+        _, b = model(torch.empty(2, 3, device="meta", requires_grad=True))
+        b.sum().backward()
+    assert came == [torch.device("meta")] * calls
+
+
+@pytest.mark.parametrize("calls", [1, 2], ids=["interpreted", "generated code"])
+def test_a_joint_fusion_may_save_nothing(calls: int) -> None:
+    class ScaleScale(sf.JointFusion):
+        first: ops.Scale
+        second: ops.Scale
+
+        class Saved(sf.Saved):
+            pass
+
+        def saves(self, env: sf.Env) -> sf.Savings:
+            return sf.Savings(launches=1)
+
+        def fwd(self, x: Tensor) -> Any:
+            return x * 6.0, self.Saved()
+
+        def bwd(self, dy: Tensor, saved: Saved) -> Any:
+            assert isinstance(saved, ScaleScale.Saved)
+            return dy * 6.0, {}
+
+    model = sf.Sequential(ops.Scale(2.0), ops.Scale(3.0), fusions=(ScaleScale,))
+    x = tensor(7, 5)
+    with sf.fusing(on_error="raise"):
+        for _ in range(calls):
+            (dx,) = torch.autograd.grad(model(x).sum(), x)
+            assert torch.equal(dx, torch.full_like(x, 6.0))
+    assert fused_names(model.plan(x)) == (["ScaleScale"], ["ScaleScale"])

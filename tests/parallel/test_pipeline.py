@@ -777,6 +777,12 @@ def test_stages_of_a_count_are_balanced_where_a_single_tensor_crosses(one: Any):
     assert [*staged._modules].index("boundary1") == 6  # the last operation has most of the parameters
 
 
+def test_a_stage_may_begin_where_a_module_is_met_again(one: Any):
+    tanh = ops.Tanh()
+    alone = sf.Sequential(ops.Linear(4, 6), tanh, ops.Linear(6, 6), tanh, ops.Linear(6, 3)).double()
+    same_as_alone(pipeline(copy.deepcopy(alone), one, stages=("3",)), alone)
+
+
 def test_a_public_output_crosses_every_boundary_behind_it(one: Any):
     model = sf.Sequential(ops.Linear(4, 6), ops.Fork("out"), ops.Linear(6, 6), ops.Linear(6, 3))
     with pytest.raises(sf.errors.PlanError, match="a list of 2 parts that a single tensor leaves cannot be cut into 3"):

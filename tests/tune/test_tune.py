@@ -269,6 +269,11 @@ def test_it_is_for_the_environment_that_is_here(monkeypatch: pytest.MonkeyPatch)
         assert model.plan(X).count("Slow") == 1
         sf.tune(model, X, modes="train")
         assert model.plan(X).count("Slow") == 0
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert model.plan(X).count("Slow") == 1
+    finally:
+        torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     assert model.plan(X).count("Slow") == 1
 
