@@ -21,6 +21,8 @@ class Chain:
 
     members: list[Raised]
     state: State
+    begun: bool = False
+    """Whether it has to begin with its first operation: all others read what that makes."""
 
     @property
     def inputs(self) -> list[Node]:
@@ -35,7 +37,8 @@ def chains_of(
     """Cover the operations of a graph with chains: as large as they can be while each can run as one call.
 
     A chain is convex: no value that it reads is made, outside of it, of a value that it makes. Its operations run under
-    one autocast and gradient mode, and between two changes in place.
+    one autocast and gradient mode, and between two changes in place. A gradient may come back to all of them or to
+    none: parameters that it does not reach have none, not zeros.
 
     Args:
         graph: as it was captured.
@@ -49,16 +52,21 @@ def chains_of(
     made: dict[Value, Chain] = {}
     viewed: dict[Value, Chain] = {}
     for together in _in_order(operations, place):
-        chain = Chain(list(together), state[together[-1].node])
+        chain = Chain(list(together), state[together[-1].node], together[0] in apart)
         own = {p for r in together for p in r.parameters.values()}
-        for node in () if together[0] in apart else chain.inputs:
+        for node in () if chain.begun else chain.inputs:
             producer = made.get(node)
             if producer is None or producer is chain or producer.state != chain.state or node in own:
+                continue
+            if producer.members[0].reached is not chain.members[0].reached:
+                continue
+            if len(chain.members) > len(together) and (chain.begun or producer.begun):
                 continue
             if _depends(chain, producer, made | viewed, place) or _depends(producer, chain, made | viewed, place):
                 continue
             producer.members += chain.members
             chain = producer
+            made.update((r.out, chain) for r in chain.members)  # at once: another input may be of a chain merged before
         for r in chain.members:
             made[r.out] = chain
             if isinstance(r.out, Inner):

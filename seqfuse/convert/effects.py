@@ -101,11 +101,16 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
     return found
 
 
+def _stops(node: Node) -> bool:
+    return spelled(node) == "detach" or (node.target is getattr and node.args[1] == "data")
+
+
 class Effects:
     """Tells which nodes of a graph may run as one call, in the place of the last of them.
 
     Attributes:
         unread: calls whose values reach nobody; parameters that only they read have no gradient.
+        reached: calls that a gradient may come back to; others are read through `detach` or without gradients alone.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -116,7 +121,21 @@ class Effects:
             pure = node.op in ("call_function", "call_method") and not in_place(node) and not is_state(node)
             if pure and all(user in self.unread for user in node.users):
                 self.unread.add(node)
+        # Where no gradients are recorded, it makes no difference: all are of one kind.
+        self.reached = {node for node, state in self._states.items() if state.grad is False} | self._leads_out(graph)
         self._changes = [(i, node, _changed(node)) for node, i in self._place.items() if in_place(node)]
+
+    def _leads_out(self, graph: Graph) -> set[object]:
+        """Nodes from which a gradient's way leads to what leaves the graph, or to a change of what does."""
+        found: set[object] = set()
+        memory = {_memory(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+        for node in reversed(graph.nodes):
+            leads = node.op == "output" or (node in found and not _stops(node))
+            leads = leads or (in_place(node) and _meet(memory - {None}, _changed(node)))
+            if leads and (node.op == "output" or self._states[node].grad is not False):
+                found.update(node.all_input_nodes)
+                memory.update(map(_memory, node.all_input_nodes))
+        return found
 
     def allow(self, nodes: Iterable[Node]) -> bool:
         """Whether nodes run in one mode, and what they read and make is not changed between them."""

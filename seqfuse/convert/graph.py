@@ -99,6 +99,11 @@ def same_size(a: Any, b: Any) -> bool:
     return str(a) == str(b)
 
 
+def numbers(shape: Any) -> tuple[int, ...]:
+    """Sizes as numbers: those that were captured, where they are symbols."""
+    return tuple(size if isinstance(size, int) else size.node.hint for size in shape)
+
+
 def is_fixed(*sizes: Any) -> bool:
     """Whether sizes are numbers, not symbols."""
     return all(isinstance(size, int) for size in sizes)

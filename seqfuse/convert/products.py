@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import torch
 from torch.fx import Node
 
 from .. import ops
 from ..operation import FusableOperation
 from ..ops.mergedlinear import MAX_PARTS
 from .effects import Effects
-from .graph import argument, back, example, is_fixed, operands, same_size, spelled
+from .graph import argument, back, example, is_fixed, numbers, operands, same_size, spelled
 from .raising import META, Found, Inner, Raised, View, matcher, one
 
 _UNITS: dict[str, Callable[..., FusableOperation]] = {
@@ -94,11 +95,12 @@ def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node, took: lis
 def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
     """The same operations, where the `Linear`s of one tensor whose results nothing else reads are one."""
     read = {r.x for r in operations}
-    groups: dict[Any, list[Raised]] = {}
+    groups: dict[tuple[Any, bool], list[Raised]] = {}
     for r in operations:
         plain = type(r.operation) is ops.Linear and spelled(r.out) == "linear" and r.out not in read
+        plain = plain and all(_reads_in_place(user, r.out) for user in r.out.users)  # pyright: ignore
         if plain and all(isinstance(p, Node) and p.op in ("placeholder", "get_attr") for p in r.parameters.values()):
-            groups.setdefault(r.x, []).append(r)
+            groups.setdefault((r.x, r.reached), []).append(r)
     gone: dict[Raised, Raised | None] = {}
     for group in groups.values():
         if not 1 < len(group) <= MAX_PARTS or not effects.allow(t for r in group for t in r.took):
@@ -108,13 +110,26 @@ def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
         found = merged(products, inner, [t for r in group for t in r.took])
         if found is None:
             continue
-        found.node, place = products[0], 0
+        found.node, found.reached, place = products[0], group[0].reached, 0
         for product in products:
             size: int = example(product).shape[-1]  # pyright: ignore[reportOptionalMemberAccess]
             inner.views.append(View(product, place, None, size))
             place += size
         gone |= dict.fromkeys(group) | {group[0]: found}
     return [kept for r in operations if (kept := gone.get(r, r)) is not None]
+
+
+def _reads_in_place(user: Node, product: Node) -> bool:
+    """Whether a call can read what it reads as part of a wider tensor; what leaves the graph stays as it was."""
+    before, after = example(product), example(user)
+    if spelled(user) != "view" or before is None or after is None:
+        return spelled(user) is not None
+    *rows, size = numbers(before.shape)
+    try:
+        torch.empty(*rows, 2 * size, device=META)[..., :size].view(numbers(after.shape))
+    except RuntimeError:
+        return False
+    return True
 
 
 def part_of(node: Any, took: list[Node]) -> tuple[Any, int, int] | None:

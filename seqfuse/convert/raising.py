@@ -60,6 +60,7 @@ class Raised:
         channels: the nodes that are its extra inputs, by channel.
         took: the nodes that need not run any more, if nobody else reads them.
         node: the node that it is named after and placed at.
+        reached: whether a gradient may come back to it.
     """
 
     operation: FusableOperation
@@ -69,6 +70,7 @@ class Raised:
     node: Node
     parameters: Mapping[str, Given] = dataclasses.field(default_factory=dict[str, Given])
     channels: Mapping[str, Node] = dataclasses.field(default_factory=dict[str, Node])
+    reached: bool = True
 
     @property
     def counts(self) -> bool:
@@ -119,6 +121,8 @@ def raised(
                 took = {t for r in found for t in r.took}
                 if found[-1].out not in effects.unread and effects.allow(took):
                     taken |= took
+                    for r in found:
+                        r.reached = found[-1].out in effects.reached
                     yield from found
                 else:
                     reasons.setdefault(node, "between its calls a mode or a tensor changes, or nobody reads it")

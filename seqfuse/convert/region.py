@@ -19,7 +19,7 @@ from ..fuser.plan import Plan
 from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
 from .chains import Chain, Order
-from .graph import example, same_shape
+from .graph import example, numbers, same_shape
 from .raising import Given, Transposed
 
 
@@ -126,20 +126,16 @@ def why_not(region: Region, chain: Chain) -> str | None:
             if e is None:  # a value that no node holds
                 continue
             cast = lowered and result.is_floating_point() and e.is_floating_point()
-            if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, _numbers(e.shape)):
+            if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
                 got = f"{result.dtype} {tuple(result.shape)}"
                 return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
     return None
 
 
-def _numbers(shape: Any) -> tuple[int, ...]:
-    return tuple(size if isinstance(size, int) else size.node.hint for size in shape)
-
-
 def _fake(node: Node, device: str | None = None) -> Tensor:
     e = example(node)
     assert e is not None
-    shape, strides = _numbers(e.shape), _numbers(e.stride())
+    shape, strides = numbers(e.shape), numbers(e.stride())
     return torch.empty_strided(shape, strides, dtype=e.dtype, device=device or e.device, requires_grad=e.requires_grad)
 
 
@@ -153,6 +149,7 @@ def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[N
     given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
     call.args = (order.x, *order.channels.values(), *given)
     added, holders = [*made.values(), call], dict[Node, Node]()
+    needs = any(e.requires_grad for n in call.all_input_nodes if (e := example(n)) is not None)
 
     def then(what: str, target: Any, *args: Any) -> Node:
         with graph.inserting_after(added[-1]):
@@ -163,6 +160,8 @@ def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[N
         e = example(node)
         if e is not None and e.dtype is not dtype:
             holder = then("call_method", "to", holder, e.dtype)
+        if e is not None and needs and not e.requires_grad:  # one of several results that needs no gradient
+            holder = then("call_method", "detach", holder)
         holder.meta = dict(node.meta)
         holders[node] = holder
 

@@ -117,6 +117,7 @@ def _regions(
                 left += [(r, "no operation beside it to fuse it with") for r in chain.members]
                 continue
             order = order_of(chain, outside)
+            left += [(r, "it goes on from a tensor of another shape") for r in order.apart if r in apart]
             begins.update(order.apart)
             if order.apart or left:
                 continue

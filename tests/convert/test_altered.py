@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .comparing import assert_same
 
 S = F.scaled_dot_product_attention
-Spelling = Callable[["Layers", Tensor], Tensor]
+Spelling = Callable[["Layers", Tensor], Any]
 
 
 class Layers(nn.Module):
@@ -27,7 +27,7 @@ class Layers(nn.Module):
         self.w = nn.Parameter(torch.rand(8) + 0.5)
         self.spelling = spelling
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.spelling(self, x)
 
 
@@ -216,6 +216,24 @@ def detaches(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def reads_a_product_through_detach_alone(m: Layers, x: Tensor) -> Tensor:
+    y = F.layer_norm(x, (8,), m.w)
+    return m.c(F.silu(m.a(y).detach()) * m.b(y))
+
+
+@spelling
+def lays_products_out_flat(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.layer_norm(x, (8,), m.w)
+    return m.a(y).view(-1) * m.b(y).view(-1, 8).sum(), m.c(y).view(2, 4, 2, 4)
+
+
+@spelling
+def returns_what_needs_no_gradient(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = rms(x.detach(), m.w.detach())
+    return m.b(F.gelu(m.a(y))) + y, y
+
+
+@spelling
 def calls_vmap(m: Layers, x: Tensor) -> Tensor:
     return torch.func.vmap(lambda t: m.b(F.gelu(m.a(t))))(x)
 
@@ -296,6 +314,10 @@ short("a row less", lambda m, x: joined(S(heads(m.a(x)), heads(m.b(x)[:, :3]), h
 short("part of a product", lambda m, x: joined(S(heads(m.qkv(x)[..., :8]), heads(m.b(x)), heads(m.c(x)))))
 short("queries with a bias", lambda m, x: joined(S((t := qkv(m, x))[0] + m.w[:4], *t[1:])))
 short("a learned mask", lambda m, x: joined(S(*qkv(m, x), attn_mask=m.w[:4].outer(m.w[4:]))))
+short(
+    "a mask made by a factor",
+    lambda m, x: m.b(joined(S(*qkv(m, x + m.a(x)), attn_mask=ONES.to(x.dtype).cumsum(-1) / 5))),
+)
 short("another scale", lambda m, x: joined(S(*qkv(m, x), scale=0.3)))
 short("rows that see nothing", lambda m, x: joined(S(*qkv(m, x), attn_mask=torch.ones(4, 4).tril(-1).bool())))
 
