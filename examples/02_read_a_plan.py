@@ -1,4 +1,4 @@
-"""What a plan says: here, on a machine that is not here, and why something is not fused."""
+"""Read a plan: what is fused on this machine, what would be on an H100, and why the rest is not."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ dim = 64
 
 
 class Mix(nn.Module):
-    """No operation of this library: it runs as it is, and each side of it is planned by itself."""
+    """A module that seqfuse does not know runs eagerly; the operations on each side of it are planned by themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,21 +28,21 @@ def block() -> sf.Sequential:
 model = block()
 x = torch.randn(8, 16, dim)
 plan = model.plan(x)
-print("# here, as it will run on x\n")
+print("# on this machine, for this input\n")
 print(plan)
 
-print("\n# the same as data\n")
+print("\n# the same, for a program to read\n")
 print(f"{plan.fused[0]} fused forward, {plan.fused[1]} fused backward")
 for step in plan.forward:
     if step.fused:
-        print(f"  {step.name} covers positions {step.covers.start} to {step.covers.stop - 1}")
+        print(f"  {step.name} runs the operations at positions {step.covers.start} to {step.covers.stop - 1}")
 for piece in plan.segments:
-    print(f"  one autograd node for positions {piece.start} to {piece.stop - 1}")
+    print(f"  the operations at positions {piece.start} to {piece.stop - 1} are one autograd node")
 
-print("\n# on an H100 in bfloat16, the model converted as it would be there\n")
+print("\n# on an H100, in bfloat16; no GPU is needed to ask\n")
 print(block().bfloat16().plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)))
 
-print("\n# why not? every refusal has a reason\n")
+print("\n# why something is not fused\n")
 with sf.fusing(exclude=[fusion.__name__ for fusion in model.fusions]):
     for refusal in model.plan(x).refused[:3]:
         print(f"  {refusal.fusion} at {refusal.at}: {refusal.reason}")
@@ -51,10 +51,10 @@ for alone in model.plan(x).alone:
     print(f"  {alone.name} at {alone.at} runs eagerly: {alone.reason}")
 handle.remove()
 
-print("\n# in evaluation nothing is kept\n")
+print("\n# without gradients nothing is saved for backward\n")
 with torch.no_grad():
     print(f"  backward: {model.plan(x).backward}, saved: {model.plan(x).memory.saved} bytes")
 
-print("\n# a deep stack is cut, so that gradients arrive and memory is freed while backward goes on\n")
+print("\n# a deep model is cut into autograd nodes: gradients arrive, and memory is freed, while backward still runs\n")
 deep = sf.Sequential(*(block()[1] for _ in range(6)))
 print(f"  {len(deep.plan(x).names)} operations in segments {[(s.start, s.stop) for s in deep.plan(x).segments]}")

@@ -1,4 +1,7 @@
-"""Two operations and a fusion of your own, and the checks that say whether they are right."""
+"""Write an activation, an operation with a parameter and a fusion, check all three, and train with them.
+
+The checks compare every output and gradient with the reference, in float32 and bfloat16, over shapes and strides.
+"""
 
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ x = torch.randn(6, 8)
 
 
 class Cube(sf.Pointwise):
-    """y = x^3.  x, y: [*, H].  Saved: x.  The passes follow from the reference."""
+    """y = x^3.  x, y: [*, H].  Saved: x.  An activation needs no more than a reference."""
 
     def reference(self, x: Tensor) -> Tensor:
         return x * x * x
@@ -55,7 +58,7 @@ class Gain(sf.UnfusedOperation):
 
 
 class GainBias(sf.ForwardFusion):
-    """y = bias + gain x in one call; saves what the two operations save."""
+    """y = bias + gain x in one call. It saves what the two operations save, so any backward pass can follow."""
 
     scale: Gain
     bias: ops.Bias
@@ -66,7 +69,7 @@ class GainBias(sf.ForwardFusion):
 
 
 class Careless(Cube):
-    """The derivative of Cube with a factor lost."""
+    """Cube with a mistake in its gradient, which the check finds: the factor 3 is missing."""
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
         return dy * saved.x * saved.x, {}
@@ -74,13 +77,12 @@ class Careless(Cube):
 
 testing.check_op(Cube(), x)
 testing.check_op(Gain(8), x)
-print("Cube and Gain are what their references say")
+print("Cube and Gain agree with their references in both passes")
 print(testing.check_fusion(GainBias, x))
 
 model = sf.Sequential(Gain(8), ops.Bias(8), Cube(), ops.Linear(8, 1), fusions=(GainBias, *sf.fusions.default))
 print(f"\n{model.plan(x)}\n")
 
-# Cube is final, so a subclass of it stands by itself and is matched by no fusion.
 try:
     testing.check_op(Careless(), x)
 except AssertionError as error:

@@ -1,7 +1,7 @@
-"""An activation that every kernel takes and a fusion on a Triton kernel, with the checks and the plan of both.
+"""Write an activation that the library's kernels fuse, and a fusion with a Triton kernel; check both, read their plan.
 
-Without a GPU, TRITON_INTERPRET=1 python examples/04_write_a_fusion.py runs the kernels on the CPU; with neither it says
-what is refused, and why.
+On a machine without a GPU, run it as  TRITON_INTERPRET=1 python examples/04_write_a_fusion.py  to run the kernels in
+Triton's interpreter. Without either, the fusions are not applied, and the plan says why.
 """
 
 import functools
@@ -79,10 +79,10 @@ def main() -> None:
         ops.Scale(30.0),
         fusions=(ScaleTanhScale, *fusions.default),
     ).bfloat16()  # fmt: skip
-    with sf.fusing(unmeasured=True):  # else a GEMM of the library's own waits for a measurement
+    with sf.fusing(unmeasured=True):  # as if sf.tune had measured that the GEMMs of the library are faster
         print(f"\n{str(model.plan(env=hopper)).partition('not applied')[0]}")
 
-    # The cap alone: on this machine it is cheaper to give its first Scale to the GEMM before it.
+    # The last three operations alone: in the whole model the first Scale is fused with the GEMM before it.
     plan = model[3:].plan(torch.randn(16, 1024, device=here, dtype=torch.bfloat16, requires_grad=True))
     print(f"On {plan.env}: {plan.count('ScaleTanhScale')} ScaleTanhScale")
     for reason in dict.fromkeys(refusal.reason for refusal in plan.refused if refusal.fusion == "ScaleTanhScale"):

@@ -1,9 +1,10 @@
-"""Train the language model of train_lm.py divided over processes, and compare its losses with those of one process.
+"""Train the language model of train_lm.py on several processes, and compare its losses with training on one.
 
     torchrun --nproc-per-node 2 examples/06_parallel.py --pp 2
 
-`--pp` cuts it into stages, `--tp` divides heads and features, `--fsdp` divides the batch and shards parameters; the
-number of processes is the product. The loop that trains is one for all of them.
+`--pp` is pipeline parallel: each process has a few layers. `--tp` is tensor parallel: each process has a few heads and
+hidden features. `--fsdp` divides the batch and shards the parameters (FSDP2). They combine, and the number of processes
+is their product. The training loop is the same for all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline
 
 
 def whole_model(args: argparse.Namespace) -> sf.Sequential:
-    """Bytes to logits of the next byte, the same on every process: each keeps its part of it."""
+    """From bytes to logits of the next byte. Every process makes the same model and then keeps its part of it."""
     torch.manual_seed(args.seed)
     model = sf.Sequential(
         ops.Embedding(256, args.dim),
@@ -38,12 +39,12 @@ def whole_model(args: argparse.Namespace) -> sf.Sequential:
     )
     for module in model.modules():
         if isinstance(module, ops.Dropout) and args.fsdp > 1:
-            module.p = 0.0  # who divides a batch drops elements by masks of its own: losses would not compare
+            module.p = 0.0  # data-parallel ranks draw different masks, so losses would not be comparable
     return model.to(args.device)
 
 
 def divided(model: sf.Sequential, mesh: DeviceMesh, args: argparse.Namespace) -> sf.Sequential:
-    """This process's part: its heads and features, of its stages, sharded."""
+    """The part of this process: its heads and hidden features, of the layers of its stage, sharded."""
     if args.tp > 1:
         parallelize(model, mesh["tp"], {"*attention.mixer": "heads", "*feedforward.mixer": "features"})
     if args.pp > 1:
@@ -57,7 +58,7 @@ def divided(model: sf.Sequential, mesh: DeviceMesh, args: argparse.Namespace) ->
 
 
 def train(model: sf.Sequential, text: Tensor, args: argparse.Namespace, mesh: DeviceMesh | None) -> list[float]:
-    """Losses of all steps: the textbook loop, and what reads its loss on every process."""
+    """An ordinary training loop. Returns the loss of each step, the same on every process."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if not p.is_meta), lr=3e-3, betas=(0.9, 0.98))
     batches = torch.Generator().manual_seed(args.seed)
     losses: list[float] = []

@@ -43,10 +43,13 @@ def number(lines: list[str], start: str) -> float:
 
 def test_first_sequential(tmp_path: Path) -> None:
     lines = run(str(EXAMPLES / "01_first_sequential.py"), folder=tmp_path)
-    assert "gradients arrived for ['0.weight', '0.bias', '1.weight', '1.bias', '3.weight', '3.bias']" in lines[0]
     assert number(lines, "with the same weights it differs from torch.nn.Sequential by at most ") < 1e-6
-    assert number(lines, "fused and unfused differ by at most ") < 1e-6
-    assert any(line.startswith("Plan for cpu float32") for line in lines)
+    assert number(lines, "step 40: loss ") < 0.7 * number(lines, "step  0: loss ")
+    assert "0.3.bias" in next(line for line in lines if line.startswith("keys inside a residual connection: "))
+    assert any(line.startswith("Plan for cpu bfloat16, 512 tokens: ") for line in lines)
+    saved, lean = re.findall(r"([\d,]+) bytes", next(line for line in lines if 'with memory="lean"' in line))
+    assert int(lean.replace(",", "")) < 0.7 * int(saved.replace(",", ""))
+    assert number(lines, "fused and unfused differ by at most ") < 0.05  # a rounding of bfloat16
 
 
 def test_read_a_plan(tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_read_a_plan(tmp_path: Path) -> None:
 def test_write_an_operation(tmp_path: Path) -> None:
     lines = run(str(EXAMPLES / "03_write_an_operation.py"), folder=tmp_path)
     text = "\n".join(lines)
-    assert "Cube and Gain are what their references say" in text
+    assert "Cube and Gain agree with their references in both passes" in text
     assert re.search(r"^GainBias: \d+ cases on \[Gain, Bias\]$", text, re.MULTILINE)
     assert "[ GainBias" in text
     assert "Careless, float32" in text
