@@ -1,69 +1,52 @@
-"""Plots of what was measured, as SVG: the same file for the same results."""
+"""Plots of what a GPU measured beside others, as SVG for light and dark: the same file for the same results."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-OURS, OTHERS = "#0b6e4f", ("#7a8794", "#c98a2b", "#5b6fb5", "#a05c7b", "#3f8fa8")
-GOAL = "#b03a2e"
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # a script finds its own folder alone
+
+from docs.picture import Picture  # noqa: E402
+
+OURS, OTHERS = "forward", ("plain", "backward", "joint", "inference")
+LEFT, WIDE = 200.0, 540.0
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[str]:
-    """Draw what there are results for; the names of the files, none where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
+    """Draw what there are results for; the names of the files."""
+    found = results.get("gpu")
+    if not found:
         return []
-    matplotlib.use("svg")
-    style = {
-        "svg.hashsalt": "seqfuse", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False,
-        "axes.spines.right": False, "axes.axisbelow": True, "figure.constrained_layout.use": True,
-    }  # fmt: skip
-    from matplotlib import pyplot
-
     folder.mkdir(parents=True, exist_ok=True)
-    made: list[str] = []
-    with matplotlib.rc_context(style):
-        for name, needs, plot in PLOTS:
-            if all(results.get(need) for need in needs):
-                figure = plot(pyplot, *(results[need] for need in needs))
-                figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-                pyplot.close(figure)
-                made.append(f"{name}.svg")
-    return made
+    for name, plot in PLOTS.items():
+        (folder / name).write_text(plot(found))
+    return [*PLOTS]
 
 
-def _bars(
-    pyplot: Any,
-    labels: list[str],
-    series: Mapping[str, list[float | None]],
-    title: str,
-    *,
-    ours: str,
-    goal: float | None,
-) -> Any:
-    """Groups of horizontal bars, each with its number; a line where the target or 1 is."""
-    count = len(series)
-    figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.2 * len(labels) * (count + 0.6)))
-    colors = iter(OTHERS * 4)
-    for i, (name, values) in enumerate(series.items()):
-        places = [row * (count + 0.6) + i for row in range(len(labels))]
-        bars = axes.barh(
-            places, [v or 0 for v in values], 0.85, label=name, color=OURS if name == ours else next(colors)
-        )
-        axes.bar_label(bars, [f"{v:.2f}" if v is not None else "not run" for v in values], padding=2, fontsize=7)
-    axes.set_yticks([row * (count + 0.6) + (count - 1) / 2 for row in range(len(labels))], labels)
-    axes.margins(y=0.02)
-    axes.invert_yaxis()
-    if goal is not None:
-        axes.axvline(goal, color=GOAL, linewidth=1)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_title(title, loc="left", fontsize=9)
-    if count > 1:
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    return figure
+def _bars(labels: list[str], series: Mapping[str, list[float | None]], title: str, about: str, ours: str) -> str:
+    """Groups of level bars, each with its number, and a line at 1."""
+    kinds = {name: OURS if name == ours else OTHERS[i % len(OTHERS)] for i, name in enumerate(series)}
+    high = 24.0 + 20.0 * len(series)
+    p = Picture(840, 84 + high * len(labels), title)
+    p.text(20, 34, title, "big")
+    p.text(20, 56, about, "small soft")
+    most = max((value for values in series.values() for value in values if value is not None), default=1.0)
+    for row, label in enumerate(labels):
+        top = 80 + high * row
+        p.text(20, top, label, "small bold")
+        for i, (name, values) in enumerate(series.items()):
+            y, value = top + 6 + 20 * i, values[row]
+            p.text(LEFT - 10, y + 12, name, "small right")
+            if value is not None:
+                p.box(LEFT, y, WIDE * value / most, 15, kinds[name])
+            p.text(
+                LEFT + 8 + WIDE * (value or 0) / most, y + 12, "not run" if value is None else f"{value:.2f}", "small"
+            )
+    p.upright(LEFT + WIDE / most, 70, 70 + high * len(labels))
+    return p.svg()
 
 
 def _representative(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -77,18 +60,18 @@ def _representative(found: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(chosen, key=lambda row: list(seen).index(row["group"]))
 
 
-def roofline(pyplot: Any, found: dict[str, Any]) -> Any:
+def roofline(found: dict[str, Any]) -> str:
     """What each row reaches of its floor."""
     rows = _representative(found)
     labels = [f"{row['group']}: {row['name']}" for row in rows]
     series: dict[str, list[float | None]] = {
         name: [row["fraction"].get(name) for row in rows] for name in ("seqfuse", "eager")
     }
-    title = f"Fraction of what {found['about']['device']} can do at most (more is better)"
-    return _bars(pyplot, labels, series, title, ours="seqfuse", goal=1.0)
+    about = f"Fraction of what {found['about']['device']} can do at most; more is better."
+    return _bars(labels, series, "How near to the hardware's limit", about, "seqfuse")
 
 
-def peers(pyplot: Any, found: dict[str, Any]) -> Any:
+def peers(found: dict[str, Any]) -> str:
     """How many times faster than each peer."""
     rows = _representative(found)
     names = list(dict.fromkeys(name for row in rows for name in row["times"] if name != "seqfuse"))
@@ -99,11 +82,8 @@ def peers(pyplot: Any, found: dict[str, Any]) -> Any:
 
     series = {name: [ratio(row, name) for row in rows] for name in names}
     labels = [f"{row['group']}: {row['name']}" for row in rows]
-    title = f"Time of others over ours on {found['about']['device']}: above 1 ours is faster"
-    return _bars(pyplot, labels, series, title, ours="", goal=1.0)
+    about = f"Time of others over that of seqfuse on {found['about']['device']}; above 1 seqfuse is faster."
+    return _bars(labels, series, "Speed beside others", about, "")
 
 
-PLOTS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
-    ("roofline", ("gpu",), roofline),
-    ("peers", ("gpu",), peers),
-)
+PLOTS = {"roofline.svg": roofline, "peers.svg": peers}

@@ -1,7 +1,7 @@
 """Tables and plots of what was measured, for README.md and docs/: losses as plainly as wins, and what was never run.
 
 Tables are Markdown, drawn from `results/*.json` between marks of the pages. As a script this draws them, and the plots
-in `docs/figures/` where matplotlib is installed, and prints the targets.
+of a GPU in `docs/figures/`, and prints the targets.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def main() -> None:
             print(f"rewrote {page.relative_to(ROOT)}")
     figures = ROOT / "docs" / "figures"
     drawn = plots.draw({"gpu": read("gpu")}, figures)
-    print(f"drew {', '.join(drawn)}" if drawn else "no plots: matplotlib is not installed")
+    print(f"drew {', '.join(drawn)}" if drawn else "no plots: nothing was measured on a GPU")
 
 
 if __name__ == "__main__":

@@ -16,79 +16,11 @@ from typing import Any
 import torch
 
 import seqfuse as sf
+from docs.picture import Picture
 from seqfuse import ops
-from seqfuse.pictures.markup import Markup, number, tag
-from seqfuse.pictures.style import COLORS, SHAPES
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
-
-STYLE = (
-    ".sf-plan .big{font-size:17px;font-weight:600}.sf-plan .word{font-size:12.5px}.sf-plan .soft{fill:var(--sf-faint)}"
-    ".sf-plan g .tiny{font-size:10px}.sf-plan .small{font-size:11px}"
-    ".sf-plan .bold{font-weight:600}.sf-plan .right{text-anchor:end}"
-    ".sf-plan .arrow{stroke:var(--sf-faint);stroke-width:1.25;fill:none}"
-    ".sf-plan .plain rect{fill:var(--sf-card);stroke:var(--sf-faint)}"
-    ".sf-plan .kept rect{fill:var(--sf-card);stroke:var(--sf-faint);stroke-dasharray:4 3}"
-    + "".join(
-        f".sf-plan .tick.{kind}{{fill:var(--sf-{name});stroke:none}}"
-        for kind, name in (("plain", "faint"), ("forward", "forward-edge"), ("backward", "backward-edge"))
-    )
-)
-
-
-class Picture:
-    """Shapes on a plane of a given size; coordinates are those of the upper left corner."""
-
-    def __init__(self, width: float, height: float, title: str) -> None:
-        self.width, self.height, self.title = width, height, title
-        self.parts: list[Markup] = []
-
-    def text(self, x: float, y: float, words: str, kind: str = "word") -> None:
-        """A line of text from x on, or around it if `kind` says middle, or up to it if it says right."""
-        self.parts.append(tag("text", words, x=x, y=y, class_=kind))
-
-    def box(
-        self, x: float, y: float, width: float, height: float, kind: str, text: str = "", drop: float = 0.0
-    ) -> None:
-        """A rectangle with a centered line of text, `drop` below its middle."""
-        rect = tag("rect", x=x, y=y, width=width, height=height, rx=5.0)
-        size = "tiny" if drop else "small"
-        line = tag("text", text, x=x + width / 2, y=y + height / 2 + 4 + drop, class_=f"middle {size}")
-        self.parts.append(tag("g", rect, line if text else Markup(), class_=kind))
-
-    def ticks(self, x: float, y: float, count: int, kind: str, across: int = 6) -> None:
-        """So many small squares, row by row."""
-        for i in range(count):
-            place = {"x": x + 9.0 * (i % across), "y": y + 9.0 * (i // across)}
-            self.parts.append(tag("rect", **place, width=7.0, height=7.0, rx=1.5, class_=f"tick {kind}"))
-
-    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """A line, level or upright, with a head at its end."""
-        side = 6 if to_x > x else -6
-        head = f"M{number(to_x - side)} {number(to_y - 4)}l{side} 4l{-side} 4"
-        if to_x == x:
-            head = f"M{number(to_x - 4)} {number(to_y - 6)}l4 6l4 -6"
-        line = f"M{number(x)} {number(y)}L{number(to_x)} {number(to_y)}"
-        self.parts.append(tag("path", d=line + head, class_="arrow"))
-
-    def svg(self) -> str:
-        """The picture."""
-        ground = tag("rect", width=float(self.width), height=float(self.height), rx=10.0, class_="ground")
-        return tag(
-            "svg",
-            tag("title", self.title),
-            tag("style", Markup(COLORS + SHAPES + STYLE)),
-            ground,
-            *self.parts,
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {number(self.width)} {number(self.height)}",
-            width=float(self.width),
-            height=float(self.height),
-            role="img",
-            class_="sf-plan",
-        )
-
 
 # The columns of the picture of a layer: an operation, the modules of Hugging Face's Llama that do it, and the positions
 # of it in ours.

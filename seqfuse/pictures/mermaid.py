@@ -18,6 +18,7 @@ _STYLES = (
     "classDef backward fill:#fbe5d6,stroke:#d55e00,color:#6b2f00",
     "classDef joint fill:#d5f0e6,stroke:#009e73,color:#004432",
     "classDef inference fill:#f7e4ee,stroke:#b3568a,color:#5c1f42",
+    "classDef operation fill:none,stroke:#8b949e",
     "classDef unfused fill:none,stroke:#8b949e",
     "classDef alone fill:none,stroke:#8b949e,stroke-dasharray:4 3",
     "classDef segment fill:none,stroke:#8b949e,stroke-width:0.5px",
@@ -42,7 +43,7 @@ def mermaid(plan: PlanData) -> str:
             operation = column.operation
             label = [operation["name"], f"{operation['at']} {operation['path']}".rstrip()]
             label += [times[operation["at"]]] if operation["at"] in times else []
-            lines.append(f"  o{operation['at']}[{_quoted(label)}]")
+            lines.append(f"  o{operation['at']}[{_quoted(label)}]:::operation")
         lines += ["  end", f"  class s{segment} segment"] if segment is not None else []
     if left_out:
         lines.append(f"  more[{_quoted([f'{len(left_out)} more'])}]")

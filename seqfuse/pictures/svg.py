@@ -164,7 +164,7 @@ class _Picture:
             if segment != ANY:
                 start, stop = self._plan["segments"][segment]
                 about = f"segment {segment + 1}: positions {start} to {stop - 1} run behind one autograd node"
-                label = f"segment {segment + 1}" + ("" if line[0].segment != segment or line[0].opens else " goes on")
+                label = ("" if line[0].segment != segment or line[0].opens else "… ") + f"segment {segment + 1}"
             yield tag(
                 "rect", tag("title", about), x=left, y=top, width=right - left, height=self._height(), rx=7.0,
                 class_="band",

@@ -113,7 +113,6 @@ def test_what_the_front_page_shows_of_a_gpu_follows_from_what_ran(results: Path)
 
 
 def test_plots_are_the_same_for_the_same_results(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     given = {"gpu": found()}
     assert plots.draw(given, tmp_path / "a") == ["roofline.svg", "peers.svg"]
     plots.draw(given, tmp_path / "b")
