@@ -1,8 +1,10 @@
 """What a launch costs the host: instructions of a kernel's host function beside those of the torch calls it replaces.
 
-Kernels are launched with the stub driver of the test kit, up to where the CUDA driver would be called; torch's calls
-run on a CPU, on float32 tensors of 4 x 16, where the work itself is least. Instructions are counted with callgrind, all
-of them in one process; they repeat from run to run where times do not. Needs valgrind; writes `results/launch.json`.
+Kernels are launched with the stub driver of the test kit, up to the function in C that calls the CUDA driver; torch's
+calls run on a CPU, on float32 tensors of 4 x 16, where the work itself is least. Instructions are counted with
+callgrind, all of them in one process; they repeat from run to run where times do not. An MLP block is taken apart as
+well: what of it is autograd's, its GEMMs', its launches', and the rest, which is the engine's. Needs valgrind; writes
+`results/launch.json`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ MOST_BLOCK = 0.7
 
 Call = Callable[[], Any]
 Rows = Iterator[tuple[str, Call, Call]]
+Parts = Iterator[tuple[str, Call]]
 
 
 def kernels() -> Rows:
@@ -104,6 +107,37 @@ def kernels() -> Rows:
     )
 
 
+def heads() -> Rows:
+    """The same of kernels for attention, rotation, decoding and the loss."""
+    from seqfuse.kernels.attention import attention_fwd
+    from seqfuse.kernels.crossentropy import cross_entropy_
+    from seqfuse.kernels.decode import decode_attention
+    from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd
+
+    q, k, v = (torch.randn(1, 1, M, H).bfloat16() for _ in range(3))
+    Q, K, V = (t.float() for t in (q, k, v))
+    packed, turn = torch.randn(1, M, 3 * H).bfloat16(), Rotation("half", H)
+    PACKED, cos, sin = packed.float().view(1, M, 3, H), torch.randn(M, 1, H), torch.randn(M, 1, H)
+    logits, targets = torch.randn(M, H), torch.zeros(M, dtype=torch.int64)
+    new, lengths = torch.randn(1, 1, H).bfloat16(), torch.ones(1, dtype=torch.int64)
+    attend = F.scaled_dot_product_attention
+
+    def turned() -> Any:
+        x = PACKED[:, :, :2]
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    yield "attention, causal", lambda: attention_fwd(q, k, v, causal=True), lambda: attend(Q, K, V, is_causal=True)
+    yield "rotation of packed heads", lambda: rope_fwd(packed, 1, 1, turn), turned
+    yield "its gradient", lambda: rope_bwd(packed, 1, 1, turn), turned
+    yield "decoding", lambda: decode_attention(new, k, v, lengths), lambda: attend(Q[:, :, :1], K, V)
+    yield (
+        "cross-entropy",
+        lambda: cross_entropy_(logits, targets, gradient=False),
+        lambda: F.cross_entropy(logits, targets, reduction="none"),
+    )
+
+
 def block() -> Rows:
     """The MLP block, forward and backward, as it is planned for an H200."""
     import seqfuse as sf
@@ -126,9 +160,55 @@ def block() -> Rows:
     yield "MLP block, forward + backward", called(ours), called(theirs)
 
 
-def rows() -> Rows:
-    yield from kernels()
-    yield from block()
+def parts() -> Parts:
+    """What ours of the MLP block is made of, beside the engine."""
+    from seqfuse.kernels import pointwise as steps
+    from seqfuse.kernels.activations import ACTIVATIONS
+    from seqfuse.kernels.layernorm import layernorm_bwd
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape)
+
+    x, dy, t, d, w, b = drawn(M, H), drawn(M, H), drawn(M, H), drawn(M, H), drawn(H, H), drawn(H)
+    mean, rstd, gelu, of = torch.zeros(M), torch.ones(M), ACTIVATIONS["gelu_tanh"], torch.float32
+    leaf, parameters = drawn(M, H).requires_grad_(), [nn.Parameter(drawn(H)) for _ in range(6)]
+
+    class Empty(torch.autograd.Function):
+        """No more than what autograd does for a Function of as many tensors."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0], b, b, b, b, b, b
+
+    forward, backward = steps.Chain(steps.act(gelu)), steps.Chain(steps.dact(gelu), steps.column_sum())
+    yield "autograd: a Function of 7 tensors, and backward()", lambda: Empty.apply(leaf, *parameters).backward(dy)
+    yield "two GEMMs with a bias", lambda: (F.linear(x, w, b), F.linear(x, w, b))
+    yield "four GEMMs of gradients", lambda: (dy.mm(w), dy.t().mm(x), dy.mm(w), dy.t().mm(x))
+    yield (
+        "LayerNorm, residual, sum of a bias",
+        lambda: (torch.native_layer_norm(x, (H,), b, b, 1e-5), d.add_(x), dy.sum(0)),
+    )
+    yield "launch: GeLU", lambda: steps.pointwise(x, forward)
+    yield "launches: dGeLU + dbias", lambda: steps.pointwise(dy, backward, (t,))
+    yield (
+        "launches: LayerNorm backward + add",
+        lambda: layernorm_bwd(dy, x, mean, rstd, b, dstream=t, dweight=of, dbias=of),
+    )
+
+
+PART = "of the MLP block: "
+
+
+def rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
+    """Names, and what is counted: ours and torch's, or one part."""
+    for name, ours, theirs in (*kernels(), *heads(), *block()):
+        yield name, (ours, theirs)
+    for name, part in parts():
+        yield PART + name, (part,)
 
 
 def child(only: str) -> None:
@@ -139,40 +219,49 @@ def child(only: str) -> None:
     torch.manual_seed(0)
     gc.disable()  # it falls into one row or another
     with stub_driver(compiles=False, checks=False):
-        for name, ours, theirs in rows():
-            if not re.search(only, name):
-                continue
-            for call in (ours, theirs):
+        wanted = [(name, calls) for name, calls in rows() if re.search(only, name)]
+        for _, calls in wanted:
+            for call in calls:
+                call()
+        # Not before: imports would take minutes.
+        subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, stdout=sys.stderr)
+        for name, calls in wanted:
+            for call in calls:
                 for _ in range(50):  # the interpreter specializes what it has run a few times
                     call()
                 torch._C._valgrind_toggle()
                 for _ in range(NUMBER):
                     call()
                 torch._C._valgrind_toggle_and_dump_stats()
-            print(name, flush=True)
+            print(len(calls), name, flush=True)
 
 
-def counted(only: str) -> list[dict[str, Any]]:
-    """The rows, counted in a child process."""
+def counted(only: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows, counted in a child process, and the parts of the block."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind.out"
         command = [
-            "valgrind", "--tool=callgrind", "--collect-atstart=no", f"--callgrind-out-file={out}", sys.executable,
-            __file__, "--child", "--only", only,
+            "valgrind", "--tool=callgrind", "--collect-atstart=no", "--instr-atstart=no",
+            f"--callgrind-out-file={out}", sys.executable, __file__, "--child", "--only", only,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
-        parts = sorted(Path(folder).glob("callgrind.out.*"), key=lambda part: int(part.suffix[1:]))
-        totals = [re.search(r"^totals: (\d+)", part.read_text(), re.MULTILINE) for part in parts]
+        dumps = sorted(Path(folder).glob("callgrind.out.*"), key=lambda dump: int(dump.suffix[1:]))
+        totals = [re.search(r"^totals: (\d+)", dump.read_text(), re.MULTILINE) for dump in dumps]
         counts = [int(total[1]) / NUMBER for total in totals if total]
-    names = done.stdout.splitlines()
-    assert len(counts) == 2 * len(names), (len(counts), names)
-    pairs = zip(counts[::2], counts[1::2], strict=True)
-    return [
-        {"name": name, "seqfuse": ours, "torch": theirs, "ratio": ours / theirs}
-        for name, (ours, theirs) in zip(names, pairs, strict=True)
-    ]
+    left = iter(counts)
+    found: list[dict[str, Any]] = []
+    of_block: list[dict[str, Any]] = []
+    for line in done.stdout.splitlines():
+        number, _, name = line.partition(" ")
+        ours, *theirs = [next(left) for _ in range(int(number))]
+        if theirs:
+            found.append({"name": name, "seqfuse": ours, "torch": theirs[0], "ratio": ours / theirs[0]})
+        else:
+            of_block.append({"name": name.removeprefix(PART), "instructions": ours})
+    assert next(left, None) is None
+    return found, of_block
 
 
 def main() -> int:
@@ -184,14 +273,16 @@ def main() -> int:
     if arguments.child:
         child(arguments.only)
         return 0
-    found = counted(arguments.only)
+    found, of_block = counted(arguments.only)
     bad = 0
     for row in found:
         most = MOST_BLOCK if "block" in row["name"] else MOST
         bad += row["ratio"] > most
         print(f"{row['name']:<45} {row['seqfuse']:>9,.0f} {row['torch']:>9,.0f}  {row['ratio']:.2f} of {most}")
+    for part in of_block:
+        print(f"  {part['name']:<53} {part['instructions']:>9,.0f}")
     if not arguments.only:
-        print(f"wrote {write('launch', {'launch': found}).name}")
+        print(f"wrote {write('launch', {'launch': found, 'parts': of_block}).name}")
     print(f"{bad} above their limit")
     return 1 if bad and arguments.gate else 0
 

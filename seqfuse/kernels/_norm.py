@@ -34,6 +34,7 @@ from ._launch import (
 from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
 from ._replay import replayed
+from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed, is_half
 
@@ -138,7 +139,7 @@ def _norm_fwd_kernel(
                 delta = chunk_mean - mean
                 squares += delta * delta * (seen * count / (seen + count))
                 mean += delta * (count / (seen + count))
-    rstd = 1.0 / tl.sqrt(squares / N.to(COMPUTE) + EPS)
+    rstd = rstd_of(squares, N.to(COMPUTE), EPS)
     if mean_out is not None:
         tl.store(mean_out + rows, mean, mask=rows < M)
     tl.store(rstd_out + rows, rstd, mask=rows < M)

@@ -39,20 +39,11 @@ _INTERPRETED = _launch.INTERPRETED
 _runtime: Any = knobs.runtime
 
 
-class _Entry(NamedTuple):
-    """A call that was recorded.
+_entries: dict[Any, tuple[tuple[bool, ...] | None, list[tuple[Callable[..., bool], Callable[..., Any]]]]] = {}
+"""Which of a call's tensors there are, `None` for all, and calls that were recorded.
 
-    Args:
-        check: whether tensors are like those of the call.
-        again: does it for them; `_MISS` where it must be decided.
-    """
-
-    check: Callable[..., bool]
-    again: Callable[..., Any]
-
-
-_entries: dict[Any, tuple[tuple[bool, ...], list[_Entry]]] = {}
-"""Which of a call's tensors there are, and what was recorded."""
+Of each, whether tensors are like its own, and what does it for them; it gives `_MISS` where it must be decided.
+"""
 
 _MISS = object()
 _STREAM = object()
@@ -80,7 +71,7 @@ def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tenso
     found = _entries.get(key)
     if found is not None:
         present, entries = found
-        given = tuple(itertools.compress(tensors, present))
+        given = tensors if present is None else tuple(itertools.compress(tensors, present))
         for check, again in entries:
             if check(*given):
                 result = again(*given)
@@ -105,7 +96,8 @@ def _recorded(
             _launch.watch(before)
     if len(_entries) >= MOST:
         _entries.clear()
-    _, alike = _entries.setdefault(key, (tuple(t is not None for t in tensors), []))
+    present = None if len(given) == len(tensors) else tuple(t is not None for t in tensors)
+    _, alike = _entries.setdefault(key, (present, []))
     if len(alike) >= MOST_ALIKE:
         alike.clear()
     alike.append(recording.entry(given, result, act))
@@ -129,8 +121,8 @@ class _Recording(TorchDispatchMode):
             self.sound = False
         return result
 
-    def entry(self, given: list[Tensor], result: Any, alive: Any) -> _Entry:
-        """The call.
+    def entry(self, given: list[Tensor], result: Any, alive: Any) -> tuple[Callable[..., bool], Callable[..., Any]]:
+        """The call, as it is kept.
 
         Args:
             given: its tensors.
@@ -140,7 +132,7 @@ class _Recording(TorchDispatchMode):
         check = _guards.TensorGuards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         # A launch that found no entry is Triton's own each time.
         again = self.sound and all(launch[0] for launch in self.launches)
-        return _Entry(check, (_written(self, given, result, alive) if again else None) or _never)
+        return check, (_written(self, given, result, alive) if again else None) or _never
 
 
 class _Unknown(Exception):

@@ -32,6 +32,7 @@ from ._launch import (
 )
 from ._replay import replayed
 from ._rope_ops import Backward, Forward, Rotation
+from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
 
 MAX_HEAD = 1024
@@ -201,7 +202,7 @@ def _rope_fwd_kernel(
             _store_rest(stored + target, rest, mask, ROTARY, D, BLOCK_P)
         squares += tl.sum(rest * rest, 2)
     if NORM:
-        rstd = tl.expand_dims(1.0 / tl.sqrt(squares / D + EPS), 2)
+        rstd = tl.expand_dims(rstd_of(squares, tl.cast(D, tl.float32), EPS), 2)
         tl.store(rstd_out + rows[:, None, None] * (parts - K) + heads, rstd, mask=mask & known)
     if ROTARY > 0:
         if NORM:
@@ -362,7 +363,7 @@ def _rope_write_kernel(
             rest += _load_rest(bias + heads * D, every, ROTARY, D, BLOCK_P)
         squares += tl.sum(rest * rest, axis=2)
     if NORM:
-        rstd = tl.where(known, tl.expand_dims(1.0 / tl.sqrt(squares / D + EPS), 2), 1.0)
+        rstd = tl.where(known, tl.expand_dims(rstd_of(squares, tl.cast(D, tl.float32), EPS), 2), 1.0)
     if ROTARY > 0:
         if NORM:
             one *= rstd

@@ -193,7 +193,7 @@ def test_a_replayed_call_is_what_would_be_decided_again(name: str, seen: Seen, m
     recorded = _replay._recorded
     monkeypatch.setattr(_replay, "_recorded", lambda *args: made.append(args) or recorded(*args))
     call(*drawn(shapes))
-    assert _replay._never not in [entry.again for _, found in _replay._entries.values() for entry in found]
+    assert _replay._never not in [again for _, found in _replay._entries.values() for _, again in found]
     other = drawn(shapes)
     seen.clear()
     result = call(*other)
@@ -332,7 +332,7 @@ def test_a_call_that_does_more_than_launch_is_decided_each_time(seen: Seen) -> N
         _replay.replayed(doubled, None, (), X)
     linear(drawn(((3, M, K),))[0].transpose(0, 1), W)  # copies x
     assert len(_replay._entries) == 2
-    assert all(entry.again is _replay._never for _, found in _replay._entries.values() for entry in found)
+    assert all(again is _replay._never for _, found in _replay._entries.values() for _, again in found)
 
 
 def test_under_a_mode_and_a_profiler_a_call_is_made_as_it_is_written(seen: Seen) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,16 @@ def test_rows_of_the_gpu_benchmark_are_launched(every: int, stub: Stub, monkeypa
             for _ in range(2):
                 case.contenders["seqfuse"].prepare(case.make(case.rows, 1))()
             assert len(stub.launched) > before, case.key
+
+
+def test_the_statistic_of_a_row_is_rounded_in_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is exact; a GPU approximates a root and a quotient that are not told to be rounded."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with stub_driver():
+        rmsnorm_fwd(torch.randn(2, 64), torch.ones(64), 1e-5)
+        ((kernel, *_),) = _launch._compiled.values()
+        code = kernel.asm["ptx"]
+    assert set(re.findall(r"\b(?:r?sqrt|rcp|div)\.[a-z0-9]+", code)) == {"div.rn", "sqrt.rn"}
 
 
 def test_a_kernel_is_not_compiled_while_a_graph_is_captured(stub: Stub) -> None:
