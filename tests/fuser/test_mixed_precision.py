@@ -79,14 +79,25 @@ def test_the_schedule_is_that_of_a_16_bit_model_but_for_casts_of_weights(make: A
     assert half.casts == ()
 
 
-@pytest.mark.parametrize("from_the_start", [True, False], ids=["", "gradients begin in a later segment"])
-def test_a_weight_is_cast_once_in_a_call_and_saved_once_however_often_it_is_read(from_the_start: bool):
+class Own(Tensor):
+    """A tensor of a class of its own."""
+
+
+class Owned(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.as_subclass(Own)
+
+
+@pytest.mark.parametrize(
+    "enter", [None, torch.nn.Identity, Owned], ids=["", "gradients begin in a later segment", "of a class of its own"]
+)
+def test_a_weight_is_cast_once_in_a_call_and_saved_once_however_often_it_is_read(enter: type[torch.nn.Module] | None):
     first, last = ops.Linear(12, 12, bias=False), ops.Linear(12, 12, bias=False)
     last.weight = first.weight
     model = sf.Sequential(first, ops.Tanh(), *(ops.Identity() for _ in range(20)), last)
-    if not from_the_start:
-        model = sf.Sequential(*(ops.Identity() for _ in range(20))) + model
-    x = draw(5, 12, dtype=torch.float32).requires_grad_(from_the_start)
+    if enter is not None:
+        model = sf.Sequential(enter(), *(ops.Identity() for _ in range(20))) + model
+    x = draw(5, 12, dtype=torch.float32).requires_grad_(enter is None)
     for _ in range(3):  # interpreted, then by generated code
         saved: list[Tensor] = []
         with Casts() as casts, kept(saved), torch.autocast("cpu", HALF):
