@@ -663,6 +663,15 @@ def test_two_devices_in_one_list_name_both_and_the_place() -> None:
     assert (caught.value.operation, caught.value.position) == ("Linear", 0)
 
 
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_channel_on_another_device_is_refused_however_often_the_model_was_called(calls: int) -> None:
+    model = sf.Sequential(ops.Bias(5), ops.Add("a"), ops.Tanh())
+    for _ in range(calls):
+        model(tensor(7, 5), a=tensor(7, 5, grad=False))
+    with pytest.raises(sf.InputError, match=r"SF102 position 1 \(Add\): expects its other on cpu.* got meta"):
+        model(tensor(7, 5), a=torch.empty(7, 5, device="meta"))
+
+
 # The checks themselves leave no trace.
 
 

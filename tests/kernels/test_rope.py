@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from seqfuse import ops
 from seqfuse.kernels import rope
@@ -532,3 +533,12 @@ def test_a_recorded_write_calls_the_operator(name: str, int8: bool) -> None:
         return graph(x, list(caches), {key: t for key, t in given.items() if key in tensors})
 
     assert_bitwise_equal(written(recorded, WRITES[name], int8=int8), written(rope.rope_write, WRITES[name], int8=int8))
+
+
+def test_angles_made_while_tensors_are_fake_are_not_kept() -> None:
+    rotation, device = Rotation("half", 6, base=77.0), torch.device("cpu")
+    with FakeTensorMode():
+        assert isinstance(rope._frequencies(rotation, device), FakeTensor)
+    found = rope._frequencies(rotation, device)
+    assert type(found) is Tensor
+    assert rope._frequencies(rotation, device) is found
