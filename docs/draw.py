@@ -188,7 +188,8 @@ def segments() -> str:
     """Three segments in time: when their saved tensors are freed, and when their gradients are sent."""
     p = Picture(840, 300, "Gradients of late layers are sent, and saved tensors freed, while backward still runs")
     p.text(20, 34, "Gradients leave, and memory is freed, while backward still runs", "big")
-    p.text(20, 56, "A sequence is cut into segments, each one autograd node. Time runs to the right.", "small soft")
+    said = "A sequence is cut into segments, each one autograd node. DDP and FSDP2 send its gradients once it is done."
+    p.text(20, 56, said, "small soft")
     left, unit = 136.0, 78.0
     starts = [0, 1, 2, 3, 4.5, 6]
     for i in range(3):

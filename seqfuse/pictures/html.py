@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .data import PlanData
+from .data import NO_NEWS, PlanData
 from .markup import Markup, escaped, tag
 from .style import COLORS
 from .svg import svg
@@ -57,7 +57,7 @@ def page(plan: PlanData) -> str:
 def _words(plan: PlanData) -> list[Markup]:
     """A table of what was not applied and one of what runs eagerly, by their reasons."""
     refused: dict[str, dict[str, list[int]]] = {}
-    for refusal in plan["refused"]:
+    for refusal in (refusal for refusal in plan["refused"] if refusal["reason"] not in NO_NEWS):
         refused.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
     alone: dict[str, dict[str, list[int]]] = {}
     for one in plan["alone"]:
