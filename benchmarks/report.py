@@ -62,20 +62,20 @@ def host() -> str | None:
     lines = [
         where(found["about"]),
         "",
-        "Instructions of one call on tensors of 4 x 16, where nothing but the host counts, against those of the same",
-        "`torch.nn.Sequential`, which are 1:",
+        "CPU overhead per call relative to `torch.nn.Sequential` (1.0 = equal, lower is better), in instructions, on",
+        "4 x 16 tensors so that overhead dominates:",
         "",
     ]
     counts = dict.fromkeys(count for count, _ in ratios)
     lines += table(
         ("operations", *kinds), [(str(n), *(f"{ratios[n, kind]:.2f}" for kind in kinds)) for n in counts], left=0
     )
-    lines += ["", "Time to read and plan a list, and to find its plan again:", ""]
+    lines += ["", "Time to read and plan an op sequence, and of a plan-cache hit:", ""]
     rows = [
         (f"{r['operations']:,}", f"{r['plan_seconds'] * 1e3:.1f} ms", f"{r['lookup_microseconds']:,.0f} µs")
         for r in planned["planning"]
     ]
-    return text(lines + table(("operations", "plan", "look-up"), rows, left=0))
+    return text(lines + table(("operations", "plan", "plan-cache hit"), rows, left=0))
 
 
 def traffic() -> str | None:
@@ -159,7 +159,7 @@ def layers() -> str | None:
             cells.append("-" if one is None else f"{one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})")
         shares = [f"{kept['seqfuse'] / kept[p]:.2f}" if kept.get(p) else "-" for p in ("eager", "compile")]
         rows.append((row["block"], row["name"], *cells, *shares))
-    head = ("block", "model and rows", "time / eager's", "time / compiled", "kept / eager's", "kept / compiled")
+    head = ("block", "model and tokens", "time / eager's", "time / compiled", "saved / eager's", "saved / compiled")
     return text(lines + table(head, rows, left=2))
 
 
@@ -172,16 +172,16 @@ def parallel() -> str | None:
     lines = [
         where(found["about"]),
         "",
-        f"A stack of {shape['layers']} layers of width {shape['width']} on {shape['rows']} x {shape['length']} rows in",
-        "float32. Errors are those of the worst gradient, relative to its largest number. What is sent in a step is",
+        f"A stack of {shape['layers']} layers of width {shape['width']} on {shape['rows']} x {shape['length']} tokens",
+        "in float32. Errors are those of the worst gradient, relative to its largest number. What is sent in a step is",
         "counted at the operators, as a ring sends it; the formula is that of four sums of the hidden states a layer.",
         "",
     ]
-    head = ("processes", "rows", "error", "error in float64", "parameters", "kept", "sent", "formula")
+    head = ("processes", "tokens", "error", "error in float64", "parameters", "saved", "sent", "formula")
     rows = [
         (
             str(row["processes"]),
-            "shares" if row["shares_of_rows"] else "all",
+            "sharded" if row["shares_of_rows"] else "all",
             f"{row['error_float32']:.0e}",
             f"{row['error_float64']:.0e}",
             *(f"{row[key] / 1e6:.2f} MB" for key in ("parameter_bytes", "kept_bytes", "ring_bytes", "formula_bytes")),

@@ -11,7 +11,7 @@ Value = Callable[[Row], float | None]
 
 
 def fraction(row: Row) -> float | None:
-    """Of the floor that the machine sets: the fewest bytes by a copy's speed, or products by cuBLAS's."""
+    """Of the floor that the machine sets: the fewest bytes by the speed of a copy, or of a GEMM of cuBLAS."""
     return row["fraction"].get("seqfuse")
 
 
@@ -116,26 +116,26 @@ TARGETS = (
     Target("layer: times torch.compile", (LAYER,), times_faster(*COMPILED, by=CALLED), 1.05),
     Target("layer: times eager", (LAYER,), times_faster("eager", by=CALLED), 1.3),
     Target(
-        "MLP block, balanced: bytes kept, of eager's", ("memory",), lambda r: _kept(r, "seqfuse balanced"), 0.65, False,
-        rows="memory",
+        "MLP block, balanced: bytes saved, of eager's", ("memory",), lambda r: _kept(r, "seqfuse balanced"), 0.65,
+        False, rows="memory",
     ),
     Target(
-        "MLP block with recomputation: bytes kept, of eager's", ("memory",), lambda r: _kept(r, "seqfuse lean"), 0.45,
+        "MLP block with recomputation: bytes saved, of eager's", ("memory",), lambda r: _kept(r, "seqfuse lean"), 0.45,
         False, rows="memory",
     ),
     Target(
         "MLP block with recomputation: time, of without", (MLP,), share("seqfuse lean", "seqfuse", CALLED), 1.03, False
     ),
     Target("decode attention: of copy bandwidth", ("decode attention",), fraction, 0.75),
-    Target("decode attention, shared key heads: times SDPA", ("decode attention",), times_faster("eager"), 1.2),
-    Target("host cost of six operations: instructions, of eager's", ("host",), lambda r: r["ratio"], 1.15, False,
+    Target("decode attention, GQA: times SDPA", ("decode attention",), times_faster("eager"), 1.2),
+    Target("CPU overhead of six operations: instructions, of eager's", ("host",), lambda r: r["ratio"], 1.15, False,
            where=lambda row: row["operations"] == 6 and row["what"] == "forward+backward", rows="host"),
-    Target("host cost on a GPU: time, of eager's", ("host",), share("seqfuse", "eager", CALLED), 0.5, False),
+    Target("CPU overhead on a GPU: time, of eager's", ("host",), share("seqfuse", "eager", CALLED), 0.5, False),
     Target("planning 10,000 operations: seconds", ("planning",), lambda r: r["plan_seconds"], 1.0, False,
            where=lambda row: row["operations"] == 10_000, rows="planning"),
-    Target("look-up of a plan, 10 operations: us", ("planning",), lambda r: r["lookup_microseconds"], 10.0, False,
+    Target("plan-cache hit, 10 operations: us", ("planning",), lambda r: r["lookup_microseconds"], 10.0, False,
            where=lambda row: row["operations"] == 10, rows="planning"),
-    Target("look-up of a plan: us for each further operation", ("planning",),
+    Target("plan-cache hit: us for each further operation", ("planning",),
            lambda r: r["lookup_microseconds"] / r["operations"], 2.0, False,
            where=lambda row: row["operations"] > 10, rows="planning"),
 )  # fmt: skip

@@ -16,14 +16,17 @@ author = "the seqfuse developers"
 copyright = "the seqfuse developers"
 release = seqfuse.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "reference_pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx.ext.viewcode", "reference_pages"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 exclude_patterns = ["_build"]
 
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # an override without a docstring says nothing new
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 88
+viewcode_line_numbers = True
 autodoc_default_options = {"no-value": True}
 
 # Names of torch are links where its documentation can be reached, and plain code where it cannot: no warning is hidden.

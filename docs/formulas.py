@@ -51,12 +51,18 @@ def formulas(text: str) -> list[str]:
 
 
 def split(text: str) -> Iterator[tuple[str, str]]:
-    """A paragraph cut into `("text" | "code" | "math", part)`; the parts joined by spaces are the paragraph."""
+    """A paragraph cut into `("text" | "ending" | "code" | "math", part)`.
+
+    The parts are the paragraph, joined by spaces; but an ending, as the plural of a name in code, follows at once.
+    """
     end = 0
     for found in re.finditer(rf"`[^`]*`|{SHAPE.pattern}", text):
         yield from _prose(text[end : found.start()])
         yield "code", found[0].strip("`")
         end = found.end()
+        if ending := re.match(r"[a-z]+\b", text[end:]):
+            yield "ending", ending[0]
+            end += ending.end()
     yield from _prose(text[end:])
 
 
@@ -68,7 +74,8 @@ def _prose(text: str) -> Iterator[tuple[str, str]]:
         tail = word[len(bare) :]
         beside = bool(run) or (n + 1 < len(words) and words[n + 1] in ("=", "<", "<=", "/", "+", "-"))
         article = bare == "a" and not ((run and run[-1] in FUNCTIONS) or words[n + 1 : n + 2] == ["="])
-        if _open(run) or (bare and not article and _is_math(bare, beside)):
+        seconds = bare == "s" and n > 0 and NUMBER.fullmatch(words[n - 1]) is not None
+        if _open(run) or (bare and not article and not seconds and _is_math(bare, beside)):
             run.append(word if _open([*run, bare]) else bare)
             if not tail or _open([*run[:-1], bare]):
                 continue
@@ -223,7 +230,7 @@ def _paragraph(text: str) -> str:
     for kind, part in split(text):
         piece = {"code": _code(part), "math": f":math:`{latex(part)}`"}.get(kind) or plain(part)
         # Inline markup needs a border: a backslash and a space where the text has none.
-        glued = kind == "text" and bool(re.match(r"[,;:.)]", part))
+        glued = kind == "ending" or (kind == "text" and bool(re.match(r"[,;:.)]", part)))
         out += piece if not out else (f"\\{piece}" if glued else f" {piece}")
     label = re.match(r"(Backward|Forward|Saved|Source)(?=[:,])", out)
     return f"**{label[1]}**\\ {out[label.end() :]}" if label else out

@@ -132,6 +132,16 @@ def test_the_page_on_conversion_names_every_family_that_the_tests_convert() -> N
     assert sorted(name.replace(";", ",") for name in named) == sorted(families)
 
 
+def test_troubleshooting_has_every_error_with_a_cause_and_a_remedy() -> None:
+    rows = re.findall(
+        r"^\| (SF\d+) \| `(\w+)` \| (.+) \| (.+) \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE
+    )
+    stated = re.findall(r"^\| (SF\d+) \| (\w+) ", sf.errors.__doc__ or "", re.MULTILINE)
+    assert stated
+    assert [(code, kind) for code, kind, _, _ in rows] == stated
+    assert all(len(cell) > 10 for row in rows for cell in row[2:])
+
+
 # The reference: every public name, by category, from its docstring.
 
 ENGINE = {"fuser", "kernels"}
@@ -201,8 +211,9 @@ DESCRIBED = [
         ("`code = x`, [*, H], x: [H], y: [*, 2 F]", ["x", "y"]),
         ("y_i = sum_j keep w v_j / (1 - p), which is it", [r"y_{i} = \sum_{j}\,\text{keep}\,w\,v_{j} / (1 - p)"]),
         ("Shazeer 2020, arXiv:2002.05202, 3 times in all.", []),
+        ("`Sequential`s in `Residual`s, longer than 30 s only in `b`s", []),
     ],
-    ids=["products", "powers", "articles", "sums", "code", "indices", "none"],
+    ids=["products", "powers", "articles", "sums", "code", "indices", "none", "plurals and seconds"],
 )  # fmt: skip
 def test_formulas_are_told_from_prose(text: str, found: list[str]) -> None:
     assert formulas.formulas(text) == found
@@ -223,6 +234,10 @@ def test_every_operation_and_fusion_states_a_formula_whose_brackets_close(obj: t
     for formula in found:
         for pair in ("()", "[]", "{}"):
             assert formula.count(pair[0]) == formula.count(pair[1]), formula
+
+
+def test_the_plural_of_a_name_in_code_is_prose_behind_it() -> None:
+    assert formulas.rest(["Nested `Sequential`s and x."])[0] == "Nested :py:obj:`Sequential`\\s and :math:`x`\\."
 
 
 def test_sections_become_fields_and_tables_stay() -> None:

@@ -102,6 +102,8 @@ class Conversion:
         """Let the model run as it did before; a second time, nothing happens."""
         for place, before in self._before:
             place._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
+            if before is None:  # as it was: the class says so
+                del place._compiled_call_impl
         self._before = []
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
@@ -95,6 +96,10 @@ class OpList:
         self.configured: dict[int, Any] = {}
         self.parametrized = any(map(parametrize.is_parametrized, modules))
         self.parts: list[Region | int] = []
+        theirs = len(self.nodes) > 1 and all("; use ops." in (node.alone or "") for node in self.nodes)
+        if theirs and not torch.compiler.is_compiling():
+            message = "nothing in this Sequential can be fused, as its modules are torch.nn's: use sf.nn.from_torch"
+            warnings.warn(message, UserWarning, stacklevel=2)
         for start, stop in stretches(self.nodes):
             self.parts.append(self._region(start, stop) if self.nodes[start].fusable else start)
 

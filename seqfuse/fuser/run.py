@@ -54,7 +54,7 @@ class _Changed(StateError):
 
 
 class Fuser:
-    """Operations x fusions x `Env` -> `Plan`, and the code that runs a plan.
+    """Turns operations, fusions and an `Env` into a `Plan`, and runs plans.
 
     Args:
         root: a container, or one operation.

@@ -10,7 +10,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, Requirements
 from ..maingrad import Accumulated
 from ..operation import Grads
-from ..ops import Bias, IdentityForwardAllReduceBackward, Linear
+from ..ops import Bias, CopyToTensorParallel, Linear
 from ..ops.linear import weight_grad
 from ._linear import one_dtype
 
@@ -22,7 +22,7 @@ class AllReduceLinearBackward(BackwardFusion):
     exchange tensors in it, nothing falls back if it fails.
     """
 
-    enter: IdentityForwardAllReduceBackward
+    enter: CopyToTensorParallel
     linear: Linear
     bias: Bias | None
 
@@ -45,7 +45,7 @@ class AllReduceLinearBackward(BackwardFusion):
         self,
         dy: Tensor,
         *,
-        enter: IdentityForwardAllReduceBackward.Saved,
+        enter: CopyToTensorParallel.Saved,
         linear: Linear.Saved,
         bias: Bias.Saved | None,
         needs: frozenset[str],
@@ -56,7 +56,7 @@ class AllReduceLinearBackward(BackwardFusion):
         grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
             dx = rows.mm(linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
-            wait = self.enter.group.begin_all_reduce(dx, "IdentityForwardAllReduceBackward")
+            wait = self.enter.group.begin_all_reduce(dx, "CopyToTensorParallel")
         if "linear.weight" in needs:
             grads["linear.weight"] = weight_grad(rows, linear.x, main_grads.pop("linear.weight", None))
         if "bias.bias" in needs:

@@ -5,6 +5,7 @@ from .allgather import AllGather
 from .allreduce import AllReduce
 from .attention import Attention
 from .bias import Bias
+from .copytotensorparallel import CopyToTensorParallel
 from .crossattention import CrossAttention
 from .dropout import Dropout
 from .droppath import DropPath
@@ -14,7 +15,6 @@ from .geglu import GEGLU
 from .gelu import GELU, GeLU
 from .glu import GLU
 from .identity import Identity
-from .identityforwardallreducebackward import IdentityForwardAllReduceBackward
 from .layernorm import LayerNorm
 from .layerscale import LayerScale
 from .linear import Linear
@@ -39,6 +39,9 @@ from .take import Take
 from .tanh import Tanh
 from .transpose import Transpose
 
+IdentityForwardAllReduceBackward = CopyToTensorParallel
+"""Its name before."""
+
 __all__ = [
     "GEGLU",
     "GELU",
@@ -48,6 +51,7 @@ __all__ = [
     "AllReduce",
     "Attention",
     "Bias",
+    "CopyToTensorParallel",
     "CrossAttention",
     "DropPath",
     "Dropout",
@@ -55,7 +59,6 @@ __all__ = [
     "Fork",
     "GeLU",
     "Identity",
-    "IdentityForwardAllReduceBackward",
     "LayerNorm",
     "LayerScale",
     "Linear",

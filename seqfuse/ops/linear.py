@@ -20,7 +20,7 @@ from ._read import divide, initial, required
 from .allgather import AllGather
 from .allreduce import AllReduce
 from .bias import Bias
-from .identityforwardallreducebackward import IdentityForwardAllReduceBackward
+from .copytotensorparallel import CopyToTensorParallel
 from .reducescatter import ReduceScatter
 
 
@@ -38,7 +38,7 @@ class Linear(sf.UnfusedOperation):
     Keys, arguments and initial values are those of `torch.nn.Linear`.
 
     With `parallel` each process of a group holds a share of the weight. `"column"`: of its rows, and of the bias; x is
-    whole, y a share of the features; it expands to `IdentityForwardAllReduceBackward`, product, `Bias`. `"row"`: of its
+    whole, y a share of the features; it expands to `CopyToTensorParallel`, product, `Bias`. `"row"`: of its
     columns; x is a share of the features, y whole; product, `AllReduce`, `Bias`, which adds the bias once, after the
     sum. With a `sequence_dim` x of a column and y of a row are a share of the rows instead, and `AllGather` and
     `ReduceScatter` stand for these. In a group of one process nothing is added.
@@ -151,7 +151,7 @@ class Linear(sf.UnfusedOperation):
         divide(self, shares)
         if parallel == "column":
             self.out_features //= group.size
-            meets = IdentityForwardAllReduceBackward(group) if sequence_dim is None else AllGather(group, sequence_dim)
+            meets = CopyToTensorParallel(group) if sequence_dim is None else AllGather(group, sequence_dim)
         else:
             self.in_features //= group.size
             meets = AllReduce(group) if sequence_dim is None else ReduceScatter(group, sequence_dim)

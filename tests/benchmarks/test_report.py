@@ -70,8 +70,8 @@ def test_a_target_is_met_only_by_every_row() -> None:
 def test_less_is_better_where_a_target_says_so() -> None:
     kept = {"model": "one", "kept": {"seqfuse balanced": 64, "seqfuse lean": 46, "eager": 100}}
     verdicts = {v.target.what: v for v in targets.judged({"memory": [kept]})}
-    assert verdicts["MLP block, balanced: bytes kept, of eager's"].status == "met"
-    assert verdicts["MLP block with recomputation: bytes kept, of eager's"].status == "missed"
+    assert verdicts["MLP block, balanced: bytes saved, of eager's"].status == "met"
+    assert verdicts["MLP block with recomputation: bytes saved, of eager's"].status == "missed"
 
 
 def test_without_results_everything_is_not_run(results: Path) -> None:

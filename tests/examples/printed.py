@@ -1,11 +1,11 @@
 """What README.md and docs/ show and nobody types: printed output, and figures of committed benchmarks.
 
 A `text` block right behind a `python` block is what that block prints. In a `console` block each command
-`$ seqfuse ...` is run, and what it prints stands below it, cut by `| head -N` if it ends so. A block behind
-`<!-- file: name -->` is that file, which commands and blocks of the page find in the folder they run in. Figures stand
-between two comments, the first of which names the file they are drawn from; so do the tables of faults and of settings.
-A `python` block behind a comment that names a file and definitions is those. To rewrite all of it, run
-.venv/bin/python -m tests.examples.printed
+`$ seqfuse ...` or `$ torchrun ...` is run, unless it names a file in `examples/`, and what it prints stands below it,
+cut by `| head -N` if it ends so. A block behind `<!-- file: name -->` is that file, which these commands find in the
+folder they run in, and does not run itself. Figures stand between two comments, the first of which names the file they
+are drawn from; so do the tables of faults, settings and support. A `python` block behind a comment that names a file
+and definitions is those. To rewrite all of it, or some pages, run  .venv/bin/python -m tests.examples.printed [docs/tour.md ...]
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from seqfuse.settings import Settings
 from tests.examples.counted import source_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "reference").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"\$ ((?:\w+=\S+ )*)seqfuse (.*?)(?: \| head -(\d+))?")
+COMMAND = re.compile(r"\$ (?!.*examples/)((?:\w+=\S+ )*)(seqfuse|torchrun) (.*?)(?: \| head -(\d+))?")
+MODULES = {"seqfuse": ("seqfuse",), "torchrun": ("torch.distributed.run", "--standalone")}
 MARK = "\x00"
 FAULTS = re.compile(r"(?<=<!-- faults: tests/examples/faults.py -->\n).*?(?=<!-- end of faults -->)", re.DOTALL)
 INCLUDED = re.compile(r"^(<!-- from (\S+): ([\w, ]+) -->\n```python\n)(?:.*?)(^```$)", re.MULTILINE | re.DOTALL)
+SUPPORT = re.compile(r"(<!-- support: (\w+) -->\n).*?(?=<!-- end of support -->)", re.DOTALL)
 SETTINGS = re.compile(r"(?<=<!-- settings: seqfuse/settings.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL)
 
 
@@ -49,7 +51,7 @@ def included(markdown: str) -> str:
 
 
 def session(text: str) -> None:
-    """Print a session in a shell with what its commands `seqfuse` print now; other commands stay as they are shown."""
+    """Print a session in a shell with what `seqfuse` and `torchrun` print now; other commands stay as they are."""
     kept = False
     for line in text.splitlines():
         if line.startswith("$ "):
@@ -58,15 +60,17 @@ def session(text: str) -> None:
             print(line)
             if found is not None:
                 environment = os.environ | dict(pair.split("=", 1) for pair in found[1].split())
-                command = [sys.executable, "-m", "seqfuse", *shlex.split(found[2])]
+                command = [sys.executable, "-m", *MODULES[found[2]], *shlex.split(found[3])]
                 done = subprocess.run(command, capture_output=True, text=True, env=environment)
-                print(*(done.stdout + done.stderr).splitlines()[: int(found[3]) if found[3] else None], sep="\n")
+                print(*(done.stdout + done.stderr).splitlines()[: int(found[4]) if found[4] else None], sep="\n")
         elif kept:
             print(line)
 
 
 def prints(block: re.Match[str]) -> bool:
-    """Whether what a block prints is compared: Python, and sessions in a shell with the command."""
+    """Whether what a block prints is compared: Python that is no file, and sessions in a shell with such commands."""
+    if block.string[: block.start()].rpartition("\n\n")[2].startswith("<!-- file: "):
+        return False
     return block[1] == "python" or (block[1] == "console" and any(map(COMMAND.fullmatch, block[2].splitlines())))
 
 
@@ -136,6 +140,10 @@ def regenerated(page: Path) -> str:
         from tests.examples import faults
 
         markdown = FAULTS.sub(lambda _: faults.table(), markdown)
+    if SUPPORT.search(markdown):
+        from tests.examples import support
+
+        markdown = SUPPORT.sub(lambda found: found[1] + getattr(support, found[2])(), markdown)
     markdown = SETTINGS.sub(lambda _: variables(), markdown)
     return report().redrawn(markdown)
 
@@ -149,7 +157,8 @@ def report() -> ModuleType:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
+    asked = [Path(name).resolve() for name in sys.argv[1:]]
+    for page in asked or PAGES:
         new = regenerated(page)
         if new != page.read_text():
             page.write_text(new)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,18 @@ def test_it_is_one() -> None:
     model = sf.Sequential(ops.Tanh())
     assert isinstance(model, nn.Sequential)
     assert isinstance(ops.Residual(ops.Tanh()), nn.Sequential)
+
+
+def test_modules_of_torch_alone_are_warned_of_with_the_way_to_convert_them() -> None:
+    theirs = nn.Linear(5, 5), nn.GELU()
+    with pytest.warns(UserWarning, match=r"modules are torch.nn's: use sf.nn.from_torch"):
+        sf.Sequential(*theirs)(tensor(3, 5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sf.nn.from_torch(nn.Sequential(*theirs))(tensor(3, 5))
+        sf.Sequential(ops.Linear(5, 5), nn.GELU())(tensor(3, 5))
+        sf.Sequential(nn.Linear(5, 5), nn.Softplus())(tensor(3, 5))  # a module that nothing here stands for
+        assert sf.Sequential(ops.Linear(5, 5)).plan(tensor(3, 5)).alone == ()
 
 
 def test_an_empty_list_is_the_identity_and_can_be_filled() -> None:

@@ -27,7 +27,7 @@ OPERATIONS = sorted(
     },
     key=lambda kind: kind.__name__,
 )
-ELSEWHERE = {"AllGather", "AllReduce", "IdentityForwardAllReduceBackward", "ReduceScatter"}
+ELSEWHERE = {"AllGather", "AllReduce", "CopyToTensorParallel", "ReduceScatter"}
 # Fake tensors of a GPU that torch was built without do not take all that these call.
 WITHOUT_FAKES = {"PositionEmbedding", "QKNorm", "RotaryEmbedding"}
 # Such a torch ends the process that asks which of its kernels of attention a GPU would take.

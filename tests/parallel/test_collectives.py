@@ -20,7 +20,7 @@ from .test_parallelize import PLAN, LanguageModel, stack
 
 MAKERS: dict[str, Callable[[Any], sf.UnfusedOperation]] = {
     "AllReduce": ops.AllReduce,
-    "IdentityForwardAllReduceBackward": ops.IdentityForwardAllReduceBackward,
+    "CopyToTensorParallel": ops.CopyToTensorParallel,
     **{f"AllGather {dim}": lambda g, dim=dim: ops.AllGather(g, dim) for dim in (0, 1, -1)},
     **{f"ReduceScatter {dim}": lambda g, dim=dim: ops.ReduceScatter(g, dim) for dim in (0, 1, -1)},
 }
@@ -41,9 +41,9 @@ def expected(name: str, x: Tensor, backward: bool) -> Tensor:
     """What a process has after it, by gathering all and plain torch; the adjoint where it goes backward."""
     kind, _, dim = name.partition(" ")
     every, rank = everyone(x), dist.get_rank()
-    if (kind, backward) in (("AllReduce", True), ("IdentityForwardAllReduceBackward", False)):
+    if (kind, backward) in (("AllReduce", True), ("CopyToTensorParallel", False)):
         return x
-    if (kind, backward) in (("AllReduce", False), ("IdentityForwardAllReduceBackward", True)):
+    if (kind, backward) in (("AllReduce", False), ("CopyToTensorParallel", True)):
         return functools.reduce(torch.add, every)
     if (kind == "AllGather") is not backward:
         return torch.cat(every, int(dim))
@@ -143,7 +143,7 @@ def test_in_several_processes(world: int, work: str) -> None:
 
 def test_between_collectives_of_one_process_all_is_as_without_them() -> None:
     model = sf.Sequential(
-        ops.IdentityForwardAllReduceBackward(), ops.Linear(4, 4), ops.Dropout(0.5), ops.AllReduce(), ops.AllGather(),
+        ops.CopyToTensorParallel(), ops.Linear(4, 4), ops.Dropout(0.5), ops.AllReduce(), ops.AllGather(),
         ops.LayerNorm(4), ops.ReduceScatter(),
     )  # fmt: skip
     for operation in (model[2], model[5]):

@@ -102,7 +102,7 @@ def processes_that_agree_run() -> None:
     compared(lambda: model(torch.randn(3, 4)))
     compared(lambda: model.eval()(torch.randn(5, 4)))
     world = dist.group.WORLD
-    inside = sf.Sequential(ops.IdentityForwardAllReduceBackward(world), ops.Dropout(0.5), ops.AllReduce(world))
+    inside = sf.Sequential(ops.CopyToTensorParallel(world), ops.Dropout(0.5), ops.AllReduce(world))
     compared(lambda: inside(torch.randn(3, 4)))
 
 
@@ -113,7 +113,7 @@ def another_plan_is_an_error_everywhere() -> None:
     assert "SF506" in text
     assert "processes 1 of group" in text
     assert "have another plan or input than process 0" in text
-    assert "IdentityForwardAllReduceBackward" in text
+    assert "CopyToTensorParallel" in text
 
 
 def other_seeds_are_an_error_everywhere() -> None:
@@ -191,7 +191,7 @@ def test_the_others_get_an_error_in_time(act: Callable[[], None], backward: bool
         process.join(2 * PATIENCE)
     assert [process.exitcode for process in processes] == [0, 7]
     seconds, _, text = (tmp_path / "error").read_text().partition(" ")
-    operation, position = ("IdentityForwardAllReduceBackward", 0) if backward else ("AllReduce", 5)
+    operation, position = ("CopyToTensorParallel", 0) if backward else ("AllReduce", 5)
     assert text.startswith(f"SF506 position {position} ({operation}): the collective of {operation} failed in group")
     assert "of ranks 0, 1" in text
     assert float(seconds) < 2 * SECONDS

@@ -67,7 +67,7 @@ def test_the_same_fusions_apply_beside_collectives(group: Any) -> None:
         )
         for g in (None, group)
     )  # fmt: skip
-    collectives = {"AllReduce", "IdentityForwardAllReduceBackward"}
+    collectives = {"AllReduce", "CopyToTensorParallel"}
     for side in ("forward", "backward"):
         alone = [s.name for s in getattr(whole.plan(env=env), side)]
         beside = [s.name for s in getattr(model.plan(env=env), side)]

@@ -27,7 +27,7 @@ def region() -> sf.Sequential:
     group = dist.group.WORLD
     return sf.Sequential(
         ops.Dropout(0.5), ops.Fork("before"),
-        ops.IdentityForwardAllReduceBackward(group), ops.Dropout(0.5), ops.Fork("inside"), ops.AllReduce(group),
+        ops.CopyToTensorParallel(group), ops.Dropout(0.5), ops.Fork("inside"), ops.AllReduce(group),
         ops.Dropout(0.5), ops.Fork("after"),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""IdentityForwardAllReduceBackward: where one tensor begins to be used by all processes of a group."""
+"""CopyToTensorParallel: where one tensor begins to be used by all processes of a group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from ._collective import Collective
 
 
-class IdentityForwardAllReduceBackward(Collective):
+class CopyToTensorParallel(Collective):
     """y = x, the same in every process of a group.
 
     Backward: dx = sum of dy over the processes, each of which used y for a part of what follows.
@@ -28,4 +28,4 @@ class IdentityForwardAllReduceBackward(Collective):
         return x
 
     def back(self, dy: Tensor) -> Tensor:
-        return self.group.all_reduce(dy, "IdentityForwardAllReduceBackward")
+        return self.group.all_reduce(dy, "CopyToTensorParallel")
