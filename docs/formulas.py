@@ -16,8 +16,8 @@ OPERATORS = {
 }  # fmt: skip
 FUNCTIONS = {"exp", "log", "tanh", "max", "cos", "sin"}
 NAMED = {
-    "act", "act_dropout", "dropout", "erf", "floor", "gelu", "norm", "out_dropout", "sigmoid", "silu", "softmax",
-    "sqrt", "turned",
+    "act", "act_dropout", "dropout", "erf", "floor", "gelu", "norm", "out_dropout", "rope", "sigmoid", "silu",
+    "softmax", "sqrt", "turned",
 }  # fmt: skip
 SYMBOLS = {"eps": r"\varepsilon", "pi": r"\pi", "Phi": r"\Phi", "xhat": r"\hat{x}", "Hkv": "H_{kv}", "E": r"\mathbb{E}"}
 # Names that are never words of a sentence, and names that are formulas only beside another part of one.

@@ -150,7 +150,7 @@ class Env:
         return self.autocast
 
     def microseconds(self, savings: Savings) -> float:
-        """Time that `savings` are worth here; orders of magnitude, used only to rank covers."""
+        """Time that `savings` are worth here; orders of magnitude, used only to rank schedules."""
         launch, bandwidth, rate = _COSTS.get(self.arch) or _COSTS["cpu" if self.device == "cpu" else "gpu"]
         return savings.launches * launch + savings.bytes / bandwidth + savings.flops / rate
 

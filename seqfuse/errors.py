@@ -71,7 +71,7 @@ class InputError(SeqfuseError, ValueError):
 
 
 class PlanError(SeqfuseError, RuntimeError):
-    """A list of operations cannot be planned."""
+    """An op sequence cannot be planned."""
 
 
 class PluginError(SeqfuseError, TypeError):

@@ -206,7 +206,7 @@ class BackwardFusion(FusedOperation, contract=True):
 
 
 class JointFusion(FusedOperation, contract=True):
-    """Substitutes both passes, with a record of its own; only the pair agrees with the pair it replaces.
+    """Substitutes both passes, with a `Saved` of its own; only the pair agrees with the pair it replaces.
 
     `fwd(x, ...) -> (y, [outputs,] Saved)` and `bwd(dy, saved, ...) -> (dx, {"slot.param": grad})`. A class that
     defines `unfused(saved) -> {slot: Saved}` can fall back when its backward fails.

@@ -125,7 +125,7 @@ def _unstated(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class UnfusedOperation(FusableOperation):
-    """The smallest operation: owns parameters, states the math, has `fwd`, `bwd` and one `Saved` record.
+    """The smallest operation: owns parameters, states the math, has `fwd`, `bwd` and one `Saved`.
 
     A subclass that defines `reference` is final: it is matched by its exact type and a subclass of it never is. One
     that does not, or is declared with the class keyword `open=True`, is abstract: as a slot type it matches every
@@ -139,7 +139,7 @@ class UnfusedOperation(FusableOperation):
             the reference runs, so that, as in torch, who changes y in place changes x.
         same_dtype: whether x and the parameters must have one dtype outside autocast, as torch demands of a GEMM: a
             call that brings another is refused before anything runs.
-        native: whether the reference is one differentiable call of torch, which saves what the record does. Where such
+        native: whether the reference is one differentiable call of torch, which saves what `Saved` does. Where such
             an operation is not fused and stands between two barriers, its reference runs.
         autocast: what `torch.autocast` makes of x and y. `"lower"` casts x to its dtype, as for a GEMM; `"float32"`
             gives y in float32 on an accelerator, whatever x is; `"promote"` in the widest dtype among x, extra inputs
@@ -230,7 +230,7 @@ class UnfusedOperation(FusableOperation):
 
     @property
     def y_dtype(self) -> torch.dtype | None:
-        """The dtype of y where x says nothing about it, as in a table look-up: what comes after is planned for it."""
+        """The dtype of y where x says nothing about it, as an embedding does: what comes after is planned for it."""
         return None
 
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:

@@ -81,7 +81,7 @@ class Pointwise(UnfusedOperation, open=True):
         raise NotImplementedError
 
     def record(self, x: Tensor, y: Tensor) -> Saved:
-        """The record of a forward from `x` to `y`: the one of the two that the backward reads."""
+        """What is saved of a forward from `x` to `y`: the one of the two that the backward reads."""
         return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # pyright: ignore[reportCallIssue]
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:

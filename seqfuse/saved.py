@@ -26,7 +26,7 @@ _EXACT = (Tensor, torch.nn.Parameter)
 
 
 def field(*, for_: str | tuple[str, ...] = (), default: Any = _MISSING) -> Any:
-    """A field of a `Saved` record that only some gradients read.
+    """A field of a `Saved` that only some gradients read.
 
     Args:
         for_: the gradient names (`"x"`, a parameter, an extra input) whose computation reads the field. When none of
@@ -57,7 +57,7 @@ class Recompute:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Saved:
-    """What a forward keeps for its backward, by name; base of frozen keyword-only records.
+    """What a forward keeps for its backward, by name; base of frozen keyword-only objects.
 
     Fields are `Tensor`, `Tensor | None`, `tuple[Tensor, ...]` or plain immutable data. `Recompute` may stand in any
     tensor field.
@@ -65,7 +65,7 @@ class Saved:
     Raises:
         PluginError: when the class is defined, for a field name that is not an identifier or a hint that does not
             resolve.
-        StateError: when a field is read that was dropped because no wanted gradient reads it.
+        StateError: when a field is read that was dropped because no needed gradient reads it.
     """
 
     fields: ClassVar[tuple[str, ...]] = ()

@@ -1,4 +1,4 @@
-"""The plan: what covers the list in each pass, how it is cut, and what was refused."""
+"""The plan: the schedule of each pass, how it is cut, and which fusions are not applied."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Plan:
     """The result of fusing; frozen, hashable, printable.
 
     Attributes:
-        forward: steps of the forward cover, in order.
-        backward: steps of the backward cover, in list order; only where a gradient is wanted.
+        forward: steps of the forward schedule, in order.
+        backward: steps of the backward schedule, in list order; only where a gradient is needed.
         segments: ranges of positions that run behind one autograd node each.
         refused: fusions whose pattern matched and that were not used, with reasons.
         alone: what runs through its own `__call__`, with reasons.
@@ -71,7 +71,7 @@ class Plan:
     compare: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def count(self, name: str) -> int:
-        """How many different steps of this name the two covers hold; one that stands in both counts once."""
+        """How many different steps of this name the two schedules hold; one that stands in both counts once."""
         return len({(s.covers.start, id(s.operation)) for s in (*self.forward, *self.backward) if s.name == name})
 
     @cached_property
@@ -81,7 +81,7 @@ class Plan:
 
     @property
     def fused(self) -> tuple[int, int]:
-        """Number of fused steps in the forward and in the backward cover."""
+        """Number of fused steps in the forward and in the backward schedule."""
         return sum(s.fused for s in self.forward), sum(s.fused for s in self.backward)
 
     @cached_property
@@ -118,7 +118,7 @@ class Plan:
         return json.dumps(self.as_dict(), indent=indent)
 
     def mermaid(self) -> str:
-        """A flowchart for Mermaid: the forward cover, the operations, the backward cover, and what is saved between."""
+        """A flowchart for Mermaid: forward schedule, operations, backward schedule, and what is saved between them."""
         return pictures.mermaid(self.as_dict())
 
     def svg(self) -> str:
@@ -258,7 +258,7 @@ def _steps(
 def _segments(
     nodes: Sequence[Node], forward: Sequence[Step], backward: Sequence[Step], start: int, stop: int
 ) -> tuple[range, ...]:
-    """Cut where both covers have a border: near every eighth position, rather where a single tensor crosses."""
+    """Cut where both schedules have a border: near every eighth position, rather where a single tensor crosses."""
     if start == stop:
         return ()
     borders = {s.covers.start for s in forward} & (

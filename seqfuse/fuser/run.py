@@ -58,7 +58,7 @@ class Fuser:
 
     Args:
         root: a container, or one operation.
-        fusions: the rule set, in order of preference between equals.
+        fusions: the fusion set, in order of preference between equals.
         owned: whether `root` holds this fuser, which then does not keep it alive.
         memory: what to save for the backward pass.
     """

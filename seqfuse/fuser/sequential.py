@@ -75,7 +75,7 @@ class Channels(NamedTuple):
 
 
 class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """A `torch.nn.Sequential` that covers its operations with fused ones: y = (... op_2(op_1(x))).
+    """A `torch.nn.Sequential` that runs its operations by fused ones: y = (... op_2(op_1(x))).
 
     Nested `Sequential`s and `Residual`s are expanded in place, and fusions cross their borders; a module that is no
     operation of this library runs by itself, as do operations with hooks. Parameters, keys and everything else are
@@ -83,7 +83,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     Args:
         operations: modules in order, or one `OrderedDict` of them.
-        fusions: the rule set; the default one if left out.
+        fusions: the fusion set; the default one if left out.
         memory: what to save for the backward pass, at the price of time: `"save"`, what makes it fastest;
             `"balanced"`, less where that takes little time; `"lean"`, the least; or the most bytes, a number or an
             `sf.Budget`. `model.memory = "lean"` sets it later.
@@ -206,7 +206,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
 
 def install(model: Sequential, fuser: Fuser) -> None:
-    """Let another fuser run a model from now on; `fuser.root` is the model. A rule set that is assigned ends it."""
+    """Let another fuser run a model from now on; `fuser.root` is the model. A fusion set that is assigned ends it."""
     model.__dict__["_fuser"] = fuser
 
 

@@ -185,7 +185,7 @@ def record_of(part: Part, kept: Any, seed: Tensor | None, number: float) -> cont
 
 
 def recorded(part: Part, record: Any) -> tuple[Tensor | None, Tensor | None, float]:
-    """What a part keeps, its seed and its number, from its own record."""
+    """What a part keeps, its seed and its number, from its own `Saved`."""
     if isinstance(part, Scale):
         return None, None, record.factor
     if isinstance(part, Dropout):

@@ -1,4 +1,4 @@
-"""What fusions around a product by a Triton kernel share: what the kernel takes, and what it is worth."""
+"""What fusions around a GEMM by a Triton kernel share: what the kernel takes, and what it is worth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._linear import one_dtype
 
 
 def kernel_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
-    """What the kernel asks of a product, its input and its bias."""
+    """What the kernel asks of a GEMM, its input and its bias."""
     yield from kernels_run(env)
     weight = linear.weight
     one = env.cast(weight.dtype) == env.dtype and one_dtype(linear, bias, env)
@@ -30,7 +30,7 @@ def kernel_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
 def epilogue_takes(
     linear: Linear, bias: Bias | None, act: Pointwise | Gated, env: Env, dropout: Dropout | None = None
 ) -> Requirements:
-    """What the kernel asks of a product with an activation or a gated unit in its epilogue, or before it."""
+    """What the kernel asks of a GEMM with an activation or a gated unit in its epilogue, or before it."""
     yield from kernel_takes(linear, bias, env)
     yield from kernel_takes_act(act) if isinstance(act, Pointwise) else kernel_takes_gated(act)
     keeps = env.autocast is None or isinstance(act, Gated) or act.reads == "input" or act.autocast != "float32"
@@ -75,7 +75,7 @@ def epilogue(
 def forward_worth(
     linear: Linear | MergedLinear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, stored: bool, env: Env
 ) -> Savings:
-    """What is saved where an activation and what surrounds it are made inside the product before it.
+    """What is saved where an activation and what surrounds it are made inside the GEMM before it.
 
     `stored` is whether what the activation keeps is written beside the result.
     """
@@ -104,7 +104,7 @@ def around_saved(
 
 
 def unit_worth(linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, env: Env) -> Savings:
-    """What is saved where the gradients of an activation and of what surrounds it are made inside a product."""
+    """What is saved where the gradients of an activation and of what surrounds it are made inside a GEMM."""
     # The operations of a gated unit write dh, make act(gate) again, dh up, dgate and dup, and join the two: 16 passes,
     # here 4; those of an activation read and write the gradient once more.
     launches, passes = (5, 12) if isinstance(act, Gated) else (1, 2)
@@ -126,10 +126,10 @@ def unit_bwd(
     main_grads: dict[str, Tensor],
     dy_sums: torch.dtype | None = None,
 ) -> tuple[Tensor | None, dict[str, Tensor | Accumulated | None]]:
-    """The gradients of slots `bias`, `act`, an optional dropout and `linear`, in that order, from the product's.
+    """The gradients of slots `bias`, `act`, an optional dropout and `linear`, in that order, from the GEMM's.
 
     Where its dtype is given, which it is of no gated unit, the sum of dy over all rows is the gradient of a bias after
-    the product, `out_bias`.
+    the GEMM, `out_bias`.
     """
     from ..kernels import gemm
 
@@ -159,7 +159,7 @@ def unit_bwd(
 
 
 def tf32() -> bool:
-    """Whether the user lets float32 products be rounded to TF32."""
+    """Whether the user lets float32 GEMMs be rounded to TF32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
@@ -174,17 +174,17 @@ def bias_of(bias: Bias | None) -> Tensor | None:
 
 
 def worth(linear: Linear | MergedLinear, env: Env, launches: float, passes: float, columns: int) -> Savings:
-    """Launches and passes over a tensor of `columns` not made, against the slower product."""
+    """Launches and passes over a tensor of `columns` not made, against the slower GEMM."""
     moved = float(passes * rows_of(env) * columns * env.itemsize)
     return Savings(launches=launches, bytes=moved, flops=-GEMM_SLOWER * product_flops(linear, env))
 
 
 def product_flops(linear: Linear | MergedLinear, env: Env) -> float:
-    """FLOPs of a product, those in float32 as many more as they take longer."""
+    """FLOPs of a GEMM, those in float32 as many more as they take longer."""
     slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 else 1
     return 2.0 * rows_of(env) * linear.in_features * linear.out_features * slower
 
 
 def like(dy: Tensor, t: Tensor) -> Tensor:
-    """In the dtype of the product, where a residual in another had the sum promoted."""
+    """In the dtype of the GEMM, where a residual in another had the sum promoted."""
     return dy if dy.dtype is t.dtype else dy.to(t.dtype)

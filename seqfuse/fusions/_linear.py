@@ -46,7 +46,7 @@ def epilogue_keeps_nan(kind: str, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def tried_with_nan(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a small product and one of whole tiles give NaN for NaN."""
+    """Whether a small GEMM and one of whole tiles give NaN for NaN."""
     kept = True
     with _disable_current_modes():
         for size in (16, 512):

@@ -1,4 +1,4 @@
-"""The backward of a product whose features several processes divide, its sum over them meanwhile."""
+"""The backward of a GEMM whose features several processes divide, its sum over them meanwhile."""
 
 from __future__ import annotations
 

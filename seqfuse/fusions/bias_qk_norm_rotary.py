@@ -1,4 +1,4 @@
-"""What stands between the product that makes [q; k; v] and attention, each way in one pass by a Triton kernel."""
+"""What stands between the GEMM that makes [q; k; v] and attention, each way in one pass by a Triton kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._heads import Angles, angles, gains, kernels_take, parts_of, rotation_of, 
 
 
 class BiasQKNormRotary(ForwardFusion):
-    """y = turned(norm(x + bias)) in one pass, rounded once; x + bias is stored where the norm's gradient reads it.
+    """y = rope(norm(x + bias)) in one pass, rounded once; x + bias is stored where the norm's gradient reads it.
 
     x, y: [*, S, (H + 2 Hkv) D]. Saves what the operations save.
     """
@@ -68,7 +68,7 @@ class BiasQKNorm(ForwardFusion):
 
 
 class BiasQKNormRotaryInference(InferenceFusion):
-    """y = turned(norm(x + bias)) in one pass, where nothing needs a gradient and so nothing is stored.
+    """y = rope(norm(x + bias)) in one pass, where nothing needs a gradient and so nothing is stored.
 
     x, y: [*, S, (H + 2 Hkv) D].
     """
@@ -98,7 +98,7 @@ class BiasQKNormRotaryInference(InferenceFusion):
 
 
 class BiasQKNormRotaryBackward(BackwardFusion):
-    """dx = norm'(dy turned back) and all sums over rows, for bias and gains, from one pass over dy and what was kept.
+    """dx = norm'(dy rotated back) and all sums over rows, for bias and gains, from one pass over dy and what was kept.
 
     Sums are made in float32, in a fixed order, and rounded once. dy, dx: [*, S, (H + 2 Hkv) D].
     """

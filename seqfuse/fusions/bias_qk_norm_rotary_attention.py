@@ -14,9 +14,9 @@ from ._heads import angles, around, kernels_take, parts_of, rotation_of, run, wo
 
 
 class BiasQKNormRotaryAttention(InferenceFusion):
-    """Attention of turned(norm(x + bias)), where nothing needs a gradient.
+    """Attention of rope(norm(x + bias)), where nothing needs a gradient.
 
-    In a step of decoding one kernel turns the new row and writes its key and value into the cache; all else is
+    In a step of decoding one kernel rotates the new token and writes its key and value into the cache; all else is
     `BiasQKNormRotaryInference` and then the operation. x: [*, S, (H + 2 Hkv) D], y: [*, S, H D].
     """
 

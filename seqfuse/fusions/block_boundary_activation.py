@@ -102,7 +102,7 @@ class BlockBoundaryActivation(JointFusion):
         return (out.dbranch if "dbranch" in around else out.dx) if branch else None, grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """The operations' own records."""
+        """What the operations themselves would have saved."""
         statistics = saved.mean, saved.rstd, saved.weight, saved.shift
         own = norm_records(self.norm, self.acts, saved.z, *statistics, saved.factors)
         around = {

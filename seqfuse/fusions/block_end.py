@@ -21,9 +21,9 @@ from .bias_dropout_add import branch_bwd
 class BlockEndBackward(BackwardFusion):
     """All gradients of y = other + dropout(x weight^T + out_bias), x = act_dropout(act(z)), z = ... + bias.
 
-    d = dropout(dy) and its sum over all rows, which is dout_bias, in one pass over dy; from d, in one product,
+    d = dropout(dy) and its sum over all rows, which is dout_bias, in one pass over dy; from d, in one GEMM,
     dz = act'(t) act_dropout(d weight), or that of a gated unit, and its sum, which is dbias;  dweight = d^T x;
-    dother = dy.  Where nothing was dropped d is dy, and dout_bias comes from the product as well, but for a gated
+    dother = dy.  Where nothing was dropped d is dy, and dout_bias comes from the GEMM as well, but for a gated
     unit's. Sums are of float32 numbers and in a fixed order; what was dropped is decided again from the seeds.
 
     dy: [*, out_features], dz: [*, in_features], of a gated unit [*, 2 in_features].

@@ -1,4 +1,4 @@
-"""Two products with an activation or a gated unit between them, of which only the pre-activation is kept."""
+"""Two GEMMs with an activation or a gated unit between them, of which only the pre-activation is kept."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LinearActivationLinear(JointFusion):
     """y = other + out_dropout(h out^T + out_bias), h = dropout(act(z)), z = x weight^T + bias, where h is not kept.
 
     With d = out_dropout'(dy), whose sum over all rows is dout_bias, and dh = dropout'(d out): dz = act'(z) dh, or that
-    of a gated unit, its sum, which is dbias, and h itself, made again from z, leave one product;  dout = d^T h,
+    of a gated unit, its sum, which is dbias, and h itself, made again from z, leave one GEMM;  dout = d^T h,
     dweight = dz^T x, dx = dz weight, dother = dy.  h of the backward pass is made of the rounded z, as it is where
     nothing is fused; what was dropped is decided again from the seeds.
 
@@ -174,7 +174,7 @@ class LinearActivationLinear(JointFusion):
         return h if self.dropout is None else self.dropout.fwd(h, seed=saved.seed)[0]
 
     def unfused(self, saved: context.Saved) -> dict[str, context.Saved]:
-        """The operations' own records."""
+        """What the operations themselves would have saved."""
         kept: Any = vars(saved).get  # what no gradient reads was dropped
         records: dict[str, Any] = {
             "linear": Linear.Saved(x=kept("x"), weight=kept("weight")),

@@ -17,7 +17,7 @@ from ._linear import as_rows, one_dtype, output_bytes
 
 
 class LinearBias(ForwardFusion):
-    """y = x weight^T + bias in one product that starts from the bias, on any device.
+    """y = x weight^T + bias in one GEMM that starts from the bias, on any device.
 
     x: [*, in_features], y: [*, out_features]. Saves what `Linear` and `Bias` save.
     """
@@ -40,7 +40,7 @@ class LinearBias(ForwardFusion):
 
 
 class LinearBiasBackward(BackwardFusion):
-    """All gradients of a product and its bias in one step over the rows of dy.
+    """All gradients of a GEMM and its bias in one step over the rows of dy.
 
     dx = dy weight;  dweight = dy^T x;  dbias = sum of dy over all rows. ATen has no kernel that makes two of them; what
     is saved is a step of the engine and, beyond two dimensions, a second look for the rows.
@@ -82,9 +82,9 @@ class LinearBiasBackward(BackwardFusion):
 
 
 class LinearBiasBackwardTriton(BackwardFusion):
-    """dweight = dy^T x and dbias, the sum of dy over all rows, in one product: dy is read once for both.
+    """dweight = dy^T x and dbias, the sum of dy over all rows, in one GEMM: dy is read once for both.
 
-    dx = dy weight is torch's product. The sum is of float32 numbers and in a fixed order. Where one of the two is not
+    dx = dy weight is torch's GEMM. The sum is of float32 numbers and in a fixed order. Where one of the two is not
     wanted, the other is torch's as well. It is worth a pass over dy, and so pays where a row of x is short.
 
     dy: [*, out_features], x, dx: [*, in_features].

@@ -14,10 +14,10 @@ from ._linear import one_dtype, output_bytes
 
 
 class LinearBiasAdd(ForwardFusion):
-    """y = (x weight^T + bias) + other, the sum in place of the product, which nobody else sees; on any device.
+    """y = (x weight^T + bias) + other, the sum in place of the GEMM, which nobody else sees; on any device.
 
     The numbers are those of `LinearBias` followed by `Add`, bit for bit. Where `other` has another dtype, as a float32
-    residual has under autocast, the sum is made beside the product, in the dtype torch promotes to.
+    residual has under autocast, the sum is made beside the GEMM, in the dtype torch promotes to.
 
     x: [*, in_features], other, y: [*, out_features]. Saves what the operations save.
     """

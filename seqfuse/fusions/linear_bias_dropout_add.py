@@ -1,4 +1,4 @@
-"""Linear, an optional Bias, an optional Dropout and the Add that closes a residual, in one Triton product."""
+"""Linear, an optional Bias, an optional Dropout and the Add that closes a residual, in one Triton GEMM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._gemm import bias_of, kernel_takes, kernel_takes_dropout, mask, tf32, weig
 
 
 class LinearBiasDropoutAdd(ForwardFusion):
-    """y = other + dropout(x weight^T + bias) in one product, made of its float32 sums and rounded once.
+    """y = other + dropout(x weight^T + bias) in one GEMM, made of its float32 sums and rounded once.
 
     The mask is the one that the operations make of the same seed; none is stored.
 

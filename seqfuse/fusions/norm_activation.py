@@ -102,7 +102,7 @@ class NormActivationJoint(JointFusion):
         return out.dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """The operations' own records."""
+        """What the operations themselves would have saved."""
         statistics = saved.mean, saved.rstd, saved.weight, saved.bias
         return norm_records(self.norm, self.acts, saved.x, *statistics, saved.factors)
 

@@ -112,7 +112,7 @@ class NormLinearActivationLinear(JointFusion):
         return dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
-        """The operations' own records."""
+        """What the operations themselves would have saved."""
         kept: Any = vars(saved).get  # what no gradient reads was dropped
         n: Any = self._normalized(saved) if "norm_bias" in vars(saved) else None
         records = self._rest().unfused(saved)

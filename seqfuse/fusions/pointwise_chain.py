@@ -158,7 +158,7 @@ class PointwiseChainJoint(JointFusion):
         return chain_bwd(dy, self._places(saved), needs)
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
-        """The operations' own records."""
+        """What the operations themselves would have saved."""
         records: list[context.Saved] = []
         for place in self._places(saved):
             if isinstance(place.part, Run):

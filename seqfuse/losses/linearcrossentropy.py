@@ -33,7 +33,7 @@ class LinearCrossEntropy(nn.Module):
     Second derivatives are not supported.
 
     x: [*, in_features] of float16, bfloat16, float32 or float64; targets: [*] of integers; the loss: a number, or [*],
-    in float32 (float64 for float64). Products are in the dtype of x and weight, or that of autocast; the rest, and sums
+    in float32 (float64 for float64). GEMMs are in the dtype of x and weight, or that of autocast; the rest, and sums
     over rows, in float32. Under torch.compile, torch.func, forward-mode AD and for tensor subclasses plain operations
     of torch run, which hold all logits.
 
@@ -41,7 +41,7 @@ class LinearCrossEntropy(nn.Module):
 
     With `parallel="vocab"` each process of a group holds a share of the classes. No logit leaves its process: for each
     row the largest, the sum of exponentials and the target's own are exchanged, and the gradient of x is summed. Every
-    process has x (with a `sequence_dim` its share of the rows, which are gathered), all targets, and the loss.
+    process has x (with a `sequence_dim` its shard of the tokens, which are gathered), all targets, and the loss.
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
 
     Args:

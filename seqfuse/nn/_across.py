@@ -11,7 +11,7 @@ from ..operation import UnfusedOperation
 
 
 def across(group: Any, sequence_dim: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the product with which a region of several processes begins, and of the one with which it ends."""
+    """Arguments of the GEMM with which a region of several processes begins, and of the one with which it ends."""
     if group is None:
         return {}, {}
     shared: dict[str, Any] = {"group": group, "sequence_dim": sequence_dim}
@@ -31,7 +31,7 @@ def own_heads(heads: int, kv_heads: int, group: Group) -> tuple[int, int]:
 def norm_on_rows(
     norm: Callable[..., UnfusedOperation], dim: int, group: Any, sequence_dim: int | None, made: dict[str, Any]
 ) -> UnfusedOperation:
-    """A norm between regions: where each process has its share of the rows, its gradients are summed."""
+    """A norm between regions: where each process has its shard of the tokens, its gradients are summed."""
     made_norm = norm(dim, **made)
     if group is not None and sequence_dim is not None:
         made_norm.sum_over = Group(group)

@@ -19,7 +19,7 @@ from ._across import across, own_heads
 class MultiHeadAttention(Sequential):
     """y = Linear(Attention(Rotary(QKNorm(Linear(x))))), of which the middle two are there if asked for.
 
-    One product makes queries, keys and values, packed `[q; k; v]`.  x, y: [*, S, embed_dim].
+    One GEMM makes queries, keys and values, packed `[q; k; v]`.  x, y: [*, S, embed_dim].
     Keys: `qkv`, `qk_norm`, `rotary`, `attention`, `out`.
     Source: Vaswani et al. 2017, arXiv:1706.03762.
 
@@ -28,7 +28,7 @@ class MultiHeadAttention(Sequential):
         heads: query heads.
         kv_heads: key and value heads, which divide `heads`; as many by default.
         head_dim: size of a head; `embed_dim / heads` by default.
-        bias: whether the first product has a bias.
+        bias: whether the first GEMM has a bias.
         out_bias: whether the last one has; as `bias` by default.
         merged: whether queries, keys and values have a weight each, in an `ops.MergedLinear`, else one packed weight.
         qk_norm: whether queries and keys are normalized head by head, or what makes another `ops.QKNorm` of

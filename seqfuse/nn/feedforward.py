@@ -20,7 +20,7 @@ from ._across import across
 class FeedForward(Sequential):
     """y = Linear(Dropout(activation(Linear(x)))).
 
-    With a gated unit the first product makes `[gate; up]`, twice as wide.  x, y: [*, dim].
+    With a gated unit the first GEMM makes `[gate; up]`, twice as wide.  x, y: [*, dim].
     Keys: `up`, `activation`, `dropout` (if any), `down`.
     Source: Vaswani et al. 2017, arXiv:1706.03762; gated: Shazeer 2020, arXiv:2002.05202.
 
@@ -28,7 +28,7 @@ class FeedForward(Sequential):
         dim: last dimension of x and y.
         hidden_dim: what the activation gives; `4 dim` by default.
         activation: makes the activation, as `ops.GeLU` or `ops.SwiGLU` do.
-        bias: whether the products have biases.
+        bias: whether the GEMMs have biases.
         merged: whether gate and up of a gated unit have a weight each, in an `ops.MergedLinear`, else one packed.
         dropout: probability of dropping what the activation gives, in training.
         group: processes that divide the hidden features, each half of a gated unit's; see `ops.Linear`.

@@ -37,7 +37,7 @@ class TransformerLayer(Sequential):
         norm: makes a norm of `dim`, as `ops.LayerNorm` or `ops.RMSNorm` do.
         pre_norm: whether norms stand before the blocks, else after the sums; `None` for neither.
         branch_norm: whether a norm stands at the end of each branch, before the sum.
-        bias: whether the products have biases.
+        bias: whether the GEMMs have biases.
         qkv_bias: whether the `Linear` of queries, keys and values has a bias; as `bias` by default.
         merged: whether queries, keys, values, gate and up have a weight each; see `MultiHeadAttention`, `FeedForward`.
         dropout: probability of dropping what a block adds, in training.

@@ -212,7 +212,7 @@ class Attention(sf.UnfusedOperation):
         return x if fits else x.clone(memory_format=torch.contiguous_format)
 
     def scale_of(self, x: Tensor) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor of the scores, queries times keys."""
         return (x.shape[-1] // (self.heads + 2 * self.kv_heads)) ** -0.5 if self.scale is None else self.scale
 
     def _how(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float) -> Scores:

@@ -19,7 +19,7 @@ class Bias(sf.UnfusedOperation):
     Backward: dx = dy;  dbias = sum of dy over all rows, accumulated in fp32 for half dtypes.
 
     x, y: [*, size], bias: [size].  Saved: nothing.
-    Dtypes promote as in torch. Under autocast the bias takes x's dtype, so that a product in bf16 stays in bf16 as it
+    Dtypes promote as in torch. Under autocast the bias takes x's dtype, so that a GEMM in bf16 stays in bf16 as it
     does in `torch.nn.Linear`.
 
     Args:

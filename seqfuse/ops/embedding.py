@@ -30,7 +30,7 @@ class Embedding(sf.UnfusedOperation):
     Saved: x.
     Keys, arguments and initial values are those of `torch.nn.Embedding`.
 
-    With `parallel="vocab"` each process of a group holds a share of the rows and gives zeros for those of others;
+    With `parallel="vocab"` each process of a group holds a shard of the vocabulary and gives zeros for those of others;
     `AllReduce` follows, or `ReduceScatter` with a `sequence_dim` of y.
 
     Args:
@@ -39,7 +39,7 @@ class Embedding(sf.UnfusedOperation):
         padding_idx: a row that starts as zeros and gets no gradient.
         parallel: `"vocab"`.
         group: a process group or a `DeviceMesh` of one dimension.
-        sequence_dim: the dimension of y of which each process keeps its share of the rows.
+        sequence_dim: the dimension of y of which each process keeps its shard of the tokens.
 
     Raises:
         ValueError: for a `padding_idx` outside the table.

@@ -1,4 +1,4 @@
-"""Linear: a product with a weight, and the bias it hands to `Bias`."""
+"""Linear: a GEMM with a weight, and the bias it hands to `Bias`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .reducescatter import ReduceScatter
 class Linear(sf.UnfusedOperation):
     """y = x weight^T, followed by `Bias` where there is a bias.
 
-    Forward: y = x weight^T. Called as a module it adds `bias`; in a list it expands to this product and a `Bias` that
+    Forward: y = x weight^T. Called as a module it adds `bias`; in a list it expands to this GEMM and a `Bias` that
     reads `linear.bias`, so that `Linear(bias=True)` and `Linear(bias=False), Bias` are one pattern.
 
     Backward: dx = dy weight;  dweight = dy^T x over all rows; where there is a `weight.main_grad` it is
@@ -38,9 +38,9 @@ class Linear(sf.UnfusedOperation):
     Keys, arguments and initial values are those of `torch.nn.Linear`.
 
     With `parallel` each process of a group holds a share of the weight. `"column"`: of its rows, and of the bias; x is
-    whole, y a share of the features; it expands to `CopyToTensorParallel`, product, `Bias`. `"row"`: of its
-    columns; x is a share of the features, y whole; product, `AllReduce`, `Bias`, which adds the bias once, after the
-    sum. With a `sequence_dim` x of a column and y of a row are a share of the rows instead, and `AllGather` and
+    whole, y a share of the features; it expands to `CopyToTensorParallel`, GEMM, `Bias`. `"row"`: of its
+    columns; x is a share of the features, y whole; GEMM, `AllReduce`, `Bias`, which adds the bias once, after the
+    sum. With a `sequence_dim` x of a column and y of a row are a shard of the tokens instead, and `AllGather` and
     `ReduceScatter` stand for these. In a group of one process nothing is added.
 
     Args:
@@ -51,12 +51,12 @@ class Linear(sf.UnfusedOperation):
         group: a process group or a `DeviceMesh` of one dimension.
         parts: sizes along `out_features` that the processes divide one by one, as those of queries, keys and values, or
             of `[gate; up]`; one by default.
-        sequence_dim: the dimension of x or y of which each process has its share of the rows.
-        bias_last: `False` lets a row's product take the bias with it: each process adds its equal part before the sum,
+        sequence_dim: the dimension of x or y of which each process has its shard of the tokens.
+        bias_last: `False` lets a row's GEMM take the bias with it: each process adds its equal part before the sum,
             which is exact but for the order of the sum where the number of processes is a power of two.
 
     Attributes:
-        in_features, out_features: those of this process's product.
+        in_features, out_features: those of this process's GEMM.
 
     Raises:
         InputError: (SF101) for features that the processes do not divide, (SF106) for another `parallel`, or no group.

@@ -15,7 +15,7 @@ class ReLU(sf.Pointwise):
 
     Backward: dx = dy where y > 0, else 0.
 
-    x, y: [*, H].  Saved: y, which the next product keeps anyway.
+    x, y: [*, H].  Saved: y, which the next GEMM saves anyway.
     Source: Nair and Hinton 2010, ICML.
     """
 

@@ -20,7 +20,7 @@ class Residual(Sequential):
 
     Args:
         operations: modules in order, or one `OrderedDict` of them.
-        fusions: the rule set for when it runs on its own; the default one if left out.
+        fusions: the fusion set for when it runs on its own; the default one if left out.
     """
 
     inlines: ClassVar[bool] = True

@@ -30,7 +30,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
     share them.
 
     x, y: [*, S, (H + 2 Hkv) D]; positions: [S], or broadcast to [*, S]; cos, sin: [S, R] or [S, R / 2], or broadcast to
-    [*, S, R] or [*, S, R / 2]. Angles are float32 (float64 for float64), and so are the products, rounded to the dtype
+    [*, S, R] or [*, S, R / 2]. Angles are float32 (float64 for float64), and so are the results, rounded to the dtype
     of x once.
     Saved: positions, cos, sin; x for the gradients of cos and sin.
     Source: Su et al. 2021, arXiv:2104.09864.

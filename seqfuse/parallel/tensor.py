@@ -39,8 +39,8 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
 
     | style | what it names |
     | --- | --- |
-    | `"heads"` | a container with a product, attention on packed heads and a product, such as `nn.MultiHeadAttention` |
-    | `"features"` | a container with a product, element-wise operations and a product, such as `nn.FeedForward` |
+    | `"heads"` | a container with a GEMM, attention on packed heads and a GEMM, such as `nn.MultiHeadAttention` |
+    | `"features"` | a container with a GEMM, element-wise operations and a GEMM, such as `nn.FeedForward` |
     | `"column"`, `"row"` | an `ops.Linear`; before a gated unit, each half of a column is divided |
     | `"vocab"` | an `ops.Embedding` or a `losses.LinearCrossEntropy` |
 
@@ -48,7 +48,7 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
         model: the model, or any module that contains what is named.
         group: a process group or a `DeviceMesh` of one dimension.
         plan: style by name of a module, as in `named_modules`, or by a pattern with `*`: `{"*.mixer.up": "column"}`.
-        sequence_dim: the dimension of which each process holds its share of the rows between what is divided (sequence
+        sequence_dim: the dimension of which each process holds its shard of the tokens between divided layers (sequence
             parallel); gradients of the parameters used there are summed.
 
     Returns:
@@ -116,7 +116,7 @@ def _product(
 
 
 def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
-    """A product, what can be done to a share of its features, and a product."""
+    """A GEMM, what can be done to a share of its features, and a GEMM."""
     found = [(name, m) for name, m in _named(container) if isinstance(m, UnfusedOperation)]
     places = [i for i, (_, m) in enumerate(found) if isinstance(m, ops.Linear)]
     wanted = "a product, attention and a product" if style == "heads" else "a product, an activation and a product"

@@ -28,7 +28,7 @@ class EnvData(TypedDict):
 class OperationData(TypedDict):
     """One position of the list.
 
-    `saves` are the fields of its record that are kept for its backward: none where nothing reads one, or where a joint
+    `saves` are the fields of its `Saved` that are saved for backward: none where nothing reads one, or where a joint
     fusion keeps its own. `wants` are the gradients that are wanted here.
     """
 
@@ -40,7 +40,7 @@ class OperationData(TypedDict):
 
 
 class StepData(TypedDict):
-    """A step of a cover, of positions `start` to `stop`, the last left out; `saves` is a joint fusion's own record."""
+    """A step of a schedule, of positions `start` to `stop`, the last left out; `saves` is what a joint fusion saves."""
 
     name: str
     start: int

@@ -47,23 +47,24 @@ def check_fusion(
 ) -> Checked:
     """Raises unless a fusion may take the place of the operations it replaces.
 
-    Fused, unfused and float64 are compared by the rule of `assert_fused_close` in each combination of passes that the
-    kind of fusion allows: a forward fusion with the operations' own backward, a backward fusion after their own
-    forward, a joint one with itself, and every forward where nothing wants a gradient. Output, extra outputs, and the
-    gradients of x, of extra inputs and of each parameter all count.
+    Fused, unfused and float64 are compared, within the error bound of `assert_fused_close`, in each combination of
+    passes that the kind of fusion allows: a forward fusion with the operations' own backward, a backward fusion after
+    their own forward, a joint one with itself, and every forward where nothing needs a gradient. Output, extra outputs,
+    and the gradients of x, of extra inputs and of each parameter all count.
 
     * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more,
       odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients; every subset of frozen
       parameters and inputs.
-    * records of a forward fusion, field by field: the class, the very parameter, plain data, and by the rule shapes,
-      dtypes and values. A `Recompute` is module-level and gives the same bits twice. So for `unfused(saved)`.
-    * `bwd` reads no parameter of the operations, which may have changed since the forward, but those in its records;
+    * what a forward fusion saves, field by field: the class, the very parameter, plain data, shapes, dtypes, and
+      values within the error bound. A `Recompute` is module-level and gives the same bits twice. The same holds for
+      `unfused(saved)`.
+    * `bwd` reads no parameter of the operations, which may have changed since the forward, but those in what was saved;
       `fwd` reads those of now, not what an earlier call left.
-    * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters, records and incoming
+    * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters, saved tensors and incoming
       gradients are not written; global state, random generators, attributes of the operations and of the fusion
       stay; results alias nothing that the operations' own do not; `needs`, where it is asked, is obeyed.
-    * a pass that fails leaves the unfused result: the same bits, or by the rule after `unfused(saved)`. Without that
-      method the backward of a joint fusion raises `KernelError`.
+    * a pass that fails leaves the unfused result: the same bits, or within the error bound after `unfused(saved)`.
+      Without that method the backward of a joint fusion raises `KernelError`.
 
     The fusion is used wherever it is not refused, whatever its cost, and interpreted kernels round as a GPU does. In
     float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since correct
@@ -85,7 +86,7 @@ def check_fusion(
         channels: tensors for extra inputs by channel name; one left out is drawn in the shape of the tensor it meets.
 
     Raises:
-        AssertionError: naming the fusion, the combination, the case, the tensor and the part of the rule; or the
+        AssertionError: naming the fusion, the combination, the case, the tensor and the part of the error bound; or the
             reason for which it was not applied: then it is a `NotRun`.
         TypeError, InputError: (SF106) for an argument that is not what is said here.
         PluginError: where the engine found that the class breaks its contract.

@@ -17,7 +17,7 @@ from torch import Tensor
 from .structure import Tree, index_of, named_tensors, share_storage
 
 PARTS = ("structure", "max", "rms", "tile", "element", "bias")
-"""The parts of the rule, in the order they are checked in."""
+"""The parts of the error bound, in the order they are checked in."""
 
 # The mean of few, or few independent, elements says nothing about a bias.
 _BIAS_ROWS, _BIAS_ELEMENTS = 16, 256
@@ -28,7 +28,7 @@ _FLOAT64_UNITS = 2.0**12
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One part of the rule on one tensor, which holds when `measured <= bound`.
+    """One part of the error bound on one tensor, which holds when `measured <= bound`.
 
     `where` is the worst index or tile, `dtype` that of the tensor, `None` for what is not about numbers.
     """

@@ -47,17 +47,17 @@ def check_op(
 ) -> CheckedOp:
     """Raises unless an operation keeps its contract on inputs like `x`.
 
-    Its passes, run by the engine, are compared with its `reference` under autograd by the rule of
+    Its passes, run by the engine, are compared with its `reference` under autograd within the error bound of
     `assert_fused_close`: output, every extra output, and the gradient of x, of every extra input and every parameter.
     Members of an `expand()` are checked with it.
 
     * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more,
       odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients. Shapes that `infer` or the
       reference refuses are left out.
-    * every subset of wanted gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
+    * every subset of needed gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
     * a small case in evaluation, or in training where the operation is in evaluation.
-    * `bwd` reads no parameter of the module, which may have changed since the forward, but those in its record.
+    * `bwd` reads no parameter of the module, which may have changed since the forward, but those in what was saved.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters and incoming gradients are
       not written; global state, random generators and attributes stay; gradients have memory of their own.
     * `gradcheck` in float64, `infer` against the real shape, `derivative_reference` against autograd; deep copies,

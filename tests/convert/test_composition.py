@@ -225,6 +225,7 @@ def test_undo_gives_the_model_back_bit_for_bit():
     model, plain, conversion = pair()
     conversion.undo()
     assert_equal(passes(model, X), passes(plain, X), 0)
+    assert vars(model).keys() == vars(plain).keys()  # nothing is left on it, which `from_torch` would refuse
     sf.convert(model)
     with pytest.raises(sf.InputError, match="Net is converted already"):
         sf.convert(model)

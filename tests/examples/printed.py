@@ -5,7 +5,8 @@ A `text` block right behind a `python` block is what that block prints. In a `co
 cut by `| head -N` if it ends so. A block behind `<!-- file: name -->` is that file, which these commands find in the
 folder they run in, and does not run itself. Figures stand between two comments, the first of which names the file they
 are drawn from; so do the tables of faults, settings and support. A `python` block behind a comment that names a file
-and definitions is those. To rewrite all of it, or some pages, run  .venv/bin/python -m tests.examples.printed [docs/tour.md ...]
+and definitions is those. To rewrite all of it, or some pages, run
+.venv/bin/python -m tests.examples.printed [docs/tour.md ...]
 """
 
 from __future__ import annotations
