@@ -31,7 +31,7 @@ from tests.examples.counted import source_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "reference").glob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```([\w{}-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"\$ (?!.*examples/)((?:\w+=\S+ )*)(seqfuse|torchrun) (.*?)(?: \| head -(\d+))?")
 MODULES = {"seqfuse": ("seqfuse",), "torchrun": ("torch.distributed.run", "--standalone")}
