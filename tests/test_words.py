@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
+
+from docs import documented
+from tests.test_docs import in_the_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -100,6 +104,12 @@ def test_a_page_is_written_in_the_words_of_the_field(page: Path) -> None:
 def test_none_of_the_worst_sentences_is_left(page: Path) -> None:
     text = " ".join(page.read_text().split())
     assert [sentence for sentence in SENTENCES if sentence in text] == []
+
+
+def test_docstrings_of_public_names_are_written_in_the_words_of_the_field() -> None:
+    for module, name in in_the_reference():
+        text = prose(documented.docstring(importlib.import_module(module), name))
+        assert found_in(text) == [], f"{module}.{name}"
 
 
 def test_words_are_found_in_prose_and_not_in_code() -> None:

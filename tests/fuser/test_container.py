@@ -73,6 +73,11 @@ def test_modules_of_torch_alone_are_warned_of_with_the_way_to_convert_them() -> 
         assert sf.Sequential(ops.Linear(5, 5)).plan(tensor(3, 5)).alone == ()
 
 
+def test_a_name_in_place_of_a_fusion_set_is_refused_with_what_is_meant() -> None:
+    with pytest.raises(sf.PluginError, match=r"such as sf.fusions.default, not the text 'default'"):
+        sf.Sequential(ops.GeLU(), fusions="default")  # pyright: ignore[reportArgumentType]
+
+
 def test_an_empty_list_is_the_identity_and_can_be_filled() -> None:
     model = sf.Sequential(fusions=PAIR)
     x = tensor(7, 5)
