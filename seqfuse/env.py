@@ -215,7 +215,10 @@ _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda
 
 def autocast_of(kind: str) -> torch.dtype | None:
     """Dtype of the autocast region active for a device type, or `None`."""
-    asked = not torch.compiler.is_compiling() and torch.amp.is_autocast_available(kind)
+    asked = not torch.compiler.is_compiling()
+    if asked and not any_autocast():
+        return None
+    asked = asked and torch.amp.is_autocast_available(kind)
     if not (kind in _WITH_AUTOCAST or asked) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

@@ -40,11 +40,14 @@ def is_static(kept: Sequence[Kept]) -> bool:
     return tokens and not any(record.cls.has_data(record.kept) for record, _ in kept)
 
 
-def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:
+def forward_code(
+    segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None, leaves: bool = False
+) -> Any:
     """`forward(ctx, segment, seeds, x, *channels)`, or `forward(segment, seeds, x, *channels)` where nothing is saved.
 
     `run` holds the functions of the node that it calls: `failed`, `save`, `leave`, `again`. Without a layout the
-    records are packed as after an interpreted forward, whatever they hold.
+    records are packed as after an interpreted forward, whatever they hold. With `leaves` the node holds the parameters,
+    which it keeps alive in any case.
     """
     keep = segment.live
     c = _Locals("c", segment.inputs)
@@ -88,6 +91,7 @@ def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: S
     rest = "*_, " if keep else ""
     s.add("except Exception as error:")
     s.add(f"    return failed({'ctx, ' if keep else ''}segment, at, error, seeds, x0, ({entered}{rest}))")
+    s.add(*["ctx.leaves = _"] * (keep and leaves))
     if keep and layout is not None:
         _save_static(s, layout, saved, entered)
     elif keep:
@@ -107,7 +111,7 @@ def forward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: S
 
 def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], entered: str) -> None:
     """Save what was seen to be saved, each tensor once, if it is so again."""
-    s.add("ctx.segment = segment", f"ctx.layout = {s.put(layout)}", "ctx.set_materialize_grads(False)")
+    s.add("ctx.segment = segment", f"ctx.layout = {s.put(layout)}", "ctx.materialize_grads = False")
     if not layout:
         return
     s.add("try:")

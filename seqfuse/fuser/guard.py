@@ -24,9 +24,6 @@ Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 device = operator.attrgetter("device")
 _FIXED: Mapping[str, Any] = {
-    "requires": requires,
-    "dtype": dtype,
-    "device": device,
     "kind": type,
     "apply": apply_node,
     "plain": run_plain,
@@ -84,7 +81,7 @@ def bind(
         s.add(*(f"    {name} = channels[{s.put(c)}]" for c, name in local.items()))
         s.add("except (KeyError, AttributeError):", "    return None")
     tests = [
-        f"x.__class__ is not {s.put(x.__class__)}",
+        f"kind(x) is not {s.put(x.__class__)}",
         f"x.shape != {s.put(x.shape)}",
         f"x.dtype is not {s.put(x.dtype)}",
         f"x.device != {s.put(x.device)}",
@@ -97,16 +94,17 @@ def bind(
         "functorch() is not None",
         "forward_ad._current_level >= 0",
     ]
-    for tensors, several in ((parameters, names), (given, [*local.values()])):
-        if several:
-            packed = f"({', '.join(several)},)"
-            tests += [
-                f"[*map(kind, {packed})] != {s.put([*map(type, tensors)])}",
-                f"[*map(requires, {packed})] != {s.put([*map(requires, tensors)])}",
-                f"[*map(dtype, {packed})] != {s.put([*map(dtype, tensors)])}",
-            ]
-    if given:
-        tests.append(f"[*map(device, ({', '.join(local.values())},))] != {s.put([*map(device, given)])}")
+    classes, dtypes = dict[type, str](), dict[torch.dtype, str]()  # each is kept beside the code once
+    for t, name in zip((*parameters, *given), (*names, *local.values()), strict=True):
+        for known, value in ((classes, type(t)), (dtypes, t.dtype)):
+            if value not in known:
+                known[value] = s.put(value)
+        tests += [
+            f"kind({name}) is not {classes[type(t)]}",
+            f"{name}.requires_grad is not {t.requires_grad}",
+            f"{name}.dtype is not {dtypes[t.dtype]}",
+        ]
+    tests += [f"{name}.device != {s.put(t.device)}" for t, name in zip(given, local.values(), strict=True)]
     s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
     for i, group in summed:
         if parameters[i].requires_grad and grad:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..autograd import Once, executes
 from ..maingrad import main_grads
@@ -24,7 +24,7 @@ SURPRISES = 2
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
-_attributes = operator.attrgetter("variable.__dict__")
+_attributes = operator.attrgetter("__dict__")
 
 
 class Seqfuse(torch.autograd.Function):
@@ -55,9 +55,11 @@ class Seqfuse(torch.autograd.Function):
 # What a node has that only some calls set: where records are among the saved tensors, as the code was made to save
 # them (`layout`), in code that packs them anew (`tokens`) or after a call that was interpreted (`about`, with what fell
 # back); what y and outputs are like, for an output that the loss does not use; and the size of the tensor that marks a
-# checkpointed forward.
+# checkpointed forward; the parameters themselves, where each is one that autograd accumulates into.
 _node: Any = Seqfuse._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
-_node.layout, _node.tokens, _node.about, _node.like, _node.mark = None, None, None, {}, None
+_node.layout, _node.tokens, _node.about, _node.like, _node.mark, _node.leaves = None, None, None, {}, None, None
+# What the engine calls, which would look `backward` up in two more steps.
+_node.apply = Seqfuse.backward
 
 
 def _interpreted(ctx: Any, segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> Any:
@@ -65,14 +67,14 @@ def _interpreted(ctx: Any, segment: Segment, run: interpret.Forward, inputs: Seq
     ctx.set_materialize_grads(False)
     save(ctx, segment, run.tensors, run.fell)
     if not run.fell:
-        _prepare(segment, run, inputs[0])
+        _prepare(segment, run, inputs)
     values = [run.y, *[run.channels[name] for name in segment.outputs]]
     return _leave(ctx, segment, values, inputs) if segment.outputs else _own(run.y, inputs)
 
 
-def _prepare(segment: Segment, run: interpret.Forward, x: Tensor) -> None:
+def _prepare(segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> None:
     """Make the code of a segment's forward, once each of its steps has been checked."""
-    if is_fake(x) or torch.compiler.is_compiling() or not segment.is_checked(segment.forward):
+    if is_fake(inputs[0]) or torch.compiler.is_compiling() or not segment.is_checked(segment.forward):
         return
     if not segment.live:
         segment.plain = forward_code(segment, {"failed": _failed_plain}, None)
@@ -80,7 +82,8 @@ def _prepare(segment: Segment, run: interpret.Forward, x: Tensor) -> None:
     static = segment.surprises < SURPRISES and segment.repeatable and is_static(run.kept)
     segment.layout = tuple(run.kept) if static else None
     calls = {"failed": _failed, "again": _again, "save": save, "leave": _leave, "own": _own, "hooks": saving_hooks}
-    code = forward_code(segment, calls, segment.layout)
+    leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
+    code = forward_code(segment, calls, segment.layout, leaves)
     if segment.autocast is None:
         segment.keeping = code
         return
@@ -174,13 +177,12 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
     try:
         if not all(map(executes, nodes)):
             return False
-        if not any(map(_attributes, nodes[len(nodes) - len(segment.parameters) :])):
-            return True
     except RuntimeError:  # there is a leaf whose gradient is to be returned
         if not all(map(_will_run, nodes)):
             return False
-    except AttributeError:  # what stands for a parameter is no leaf
-        pass
+    if ctx.leaves is not None:
+        own = filter(None, map(_attributes, ctx.leaves))
+        return not any("main_grad" in found for found in own)
     return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn in nodes)
 
 
@@ -273,7 +275,7 @@ def run_plain(segment: Segment, seeds: Tensor | None, x: Tensor, *inputs: Tensor
         return segment.plain(segment, seeds, x, *inputs)
     run = interpret.forward(segment, x, dict(zip(segment.inputs, inputs, strict=True)), seeds)
     if not run.fell:
-        _prepare(segment, run, x)
+        _prepare(segment, run, (x,))
     return (run.y, *[run.channels[name] for name in segment.outputs]) if segment.outputs else run.y
 
 

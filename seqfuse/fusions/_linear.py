@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ from ..env import Env, autocast_of, constant_under_compile
 from ..fusion import Requirements
 from ..ops import Bias, Linear
 from ..ops.linear import scaled_mm
+
+_gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
 
 
 def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
@@ -34,6 +37,9 @@ def linear_epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu"
     if cast_to is not None and any(t.dtype is not cast_to for t in (x, weight, bias)):  # autocast does not reach it
         y = F.linear(x, weight, bias)
         return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
+    if x.device.type == "cpu":  # where the call does these two, after views
+        y = F.linear(x, weight, bias)
+        return torch.relu_(y) if act == "relu" else _gelu_(y)
     y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
     return y.view(*x.shape[:-1], weight.shape[0])
 

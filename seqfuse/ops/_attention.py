@@ -38,7 +38,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 _ROUNDED = 1e-5
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Scores:
     """How the scores of one call are made and limited.
 
@@ -68,15 +68,17 @@ class Scores:
         Torch's own where it does: on a GPU the one that `scaled_dot_product_attention` takes. Ours on a Triton device
         for what none of these does; blocks in plain torch for the rest.
         """
-        if not q.numel():
+        shape = q.shape
+        if 0 in shape:
             return "blocks"
-        keys = q.shape[-2] if k is None else k.shape[-2]
+        keys = shape[-2] if k is None else k.shape[-2]
         bounded = self.window is not None and self.window < keys
         plain = not self.p and self.softcap is None
-        ours = q.shape[-1] <= _WIDEST.get(q.dtype, 0) and kernels_run(q, q.shape[-1])
         if q.device.type == "meta" and self.cu_seqlens is None and q.is_floating_point():
             return "cpu"  # which has no numbers to limit, and makes the shapes at once
-        if q.device.type == "cpu":
+        cpu = q.device.type == "cpu"
+        ours = (not cpu or interpreting) and shape[-1] <= _WIDEST.get(q.dtype, 0) and kernels_run(q, shape[-1])
+        if cpu:
             if ours:
                 return "triton"
             return "cpu" if plain and not bounded and keys >= _VECTOR and q.is_floating_point() else "blocks"
@@ -153,7 +155,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
         # The least number of float64 stays a number.
         wide = mask.dtype is torch.float64 and dtype is not torch.float64
         return narrow.clamp(min=torch.finfo(dtype).min).where(mask != -torch.inf, narrow) if wide else narrow
-    return mask.new_zeros(mask.shape, dtype=dtype).masked_fill_(mask == 0, -torch.inf)
+    # The logarithms of one and of zero are what is added, exactly.
+    return (mask if mask.dtype is torch.bool else mask != 0).to(dtype).log_()
 
 
 def by_torch(qkv: QKV, how: Scores, causal: bool) -> Tensor | None:
@@ -202,33 +205,36 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     return y, lse
 
 
-def attend_backward(
-    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, packed: Tensor | None, out: QKV
-) -> None:
-    """Write dq, dk and dv into `packed` [B, S, H + 2 Hkv, D], of which `out` are views shaped as q, k and v.
+def attend_grads(
+    dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel
+) -> tuple[Tensor, ...] | None:
+    """The gradients of q, k and v, [B, S, heads, D], by a kernel of torch in one call; `None` where none does it.
 
-    dy and y: [B, S, H, D]. Without `packed`, which the GPU kernels of torch need, into `out`.
+    dy and y: [B, S, H, D].
     """
-    q = qkv[0]
+    if kernel in _sdpa.BACKENDS:
+        return _sdpa.backward(dy, *qkv, y, lse, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
+    if kernel == "triton" or how.cu_seqlens is not None:
+        return None
+    mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
+    read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
+    grads = _flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+    return tuple([grad.transpose(1, 2) for grad in grads])
+
+
+def attend_backward(dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, kernel: Kernel, out: QKV) -> None:
+    """Write dq, dk and dv into `out`, shaped as q, k and v, where `attend_grads` does not make them.
+
+    dy and y: [B, S, H, D].
+    """
     if kernel == "triton":
         from ..kernels.attention import attention_bwd
 
         attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
         return
-    if kernel in _sdpa.BACKENDS:
-        grads = _sdpa.backward(dy, *qkv, y, lse, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
-        torch.cat(grads, 2, out=packed)
-        return
-    mask = None if how.mask is None else additive(how.mask, q.dtype)
+    assert how.cu_seqlens is not None
+    mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
-    if how.cu_seqlens is None:
-        grads = _flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
-        if packed is not None:
-            torch.cat([grad.transpose(1, 2) for grad in grads], 2, out=packed)
-            return
-        for mine, grad in zip(out, grads, strict=True):
-            mine.copy_(grad)
-        return
     for rows in _sequences(how.cu_seqlens):
         part = [t[:, :, rows] for t in read]
         grads = _flash_cpu_backward(*part, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)

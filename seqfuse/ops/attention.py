@@ -18,12 +18,12 @@ from ._attention import (
     additive,
     attend,
     attend_backward,
+    attend_grads,
     broadcasts,
     by_torch,
     head_size,
     numbers,
     stats_dtype,
-    unflatten,
 )
 from ._attention_blocks import attend_blocks, attend_blocks_backward
 from ._attention_plain import attend_plain
@@ -164,41 +164,48 @@ class Attention(sf.UnfusedOperation):
         how = self._how(fit, attn_mask, cu_seqlens, seed, p)
         kernel = "blocks" if "attn_mask" in needs else how.kernel(qkv[0], qkv[1])
         y, lse = attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel)
-        y, lse = y.reshape(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
+        y = y.reshape(self.infer(x.shape))
+        if x.ndim != 3:
+            lse = lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
         kept = None if kernel == "blocks" else y
         return y, self.Saved(x=x, y=kept, lse=lse, mask=attn_mask, cu_seqlens=cu_seqlens, seed=seed, p=p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         x, wants_mask = saved.x, "attn_mask" in needs
         fit = self._fit(x)
-        qkv = self._batched(fit)
-        q = qkv[0]
+        qkv = q, k, _ = self._batched(fit)
         how = self._how(fit, saved.mask, saved.cu_seqlens, saved.seed, saved.p)
-        dy = dy.to(fit.dtype).reshape(q.shape[0], q.shape[2], self.heads, q.shape[3])
-        lse = saved.lse.reshape(q.shape[:3])
-        dx = torch.empty_like(fit, memory_format=torch.contiguous_format) if "x" in needs else None
-        out = None if dx is None else self._batched(dx)
-        y, kernel, dmask = saved.y, how.kernel(q, qkv[1]), None
+        batch, heads, length, size = q.shape
+        dy = (dy if dy.dtype is fit.dtype else dy.to(fit.dtype)).reshape(batch, length, heads, size)
+        lse = saved.lse if fit.ndim == 3 else saved.lse.reshape(batch, heads, length)
+        y, kernel, dx, dmask = saved.y, how.kernel(q, k), None, None
         if y is None or wants_mask or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse)):
-            dmask = attend_blocks_backward(dy, qkv, how, out, wants_mask)
-        elif dx is not None and out is not None:
-            packed = dx.view(q.shape[0], q.shape[2], -1, q.shape[3])
-            attend_backward(dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel, packed, out)
+            dx = torch.empty_like(fit, memory_format=torch.contiguous_format) if "x" in needs else None
+            dmask = attend_blocks_backward(dy, qkv, how, None if dx is None else self._batched(dx), wants_mask)
+        elif "x" in needs:
+            given = dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel
+            grads = attend_grads(*given)
+            if grads is None:
+                dx = torch.empty_like(fit, memory_format=torch.contiguous_format)
+                attend_backward(*given, self._batched(dx))
+            else:
+                dx = torch.cat(grads, 2).view(fit.shape)
         if dmask is not None and saved.mask is not None:
             dmask = dmask.view(*(x.shape[:-2] if x.ndim > 3 else dmask.shape[:1]), *dmask.shape[1:])
             dmask = dmask.sum_to_size(saved.mask.shape).to(saved.mask.dtype)
-        return None if dx is None else dx.to(x.dtype), {"attn_mask": dmask} if wants_mask else {}
+        dx = dx if dx is None or dx.dtype is x.dtype else dx.to(x.dtype)
+        return dx, {"attn_mask": dmask} if wants_mask else {}
 
     def heads_of(self, x: Tensor) -> QKV:
         """Views of a packed x: q [*, H, S, D], k and v [*, Hkv, S, D]."""
-        size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
-        heads = unflatten(x, -1, -1, size).transpose(-3, -2)
-        keys, values = self.heads, self.heads + self.kv_heads
-        return heads[..., :keys, :, :], heads[..., keys:values, :, :], heads[..., values:, :, :]
+        *rows, features = x.shape
+        parts = (self.heads, self.kv_heads, self.kv_heads)
+        heads = x.view(*rows, sum(parts), features // sum(parts)).transpose(-3, -2)
+        q, k, v = heads.split_with_sizes(parts, -3)
+        return q, k, v
 
     def _batched(self, x: Tensor) -> QKV:
-        q, k, v = self.heads_of(x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]))
-        return q, k, v
+        return self.heads_of(x if x.ndim == 3 else x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]))
 
     @staticmethod
     def _cast(x: Tensor) -> Tensor:
@@ -208,7 +215,7 @@ class Attention(sf.UnfusedOperation):
     def _fit(self, x: Tensor) -> Tensor:
         """The input in the dtype of autocast, laid out as the kernels read it: they skip no element of a head."""
         x = self._cast(x)
-        fits = x.stride(-1) == 1 and 0 not in x.stride() and aligned(x)
+        fits = (x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())) and aligned(x)
         return x if fits else x.clone(memory_format=torch.contiguous_format)
 
     def scale_of(self, x: Tensor) -> float:
@@ -216,8 +223,9 @@ class Attention(sf.UnfusedOperation):
         return (x.shape[-1] // (self.heads + 2 * self.kv_heads)) ** -0.5 if self.scale is None else self.scale
 
     def _how(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float) -> Scores:
-        if mask is not None:
-            mask = additive(mask, stats_dtype(x)) if mask.dtype is torch.float64 else mask
+        if mask is not None and mask.dtype is torch.float64:
+            mask = additive(mask, stats_dtype(x))
+        if mask is not None and not mask.ndim == x.ndim + 1 == 4:
             mask = mask.reshape((1,) * (x.ndim + 1 - mask.ndim) + mask.shape)
             if x.ndim > 3:
                 mask = mask.expand(*x.shape[:-2], *mask.shape[-3:])

@@ -95,7 +95,8 @@ class Bias(sf.UnfusedOperation):
 
     def read(self) -> Tensor:
         """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
-        bias = required(self._holder(), "bias")
+        owner = self._owner
+        bias = required(owner[0]() if owner else self, "bias")  # pyright: ignore[reportArgumentType]
         if self._parts > 1:
             bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]
         return bias

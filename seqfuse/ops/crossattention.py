@@ -12,10 +12,21 @@ from torch import Tensor
 from .. import operation as sf
 from ..env import autocast_of
 from ..errors import InputError
-from ._attention import QKV, Scores, additive, attend, attend_backward, broadcasts, by_torch, stats_dtype, unflatten
+from ._attention import (
+    QKV,
+    Scores,
+    additive,
+    attend,
+    attend_backward,
+    attend_grads,
+    broadcasts,
+    by_torch,
+    stats_dtype,
+    unflatten,
+)
 from ._attention_blocks import attend_blocks, attend_blocks_backward
 from ._attention_plain import attend_plain
-from ._sdpa import BACKENDS, aligned, backward
+from ._sdpa import aligned
 
 
 class CrossAttention(sf.UnfusedOperation):
@@ -143,23 +154,22 @@ class CrossAttention(sf.UnfusedOperation):
         qkv = q, k, v = self._batched(*fit)
         how = self._how(x, saved.mask, saved.seed, saved.p)
         dy = dy.to(q.dtype).reshape(q.shape[0], q.shape[2], self.heads, q.shape[3])
-        made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fit]
-        out, lse = self._batched(*made), saved.lse.reshape(q.shape[:3])
-        y, kernel, dmask = saved.y, how.kernel(q, k), None
+        lse, y, kernel, dmask = saved.lse.reshape(q.shape[:3]), saved.y, how.kernel(q, k), None
         if y is None or wants_mask or kernel == "blocks" or (kernel == "cpu" and how.loses_sums(lse)):
-            dmask = attend_blocks_backward(dy, qkv, how, out if wants else None, wants_mask)
-        elif kernel in BACKENDS:
-            grads = backward(dy.contiguous(), *qkv, y.reshape(dy.shape), lse, kernel, how.scale, how.causal, None, None)
-            made = [grad.reshape(t.shape) for grad, t in zip(grads, fit, strict=True)]
-        elif kernel == "cpu" and q.shape[1] != k.shape[1]:  # which adds shared heads up in their own dtype
-            shared = q.shape[1] // k.shape[1]
-            every = q, k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-            each = out[0], torch.empty_like(every[1]), torch.empty_like(every[2])
-            attend_backward(dy.contiguous(), every, y.reshape(dy.shape), lse, how, kernel, None, each)
-            for mine, d in zip(out[1:], each[1:], strict=True):
-                mine.copy_(unflatten(d, 1, -1, shared).sum(2))
+            made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fit]
+            dmask = attend_blocks_backward(dy, qkv, how, self._batched(*made) if wants else None, wants_mask)
         else:
-            attend_backward(dy.contiguous(), qkv, y.reshape(dy.shape), lse, how, kernel, None, out)
+            shared = q.shape[1] // k.shape[1] if kernel == "cpu" else 1  # it adds shared heads up in their own dtype
+            every = qkv if shared == 1 else (q, k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1))
+            given = dy.contiguous(), every, y.reshape(dy.shape), lse, how, kernel
+            grads = attend_grads(*given)
+            if grads is None:
+                made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in fit]
+                attend_backward(*given, self._batched(*made))
+            else:
+                if shared > 1:
+                    grads = (grads[0], *[unflatten(d, 2, -1, shared).sum(3) for d in grads[1:]])
+                made = [grad.reshape(t.shape) for grad, t in zip(grads, fit, strict=True)]
         found: dict[str, Tensor | None] = {
             name: d.to(t.dtype) for name, d, t in zip(("x", "k", "v"), made, (x, saved.k, saved.v), strict=True)
         }

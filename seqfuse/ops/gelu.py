@@ -49,7 +49,7 @@ class GeLU(sf.Pointwise):
         return F.gelu(x, approximate=self.approximate)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, sf.Saved]:
-        return F.gelu(x, approximate=self.approximate), self.record(x, x)
+        return F.gelu(x, approximate=self.approximate), self.Saved(x=x)  # pyright: ignore[reportCallIssue]
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
         return gelu_backward(dy, saved.x, approximate=self.approximate), {}

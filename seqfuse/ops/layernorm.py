@@ -79,22 +79,24 @@ class LayerNorm(Norm):
         return rounded(F.layer_norm(x.to(stats), self.normalized_shape, gain, bias, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        floating(x, "LayerNorm")
         weight, bias, sizes = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
         fit, gain, stats = x, weight, torch.float32
-        if not (x.dtype is stats and weight is not None and weight.dtype is stats) or self.zero_centered:
+        exact = x.dtype is stats and weight is not None and weight.dtype is stats and not self.zero_centered
+        if not exact:
+            floating(x, "LayerNorm")
             stats = stats_dtype(x)
             fit, gain = self._fit(x, weight)
-        if bias is not None and bias.dtype is not (fit if gain is None else gain).dtype:
-            bias = bias.to((fit if gain is None else gain).dtype)
+        wanted = stats if exact else (fit if gain is None else gain).dtype
+        if bias is not None and bias.dtype is not wanted:
+            bias = bias.to(wanted)
         y, mean, rstd = torch.native_layer_norm(fit, sizes, gain, bias, self.eps)
         for _ in sizes:
             mean, rstd = mean.squeeze_(-1), rstd.squeeze_(-1)  # nobody else has seen them; a view costs more
-        if mean.dtype is not stats:  # fake tensors take it from x
-            mean, rstd = mean.to(stats), rstd.to(stats)
-        return y if fit is x and y.dtype is x.dtype else rounded(y, x), self.Saved(
-            x=x, mean=mean, rstd=rstd, weight=weight
-        )
+        if not exact:
+            y = rounded(y, x)
+            if mean.dtype is not stats:  # fake tensors take it from x
+                mean, rstd = mean.to(stats), rstd.to(stats)
+        return y, self.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         if needs <= {"bias"}:

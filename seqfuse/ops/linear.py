@@ -191,14 +191,15 @@ class Linear(sf.UnfusedOperation):
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
     ) -> tuple[Tensor | None, sf.Grads]:
-        flat, conjugate = dy.ndim == 2, dy.is_complex()
+        rows, conjugate = _rows(dy), dy.is_complex()
         dx = dweight = None
         if "x" in needs:
             weight = saved.weight.conj() if conjugate else saved.weight
-            dx = dy.mm(weight) if flat else dy.matmul(weight)
+            dx = rows.mm(weight)
+            dx = dx if rows is dy else dx.view(*dy.shape[:-1], weight.shape[1])
         if "weight" in needs:
             x = saved.x.conj() if conjugate else saved.x
-            dweight = weight_grad(dy, x, main_grads.pop("weight", None) if main_grads else None)
+            dweight = weight_grad(rows, x, main_grads.pop("weight", None) if main_grads else None)
         return dx, {"weight": dweight}
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -223,7 +224,7 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
     What is added is float32, as `main_grad` is (float64 as that): it is not rounded to the dtype of dy first.
     dy: [*, N], x: [*, K], dweight, main_grad: [N, K].
     """
-    dy, x = dy if dy.ndim == 2 else _rows(dy), x if x.ndim == 2 else _rows(x)
+    dy, x = _rows(dy), _rows(x)
     if main_grad is None:
         return dy.t().mm(x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
     device, dtype = dy.device.type, main_grad.dtype
@@ -243,4 +244,6 @@ def scaled_mm(a: Tensor, b: Tensor, factor: float) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+    if x.ndim == 2:
+        return x
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

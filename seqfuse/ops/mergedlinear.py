@@ -202,12 +202,16 @@ class MergedLinear(sf.UnfusedOperation):
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
     ) -> tuple[Tensor | None, sf.Grads]:
-        dx = self.dgrad(dy, saved.weights) if "x" in needs else None
-        return dx, self.grads(dy, saved, needs, main_grads)
+        rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
+        dx = None
+        if "x" in needs:
+            dx = self.dgrad(rows, saved.weights)
+            dx = dx if rows is dy else dx.view(*dy.shape[:-1], self.in_features)
+        return dx, self.grads(rows, saved, needs, main_grads)
 
     def dgrad(self, dy: Tensor, weights: tuple[Tensor, ...], addend: Tensor | None = None) -> Tensor:
         """Return addend + sum of dy_i weight_i."""
-        rows = dy.reshape(-1, self.out_features)
+        rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
         if dy.is_complex():
             weights = tuple([weight.conj() for weight in weights])
         whole = joined(weights)
@@ -223,22 +227,24 @@ class MergedLinear(sf.UnfusedOperation):
         dx = d.mm(weight) if addend is None else torch.addmm(addend.reshape(-1, self.in_features), d, weight)
         for d, weight in others:
             dx.addmm_(d, weight)
-        return dx.view(*dy.shape[:-1], self.in_features)
+        return dx if rows is dy else dx.view(*dy.shape[:-1], self.in_features)
 
     def grads(
         self, dy: Tensor, saved: Saved, needs: frozenset[str], main_grads: dict[str, Tensor] | None, slot: str = ""
     ) -> dict[str, Tensor | Accumulated | None]:
         """The gradients of the parameters, as those of a fusion's slot where one is given."""
         grads: dict[str, Tensor | Accumulated | None] = {}
-        rows = dy.reshape(-1, self.out_features)
+        rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
         parts = rows.split_with_sizes(self.parts, 1)
+        x: Tensor | None = None
         for i, d in enumerate(parts):
             if (name := f"{slot}bias_{i}") in needs:
                 grads[name] = d.sum(0)
         for i, d in enumerate(parts):  # last: what fails before it may fall back
             if (name := f"{slot}weight_{i}") in needs:
-                x = saved.x.conj() if dy.is_complex() else saved.x
-                x = x.reshape(-1, self.in_features)
+                if x is None:
+                    x = saved.x.conj() if dy.is_complex() else saved.x
+                    x = x if x.ndim == 2 else x.reshape(-1, self.in_features)
                 grads[name] = weight_grad(d, x, main_grads.pop(name, None) if main_grads else None)
         return grads
 

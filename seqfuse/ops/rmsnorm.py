@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..env import autocast_of
-from ._aten import fused_rms_norm, fused_rms_norm_backward
+from ._aten import fused_rms_norm, fused_rms_norm_backward, layer_norm_backward
 from ._norm import Norm, rounded, rows_summed, stats_dtype
 from ._read import parameter
 from ._takes import floating
@@ -70,10 +70,11 @@ class RMSNorm(Norm):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         floating(x, "RMSNorm")
-        weight, stats, kind = parameter(self, "weight"), stats_dtype(x), x.device.type
-        gain, fit = self.gain(weight, stats), x
+        weight, kind, fit = parameter(self, "weight"), x.device.type, x
+        gain = self.gain(weight, stats_dtype(x)) if self.zero_centered else weight
         if kind != "cpu" and ((gain is not None and gain.dtype is not x.dtype) or autocast_of(kind) is not None):
             # An accelerator's kernel takes one dtype only, and autocast does not reach it.
+            stats = stats_dtype(x)
             fit, gain = x.to(stats), None if gain is None else gain.to(stats)
         y, rstd = fused_rms_norm(fit, self.normalized_shape, gain, self.eps)
         for _ in self.normalized_shape:
@@ -89,6 +90,8 @@ class RMSNorm(Norm):
             return dx, {"weight": dweight} if wanted[1] else {}
         stats, dims = rstd.dtype, tuple(range(-len(self.normalized_shape), 0))
         gain = self.gain(weight, stats)
+        if x.device.type == "cpu" and len(dims) == 1:
+            return self._by_layer_norm(dy, x, rstd, gain, needs)
         rstd = rstd.view(*rstd.shape, *(1,) * len(dims))
         xhat = x.to(stats) * rstd
         dy = dy.to(stats)
@@ -102,6 +105,24 @@ class RMSNorm(Norm):
                 dy, product = dy * gain, product.mul_(gain)
             dx = rounded(torch.addcmul(dy, xhat, product.mean(dims, keepdim=True), value=-1).mul_(rstd), x)
         return dx, grads
+
+    def _by_layer_norm(
+        self, dy: Tensor, x: Tensor, rstd: Tensor, gain: Tensor | None, needs: frozenset[str]
+    ) -> tuple[Tensor | None, sf.Grads]:
+        """Both gradients in one pass of ATen's kernel for a LayerNorm of mean 0, whose dx is short of rstd E[g]."""
+        stats, like = rstd.dtype, x.dtype
+        dy, x = (t if t.dtype is stats else t.to(stats) for t in (dy, x))
+        gain = gain if gain is None or gain.dtype is stats else gain.to(stats)
+        wanted = ["x" in needs, "weight" in needs, False]
+        unread = x.new_ones(self.normalized_shape) if gain is None and wanted[1] else gain
+        sizes = self.normalized_shape
+        dx, dweight, _ = layer_norm_backward(dy, x, sizes, torch.zeros_like(rstd), rstd, unread, None, wanted)
+        if wanted[0]:
+            mean = dy.mean(-1) if gain is None else dy.matmul(gain).div_(sizes[0])
+            dx = dx.add_(mean.mul_(rstd).unsqueeze_(-1))
+            dx = dx if dx.dtype is like else dx.to(like)
+        grads: sf.Grads = {"weight": self.as_parameter(dweight, "weight")} if wanted[1] else {}
+        return (dx if wanted[0] else None), grads
 
     @classmethod
     def example(cls, x: Tensor) -> RMSNorm:

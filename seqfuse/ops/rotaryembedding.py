@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from .. import operation as sf
 from ..errors import InputError
-from ._attention import broadcasts, head_size, unflatten
+from ._attention import broadcasts, head_size
 from ._cache import current
 from ._norm import stats_dtype
 from ._takes import broadcasting, floating
+
+# The largest table of angles that is kept, in elements.
+_KEPT_ANGLES = 1 << 20
 
 
 class RotaryEmbedding(sf.UnfusedOperation):
@@ -97,13 +101,14 @@ class RotaryEmbedding(sf.UnfusedOperation):
         cos: Tensor | None = None,
         sin: Tensor | None = None,
     ) -> Tensor:
+        self._check(x, cos, sin)
         turned, rest, values = self._parts(x)
         (c1, c2), (s1, s2) = self._angles(x, position_ids, cos, sin)
         first, second = self._pairs(turned.to(c1.dtype))
         made = (first * c1 - second * s1, second * c2 + first * s2)
         t = torch.cat(made, -1) if self.style == "half" else torch.stack(made, -1).flatten(-2)
-        heads = torch.cat((t.to(x.dtype), rest), -1)
-        return torch.cat((heads, values), -2).flatten(-2)
+        heads = t.to(x.dtype) if rest is None else torch.cat((t.to(x.dtype), rest), -1)
+        return (heads if values is None else torch.cat((heads, values), -2)).flatten(-2)
 
     def fwd(
         self,
@@ -114,11 +119,12 @@ class RotaryEmbedding(sf.UnfusedOperation):
         sin: Tensor | None = None,
         needs: frozenset[str] = frozenset(),
     ) -> tuple[Tensor, Saved]:
-        y = self._turned(x, self._angles(x, position_ids, cos, sin), 1)
+        self._check(x, cos, sin)
+        y = self._turned(x, self._known_angles(x, position_ids, cos, sin), 1)
         return y, self.Saved(positions=position_ids, cos=cos, sin=sin, x=x if needs & {"cos", "sin"} else None)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        angles = self._angles(dy, saved.positions, saved.cos, saved.sin)
+        angles = self._known_angles(dy, saved.positions, saved.cos, saved.sin)
         dx = self._turned(dy, angles, -1) if "x" in needs else None
         grads: dict[str, Tensor | None] = {}
         if saved.x is not None and saved.cos is not None and saved.sin is not None:
@@ -144,20 +150,14 @@ class RotaryEmbedding(sf.UnfusedOperation):
     def _pairs(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """First and second members of all pairs."""
         if self.style == "half":
-            half = t.shape[-1] // 2
-            return t[..., :half], t[..., half:]
+            first, second = t.chunk(2, -1)
+            return first, second
         return t[..., ::2], t[..., 1::2]
 
-    def _angles(
-        self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Cosines and sines of the first and of the second member of each pair, [*, S, 1, R / 2]."""
-        if cos is None or sin is None:
-            c, s = self.angles(x, positions)
-            return (c, c), (s, s)
+    def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         floating(x, "RotaryEmbedding")
         size = self._sizes(x)[1]
-        for t in (cos, sin):
+        for t in () if cos is None or sin is None else (cos, sin):
             fits = (
                 t.is_floating_point()
                 and t.ndim
@@ -169,9 +169,30 @@ class RotaryEmbedding(sf.UnfusedOperation):
                 wanted = f"{(*x.shape[:-1], size)} or {(*x.shape[:-1], size // 2)}"
                 message = f"expects cos and sin that broadcast to {wanted}, got {tuple(cos.shape)}, {tuple(sin.shape)}"
                 raise InputError(message, code="SF101", operation="RotaryEmbedding")
-        both = [t.to(stats_dtype(x)).unsqueeze(-2) for t in (cos, sin)]
+
+    def _angles(
+        self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Cosines and sines of the first and of the second member of each pair, [*, S, 1, R / 2]."""
+        if cos is None or sin is None:
+            c, s = self.angles(x, positions)
+            return (c, c), (s, s)
+        stats, size = stats_dtype(x), self._sizes(x)[1]
+        both = [(t if t.dtype is stats else t.to(stats)).unsqueeze(-2) for t in (cos, sin)]
         c, s = [self._pairs(t) if t.shape[-1] == size else (t, t) for t in both]
         return c, s
+
+    def _known_angles(
+        self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """As `_angles`; on a CPU those of rows 0, 1, ... are made once."""
+        rows = x.shape[-2]
+        if cos is not None or positions is not None or x.device.type != "cpu" or x.__class__ is not Tensor:
+            return self._angles(x, positions, cos, sin)
+        if current() is not None or torch.compiler.is_compiling() or rows * self._sizes(x)[1] > _KEPT_ANGLES:
+            return self._angles(x, positions, cos, sin)
+        c, s = _angles_of_rows(rows, self._sizes(x)[1], self.base, stats_dtype(x))
+        return (c, c), (s, s)
 
     def angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position and pair, [*, S, 1, R / 2]."""
@@ -184,20 +205,23 @@ class RotaryEmbedding(sf.UnfusedOperation):
             positions = torch.arange(length, device=x.device) if cache is None else cache.positions(x)
         else:
             broadcasting(positions, x, "RotaryEmbedding")
-        powers = torch.arange(0, size, 2, dtype=torch.float64, device=x.device) / -size
-        angle = positions.to(stats).unsqueeze(-1) * self.base ** powers.to(stats)
-        return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
+        return _cos_sin(positions.to(stats), size, self.base)
 
     def _sizes(self, x: Tensor) -> tuple[int, int]:
         size = x.shape[-1] // (self.heads + 2 * self.kv_heads)
         return size, self.rotary_dim or size
 
-    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is turned of each query and key head, what is not, and the value heads."""
+    def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What is turned of each query and key head, what is not, if any, and the value heads, if any."""
         size, turned = self._sizes(x)
-        heads = unflatten(x, -1, -1, size)
         known = self.heads + self.kv_heads
-        return heads[..., :known, :turned], heads[..., :known, turned:], heads[..., known:, :]
+        heads = x.view(*x.shape[:-1], known + self.kv_heads, size)
+        values = rest = None
+        if self.kv_heads:
+            heads, values = heads.split_with_sizes((known, self.kv_heads), -2)
+        if turned != size:
+            heads, rest = heads.split_with_sizes((turned, size - turned), -1)
+        return heads, rest, values
 
     def _turned(self, x: Tensor, angles: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], sign: int) -> Tensor:
         """The rotation, or its transpose for a sign of -1."""
@@ -206,10 +230,10 @@ class RotaryEmbedding(sf.UnfusedOperation):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         (made, *others), (given, *theirs) = self._parts(y), self._parts(x)
         for mine, its in zip(others, theirs, strict=True):
-            if mine.numel():
+            if mine is not None:
                 mine.copy_(its)
         one, two = self._pairs(made)
-        first, second = self._pairs(given.to(c1.dtype))
+        first, second = self._pairs(given if given.dtype is c1.dtype else given.to(c1.dtype))
         if y.dtype is c1.dtype:
             torch.mul(first, c1, out=one).addcmul_(second, s1, value=-sign)
             torch.mul(second, c2, out=two).addcmul_(first, s2, value=sign)
@@ -235,3 +259,16 @@ class RotaryEmbedding(sf.UnfusedOperation):
         text += f", style={self.style!r}, base={self.base:g}"
         named = {"rotary_dim": self.rotary_dim, "positions": self.positions, "cos": self.cos, "sin": self.sin}
         return text + "".join(f", {name}={value!r}" for name, value in named.items() if value is not None)
+
+
+def _cos_sin(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [*, S] and pairs, [*, S, 1, size / 2], in the dtype of the positions."""
+    powers = torch.arange(0, size, 2, dtype=torch.float64, device=positions.device) / -size
+    angle = positions.unsqueeze(-1) * base ** powers.to(positions.dtype)
+    return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
+
+
+@functools.lru_cache(8)
+def _angles_of_rows(rows: int, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # who trains reads them, too
+        return _cos_sin(torch.arange(rows).to(dtype), size, base)
