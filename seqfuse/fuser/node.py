@@ -181,8 +181,7 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
         if not all(map(_will_run, nodes)):
             return False
     if ctx.leaves is not None:
-        own = filter(None, map(_attributes, ctx.leaves))
-        return not any("main_grad" in found for found in own)
+        return not any(map(_attributes, ctx.leaves)) or not any("main_grad" in p.__dict__ for p in ctx.leaves)
     return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn in nodes)
 
 

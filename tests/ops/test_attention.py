@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.ops import _attention_blocks as blocks
+from seqfuse.ops._attention import additive
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 
 from .passes import check_needs
@@ -83,6 +84,14 @@ def agree(op: ops.Attention, x: Tensor, mask: Mask = None, ends: Mask = None) ->
         got = [found, *torch.autograd.grad(found, leaves, dy)]
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.double(), b.double(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64], ids=str)
+def test_a_mask_of_what_is_seen_adds_zero_or_minus_infinity(kind: torch.dtype, dtype: torch.dtype):
+    mask = torch.tensor([[2, 0, -1], [0, 1, 0]]).to(kind)
+    want = torch.zeros(2, 3, dtype=dtype).masked_fill(mask == 0, -torch.inf)
+    assert_bitwise_equal(additive(mask, dtype), want)
 
 
 @pytest.mark.parametrize("length", [5, 16, 37])

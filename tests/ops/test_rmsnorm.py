@@ -33,6 +33,15 @@ def test_no_eps_is_the_machine_epsilon_of_the_statistics(dtype: torch.dtype):
     check_passes(ops.RMSNorm(7, dtype=dtype), x)
 
 
+@pytest.mark.parametrize("affine", [True, False], ids=["weight", "no weight"])
+def test_a_gradient_that_is_one_number_for_all_loses_no_digits(affine: bool):
+    op, x = ops.RMSNorm(64, elementwise_affine=affine), seeded_randn((9, 64), 0).requires_grad_()
+    (dx,) = torch.autograd.grad(op(x), x, torch.full_like(x, 1000.0))
+    exact = x.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(op.double().reference(exact), exact, torch.full_like(exact, 1000.0))
+    torch.testing.assert_close(dx.double(), wanted, rtol=1e-5, atol=1e-3)
+
+
 # torch warns that it does not fuse mixed dtypes.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -94,6 +94,19 @@ def test_angles_of_pairs_are_those_of_positions(style: str):
     torch.testing.assert_close(sf.Sequential(given)(x, cos=cos, sin=sin), made(x))
 
 
+def test_angles_that_were_kept_in_inference_mode_train():
+    op = ops.RotaryEmbedding(2, 1, style="half", base=123.0)
+    x = seeded_randn((2, 5, 4 * 8), 0)
+    with torch.inference_mode():
+        sf.Sequential(op)(x)
+    model, wanted = sf.Sequential(op, ops.Linear(32, 4)), x.clone().requires_grad_()
+    x.requires_grad_()
+    for _ in range(2):
+        model(x).sum().backward()
+        model[1](op.reference(wanted)).sum().backward()
+    torch.testing.assert_close(x.grad, wanted.grad)
+
+
 def test_only_wanted_gradients_of_angles_keep_the_input():
     op = ops.RotaryEmbedding(3, 2, style="half", cos="cos", sin="sin")
     x, angles = seeded_randn((5, 7 * 8), 0), {"cos": torch.ones(5, 8), "sin": torch.ones(5, 8)}
