@@ -14,7 +14,7 @@ from .output import tell, tell_json, write
 
 app = App(
     name="seqfuse",
-    help="Small operations in, fused kernels out: plans, checks and measurements from a terminal.",
+    help="Fused training kernels for PyTorch: plans, checks and measurements from a terminal.",
     version=__version__,
     help_epilogue=(
         "MODULE:NAME is package.module:name or path/to/file.py:name, and names a torch.nn.Module, or a function or "
@@ -169,7 +169,7 @@ def compare(
     json: Json = False,
     on: _Shared = None,
 ) -> int:
-    """Find the first operation at which two runs differ beyond the numeric rule; exit 1 if there is one."""
+    """Find the first operation at which two runs differ by more than the error bound; exit 1 if there is one."""
     from . import compare as comparing
 
     on = on or On()
