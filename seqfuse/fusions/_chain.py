@@ -16,7 +16,7 @@ from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
 from ._functions import Run, composed
 from ._kernels import bias_fits, device, kernel_takes_act, kernels_run, rows_of
-from ._pointwise import chain_of
+from ._pointwise import chain_of, pointwise_kernel
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
@@ -67,18 +67,14 @@ def chain_fwd(
     x: Tensor, kept_of: Sequence[Part | Run], parts: Sequence[Part], seeds: Sequence[Tensor | None]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """The result y, and what each of `kept_of` keeps, which are the parts as they are or joined."""
-    from ..kernels.pointwise import pointwise
-
     steps, places, _ = forward_steps(kept_of, True)
-    y, *stored = pointwise(x, made(steps), operands_of(parts, seeds))
+    y, *stored = pointwise_kernel()(x, made(steps), operands_of(parts, seeds))
     assert y is not None
     return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
 
 
 def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
     """The gradient dx and those of biases, in one pass."""
-    from ..kernels.pointwise import pointwise
-
     steps: list[tuple[str, tuple[Any, ...]]] = []
     operands: list[Tensor] = []
     summed: list[tuple[str, Bias]] = []
@@ -96,7 +92,7 @@ def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tup
             steps.append(("column_sum", ()))
             summed.append((f"{slot}.bias", part))
     dtypes = [bias.read().dtype for _, bias in summed]
-    dx, *sums = pointwise(dy, made(steps), operands, dtypes=dtypes, result="x" in needs)
+    dx, *sums = pointwise_kernel()(dy, made(steps), operands, dtypes=dtypes, result="x" in needs)
     return dx, {name: total for (name, _), total in zip(summed, sums, strict=True)}
 
 

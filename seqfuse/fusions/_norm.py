@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,21 +71,32 @@ def beside(norm: LayerNorm | RMSNorm, env: Env) -> int:
     return 2 * converts(norm, env) + (len(env.along) > 0 and env.leaving is not given(norm, env))
 
 
+# Import statements would cost a call more than all else that it does in Python.
+@functools.cache
+def _layernorm():
+    from ..kernels.layernorm import layernorm_bwd, layernorm_fwd
+
+    return layernorm_fwd, layernorm_bwd
+
+
+@functools.cache
+def _rmsnorm():
+    from ..kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
+
+    return rmsnorm_fwd, rmsnorm_bwd
+
+
 def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Forward, Record]:
     """The norm with what stands around it, and the norm's own record; `around` is for the kernel."""
     weight, bias = parameter(norm, "weight"), shift(norm)
     gain = _in_one_piece(weight)
     if isinstance(norm, LayerNorm):
-        from ..kernels.layernorm import layernorm_fwd
-
-        out = layernorm_fwd(x, gain, _in_one_piece(bias), norm.eps, zero_centered=norm.zero_centered, **around)
+        out = _layernorm()[0](x, gain, _in_one_piece(bias), norm.eps, zero_centered=norm.zero_centered, **around)
         source = x if out.stream is None else out.stream
         assert out.mean is not None
         return out, LayerNorm.Saved(x=source, mean=out.mean, rstd=out.rstd, weight=weight)
-    from ..kernels.rmsnorm import rmsnorm_fwd
-
     eps = torch.finfo(stats_dtype(x)).eps if norm.eps is None else norm.eps
-    out = rmsnorm_fwd(x, gain, eps, zero_centered=norm.zero_centered, **around)
+    out = _rmsnorm()[0](x, gain, eps, zero_centered=norm.zero_centered, **around)
     return out, RMSNorm.Saved(x=x if out.stream is None else out.stream, rstd=out.rstd, weight=weight)
 
 
@@ -104,16 +116,12 @@ def norm_bwd(
     sums = {f"d{name}": owner.dtype for name in wanted if (owner := parameter(norm, name)) is not None}
     gain = _in_one_piece(weight)
     if isinstance(norm, LayerNorm):
-        from ..kernels.layernorm import layernorm_bwd
-
         assert mean is not None
-        out = layernorm_bwd(
+        out = _layernorm()[1](
             dy, x, mean, rstd, gain, _in_one_piece(bias), zero_centered=norm.zero_centered, **sums, **around
         )
     else:
-        from ..kernels.rmsnorm import rmsnorm_bwd
-
-        out = rmsnorm_bwd(dy, x, rstd, gain, zero_centered=norm.zero_centered, **sums, **around)
+        out = _rmsnorm()[1](dy, x, rstd, gain, zero_centered=norm.zero_centered, **sums, **around)
     return out, {f"norm.{name}": getattr(out, f"d{name}") for name in wanted}
 
 

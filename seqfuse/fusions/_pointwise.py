@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,14 @@ _OF_ACTIVATION = frozenset({"gated", "dgated"})
 _chains: dict[Any, Chain] = {}
 
 Steps = Sequence[tuple[str, tuple[Any, ...]]]
+
+
+@functools.cache
+def pointwise_kernel():  # its type is that of what it returns
+    """`kernels.pointwise.pointwise`; an import statement costs a call more than all else that it does in Python."""
+    from ..kernels.pointwise import pointwise
+
+    return pointwise
 
 
 def chain_of(steps: Steps) -> Chain:

@@ -15,7 +15,7 @@ from ..ops import Bias, Linear
 from ..pointwise import Pointwise
 from ._kernels import device, kernel_takes_act, kernels_run
 from ._linear import one_dtype, output_bytes
-from ._pointwise import chain_of
+from ._pointwise import chain_of, pointwise_kernel
 
 
 class LinearBiasPointwise(ForwardFusion):
@@ -46,9 +46,7 @@ class LinearBiasPointwise(ForwardFusion):
         return Savings(launches=1 + STEP, bytes=2 * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
-        from ..kernels.pointwise import pointwise
-
         weight = self.linear.weight_for(x)
         z = F.linear(x, weight, self.bias.read())
-        y: Any = pointwise(z, chain_of([("act", (device(self.act),))]), dtype=dtype)[0]
+        y: Any = pointwise_kernel()(z, chain_of([("act", (device(self.act),))]), dtype=dtype)[0]
         return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING, "act": self.act.record(z, y)}

@@ -289,7 +289,8 @@ def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[A
         return launcher, taken
     handed: list[tuple[Any, ...]] = []
     state["launch"] = lambda *all_of_it: handed.append(all_of_it)
-    token = _allocation._allocator.set(lambda size, alignment, stream: _Scratch(size))
+    asked: Any = lambda size, alignment, stream: _Scratch(size)  # noqa: E731
+    token = _allocation._allocator.set(asked)
     try:
         type(launcher).__call__(SimpleNamespace(**state), *taken)
     finally:
