@@ -32,8 +32,9 @@ def drawn(spec: Spec, device: str) -> str:
     return f"x = torch.zeros({spec.shape}, dtype={spec.dtype}, device={device!r})"
 
 
-def script(failure: Failure, target: Target) -> str:
-    """A script that runs the check again and ends with its error."""
+def script(failure: Failure, target: Target, where: Path) -> str:
+    """A script that runs the check again and ends with its error; it finds its module from where it is itself."""
+    folder = os.path.relpath(target.folder, where)
     about = [f"{target.name} fails {failure.check}:", "", *failure.message.splitlines()]
     about += ["", f"{_MADE} {target.name}`; run it with the same Python."]
     lines = [
@@ -41,12 +42,13 @@ def script(failure: Failure, target: Target) -> str:
         "import importlib",
         "import operator",
         "import sys",
+        "from pathlib import Path",
         "",
         "import torch",
         "",
         failure.needs,
         "",
-        f"sys.path.insert(0, {target.folder!r})",
+        f"sys.path.insert(0, str(Path(__file__).resolve().parent / {folder!r}))",
         "torch.manual_seed(0)",
         f"named = operator.attrgetter({target.attribute!r})(importlib.import_module({target.module!r}))",
         "torch.manual_seed(0)  # its import may have drawn",
@@ -71,7 +73,7 @@ def write(failure: Failure, target: Target, file: Path | None) -> Path:
     Raises:
         Unable: if it cannot be written.
     """
-    text = script(failure, target).encode()
+    text = script(failure, target, Path.cwd() if file is None else file.resolve().parent).encode()
     stem = "seqfuse_repro_" + "".join(c if c.isalnum() else "_" for c in target.attribute)
     path, number = file or Path(f"{stem}.py"), 1
     try:

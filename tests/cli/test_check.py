@@ -84,6 +84,7 @@ def test_what_is_wrong_fails_and_so_does_its_script(name: str, kit: str, cli: Cl
     said = "operation differs from its reference" if kit == "check_op" else "fused differs from unfused"
     assert said in one["failure"]
     script = Path(one["repro"]).read_text()
+    assert str(Path.cwd()) not in script  # it can be handed on with its module
     assert "torch.randn((1, 1)" in script  # the smallest of the inputs that are tried
     assert re.search(r"dtypes=\(torch\.\w+,\)\)", script)
     run = reproduced_elsewhere if name == "M:Third" else reproduced
