@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -94,15 +95,12 @@ def bind(
         "functorch() is not None",
         "forward_ad._current_level >= 0",
     ]
-    classes, dtypes = dict[type, str](), dict[torch.dtype, str]()  # each is kept beside the code once
+    once = functools.cache(s.put)
     for t, name in zip((*parameters, *given), (*names, *local.values()), strict=True):
-        for known, value in ((classes, type(t)), (dtypes, t.dtype)):
-            if value not in known:
-                known[value] = s.put(value)
         tests += [
-            f"kind({name}) is not {classes[type(t)]}",
+            f"kind({name}) is not {once(type(t))}",
             f"{name}.requires_grad is not {t.requires_grad}",
-            f"{name}.dtype is not {dtypes[t.dtype]}",
+            f"{name}.dtype is not {once(t.dtype)}",
         ]
     tests += [f"{name}.device != {s.put(t.device)}" for t, name in zip(given, local.values(), strict=True)]
     s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")

@@ -156,8 +156,10 @@ class RotaryEmbedding(sf.UnfusedOperation):
 
     def _check(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         floating(x, "RotaryEmbedding")
+        if cos is None or sin is None:
+            return
         size = self._sizes(x)[1]
-        for t in () if cos is None or sin is None else (cos, sin):
+        for t in (cos, sin):
             fits = (
                 t.is_floating_point()
                 and t.ndim
@@ -230,7 +232,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         (made, *others), (given, *theirs) = self._parts(y), self._parts(x)
         for mine, its in zip(others, theirs, strict=True):
-            if mine is not None:
+            if mine is not None and its is not None:
                 mine.copy_(its)
         one, two = self._pairs(made)
         first, second = self._pairs(given if given.dtype is c1.dtype else given.to(c1.dtype))
