@@ -78,6 +78,28 @@ def host() -> str | None:
     return text(lines + table(("operations", "plan", "plan-cache hit"), rows, left=0))
 
 
+def launch() -> str | None:
+    """Instructions of launches, and what a whole block is made of."""
+    found = read("launch")
+    if found is None or "parts" not in found:
+        return None
+    thousands = "thousands of instructions"
+    rows = [
+        (r["name"], f"{r['seqfuse'] / 1e3:.0f}", f"{r['torch'] / 1e3:.0f}", f"{r['ratio']:.2f}")
+        for r in found["launch"]
+    ]
+    lines = [where(found["about"]), "", *table(("what", f"ours, {thousands}", "torch's calls", "ratio"), rows)]
+    block = found["launch"][-1]
+    parts = [(part["name"], part["instructions"]) for part in found["parts"]]
+    left = block["seqfuse"] - sum(count for _, count in parts)
+    rows = [
+        (name, f"{count / 1e3:.0f}", f"{count / block['torch']:.2f}")
+        for name, count in (*parts, ("the engine: all that is left", left), ("together", block["seqfuse"]))
+    ]
+    lines += ["", "The block, by part, measured one by one:", ""]
+    return text(lines + table(("part", thousands, "of eager's block"), rows))
+
+
 def traffic() -> str | None:
     """What kernels move, as multiples of the fewest bytes."""
     found = read("traffic")
@@ -366,6 +388,7 @@ def _one_line(words: str) -> str:
 DRAWN: dict[str, Callable[[], str | None]] = {
     "host": host,
     "kernels": kernels,
+    "launch": launch,
     "traffic": traffic,
     "memory": memory,
     "layers": layers,

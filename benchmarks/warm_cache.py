@@ -42,7 +42,7 @@ def key() -> dict[str, str]:
 
 
 def fill(only: str, budget: float) -> tuple[int, int]:
-    """Compile what rows launch; how many kernels, and how many of them failed."""
+    """Compile what rows launch; how many kernels, and how many failed, what the budget cut off being one of these."""
     from compile_rows import launches
     from gpu import rows, sizes
 
@@ -53,7 +53,8 @@ def fill(only: str, budget: float) -> tuple[int, int]:
     with stub_driver(checks=False) as stub:
         for key, launch in launches(only):
             if time.time() > until:
-                break
+                print(f"{key}: the budget was over; neither its kernels nor those of later rows are packed", flush=True)
+                return len(stub.compiled), failed + 1
             name = f"{launch.kernel.__name__} {launch.num_warps} {launch.constexprs} {_classes(launch.args)}"
             if name in seen:
                 continue
@@ -70,7 +71,8 @@ def fill(only: str, budget: float) -> tuple[int, int]:
                 if case.group == "host" or "tuned" in case.group or not re.search(only, case.key):
                     continue
                 if time.time() > until:
-                    break
+                    print(f"{case.key} {dtype}: the budget was over; later tiny rows are not packed", flush=True)
+                    return len(stub.compiled), failed + 1
                 try:
                     case.contenders["seqfuse"].prepare(case.make(case.rows, 1))()
                 except Exception as error:

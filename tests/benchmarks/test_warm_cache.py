@@ -38,3 +38,11 @@ def test_a_launch_finds_the_kernel_that_was_packed(
     monkeypatch.setattr(warm_cache, "key", lambda: {"triton": "another"})
     assert warm_cache.unpack() == 1
     assert "compiled again" in capsys.readouterr().out
+
+
+def test_a_pack_that_the_budget_cut_off_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compile_rows, "launches", lambda only: [("a row", None)])
+    assert warm_cache.fill("", -1.0) == (0, 1)
+    assert "a row: the budget was over" in capsys.readouterr().out
