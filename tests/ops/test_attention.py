@@ -411,3 +411,8 @@ def test_heads_are_views_of_the_packed_numbers():
         assert part.shape == (2, rows, 5, 8)
         assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert torch.equal(torch.cat(ops.Attention(4, 2).heads_of(x), 1).transpose(1, 2).flatten(2), x)
+
+
+def test_a_window_of_one_row_attends_to_that_row_alone() -> None:
+    op, x = ops.Attention(2, causal=True, window=1), torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(op(x), x[..., 8:])

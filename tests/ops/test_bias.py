@@ -1,5 +1,7 @@
 """Bias."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +70,10 @@ def test_a_bound_bias_gives_the_gradient_of_its_own_name():
 def test_says_which_last_dimension_it_expects(shape: tuple[int, ...], got: str):
     with pytest.raises(ValueError, match=f"expects last dimension 4, got {got}"):
         ops.Bias(4).infer(shape)
+
+
+def test_a_bias_by_itself_is_pickled_with_its_parameter() -> None:
+    bias = ops.Bias(3)
+    bias.bias.data = torch.tensor([1.0, 2.0, 3.0])
+    again = pickle.loads(pickle.dumps(bias))
+    assert torch.equal(again(torch.zeros(2, 3)), bias(torch.zeros(2, 3)))

@@ -209,3 +209,9 @@ def test_reference_is_traceable_by_a_compiler(name: str):
         (expected, made), (compiled, same) = expected, compiled
         assert_bitwise_equal(same, made)
     assert_bitwise_equal(compiled.detach(), expected.detach())
+
+
+@pytest.mark.parametrize("name", CHAIN)
+def test_an_example_is_as_wide_as_the_last_dimension(name: str):
+    x = seeded_randn((2, 3, 8), 3)
+    example(name, x)(x)
