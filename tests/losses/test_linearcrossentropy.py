@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import itertools
 import pickle
 import weakref
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqfuse as sf
 from seqfuse import ops
@@ -272,6 +274,17 @@ def test_no_tensor_has_all_logits(dtype: torch.dtype, reduction: str, monkeypatc
             results(linear_cross_entropy, case, case.drawn())
         assert ours.largest == max(rows * 500, 500 * 8)
     assert _chunks._CHUNK_BYTES == 3
+
+
+def test_without_gradients_one_product_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, made = importlib.import_module("seqfuse.losses.linearcrossentropy"), list[_chunks.Made]()
+    walk = module.walk
+    monkeypatch.setattr(module, "walk", lambda *given: made.append(walk(*given)) or made[-1])
+    x, weight, bias = torch.randn(6, 8), torch.randn(50, 8, requires_grad=True), torch.randn(50)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        linear_cross_entropy(x, weight, torch.arange(6), bias)
+    assert counter.get_total_flops() == 2 * 6 * 8 * 50
+    assert [(m.dx, m.dweight, m.dbias) for m in made] == [(None, None, None)]
 
 
 class Alive(TorchDispatchMode):

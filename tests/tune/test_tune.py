@@ -479,6 +479,15 @@ def test_parametrized_and_untraceable_parts_are_skipped_with_a_reason() -> None:
     assert report.skipped == ("the model 0-1: a parametrization makes its parameters",)
     assert report.rows == ()
 
+    class Own(nn.Parameter):
+        pass
+
+    odd = sf.Sequential(ops.Bias(4), Halve(), fusions=(Quick,))
+    odd[0].bias = Own(torch.zeros(4))
+    report = sf.tune(odd, X, modes="train")
+    assert report.skipped == ("the model 0-1: its parameters are no plain tensors, so that it runs unfused",)
+    assert report.rows == ()
+
 
 def test_a_model_that_cannot_be_copied_is_an_error() -> None:
     model = pair(Quick)
