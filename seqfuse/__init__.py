@@ -29,7 +29,7 @@ from .errors import (
 from .fuser import Budget, Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .maingrad import accumulated
-from .operation import FusableOperation, Grads, UnfusedOperation
+from .operation import FusableOperation, Grads, Traffic, UnfusedOperation
 from .pointwise import Gated, Pointwise
 from .saved import Recompute, Saved, field
 from .settings import fusing
@@ -68,6 +68,7 @@ __all__ = [
     "SeqfuseError",
     "Sequential",
     "StateError",
+    "Traffic",
     "UnfusedOperation",
     "accumulated",
     "convert",

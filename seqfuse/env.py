@@ -39,6 +39,12 @@ class Savings:
     bytes: float = 0.0
     flops: float = 0.0
 
+    def __add__(self, other: Savings) -> Savings:
+        return Savings(self.launches + other.launches, self.bytes + other.bytes, self.flops + other.flops)
+
+    def __sub__(self, other: Savings) -> Savings:
+        return Savings(self.launches - other.launches, self.bytes - other.bytes, self.flops - other.flops)
+
 
 _ARCH = re.compile(r"\d+|sm_\d+a?|gfx[0-9a-f]+")
 
@@ -129,6 +135,11 @@ class Env:
     def leaving(self) -> torch.dtype:
         """The dtype of the result of a fusion: one for whose `fwd` names `dtype` that which comes next takes of it."""
         return (self.along[-1] if self.along else None) or self.dtype
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that estimates are made for; a usual number where `rows` are not known."""
+        return self.rows or 1024
 
     @property
     def itemsize(self) -> int:

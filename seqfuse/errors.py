@@ -6,10 +6,10 @@
 | SF102 | InputError   | tensors on different devices, or of dtypes that do not go together  |
 | SF103 | InputError   | a channel is missing or surplus in a call                           |
 | SF104 | InputError   | names that do not fit the keys of a state dictionary                |
-| SF105 | InputError   | something that is no tensor came in, or out of a module of the list |
+| SF105 | InputError   | something that is no tensor came in, or came out of a module        |
 | SF106 | InputError   | a setting, device or dtype that is none                             |
 | SF107 | InputError   | numbers in a tensor that an operation cannot take                   |
-| SF201 | PlanError    | channels of the list do not fit together                            |
+| SF201 | PlanError    | channels of the sequence do not fit together                        |
 | SF202 | PlanError    | a pipeline cannot be cut or run so                                  |
 | SF301 | PluginError  | a class definition breaks its contract                              |
 | SF302 | PluginError  | a fusion saved a record that the operation's own `bwd` cannot read  |

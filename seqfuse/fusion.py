@@ -16,6 +16,7 @@ from .saved import Layout, Saved, class_hints
 from .signature import Signature
 from .slots import Slot as Slot
 from .slots import slot_of
+from .traffic import gain
 
 Requirements = Iterator[tuple[bool, str]]
 """What `requires` yields: pairs of a condition and the sentence that refuses where it does not hold."""
@@ -183,9 +184,15 @@ class FusedOperation:
         yield from ()
 
     def saves(self, env: Env) -> Savings:
-        """What it saves against the operations it replaces; by default one launch per operation but one, each pass."""
-        passes = 2 if self.has_record and env.grad else 1
-        return Savings(launches=passes * (len(self.operations()) - 1))
+        """What it saves against the operations it replaces: by default, what follows from the traffic they declare."""
+        passes = {"forward": self.replaces_forward, "backward": self.replaces_backward and env.grad}
+        saved = tuple(self.saved_at()) if env.grad else ()
+        return gain(self.operations(), env, saved=saved, own_gemm=self.needs_measurement, **passes)
+
+    def saved_at(self) -> Iterable[int]:
+        """Where tensors between its operations are saved: how many of them stand before; for estimates."""
+        for i, operation in enumerate(self.operations()):
+            yield from (i + (side == "y") for side in operation.Saved.sides)
 
 
 class ForwardFusion(FusedOperation, contract=True):

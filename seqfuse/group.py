@@ -129,7 +129,7 @@ Held = Literal["whole", "features", "rows"]
 
 
 class Meeting(NamedTuple):
-    """Where processes exchange what passes along a list, and what each holds before and after."""
+    """Where processes exchange what passes along a sequence, and what each holds before and after."""
 
     group: Group
     before: Held

@@ -17,7 +17,7 @@ Orders of magnitude that rank schedules against each other. H200: 4.3 TB/s copy 
 """
 
 STEP = 0.25
-"""The part of a launch that a step of the engine takes on a GPU, where the kernels are the same."""
+"""The part of a launch that is the engine's step: what is spared where the kernels are the same."""
 
 GEMM_SLOWER = 0.05
 """What a GEMM of our own takes longer than the vendor's, as a part of that; used only where one was measured, or asked

@@ -6,7 +6,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,11 @@ from .maingrad import Accumulated
 from .saved import Layout, Saved, field
 from .signature import Signature
 
+if TYPE_CHECKING:
+    from .env import Env
+
 Grads = Mapping[str, Tensor | Accumulated | None]
-"""Gradients by name: parameter names and extra-input names; `None` where one was not wanted."""
+"""Gradients by name: parameter names and extra-input names; `None` where one is not needed."""
 
 
 NOT_GIVEN: Any = ...
@@ -83,7 +86,7 @@ class FusableOperation(nn.Module):
         config_version.bump()
 
     def expand(self) -> tuple[nn.Module, ...]:
-        """The operations that stand for this one in the fuser's list; by default itself."""
+        """The operations that stand for this one in the fuser's sequence; by default itself."""
         return (self,)
 
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
@@ -93,7 +96,7 @@ class FusableOperation(nn.Module):
         engine = self._engine[0] if self._engine else None
         if engine is None or engine.root is not self:  # a shallow copy brings its original's along
             engine = alone(self)
-            self._engine[:] = [engine]  # in place: the attribute is part of what a list is compared by
+            self._engine[:] = [engine]  # in place: the attribute is part of what a sequence is compared by
         return engine(x, **channels)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +110,7 @@ class FusableOperation(nn.Module):
 
 
 def alone(operation: FusableOperation) -> Any:
-    """Make the callable that runs one operation as a list of one; the fuser, which is above, puts its own here."""
+    """Make the callable that runs one operation as a sequence of one; the fuser, which is above, puts its own here."""
     raise NotImplementedError
 
 
@@ -118,6 +121,18 @@ def configured(operation: FusableOperation) -> Any:
     copies = {n: configured(m) if isinstance(m, FusableOperation) else m for n, m in inside.items()}
     kept.__dict__.update(operation.__dict__, _engine=[], _modules=copies)
     return kept
+
+
+class Traffic(NamedTuple):
+    """Kernels that a pass launches, unfused, and how many tensors as large as x and as y it reads and writes.
+
+    Extra inputs and outputs do not count, which no fusion spares. `flops` are those of its GEMM in the forward pass.
+    """
+
+    launches: float = 1
+    x: float = 1
+    y: float = 1
+    flops: float = 0
 
 
 def _unstated(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,6 +152,7 @@ class UnfusedOperation(FusableOperation):
         layout: what `fwd` and `bwd` accept: `"any"` strides, a contiguous last dimension, or contiguous tensors.
         is_view: whether y and the outputs are x itself, or views of it. Where nothing else stands between two barriers
             the reference runs, so that, as in torch, who changes y in place changes x.
+        narrows: how many features of x make one of y.
         same_dtype: whether x and the parameters must have one dtype outside autocast, as torch demands of a GEMM: a
             call that brings another is refused before anything runs.
         native: whether the reference is one differentiable call of torch, which saves what `Saved` does. Where such
@@ -160,6 +176,7 @@ class UnfusedOperation(FusableOperation):
     layout: ClassVar[Layout] = "any"
     dy_may_be_none: ClassVar[bool] = False
     is_view: bool = False
+    narrows: ClassVar[int] = 1
     same_dtype: ClassVar[bool] = False
     native: ClassVar[bool] = False
     autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None
@@ -227,6 +244,22 @@ class UnfusedOperation(FusableOperation):
         An extra input that has a default in `fwd` may be left out: it is then not read.
         """
         return {name: name for name in (*self.forward_signature.extras, *self.outputs)}
+
+    @property
+    def features(self) -> tuple[int, int] | None:
+        """The last dimensions of x and y, where the configuration says them: costs are estimated for these."""
+        return None
+
+    def traffic(self, env: Env, backward: bool) -> Traffic:
+        """What a pass launches, reads and writes unfused; the estimated gain of a fusion follows from it.
+
+        By default one kernel, which forward reads x and writes y, and backward reads dy and those of x and y that
+        `Saved` names, and writes dx.
+        """
+        if self.is_view:
+            return Traffic(0, 0, 0)
+        saved = self.Saved.sides if backward else ()
+        return Traffic(1, 1 + ("x" in saved), 1 + ("y" in saved))
 
     @property
     def y_dtype(self) -> torch.dtype | None:

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from .env import Env
 from .errors import InputError, definition_error
-from .operation import Grads, UnfusedOperation
+from .operation import Grads, Traffic, UnfusedOperation
 from .saved import Saved
 from .signature import check_device_functions
 
@@ -113,6 +114,7 @@ class Gated(UnfusedOperation, open=True):
     """
 
     Saved = _SavedPacked
+    narrows = 2
     unit: ClassVar[type[Pointwise] | None] = None
 
     def __init__(self, activation: Pointwise | None = None) -> None:
@@ -147,6 +149,10 @@ class Gated(UnfusedOperation, open=True):
         dgate, _ = self.activation.bwd(dy * up, record)
         assert dgate is not None
         return torch.cat((dgate, dy * activated), -1), {}
+
+    def traffic(self, env: Env, backward: bool) -> Traffic:
+        # activation(gate) is a tensor of its own; backward makes it again, dy up, dgate and dup, and joins these two.
+        return Traffic(5, 6, 3) if backward else Traffic(2, 1, 3)
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.is_complex():

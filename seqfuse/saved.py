@@ -55,6 +55,9 @@ class Recompute:
             return self.fn(*self.tensors)
 
 
+_RESERVED = ("fields", "kept", "sides")
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Saved:
     """What a forward keeps for its backward, by name; base of frozen keyword-only objects.
@@ -69,6 +72,7 @@ class Saved:
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
+    sides: ClassVar[tuple[str, ...]] = ()  # of x and y those that are always saved
     _plain: ClassVar[frozenset[str]] = frozenset()
     _tuples: ClassVar[frozenset[str]] = frozenset()
     _for: ClassVar[Mapping[str, frozenset[str]]] = {}
@@ -77,7 +81,7 @@ class Saved:
         super().__init_subclass__(**kwargs)
         hints = class_hints(cls, sys._getframe(1))  # pyright: ignore[reportPrivateUsage]
         for name in hints:
-            if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in ("fields", "kept"):
+            if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or name in _RESERVED:
                 raise definition_error(cls, f"field {name!r} must be a public identifier of its own", name)
             if _holds_tensor(hints[name]) and not _is_known(hints[name]):
                 known = "Tensor, Tensor | None, tuple[Tensor, ...] or plain data"
@@ -86,6 +90,7 @@ class Saved:
         dataclasses.dataclass(kw_only=True, eq=False, init=False, repr=False)(cls)
         declared = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         cls.fields = tuple(f.name for f in declared)
+        cls.sides = (*cls.sides, *(name for name in ("x", "y") if hints.get(name) is Tensor))
         cls._plain = cls._plain | {name for name, hint in hints.items() if not _holds_tensor(hint)}
         cls._tuples = cls._tuples | {name for name, hint in hints.items() if _may_be_tuple(hint)}
         cls._for = {f.name: f.metadata["for"] for f in declared if f.metadata.get("for")}
@@ -110,7 +115,7 @@ class Saved:
         if name in type(self).fields:
             readers = ", ".join(sorted(type(self)._for.get(name, ()))) or "a gradient"
             raise StateError(
-                f"field {name!r} was dropped: only {readers} reads it, and that gradient is not wanted",
+                f"field {name!r} was dropped: only {readers} reads it, and that gradient is not needed",
                 code="SF502",
                 operation=type(self).__qualname__,
                 hint="ask `needs` before reading it",
@@ -119,7 +124,7 @@ class Saved:
 
     @classmethod
     def kept(cls, needs: frozenset[str]) -> tuple[str, ...]:
-        """The fields read by at least one of the wanted gradients `needs`."""
+        """The fields read by at least one of the needed gradients `needs`."""
         return tuple(f for f in cls.fields if f not in cls._for or cls._for[f] & needs) if needs else ()
 
     @classmethod

@@ -48,7 +48,7 @@ def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], .
         if not (isinstance(part, type) and issubclass(part, UnfusedOperation)):
             what = "which is not an operation class"
             if isinstance(part, type) and issubclass(part, FusableOperation):
-                what = "a container: what it holds stands in the list, for a Residual between a Fork and an Add"
+                what = "a container: what it holds stands in the sequence, for a Residual between a Fork and an Add"
             raise definition_error(cls, f"slot {name!r} has type {part!r}, {what}", name)
         if not part.is_open and not part.is_final:
             raise definition_error(

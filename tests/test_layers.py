@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
-    "operation", "pointwise", "slots", "fusion", "store", "machine", "cost_table", "pictures", "hardware",
+    "operation", "pointwise", "slots", "traffic", "fusion", "store", "machine", "cost_table", "pictures", "hardware",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -33,9 +33,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "autograd": {"saved", "maingrad", "errors"},
     "group": {"errors"},
     "operation": {"saved", "signature", "maingrad", "autograd", "group", "errors"},
-    "pointwise": {"saved", "signature", "operation", "errors"},
+    "pointwise": {"env", "saved", "signature", "operation", "errors"},
     "slots": {"operation", "errors"},
-    "fusion": {"slots", "saved", "signature", "env", "operation", "errors"},
+    "traffic": {"env", "hardware", "operation"},
+    "fusion": {"slots", "saved", "signature", "env", "operation", "traffic", "errors"},
     "store": set(),
     "pictures": set(),
     "machine": {"env"},

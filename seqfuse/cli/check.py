@@ -220,7 +220,7 @@ class _Job:
     def _smallest(
         self, model: Sequential, made: str, runs: tuple[Run, Run, Run], shapes: dict[int, Spec], grad: bool, at: int
     ) -> tuple[str, Spec, str] | None:
-        """The few members of a list around a position that differ by themselves: how they are made, x, the message."""
+        """The few members around a position that differ by themselves: how they are made, x, the message."""
         top = _members(model)
         inside = next((i for i, covered in enumerate(top) if at in covered), None)
         for reach in (0, 1) if inside is not None else ():
@@ -240,7 +240,7 @@ class _Job:
 
 
 def _members(model: Sequential) -> list[range]:
-    """The positions of each member of a list."""
+    """The positions of each member of a sequence."""
     found: list[range] = []
     start = 0
     for member in model:

@@ -55,7 +55,7 @@ class Comparison:
     def __str__(self) -> str:
         found = self.difference
         if found is None:
-            return f"{self.first} and {self.second} agree by the rule at all {len(self.places)} places"
+            return f"{self.first} and {self.second} agree within tolerance at all {len(self.places)} places"
         lines = [f"{self.first} and {self.second} differ first in {found}"]
         agreed = self.places.index(found)
         lines += [f"  {failure}" for failure in found.failures]
@@ -71,7 +71,7 @@ def compare(
     grad: bool,
     seed: int = 0,
 ) -> Comparison:
-    """Compare two runs by the rule, given one in float64, at every place that all three have."""
+    """Compare two runs within tolerance, given one in float64, at every place that all three have."""
     first, second = _label(runs[0]), _label(runs[1])
     if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
         raise Unable("the model has parameters that are not finite")
@@ -216,7 +216,7 @@ def assert_same(
     seed: int = 0,
     channels: Sequence[str] = (),
 ) -> None:
-    """Raises AssertionError unless a list gives fused what it gives unfused, for an input such as `8x64:bfloat16`."""
+    """Raises AssertionError unless fused and unfused agree, for an input such as `8x64:bfloat16`."""
     spec = inputs.spec(given)
     model = container(model, type(model).__name__, None)
     runs = runs_of(spec, torch.device(device), dtype, "unfused", None)

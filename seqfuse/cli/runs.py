@@ -1,4 +1,4 @@
-"""Runs of a list whose tensors are seen between its operations: by the engine, and by references in float64."""
+"""Runs of a sequence whose tensors are seen between its operations: by the engine, and by references in float64."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ Values = dict[Place, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How a list is run: by the engine, by references in float64, or by these rounded to `dtype` at each border.
+    """How a sequence is run: by the engine, by references in float64, or by these rounded to `dtype` at each border.
 
     `rounds` is the dtype that parameters and inputs are rounded to before.
     """
@@ -74,7 +74,7 @@ class Run:
     def __call__(
         self, root: Sequential, spec: Spec, channels: Mapping[str, Spec], seed: int, grad: bool
     ) -> tuple[Values, dict[int, str]]:
-        """Run a copy of a list and its backward: the tensors by their places, and the fused steps by position."""
+        """Run a copy of a sequence and its backward: the tensors by their places, and the fused steps by position."""
         model = copy.deepcopy(root).to(self.device, self.rounds or self.dtype)
         wide = self.kind != "engine"
         model = model.double() if wide else model

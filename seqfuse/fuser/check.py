@@ -241,7 +241,7 @@ def check_backward(
     if unknown:
         raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
     if not isinstance(dx, Tensor) and "x" in step.needs[0]:
-        raise wrong("bwd returned no gradient of x, which is wanted")
+        raise wrong("bwd returned no gradient of x, which is needed")
     if isinstance(dx, Tensor) and "x" in step.needs[0]:
         own, leaving = context.entering[step.start], context.entering[step.stop]
         # Plans are kept by rows: y may look as it did where an operation folds other leading dimensions into them.
@@ -256,7 +256,7 @@ def check_backward(
         if g is accumulated and "main_grads" in given and parameter is not None:
             continue
         if not isinstance(g, Tensor):
-            raise wrong(f"bwd returned no gradient {name!r}, which is wanted")
+            raise wrong(f"bwd returned no gradient {name!r}, which is needed")
         if parameter is None:  # an extra input, whose shape is not known here
             continue
         same_dtype = g.dtype == parameter.dtype or context.mixed

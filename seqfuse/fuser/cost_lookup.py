@@ -29,8 +29,8 @@ class Known:
     """Looks up measurements for candidates of one region.
 
     Args:
-        nodes: the list.
-        wants: which gradients are wanted.
+        nodes: the sequence.
+        wants: which gradients are needed.
         env: of the tensor that enters the region.
         shapes: of the tensors that enter its positions, from `start` on; `None` where they are not known.
         borders: dtypes at its positions, where they differ.

@@ -62,7 +62,7 @@ def run_planned(
     x: Tensor,
     channels: dict[str, Tensor],
 ) -> Any:
-    """Run a list that is being traced, one node for each stretch between barriers."""
+    """Run a sequence that is being traced, one node for each stretch between barriers."""
     check_channels(nodes, inputs, channels)
     seeds = draw(nodes, random, x) if random else None
     for start, stop in stretches(nodes):
@@ -106,7 +106,7 @@ def _planned(
         nodes = fuser.op_list().nodes[start : start + len(state)]
         slots = [slot for node in nodes for slot in node.slots.values()]
         if len(nodes) != len(state) or len(slots) != len(parameters):
-            message = "the list was changed inside the compiled function"
+            message = "the sequence was changed inside the compiled function"
             raise StateError(message, code="SF503", hint="change it before, and outside")
         with _as_given(nodes, state, slots, parameters) as changed:
             op_list = OpList(fuser.root) if changed else fuser.op_list()

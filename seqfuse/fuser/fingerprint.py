@@ -1,4 +1,4 @@
-"""The fingerprint of what a list was read from: whether it is still as it was."""
+"""The fingerprint of what a sequence was read from: whether it is still as it was."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Anything:
 
 
 class Fingerprint:
-    """What a list was read from, compared with what it is now.
+    """What a sequence was read from, compared with what it is now.
 
     Attributes (configuration, training, class, a forward put on an instance, a parameter that is `None`) are compared
     only if one of any operation was set since they last were; children and hooks, which change in place, always.

@@ -1,4 +1,4 @@
-"""The flat list the fuser works on: expanded operations, barriers and their channels."""
+"""The flat sequence the fuser works on: expanded operations, barriers and their channels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Never:
 
 @dataclasses.dataclass(slots=True)
 class Node:
-    """One position of the list."""
+    """One position of the sequence."""
 
     operation: nn.Module
     path: str
@@ -281,7 +281,7 @@ def _make_private(
 
 
 def public_channels(nodes: list[Node]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Channels the caller must pass, and those returned after `y`, both in list order."""
+    """Channels the caller must pass, and those returned after `y`, both in the order of the sequence."""
     made = {channel for node in nodes for _, channel in node.outputs}
     inputs = dict.fromkeys(c for node in nodes for _, c in node.inputs if c not in made)
     return tuple(inputs), tuple(c for node in nodes for _, c in node.outputs if not node.readers[c])

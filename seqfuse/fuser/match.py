@@ -1,10 +1,11 @@
-"""Where patterns match, and the cheapest pair of covers."""
+"""Where patterns match, and the cheapest pair of schedules."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from .schedule import Candidate
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 """What was measured of a fusion on positions `a..b`."""
 
-# A fusion, its place in the rule set, how many operations each slot takes, and all of them together.
+# A fusion, its place in the fusion set, how many operations each slot takes, and all of them together.
 _Match = tuple[type[FusedOperation], int, tuple[int, ...], int]
 # A fusion and the sentence that says which one operation is absent.
 _Near = tuple[type[FusedOperation], str]
@@ -50,7 +51,7 @@ class Refusal:
 
 
 class Matcher:
-    """Finds every candidate of a rule set on a stretch of operations."""
+    """Finds every candidate of a fusion set on a stretch of operations."""
 
     def __init__(self, fusions: Sequence[type[FusedOperation]]) -> None:
         self.fusions = tuple(fusions)
@@ -79,7 +80,7 @@ class Matcher:
         borders: tuple[Border, ...] = (),
         lean: bool = False,
     ) -> tuple[list[Candidate], list[Refusal]]:
-        """Candidates and refusals on `nodes[start:stop]`; operations before `live_from` want no gradient.
+        """Candidates and refusals on `nodes[start:stop]`; operations before `live_from` need no gradient.
 
         What is `known` of a candidate by measurement takes the place of the cost that it declares. Where dtypes differ
         along the sequence, at these `borders`, each is asked about the environment between its own. Fusions that save
@@ -122,7 +123,7 @@ class Matcher:
                     if measured is None and reason is None and cls.needs_measurement and env.device == "cuda":
                         reason = None if fusing.unmeasured else UNMEASURED
                     if reason is None:
-                        # Where nothing wants a gradient a joint fusion is worth its forward only.
+                        # Where nothing needs a gradient a joint fusion is worth its forward only.
                         wanted = env if b > live_from or not env.grad else still
                         cost = self._cost(bound, wanted.between(along), measured)
                         if isinstance(cost, int):
@@ -189,7 +190,8 @@ class Matcher:
         """Nanoseconds, by the clock where there is a measurement; or why it is not used."""
         try:
             if measured is None:
-                return -round(env.microseconds(fusion.saves(env)) * 1000)
+                # Rounded down: of equal estimates that of one fusion is not less than the sum of two.
+                return -math.floor(env.microseconds(fusion.saves(env)) * 1000)
         except Exception as error:
             return self._raised(type(fusion).__name__, "saves", error)
         # One that saves memory may be slower.
@@ -205,7 +207,7 @@ class Matcher:
 
 @functools.lru_cache(256)
 def _check_named(fusing: Fusing) -> None:
-    """Refuse names and classes in `sf.fusing` that are of no fusion; those of a rule set exist by now."""
+    """Refuse names and classes in `sf.fusing` that are of no fusion; those of a fusion set exist by now."""
     known: dict[str | type, None] = {}
     classes = [FusedOperation]
     while classes:

@@ -32,7 +32,7 @@ Shape = Sequence[int]
 
 
 def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env, place: torch.device) -> Memory | str:
-    """Run the planned part of a list on fake tensors, as planned and unfused; the reason if it cannot run so.
+    """Run the planned part of a sequence on fake tensors, as planned and unfused; the reason if it cannot run so.
 
     Gradients, autocast and the dtype of x are those of `env`, whatever they are where the result is asked for. The
     device is `place`, where the parameters are, also where the plan is for a machine that is not here: on fake tensors

@@ -1,4 +1,4 @@
-"""A list as it was read once, cut into regions, with the programs made for them."""
+"""A sequence as it was read once, cut into regions, with the programs made for them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Region:
 
 
 class OpList:
-    """The list as it was read once: nodes, regions, channels, and the fingerprint that says whether it still holds."""
+    """The sequence as it was read once: nodes, regions, channels, and the fingerprint by which a change is noticed."""
 
     def __init__(self, root: FusableOperation) -> None:
         modules: list[nn.Module] = []
@@ -176,7 +176,7 @@ def stretches(nodes: Sequence[Node]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def collecting_later() -> Generator[None]:
-    """Put garbage collection off: in a long list it would go through the many objects made here again and again."""
+    """Put garbage collection off: in a long sequence it would go through the many objects made here again and again."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -51,7 +51,7 @@ class Plan:
         alone: what runs through its own `__call__`, with reasons.
         env: what it was made for.
         names: class of the operation at each position; `paths` where it lives in the container.
-        needs: names of the gradients that are wanted at each position: of parameters, of extra inputs, and `"x"`.
+        needs: names of the gradients that are needed at each position: of parameters, of extra inputs, and `"x"`.
         tokens: how many tokens the input has, where the plan was asked for one; plans are shared by others.
         cost: estimated nanoseconds beyond what the operations take unfused: negative where it is faster.
     """
@@ -137,7 +137,7 @@ class Plan:
 
 
 def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Node]], env: Env, nodes: Sequence[Node]) -> Plan:
-    """One plan of a whole list, from those of its regions and its barriers."""
+    """One plan of a whole sequence, from those of its regions and its barriers."""
     steps = [Step(node.operation, range(at, at + 1), node.name) for at, node in alone]
     needs = [frozenset[str]()] * len(nodes)
     for plan in plans:

@@ -37,7 +37,7 @@ def plan_ahead(
     channels: dict[str, Tensor],
     memory: Choice = "save",
 ) -> Plan:
-    """The plan of a whole list, for an input or for an environment; the fuser only measures what it keeps."""
+    """The plan of a whole sequence, for an input or for an environment; the fuser only measures what it keeps."""
     if x is not None:
         if op_list.nodes:
             expect_tensor(op_list.nodes[0], x)

@@ -1,4 +1,4 @@
-"""Running a list by its references under plain autograd, for compilers, transforms and tensor subclasses."""
+"""Running a sequence by its references under plain autograd, for compilers, transforms and tensor subclasses."""
 
 from __future__ import annotations
 

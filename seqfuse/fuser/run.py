@@ -95,7 +95,7 @@ class Fuser:
         return self.owner()
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
-        """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs."""
+        """Run the sequence: `y`, or `(y, *outputs)` where it makes public extra outputs."""
         if torch.compiler.is_compiling():
             return self._traced(x, channels)
         op_lists = self._op_lists
@@ -257,7 +257,7 @@ class Fuser:
                     op_list.forget()
 
     def op_list(self) -> OpList:
-        """The list as it is now; read again only if its fingerprint no longer holds."""
+        """The sequence as it is now; read again only if its fingerprint no longer holds."""
         for op_list in self._op_lists:
             if op_list.fingerprint.holds():
                 self._op_lists = (op_list, *(other for other in self._op_lists if other is not op_list))
@@ -283,7 +283,7 @@ class Fuser:
             return plan_ahead(self, self._matcher, self._changed(), x, env, channels, self.memory)
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
-        """A call that a compiler traces: the list is read afresh, in code it can follow."""
+        """A call that a compiler traces: the sequence is read afresh, in code it can follow."""
         from .dynamo import has_graph_inside, plannable, run_planned
 
         nodes = flatten(self.root)

@@ -1,4 +1,4 @@
-"""The cheapest pair of covers of a list."""
+"""The cheapest pair of schedules of a sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Candidate:
     start: int
     stop: int
     cost: int
-    rank: int = 0  # place of its class in the rule set
+    rank: int = 0  # place of its class in the fusion set
 
     @property
     def name(self) -> str:
@@ -54,12 +54,12 @@ def by_pass(candidates: Iterable[Candidate], live_from: int) -> tuple[Starting, 
 def cheapest(
     start: int, stop: int, candidates: Iterable[Candidate], live_from: int
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """The fusions of the exact cheapest pair of covers of positions `start..stop`: forward, backward.
+    """The fusions of the exact cheapest pair of schedules of positions `start..stop`: forward, backward.
 
-    A state is a pair of positions, one per pass; the pass that lags advances, so every pair of covers is reached and
-    the two positions meet wherever both covers have a border. There a joint fusion may take both. The positions
-    differ by less than the longest pattern, so the work is linear in the list. Ties go to fewer fusions, then to the
-    order of the rule set.
+    A state is a pair of positions, one per pass; the pass that lags advances, so every pair of schedules is reached and
+    the two positions meet wherever both schedules have a border. There a joint fusion may take both. The positions
+    differ by less than the longest pattern, so the work is linear in its length. Ties go to fewer fusions, then to the
+    order of the fusion set.
     """
     forward, backward, joint = by_pass(candidates, live_from)
     layers: list[dict[tuple[int, int], _Best]] = [{} for _ in range(2 * (stop - start) + 1)]

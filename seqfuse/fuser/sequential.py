@@ -91,7 +91,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
     Raises:
         InputError: for another `memory`; for an input or channel that does not fit, naming the operation and its
             position.
-        PlanError: for channels of the list that do not fit together.
+        PlanError: for channels of the sequence that do not fit together.
     """
 
     inlines: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return tuple(self._modules.values())  # pyright: ignore[reportReturnType] # at once: another thread may append
 
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Run the list: `y`, or `(y, *outputs)` where it makes public extra outputs.
+        """Run the sequence: `y`, or `(y, *outputs)` where it makes public extra outputs.
 
         Args:
             x: the input; by keyword, torch's name `input` does as well.

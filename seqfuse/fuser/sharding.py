@@ -1,4 +1,4 @@
-"""Where along a list processes have different rows or features, and what follows from it."""
+"""Where along a sequence processes have different rows or features, and what follows from it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def _meeting(node: Node) -> Meeting | None:
 
 
 def _expect_to_know(node: Node, position: int, rows: bool) -> None:
-    """Check that what runs by itself, and holds no collective, needs nothing that only the whole list tells it."""
+    """Check that what runs by itself, and holds no collective, needs nothing that only the whole sequence tells it."""
     where: dict[str, Any] = {"code": "SF201", "operation": node.name, "position": position}
     inside: list[Any] = [*node.operation.modules()]
     if any(isinstance(m, UnfusedOperation) and m.random for m in inside):
         message = "it runs by itself where each process needs a mask of its own, and would draw the same in all"
-        raise PlanError(message, hint="let it run in the list: take its hooks away", **where)
+        raise PlanError(message, hint="let it run in the sequence: take its hooks away", **where)
     own = [p for m in inside if getattr(m, "sum_over", None) is None for p in m.parameters(False)]
     if rows and any(p.requires_grad for p in own):
         message = "it runs by itself on a share of the rows, so that its gradients are a part of the sum"

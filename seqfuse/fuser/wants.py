@@ -1,4 +1,4 @@
-"""Which gradients are wanted in a region."""
+"""Which gradients are needed in a region."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .flatten import Node
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wants:
-    """Which gradients are wanted in a region: names per position, and the first position where there are any."""
+    """Which gradients are needed in a region: names per position, and the first position where there are any."""
 
     live_from: int
     needs: Mapping[int, frozenset[str]]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from .. import saved as context
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import Requirements
 from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
 from ._functions import Run, composed
-from ._kernels import bias_fits, device, kernel_takes_act, kernels_run, rows_of
+from ._kernels import bias_fits, device, kernel_takes_act, kernels_run
 from ._pointwise import chain_of, pointwise_kernel
 
 if TYPE_CHECKING:
@@ -111,15 +111,6 @@ def chain_takes(parts: Sequence[Part], env: Env) -> Requirements:
 def _active(parts: Sequence[Part | Run]) -> list[Part | Run]:
     """Without the dropouts that hand on what they get."""
     return [part for part in parts if not isinstance(part, Dropout) or _dropout(part, part.p, part.random)]
-
-
-def chain_worth(parts: Sequence[Part], env: Env, tensors: int = 0) -> Savings:
-    """One launch and two passes for each operation but one, and so many more `tensors`."""
-    # Only a bias says how wide the rows are.
-    width = max([0, *(part.size for part in parts if isinstance(part, Bias))])
-    saved = len(_active(parts)) - 1
-    size = float((2 * saved + tensors) * rows_of(env) * width * env.itemsize)
-    return Savings(launches=saved, bytes=size)
 
 
 def forward_steps(parts: Sequence[Part | Run], keep: bool) -> tuple[Steps, list[int | None], int]:

@@ -46,14 +46,6 @@ def composed(parts: Sequence[Function], factors: Sequence[float]) -> Any:
     return activations.composed(*made)
 
 
-def passes_of(parts: Sequence[Function], grad: bool) -> tuple[int, int]:
-    """Launches, and tensors read and written, of the operations; with `grad` of their backward pass as well."""
-    if not grad:
-        return len(parts), 2 * len(parts)
-    # An activation's gradient reads what was kept as well.
-    return 2 * len(parts), 4 * len(parts) + sum(isinstance(part, Pointwise) for part in parts)
-
-
 def own_records(parts: Sequence[Function], x: Tensor, factors: Sequence[float]) -> tuple[context.Saved, ...]:
     """The records of the operations from what the first of them took, each step rounded as they round."""
     records: list[context.Saved] = []

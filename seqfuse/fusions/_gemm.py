@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import Requirements
-from ..hardware import FLOAT32_SLOWER, GEMM_SLOWER
 from ..maingrad import Accumulated
-from ..ops import Bias, Dropout, Linear, MergedLinear
+from ..ops import Bias, Dropout, Linear
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
-from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run, rows_of
+from ._kernels import device, kernel_takes_act, kernel_takes_gated, kernels_run
 from ._linear import one_dtype
 
 
@@ -72,25 +71,6 @@ def epilogue(
     return gemm.linear(x, weight, start, act=device(act), store_pre=store_pre, store_act=store_act, **around)
 
 
-def forward_worth(
-    linear: Linear | MergedLinear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, stored: bool, env: Env
-) -> Savings:
-    """What is saved where an activation and what surrounds it are made inside the GEMM before it.
-
-    `stored` is whether what the activation keeps is written beside the result.
-    """
-    if isinstance(act, Gated):
-        # The operations write [gate; up], and read and write it for a bias; act(gate) is a tensor of its own.
-        launches, passes, columns = 2, 6 - 2 * stored, linear.out_features // 2
-    else:
-        launches, passes, columns = 1, 2 - stored, linear.out_features
-    if bias is not None:
-        launches, passes = launches + 1, passes + (4 if isinstance(act, Gated) else 2)
-    if dropped:
-        launches, passes = launches + 1, passes + 2
-    return worth(linear, env, launches, passes, columns)
-
-
 def around_saved(
     x: Tensor, linear: Linear, bias: Bias | None, dropout: Dropout | None, seed: Tensor | None
 ) -> dict[str, Any]:
@@ -101,18 +81,6 @@ def around_saved(
     if dropout is not None:
         saved["dropout"] = Dropout.Saved(seed=seed, p=dropout.p)
     return saved
-
-
-def unit_worth(linear: Linear, bias: Bias | None, act: Pointwise | Gated, dropped: bool, env: Env) -> Savings:
-    """What is saved where the gradients of an activation and of what surrounds it are made inside a GEMM."""
-    # The operations of a gated unit write dh, make act(gate) again, dh up, dgate and dup, and join the two: 16 passes,
-    # here 4; those of an activation read and write the gradient once more.
-    launches, passes = (5, 12) if isinstance(act, Gated) else (1, 2)
-    if bias is not None:
-        launches, passes = launches + 1, passes + (2 if isinstance(act, Gated) else 1)
-    if dropped:
-        launches, passes = launches + 1, passes + 2
-    return worth(linear, env, launches, passes, linear.in_features)
 
 
 def unit_bwd(
@@ -171,18 +139,6 @@ def weight_of(linear: Linear, x: Tensor) -> Tensor:
 def bias_of(bias: Bias | None) -> Tensor | None:
     """The bias as it is now, if there is one."""
     return None if bias is None else bias.read()
-
-
-def worth(linear: Linear | MergedLinear, env: Env, launches: float, passes: float, columns: int) -> Savings:
-    """Launches and passes over a tensor of `columns` not made, against the slower GEMM."""
-    moved = float(passes * rows_of(env) * columns * env.itemsize)
-    return Savings(launches=launches, bytes=moved, flops=-GEMM_SLOWER * product_flops(linear, env))
-
-
-def product_flops(linear: Linear | MergedLinear, env: Env) -> float:
-    """FLOPs of a GEMM, those in float32 as many more as they take longer."""
-    slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 else 1
-    return 2.0 * rows_of(env) * linear.in_features * linear.out_features * slower
 
 
 def like(dy: Tensor, t: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..errors import InputError
 from ..fusion import Requirements
 from ..ops import Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
 from ..ops._read import parameter
-from ._kernels import bias_fits, kernels_run, rows_of
+from ._kernels import bias_fits, kernels_run
 
 if TYPE_CHECKING:
     from ..kernels import rope
@@ -28,9 +28,6 @@ class Angles(TypedDict):
 
 # `kernels.rope.MAX_HEAD`, which cannot be asked where Triton is not installed.
 _MAX_HEAD = 1024
-# Launches and passes over [q; k; v] of an operation by itself, forward: what it copies to float32 and back is the most.
-_LAUNCHES = {"bias": 1, "norm": 8, "rotary": 14}
-_PASSES = {"bias": 2, "norm": 14, "rotary": 12}
 
 
 def kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env) -> Requirements:
@@ -42,7 +39,7 @@ def kernels_take(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding
     if norm is not None and rotary is not None:
         same = (norm.heads, norm.kv_heads) == (rotary.heads, rotary.kv_heads)
         yield same, "the norm and the rotation must be of the same heads"
-    width = width_of(bias, norm)
+    width = next((of.features[0] for of in (norm, bias) if of is not None), None)
     parts = parts_of(norm, rotary)
     yield width is None or width <= _MAX_HEAD * parts, f"its kernel is for heads of at most {_MAX_HEAD:,}"
 
@@ -52,22 +49,6 @@ def parts_of(norm: QKNorm | None, rotary: RotaryEmbedding | None) -> int:
     of = norm if norm is not None else rotary
     assert of is not None
     return of.heads + 2 * of.kv_heads
-
-
-def width_of(bias: Bias | None, norm: QKNorm | None) -> int | None:
-    """Elements of a row, where an operation says so."""
-    if norm is not None:
-        return norm.head_dim * parts_of(norm, None)
-    return None if bias is None else bias.size
-
-
-def worth(bias: Bias | None, norm: QKNorm | None, rotary: RotaryEmbedding | None, env: Env, made: int) -> Savings:
-    """What the operations launch and move by themselves, less one launch and the passes that are made."""
-    there = [name for name, of in (("bias", bias), ("norm", norm), ("rotary", rotary)) if of is not None]
-    width = width_of(bias, norm) or 0
-    passes = max(0, sum(_PASSES[name] for name in there) - made)
-    moved = float(passes * rows_of(env) * width * env.itemsize)
-    return Savings(launches=sum(_LAUNCHES[name] for name in there) - 1, bytes=moved)
 
 
 def rotation_of(rotary: RotaryEmbedding | None, size: int) -> rope.Rotation | None:
@@ -86,7 +67,7 @@ def angles(
     """The angles as given.
 
     Raises:
-        InputError: where gradients of cos or sin are wanted, which the operation makes; it then runs unfused.
+        InputError: where gradients of cos or sin are needed, which the operation makes; it then runs unfused.
     """
     if needs & {"rotary.cos", "rotary.sin"}:
         raise InputError("the kernel makes no gradients of cos and sin", code="SF101", operation="RotaryEmbedding")

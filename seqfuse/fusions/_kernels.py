@@ -13,8 +13,6 @@ from ..ops import Bias
 from ..pointwise import Gated, Pointwise
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Taken where the number of rows is not known.
-_ROWS = 1024
 
 
 def kernels_run(env: Env) -> Requirements:
@@ -25,11 +23,6 @@ def kernels_run(env: Env) -> Requirements:
 def bias_fits(bias: Bias | None, env: Env) -> bool:
     """Whether x + bias has the dtype of x: else torch promotes it, but under autocast."""
     return bias is None or env.autocast is not None or bias.bias.dtype == env.dtype
-
-
-def rows_of(env: Env) -> int:
-    """The rows that a cost is declared for."""
-    return env.rows or _ROWS
 
 
 def kernel_takes_act(act: Pointwise) -> Requirements:

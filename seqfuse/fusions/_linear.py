@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from ..env import Env, autocast_of, constant_under_compile
+from ..env import Env, Savings, autocast_of, constant_under_compile
 from ..fusion import Requirements
+from ..hardware import STEP
 from ..ops import Bias, Linear
 from ..ops.linear import scaled_mm
 
@@ -26,9 +27,13 @@ def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
 
 
 def output_bytes(linear: Linear, env: Env) -> float:
-    """Bytes of the output; of one row where the number of rows is not known."""
-    dtype = env.autocast or linear.weight.dtype
-    return float((env.rows or 1) * linear.out_features * dtype.itemsize)
+    """Bytes of the output."""
+    return float(env.tokens * linear.out_features * env.itemsize)
+
+
+def in_place(linear: Linear, env: Env) -> Savings:
+    """What a pass over the output costs that ATen makes behind a GEMM in the same step, in place."""
+    return Savings(launches=1 - STEP, bytes=output_bytes(linear, env))
 
 
 def linear_epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu", "gelu"]) -> Tensor:

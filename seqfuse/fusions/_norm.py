@@ -14,7 +14,7 @@ from ..hardware import NORM_COLUMNS
 from ..ops import LayerNorm, RMSNorm
 from ..ops._norm import stats_dtype
 from ..ops._read import parameter
-from ._kernels import kernels_run, rows_of
+from ._kernels import kernels_run
 
 if TYPE_CHECKING:
     from ..kernels._norm import Backward, Forward
@@ -30,45 +30,14 @@ def kernels_take(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     yield 0 < width <= NORM_COLUMNS, f"its kernel is for 1 to {NORM_COLUMNS:,} columns, not {width:,}"
 
 
-def pass_bytes(norm: LayerNorm | RMSNorm, env: Env) -> float:
-    """Bytes of a tensor of the norm's shape: one pass over it."""
-    return float(rows_of(env) * norm.normalized_shape[-1] * env.itemsize)
-
-
-def converts(norm: LayerNorm | RMSNorm, env: Env) -> bool:
-    """Whether ATen needs x in float32: its kernels for half inputs take parameters of their dtype only."""
-    weight = parameter(norm, "weight")
-    return env.dtype.itemsize == 2 and weight is not None and (norm.zero_centered or weight.dtype is not env.dtype)
-
-
-def copies(norm: LayerNorm | RMSNorm, env: Env) -> int:
-    """Passes over a half tensor that float32 copies of x and y cost: 20 bytes per element are moved, and not 4."""
-    return 8 if converts(norm, env) else 0
-
-
-def second_look(norm: LayerNorm | RMSNorm, env: Env) -> int:
-    """Passes of ATen's backward for the sums over rows, where it reads dy and x again, and for float32 copies."""
-    return (2 if norm.elementwise_affine else 0) + (14 if converts(norm, env) else 0)
-
-
 def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:
     """The bias of a norm, if it has one."""
     return parameter(norm, "bias") if isinstance(norm, LayerNorm) else None
 
 
-def given(norm: LayerNorm | RMSNorm, env: Env) -> torch.dtype:
-    """The dtype of the norm's result, by itself."""
-    return torch.float32 if env.autocast is not None and env.device != "cpu" else env.dtype
-
-
 def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     """What fusions ask of a norm whose result they make again from x."""
-    yield given(norm, env) is env.dtype, "under autocast the norm gives float32, and x is not"
-
-
-def beside(norm: LayerNorm | RMSNorm, env: Env) -> int:
-    """Kernels that ATen launches beside the norm: for copies of x and y, and to cast y for what comes next."""
-    return 2 * converts(norm, env) + (len(env.along) > 0 and env.leaving is not given(norm, env))
+    yield norm.y_dtype_in(env) is env.dtype, "under autocast the norm gives float32, and x is not"
 
 
 # Import statements would cost a call more than all else that it does in Python.
@@ -128,7 +97,7 @@ def norm_bwd(
 def recorded_bwd(
     norm: LayerNorm | RMSNorm, dy: Tensor, saved: Record, needs: frozenset[str], *, dx: bool, **around: Any
 ) -> tuple[Backward | None, dict[str, Tensor | None]]:
-    """As `norm_bwd`, from the norm's own record; `dx` is whether anything before the norm wants a gradient.
+    """As `norm_bwd`, from the norm's own record; `dx` is whether anything before the norm needs a gradient.
 
     Where that is not so and the weight wants none either, the record is empty, and the sum of dy is the operation's.
     """

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import Requirements
 from ..ops import Bias
 from ..pointwise import Pointwise
-from ._kernels import bias_fits, device, kernels_run, rows_of
+from ._kernels import bias_fits, device, kernels_run
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
@@ -61,8 +61,3 @@ def kernel_takes_chain(bias: Bias | None, env: Env) -> Requirements:
     """What the kernel asks of what enters a chain."""
     yield from kernels_run(env)
     yield bias_fits(bias, env), "input and bias must have one dtype"
-
-
-def passes(bias: Bias, env: Env, launches: float, count: float, parts: int = 1) -> Savings:
-    """Launches and passes not made, over tensors of the bias's size divided by `parts`."""
-    return Savings(launches=launches, bytes=float(count * rows_of(env) * bias.size // parts * env.itemsize))

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import BackwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, Dropout, Linear
 from ..pointwise import Gated, Pointwise
-from ._gemm import epilogue_takes, unit_bwd, unit_worth
+from ._gemm import epilogue_takes, unit_bwd
 
 
 class ActivationLinearBackward(BackwardFusion):
@@ -36,10 +36,6 @@ class ActivationLinearBackward(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         return epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
-
-    def saves(self, env: Env) -> Savings:
-        dropped = self.dropout is not None and self.dropout.random
-        return unit_worth(self.linear, self.bias, self.act, dropped, env)
 
     def bwd(
         self,

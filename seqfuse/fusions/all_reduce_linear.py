@@ -32,7 +32,7 @@ class AllReduceLinearBackward(BackwardFusion):
         yield self.enter.group.size > 1, "needs several processes"
         yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
         yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
-        yield env.autocast is None, "under autocast the sum is of x's dtype, not of the product's"
+        yield env.autocast is None, "under autocast the sum is of x's dtype, not of the GEMM's"
 
     def saves(self, env: Env) -> Savings:
         """The shorter of what overlaps; the wire is taken to be as fast as memory, so that it is no less."""

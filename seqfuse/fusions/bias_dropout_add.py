@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout
 from ._linear import as_rows
-from ._pointwise import kernel_takes_chain, passes
+from ._pointwise import kernel_takes_chain
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
@@ -35,10 +35,6 @@ class BiasDropoutAdd(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
         yield self.dropout.random, "nothing is dropped here"
-
-    def saves(self, env: Env) -> Savings:
-        steps = (self.bias is not None) + (self.add is not None)
-        return _worth(self.bias, env, steps, 2 * steps)
 
     def fwd(
         self, x: Tensor, *, add_other: Tensor | None = None, dropout_seed: Tensor | None = None
@@ -80,10 +76,6 @@ class BiasDropoutAddBackward(BackwardFusion):
         yield from kernel_takes_chain(self.bias, env)
         yield self.dropout.random, "nothing is dropped here"
 
-    def saves(self, env: Env) -> Savings:
-        sums = self.bias is not None
-        return _worth(self.bias, env, sums, sums)
-
     def bwd(
         self, dy: Tensor, *, bias: Bias.Saved | None, dropout: Any, add: Add.Saved | None, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
@@ -110,10 +102,6 @@ def branch_bwd(
     dtypes = (bias.read().dtype,) if sums and bias is not None else ()
     dx, *totals = pointwise(dy, steps, (saved.seed,), dtypes=dtypes, result=branch)
     return dx, totals[0] if totals else None
-
-
-def _worth(bias: Bias | None, env: Env, launches: int, tensors: int) -> Savings:
-    return Savings(launches=launches) if bias is None else passes(bias, env, launches, tensors)
 
 
 @functools.lru_cache(256)

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias
 from ..pointwise import Gated
 from ._kernels import kernel_takes_gated
-from ._pointwise import chain, kernel_takes_chain, passes
+from ._pointwise import chain, kernel_takes_chain
 
 
 class BiasGated(ForwardFusion):
@@ -30,10 +30,6 @@ class BiasGated(ForwardFusion):
         yield from kernel_takes_chain(self.bias, env)
         yield from kernel_takes_gated(self.gated)
         yield env.leaving is env.dtype, "the gated unit gives another dtype"
-
-    def saves(self, env: Env) -> Savings:
-        # The operations read and write the sum, and act(gate) is a tensor of its own.
-        return Savings(launches=1) if self.bias is None else passes(self.bias, env, 2, 4, parts=2)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels.pointwise import pointwise
@@ -61,10 +57,6 @@ class BiasGatedBackward(BackwardFusion):
         yield from kernel_takes_chain(self.bias, env)
         yield from kernel_takes_gated(self.gated)
         yield env.leaving is env.dtype, "the gated unit gives another dtype"
-
-    def saves(self, env: Env) -> Savings:
-        # The operations make act(gate) again, dy up, dgate and dup, and join the two: 15 passes, here 5.
-        return Savings(launches=4) if self.bias is None else passes(self.bias, env, 5, 12, parts=2)
 
     def bwd(
         self, dy: Tensor, *, bias: Bias.Saved | None, gated: Any, needs: frozenset[str]

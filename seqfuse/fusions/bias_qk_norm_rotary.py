@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, QKNorm, RotaryEmbedding
 from ..ops._read import parameter
-from ._heads import Angles, angles, gains, kernels_take, parts_of, rotation_of, run, worth
+from ._heads import Angles, angles, gains, kernels_take, parts_of, rotation_of, run
 
 
 class BiasQKNormRotary(ForwardFusion):
@@ -28,10 +28,6 @@ class BiasQKNormRotary(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, self.rotary, env)
-
-    def saves(self, env: Env) -> Savings:
-        stored = self.bias is not None and self.norm is not None
-        return worth(self.bias, self.norm, self.rotary, env, 2 + stored)
 
     def fwd(
         self,
@@ -60,9 +56,6 @@ class BiasQKNorm(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, None, env)
 
-    def saves(self, env: Env) -> Savings:
-        return worth(self.bias, self.norm, None, env, 2 + (self.bias is not None))
-
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         return _forward(self.bias, self.norm, None, x, angles(None, None, None))
 
@@ -81,9 +74,6 @@ class BiasQKNormRotaryInference(InferenceFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, self.rotary, env)
-
-    def saves(self, env: Env) -> Savings:
-        return worth(self.bias, self.norm, self.rotary, env, 2)
 
     def fwd(
         self,
@@ -112,9 +102,6 @@ class BiasQKNormRotaryBackward(BackwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, self.rotary, env)
 
-    def saves(self, env: Env) -> Savings:
-        return worth(self.bias, self.norm, self.rotary, env, 2 + (self.norm is not None))
-
     def bwd(
         self,
         dy: Tensor,
@@ -141,9 +128,6 @@ class BiasQKNormBackward(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, None, env)
-
-    def saves(self, env: Env) -> Savings:
-        return worth(self.bias, self.norm, None, env, 3)
 
     def bwd(
         self, dy: Tensor, *, bias: Bias.Saved | None, norm: QKNorm.Saved, needs: frozenset[str]

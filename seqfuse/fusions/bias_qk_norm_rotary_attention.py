@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import InferenceFusion, Requirements
 from ..ops import Attention, Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
-from ._heads import angles, around, kernels_take, parts_of, rotation_of, run, worth
+from ._heads import angles, around, kernels_take, parts_of, rotation_of, run
 
 
 class BiasQKNormRotaryAttention(InferenceFusion):
@@ -33,10 +33,6 @@ class BiasQKNormRotaryAttention(InferenceFusion):
         same = (attention.heads, attention.kv_heads) == (rotary.heads, rotary.kv_heads)
         yield same, "the rotation and attention must be of the same heads"
         yield not attention.random, "dropout of weights is left to the operation"
-
-    def saves(self, env: Env) -> Savings:
-        before = worth(self.bias, self.norm, self.rotary, env, 2)
-        return Savings(launches=before.launches + 1, bytes=before.bytes)
 
     def fwd(self, x: Tensor) -> Any:
         from ..kernels.rope import rope_write

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings, autocast_of
+from ..env import Env, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
-from ._norm import Record, beside, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, kernels_take, norm_fwd, recorded_bwd
 
 if TYPE_CHECKING:
     from ..kernels._norm import Forward
@@ -36,9 +36,6 @@ class BlockBoundary(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from boundary_takes(self.norm, self.dropout, env)
-
-    def saves(self, env: Env) -> Savings:
-        return forward_worth(self.bias, self.dropout, self.norm, env.part(-2))
 
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
@@ -73,9 +70,6 @@ class BlockBoundaryBackward(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from boundary_takes(self.norm, self.dropout, env)
-
-    def saves(self, env: Env) -> Savings:
-        return backward_worth(self.bias, self.dropout, self.fork, self.norm, env.part(-2))
 
     def bwd(
         self,
@@ -116,28 +110,6 @@ def branch_around(
     if seed is not None or (cast and branch):
         around |= {"dbranch": branch, "branch_dtype": dtype}
     return around
-
-
-def _drops(dropout: Dropout | None) -> bool:
-    return dropout is not None and dropout.random
-
-
-def forward_worth(bias: Bias | None, dropout: Dropout | None, norm: LayerNorm | RMSNorm, env: Env) -> Savings:
-    """What is saved by the forward pass of slots `bias` to `norm` in one."""
-    # The norm reads the sum from registers; whatever stands before the sum reads and writes nothing.
-    before = (bias is not None) + _drops(dropout)
-    tensors = 1 + 2 * before + copies(norm, env)
-    return Savings(launches=1 + before + beside(norm, env), bytes=tensors * pass_bytes(norm, env))
-
-
-def backward_worth(
-    bias: Bias | None, dropout: Dropout | None, fork: Fork | None, norm: LayerNorm | RMSNorm, env: Env
-) -> Savings:
-    """What is saved by the backward pass of slots `bias` to `norm` in one."""
-    # The sum with d_fork_out, which is read in any case; dropout's pass, which is written; the bias's sum.
-    launches = (fork is not None) + _drops(dropout) + (bias is not None)
-    tensors = second_look(norm, env) + launches + (fork is not None)
-    return Savings(launches=launches, bytes=tensors * pass_bytes(norm, env))
 
 
 def boundary_fwd(

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from .. import saved as context
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale
 from ..ops._read import parameter
 from ..pointwise import Pointwise
-from ._functions import composed, factors_of, kernel_takes_functions, passes_of
-from ._norm import gives_own, norm_bwd, pass_bytes, shift
-from .block_boundary import backward_worth, boundary_fwd, boundary_takes, branch_around, forward_worth
+from ._functions import composed, factors_of, kernel_takes_functions
+from ._norm import gives_own, norm_bwd, shift
+from .block_boundary import boundary_fwd, boundary_takes, branch_around
 from .norm_activation import norm_records
 
 
@@ -55,14 +55,8 @@ class BlockBoundaryActivation(JointFusion):
         yield from kernel_takes_functions(self.acts)
         yield from gives_own(self.norm, env.part(-2 - len(self.acts)))
 
-    def saves(self, env: Env) -> Savings:
-        own = env.part(-2 - len(self.acts))
-        one = pass_bytes(self.norm, own)
-        parts = [forward_worth(self.bias, self.dropout, self.norm, own)]
-        if env.grad:
-            parts.append(backward_worth(self.bias, self.dropout, self.fork, self.norm, own))
-        launches, tensors = passes_of(self.acts, env.grad)
-        return Savings(launches + sum(s.launches for s in parts), tensors * one + sum(s.bytes for s in parts))
+    def saved_at(self) -> tuple[int, ...]:
+        return (len(self.operations()) - len(self.acts) - 1,)
 
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None

@@ -12,9 +12,8 @@ from ..hardware import STEP
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear
 from ..pointwise import Gated, Pointwise
-from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd, unit_worth
+from ._gemm import epilogue_takes, kernel_takes_dropout, unit_bwd
 from ._kernels import bias_fits
-from ._pointwise import passes
 from .bias_dropout_add import branch_bwd
 
 
@@ -47,12 +46,11 @@ class BlockEndBackward(BackwardFusion):
         yield from kernel_takes_dropout(self.dropout)
 
     def saves(self, env: Env) -> Savings:
-        inner = unit_worth(self.linear, self.bias, self.act, drops(self.act_dropout), env)
-        worth = branch_worth(inner, self.out_bias, self.dropout, env)
-        if self.out_bias is None or isinstance(self.act, Gated) or drops(self.dropout):
-            return worth
-        # The last bias's sum does not read dy again.
-        return Savings(worth.launches, worth.bytes + passes(self.out_bias, env, 0, 1).bytes, worth.flops)
+        own = super().saves(env)
+        if self.out_bias is None or not isinstance(self.act, Gated) or drops(self.dropout):
+            return own
+        # The GEMM of a gated unit does not sum dy.
+        return own - Savings(launches=1 - STEP, bytes=float(env.tokens * self.out_bias.size * env.itemsize))
 
     def bwd(
         self,
@@ -77,15 +75,6 @@ class BlockEndBackward(BackwardFusion):
         d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, sums)
         dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs, main_grads, inside)
         return dx, {"out_bias.bias": total, **grads, "add.other": dy if "add.other" in needs else None}
-
-
-def branch_worth(inner: Savings, bias: Bias | None, dropout: Dropout | None, env: Env) -> Savings:
-    """`inner`, and what is saved where the gradients of a bias and a dropout after it are one pass of the same step."""
-    # The bias's sum reads what the dropout wrote.
-    dropped, summed = drops(dropout), bias is not None
-    around = Savings() if bias is None else passes(bias, env, dropped, dropped)
-    launches = inner.launches + around.launches + STEP * (1 + summed)
-    return Savings(launches, inner.bytes + around.bytes, inner.flops)
 
 
 def drops(dropout: Dropout | None) -> bool:

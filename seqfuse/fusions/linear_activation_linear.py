@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +19,16 @@ from ._gemm import (
     bias_of,
     epilogue,
     epilogue_takes,
-    forward_worth,
     kernel_takes,
     kernel_takes_dropout,
     mask,
     tf32,
-    unit_worth,
     weight_of,
-    worth,
 )
-from ._kernels import device, rows_of
+from ._kernels import device
 from ._linear import as_rows
 from .bias_dropout_add import branch_bwd
-from .block_end import branch_worth, drops
+from .block_end import drops
 
 if TYPE_CHECKING:
     from ..kernels.gemm import Gradients
@@ -81,21 +77,14 @@ class LinearActivationLinear(JointFusion):
         yield from kernel_takes(self.out, self.out_bias, env)
         yield from kernel_takes_dropout(self.out_dropout)
         reads_input = isinstance(self.act, Gated) or self.act.reads == "input"
-        yield reads_input, f"{type(self.act).__name__} keeps its output, which the product after it keeps as well"
+        yield reads_input, f"{type(self.act).__name__} keeps its output, which the GEMM after it keeps as well"
 
     def saves(self, env: Env) -> Savings:
-        """What the two passes save, less what it costs to write h again."""
-        dropped = drops(self.dropout)
-        ahead = [forward_worth(self.linear, self.bias, self.act, dropped, True, env)]
-        after = (self.out_bias is not None) + drops(self.out_dropout) + (self.add is not None)
-        if after:
-            ahead.append(worth(self.out, env, after, 2 * after, self.out.out_features))
-        inner = unit_worth(self.out, self.bias, self.act, dropped, env)
-        back = branch_worth(inner, self.out_bias, self.out_dropout, env)
-        # The product that makes dz writes h as well.
-        h = float(rows_of(env) * self.out.in_features * env.itemsize)
-        parts = (*ahead, back, Savings(bytes=-h))
-        return Savings(*(sum(amounts) for amounts in zip(*map(dataclasses.astuple, parts), strict=True)))
+        # The GEMM that makes dz writes h again.
+        return super().saves(env) - Savings(bytes=float(env.tokens * self.out.in_features * env.itemsize))
+
+    def saved_at(self) -> tuple[int, ...]:
+        return 0, 1 + (self.bias is not None)
 
     def fwd(
         self,

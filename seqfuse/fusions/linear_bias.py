@@ -12,8 +12,8 @@ from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
 from ..ops.linear import weight_grad
-from ._gemm import kernel_takes, like, tf32, worth
-from ._linear import as_rows, one_dtype, output_bytes
+from ._gemm import kernel_takes, like, tf32
+from ._linear import as_rows, one_dtype
 
 
 class LinearBias(ForwardFusion):
@@ -29,9 +29,6 @@ class LinearBias(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
-
-    def saves(self, env: Env) -> Savings:
-        return Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
         weight = self.linear.weight_for(x)
@@ -85,7 +82,7 @@ class LinearBiasBackwardTriton(BackwardFusion):
     """dweight = dy^T x and dbias, the sum of dy over all rows, in one GEMM: dy is read once for both.
 
     dx = dy weight is torch's GEMM. The sum is of float32 numbers and in a fixed order. Where one of the two is not
-    wanted, the other is torch's as well. It is worth a pass over dy, and so pays where a row of x is short.
+    needed, the other is torch's as well. It is worth a pass over dy, and so pays where a row of x is short.
 
     dy: [*, out_features], x, dx: [*, in_features].
     """
@@ -98,9 +95,6 @@ class LinearBiasBackwardTriton(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         return kernel_takes(self.linear, self.bias, env)
-
-    def saves(self, env: Env) -> Savings:
-        return worth(self.linear, env, 1, 1, self.linear.out_features)
 
     def bwd(
         self,

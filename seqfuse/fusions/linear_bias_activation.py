@@ -12,12 +12,12 @@ from torch import Tensor
 from ..casts import lowered
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
-from ..hardware import ONEDNN_WORTHWHILE
+from ..hardware import ONEDNN_WORTHWHILE, STEP
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from ..ops._read import parameter
 from ..pointwise import Gated, Pointwise
-from ._gemm import around_saved, epilogue, epilogue_takes, forward_worth, mask
-from ._linear import epilogue_keeps_nan, linear_epilogue, one_dtype, output_bytes
+from ._gemm import around_saved, epilogue, epilogue_takes, mask
+from ._linear import epilogue_keeps_nan, in_place, linear_epilogue, one_dtype
 
 _IN_PLACE: dict[type, Callable[[Tensor], Tensor]] = {
     ReLU: torch.relu_,
@@ -53,11 +53,6 @@ class LinearBiasActivation(ForwardFusion):
         yield from epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
         yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
 
-    def saves(self, env: Env) -> Savings:
-        dropped = self.dropout is not None and self.dropout.random
-        stored = isinstance(self.act, Gated) or self.act.reads == "input" or dropped
-        return forward_worth(self.linear, self.bias, self.act, dropped, stored, env)
-
     def fwd(
         self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
@@ -88,10 +83,6 @@ class LinearBiasActivationInference(InferenceFusion):
         yield from epilogue_takes(self.linear, self.bias, self.act, env, self.dropout)
         yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
 
-    def saves(self, env: Env) -> Savings:
-        dropped = self.dropout is not None and self.dropout.random
-        return forward_worth(self.linear, self.bias, self.act, dropped, False, env)
-
     def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return epilogue(x, self.linear, self.bias, self.act, mask(self.dropout, dropout_seed))[0]
 
@@ -116,9 +107,10 @@ class LinearBiasAct(ForwardFusion):
         yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
+        if self.bias is None:
+            return Savings(launches=STEP)  # the same kernels
         inside = env.device == "cuda" and isinstance(self.act, ReLU) and epilogue_keeps_nan(env.device, env.dtype)
-        launches, tensors = (0, 1) if self.bias is None else (2, 4) if inside else (1, 3)
-        return Savings(launches=launches, bytes=tensors * output_bytes(self.linear, env))
+        return super().saves(env) - (Savings() if inside else in_place(self.linear, env))
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         weight, bias, act = self.linear.weight_for(x), self.bias, self.act
@@ -156,8 +148,7 @@ class LinearBiasGeLU(InferenceFusion):
         yield self.act.approximate == made, f'the call makes approximate="{made}" on this device'
 
     def saves(self, env: Env) -> Savings:
-        launches, tensors = (2, 4) if env.device == "cuda" else (1, 3)
-        return Savings(launches=launches, bytes=tensors * output_bytes(self.linear, env))
+        return super().saves(env) - (Savings() if env.device == "cuda" else in_place(self.linear, env))
 
     def fwd(self, x: Tensor) -> Tensor:
         return linear_epilogue(x, self.linear.weight_for(x), self.bias.read(), "gelu")
@@ -185,16 +176,12 @@ class LinearBiasActOneDNN(InferenceFusion):
         yield env.autocast is None, "under autocast weight and bias would have to be cast"
         yield dtype == torch.bfloat16, "it is for bfloat16: in float32 oneDNN's activations are less accurate"
         exact = isinstance(self.act, GeLU) and self.act.approximate == "none"
-        yield not exact, "the tail of the exact GeLU depends on the rounding of the product"
+        yield not exact, "the tail of the exact GeLU depends on the rounding of the GEMM"
         yield env.dtype == dtype and one_dtype(linear, self.bias, env), "input, weight and bias must have one dtype"
-        yield _mkldnn._is_mkldnn_bf16_supported(), "this CPU has no bfloat16 products"
+        yield _mkldnn._is_mkldnn_bf16_supported(), "this CPU has no bfloat16 GEMMs"
         # `rows` is rounded up to a power of two: more than half of them are there.
         work = (env.rows or 0) // 2 * linear.in_features * linear.out_features
         yield work >= ONEDNN_WORTHWHILE, "too small: making the oneDNN primitive may cost more than it saves"
-
-    def saves(self, env: Env) -> Savings:
-        tensors = 2 if self.bias is None else 4
-        return Savings(launches=1 if self.bias is None else 2, bytes=tensors * output_bytes(self.linear, env))
 
     def fwd(self, x: Tensor) -> Tensor:
         act, bias = self.act, self.bias

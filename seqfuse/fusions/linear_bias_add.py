@@ -10,7 +10,7 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Linear
-from ._linear import one_dtype, output_bytes
+from ._linear import in_place, one_dtype
 
 
 class LinearBiasAdd(ForwardFusion):
@@ -32,8 +32,7 @@ class LinearBiasAdd(ForwardFusion):
         yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
-        tensors = 1 if self.bias is None else 3
-        return Savings(launches=0 if self.bias is None else 1, bytes=tensors * output_bytes(self.linear, env))
+        return super().saves(env) - in_place(self.linear, env)
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
         weight, bias = self.linear.weight_for(x), self.bias

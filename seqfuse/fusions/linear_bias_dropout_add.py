@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Dropout, Linear
-from ._gemm import bias_of, kernel_takes, kernel_takes_dropout, mask, tf32, weight_of, worth
+from ._gemm import bias_of, kernel_takes, kernel_takes_dropout, mask, tf32, weight_of
 
 
 class LinearBiasDropoutAdd(ForwardFusion):
@@ -33,12 +33,6 @@ class LinearBiasDropoutAdd(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes(self.linear, self.bias, env)
         yield from kernel_takes_dropout(self.dropout)
-
-    def saves(self, env: Env) -> Savings:
-        launches, passes = (1, 2) if self.bias is None else (2, 4)
-        if self.dropout is not None and self.dropout.random:
-            launches, passes = launches + 1, passes + 2
-        return worth(self.linear, env, launches, passes, self.linear.out_features)
 
     def fwd(self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None) -> tuple[Tensor, dict[str, Any]]:
         from ..kernels import gemm

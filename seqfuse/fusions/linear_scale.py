@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
+from ..hardware import STEP
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Add, Bias, Linear, Scale
@@ -35,7 +36,8 @@ class ForwardLinearScaleAdd(ForwardFusion):
 
     def saves(self, env: Env) -> Savings:
         # ATen copies `other`, on a GPU by a kernel of its own.
-        return Savings(launches=2 if env.device == "cpu" else 1, bytes=2 * output_bytes(self.linear, env))
+        copied = Savings(launches=0 if env.device == "cpu" else 1 - STEP, bytes=2 * output_bytes(self.linear, env))
+        return super().saves(env) - copied
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
         weight, factor = self.linear.weight_for(x), self.scale.factor
@@ -73,10 +75,9 @@ class BackwardLinearScale(BackwardFusion):
         yield from gemm_takes(linear, self.bias, env)
 
     def saves(self, env: Env) -> Savings:
-        rows, size = env.rows or 1, env.itemsize
         columns = self.first.out_features if isinstance(self.first, Linear) else _features(self.second)
         joined = self.bias is not None and env.device == "cpu"
-        return Savings(launches=1 + joined, bytes=2.0 * rows * columns * size)
+        return Savings(launches=1 + joined, bytes=2.0 * env.tokens * env.itemsize * columns)
 
     def bwd(
         self, dy: Tensor, *, first: Any, bias: Bias.Saved | None, second: Any, needs: frozenset[str],

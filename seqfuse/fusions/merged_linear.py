@@ -12,7 +12,7 @@ from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirement
 from ..operation import Grads
 from ..ops import Dropout, Fork, MergedLinear
 from ..pointwise import Gated
-from ._gemm import forward_worth, kernel_takes_dropout, mask, tf32
+from ._gemm import kernel_takes_dropout, mask, tf32
 from ._kernels import device, kernel_takes_gated, kernels_run
 
 
@@ -35,9 +35,6 @@ class MergedLinearGated(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         return _kernel_takes(self.linear, self.act, self.dropout, env)
-
-    def saves(self, env: Env) -> Savings:
-        return forward_worth(self.linear, None, self.act, _random(self.dropout), True, env)
 
     def fwd(
         self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None
@@ -65,9 +62,6 @@ class MergedLinearGatedInference(InferenceFusion):
 
     def requires(self, env: Env) -> Requirements:
         return _kernel_takes(self.linear, self.act, self.dropout, env)
-
-    def saves(self, env: Env) -> Savings:
-        return forward_worth(self.linear, None, self.act, _random(self.dropout), False, env)
 
     def fwd(self, x: Tensor, *, dropout_seed: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return _run(x, self.linear, self.act, mask(self.dropout, dropout_seed), store=False)[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Fork, LayerNorm, RMSNorm
-from ._norm import Record, beside, copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look
+from ._norm import Record, kernels_take, norm_fwd, recorded_bwd
 
 
 class NormForward(ForwardFusion):
@@ -26,11 +26,7 @@ class NormForward(ForwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield beside(self.norm, env) > 0, "ATen's kernel makes one pass as well"
-
-    def saves(self, env: Env) -> Savings:
-        moved = copies(self.norm, env) * pass_bytes(self.norm, env)
-        return Savings(launches=beside(self.norm, env), bytes=moved)
+        yield self.norm.converts(env) or self.norm.y_is_cast(env), "ATen's kernel makes one pass as well"
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Record]]:
         out, record = norm_fwd(self.norm, x, dtype=dtype)
@@ -52,11 +48,6 @@ class NormBackward(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-
-    def saves(self, env: Env) -> Savings:
-        forked = self.fork is not None
-        tensors = second_look(self.norm, env) + 2 * forked
-        return Savings(launches=int(forked), bytes=tensors * pass_bytes(self.norm, env))
 
     def bwd(
         self,

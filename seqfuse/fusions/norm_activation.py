@@ -15,9 +15,9 @@ from ..operation import Grads
 from ..ops import LayerNorm, RMSNorm, Scale
 from ..ops._read import parameter
 from ..pointwise import Pointwise
-from ._functions import Function, composed, factors_of, kernel_takes_functions, own_records, passes_of
+from ._functions import Function, composed, factors_of, kernel_takes_functions, own_records
 from ._kernels import device, kernel_takes_act
-from ._norm import Record, beside, copies, gives_own, kernels_take, norm_bwd, norm_fwd, pass_bytes, second_look, shift
+from ._norm import Record, gives_own, kernels_take, norm_bwd, norm_fwd, shift
 
 
 class NormActivation(ForwardFusion):
@@ -41,10 +41,11 @@ class NormActivation(ForwardFusion):
         yield not cast, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
 
     def saves(self, env: Env) -> Savings:
+        if not env.grad or self.act.reads == "output":
+            return super().saves(env)
         # Made again in float32, an operator of torch at a time.
-        launches, tensors = (-4, -16) if env.grad and self.act.reads == "input" else (1, 2)
-        launches, tensors = launches + beside(self.norm, env), tensors + copies(self.norm, env)
-        return Savings(launches=launches, bytes=tensors * pass_bytes(self.norm, env))
+        again = 17.0 * env.tokens * env.itemsize * self.norm.normalized_shape[-1]
+        return super().saves(env) - Savings(launches=5, bytes=again)
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
         norm, act = self.norm, self.act
@@ -82,10 +83,8 @@ class NormActivationJoint(JointFusion):
         yield from kernel_takes_functions(self.acts)
         yield from gives_own(self.norm, env)
 
-    def saves(self, env: Env) -> Savings:
-        launches, tensors = passes_of(self.acts, env.grad)
-        tensors += copies(self.norm, env) + (second_look(self.norm, env) if env.grad else 0)
-        return Savings(launches + beside(self.norm, env), tensors * pass_bytes(self.norm, env))
+    def saved_at(self) -> tuple[int, ...]:
+        return (0,)
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, Saved]:
         norm, factors = self.norm, factors_of(self.acts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..ops import Add, Bias, Dropout, Fork, LayerNorm, Linear, RMSNorm
 from ..ops._norm import stats_dtype
 from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
-from ._norm import copies, kernels_take, norm_fwd, pass_bytes, recorded_bwd, second_look, shift
+from ._norm import kernels_take, norm_fwd, recorded_bwd, shift
 from .linear_activation_linear import LinearActivationLinear
 
 
@@ -69,12 +68,10 @@ class NormLinearActivationLinear(JointFusion):
         yield from self._rest().requires(env.part(2))
 
     def saves(self, env: Env) -> Savings:
-        """What `LinearActivationLinear` and `NormBackward` save, less what it costs to make n again."""
-        rest = self._rest()
-        own, size = rest.saves(env.part(2)), pass_bytes(self.norm, env)
         # The sum with the gradient of the stream is a launch and two passes less; to have n again costs as much.
-        passes = copies(self.norm, env) + second_look(self.norm, env)
-        return dataclasses.replace(own, bytes=own.bytes + passes * size)
+        copied = sum(self.norm.traffic(env, backward).y - 1 for backward in (False, True))
+        spared = float(copied * env.tokens * env.itemsize * self.norm.normalized_shape[-1])
+        return self._rest().saves(env.part(2)) + Savings(bytes=spared)
 
     def fwd(
         self, x: Tensor, *, dropout_seed: Tensor | None = None, out_dropout_seed: Tensor | None = None, env: Env

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from .. import saved as context
-from ..env import Env, Savings
+from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, JointFusion, Requirements
 from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
@@ -17,7 +18,6 @@ from ._chain import (
     chain_bwd,
     chain_fwd,
     chain_takes,
-    chain_worth,
     forward_steps,
     joined,
     made,
@@ -46,10 +46,6 @@ class PointwiseChain(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         return chain_takes((self.first, *self.rest), env)
 
-    def saves(self, env: Env) -> Savings:
-        parts = (self.first, *self.rest)
-        return chain_worth(parts, env, -forward_steps(parts, True)[2])
-
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, dict[str, Any]]:
         parts = (self.first, *self.rest)
         y, kept = chain_fwd(x, parts, parts, seeds)
@@ -72,9 +68,6 @@ class PointwiseChainInference(InferenceFusion):
     def requires(self, env: Env) -> Requirements:
         return chain_takes((self.first, *self.rest), env)
 
-    def saves(self, env: Env) -> Savings:
-        return chain_worth((self.first, *self.rest), env)
-
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> Any:
         from ..kernels.pointwise import pointwise
 
@@ -96,11 +89,6 @@ class PointwiseChainBackward(BackwardFusion):
 
     def requires(self, env: Env) -> Requirements:
         return chain_takes((self.first, *self.rest), env)
-
-    def saves(self, env: Env) -> Savings:
-        parts = (self.first, *self.rest)
-        # A bias reads its gradient and hands it on; the others read and write one.
-        return chain_worth(parts, env, -sum(isinstance(part, Bias) for part in parts))
 
     def bwd(
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
@@ -138,15 +126,12 @@ class PointwiseChainJoint(JointFusion):
         yield from chain_takes(parts, env)
         yield len(joined(parts, numbers_of(parts))) < len(parts), "no two activations stand side by side"
 
-    def saves(self, env: Env) -> Savings:
-        parts = (self.first, *self.rest)
-        kept = forward_steps(joined(parts, numbers_of(parts)), True)[2]
-        # As the two passes apart, and one pass less in the backward for each tensor that is not kept. Where the width
-        # is not known such a tensor counts as a tenth of a launch.
-        less = forward_steps(parts, True)[2] - kept
-        ahead = chain_worth(parts, env, -kept)
-        back = chain_worth(parts, env, less - sum(isinstance(part, Bias) for part in parts))
-        return Savings(launches=ahead.launches + back.launches + 0.1 * less, bytes=ahead.bytes + back.bytes)
+    def saved_at(self) -> Iterator[int]:
+        parts, at = (self.first, *self.rest), 0
+        for part in joined(parts, numbers_of(parts)):
+            if isinstance(part, Pointwise | Run):
+                yield at + (part.reads == "output")
+            at += len(part.parts) if isinstance(part, Run) else 1
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, Saved]:
         parts = (self.first, *self.rest)

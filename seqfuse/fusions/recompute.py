@@ -17,7 +17,7 @@ from ..operation import UnfusedOperation
 from ..ops import Attention, Bias, Dropout, LayerNorm, Linear, QKNorm, RMSNorm, RotaryEmbedding
 from ..ops._read import parameter
 from ..pointwise import Gated, Pointwise
-from ._kernels import rows_of
+from ..traffic import unfused
 from ._linear import one_dtype, output_bytes
 
 # An operation as it was configured, the names of its parameters, and whether it takes a seed; or the dtype of a cast.
@@ -39,13 +39,11 @@ class _Recomputed(ForwardFusion, contract=True):
 
     def saves(self, env: Env) -> Savings:
         """A GEMM that starts from the bias, less what makes the tensors again that are not saved."""
-        again = self.remade(env)
-        launches, around = (0, 0.0) if self.bias is None else (1, 2 * output_bytes(self.linear, env))
-        return Savings(launches=launches - again.launches, bytes=around - again.bytes, flops=-again.flops)
-
-    def remade(self, env: Env) -> Savings:
-        """The work of making again what is not saved."""
-        raise NotImplementedError
+        operations = self.operations()
+        last = max(i for i, operation in enumerate(operations) if not isinstance(operation, Bias))
+        again = unfused(operations, env, [i for i in range(last) if not isinstance(operations[i], Bias)])
+        added = Savings() if self.bias is None else Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
+        return added - again
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env) -> tuple[Tensor, dict[str, Any]]:
         stages: list[Stage] = []
@@ -104,9 +102,6 @@ class RecomputeNorm(_Recomputed):
     linear: Linear
     bias: Bias | None
 
-    def remade(self, env: Env) -> Savings:
-        return Savings(launches=1, bytes=2 * _input_bytes(self.linear, env))
-
 
 class RecomputeActivation(_Recomputed):
     """y = h weight^T + bias, h = dropout(act(z)), where h is not saved: the gradient of the weight makes it from z.
@@ -128,12 +123,6 @@ class RecomputeActivation(_Recomputed):
         kind = type(self.act)
         yield kind.Saved.fields == ("x",), f"{kind.__name__} saves its output, which the GEMM after it does too"
 
-    def remade(self, env: Env) -> Savings:
-        gated, dropped = isinstance(self.act, Gated), self.dropout is not None and self.dropout.random
-        # act(gate) is a tensor of its own.
-        passes = (5 if gated else 2) + 2 * dropped
-        return Savings(launches=1 + gated + dropped, bytes=passes * _input_bytes(self.linear, env))
-
 
 class RecomputeHeads(_Recomputed):
     """y = attention(rotary(qk_norm(z))), z = norm(x) weight^T + bias, where queries, keys and values are not saved.
@@ -151,13 +140,6 @@ class RecomputeHeads(_Recomputed):
     qk_norm: QKNorm | None
     rotary: RotaryEmbedding | None
     attention: Attention
-
-    def remade(self, env: Env) -> Savings:
-        linear = self.linear
-        heads = (self.qk_norm is not None) + (self.rotary is not None)
-        moved = 3 * _input_bytes(linear, env) + (1 + 2 * heads) * output_bytes(linear, env)
-        flops = 2.0 * rows_of(env) * linear.in_features * linear.out_features
-        return Savings(launches=2 + heads, bytes=moved, flops=flops)
 
 
 def _without(record: Any, made: dict[int, context.Recompute]) -> Any:
@@ -189,7 +171,3 @@ def _copy(operation: UnfusedOperation) -> UnfusedOperation:
     copy: Any = object.__new__(type(operation))
     copy.__dict__ |= {**vars(operation), "_parameters": dict.fromkeys(operation._parameters)}  # pyright: ignore[reportPrivateUsage]
     return copy
-
-
-def _input_bytes(linear: Linear, env: Env) -> float:
-    return float(rows_of(env) * linear.in_features * env.itemsize)

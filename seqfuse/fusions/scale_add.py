@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..env import Env, Savings
 from ..fusion import ForwardFusion
 from ..ops import Add, Scale
 
@@ -20,9 +19,6 @@ class ScaleAdd(ForwardFusion):
     add: Add
 
     layout = "any"
-
-    def saves(self, env: Env) -> Savings:
-        return Savings(launches=1)
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Scale.Saved | Add.Saved]]:
         factor = self.scale.factor

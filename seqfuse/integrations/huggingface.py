@@ -132,7 +132,7 @@ def _share(mine: nn.Module, parameters: Mapping[str, Any]) -> None:
 
 
 def _freeze(mine: nn.Module, its: nn.Module, convert: Any) -> None:
-    """Let a parameter want a gradient where those that it was made of do."""
+    """Let a parameter need a gradient where those that it was made of do."""
 
     def wanting(which: bool) -> dict[str, Tensor]:
         given = its.named_parameters(remove_duplicate=False)

@@ -50,7 +50,7 @@ class How(NamedTuple):
 
 
 def check(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torch.dtype:
-    """Check what was given; the dtype of the products."""
+    """Check what was given; the dtype of the GEMMs."""
     named: dict[str, Any] = {"x": x, "weight": weight, "targets": targets}
     named |= {} if bias is None else {"bias": bias}
     for name, t in named.items():

@@ -23,7 +23,7 @@ class Made(NamedTuple):
 
     rows: Tensor | None  # [T], the loss of each
     softmax: Tensor | None  # [2, T], the largest logit of each row, and the sum of exponentials relative to it
-    dx: Tensor | None  # [T, E], in the dtype of the products
+    dx: Tensor | None  # [T, E], in the dtype of the GEMMs
     dweight: Tensor | None  # [V, E], as it was summed
     dbias: Tensor | None  # [V], as it was summed
 
@@ -34,7 +34,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of all that is no product: float32, or float64 for float64."""
+    """The dtype of all that is no GEMM: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -177,7 +177,7 @@ def _in_torch(
             # Where the softmax is near one, the loss's own part would drown the other's digits.
             at_target = at_target + picked * of_lse
             by_softmax = by_softmax * (1 + of_lse)
-        # Products, not choices: as in torch, a row that does not count hands on its NaN.
+        # Multiplied, not chosen: as in torch, a row that does not count hands on its NaN.
         z.mul_(by_softmax.unsqueeze(1))
         if how.label_smoothing:
             z.sub_((g * spread).unsqueeze(1))

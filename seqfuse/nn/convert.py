@@ -115,7 +115,7 @@ def _fresh_attention(module: Any) -> nn.MultiheadAttention:
     unlike += ["kdim or vdim"] if module.kdim != module.embed_dim or module.vdim != module.embed_dim else []
     unlike += ["num_heads that do not divide embed_dim"] if module.embed_dim % module.num_heads else []
     if unlike:
-        raise ValueError(f"MultiheadAttention with {', '.join(unlike)} is not self-attention of one packed product")
+        raise ValueError(f"MultiheadAttention with {', '.join(unlike)} is not self-attention of one packed GEMM")
     return nn.MultiheadAttention(
         module.embed_dim,
         module.num_heads,

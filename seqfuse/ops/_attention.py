@@ -163,7 +163,7 @@ def by_torch(qkv: QKV, how: Scores, causal: bool) -> Tensor | None:
     """The result [B, H, S, D] by torch's own differentiable attention, where it runs and is right.
 
     No weight is dropped, and all that limits scores is `causal` or the mask. Float64 is left to plain math, which the
-    rest is compared with, and so is a mask that is added where a gradient may be wanted: torch's kernels make weights
+    rest is compared with, and so is a mask that is added where a gradient may be needed: torch's kernels make weights
     from a log-sum-exp, which has no digit left for the sum where all keys of a row have one large mask.
     """
     q, k, v = qkv

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
-from ..env import autocast_of
+from ..env import Env, autocast_of
 from ._read import parameter
 
 
@@ -37,6 +37,31 @@ class Norm(sf.UnfusedOperation):
         """Start from a gain of one, and no bias."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    @property
+    def features(self) -> tuple[int, int] | None:
+        return (self.normalized_shape[-1],) * 2 if len(self.normalized_shape) == 1 else None
+
+    def converts(self, env: Env) -> bool:
+        """Whether ATen needs x in float32: its kernels for half inputs take parameters of their dtype only."""
+        weight = parameter(self, "weight")
+        return env.dtype.itemsize == 2 and weight is not None and (self.zero_centered or weight.dtype is not env.dtype)
+
+    def y_is_cast(self, env: Env) -> bool:
+        """Whether y is cast for what comes next."""
+        return bool(env.along) and env.leaving is not self.y_dtype_in(env)
+
+    def y_dtype_in(self, env: Env) -> torch.dtype:
+        """The dtype of y, unfused."""
+        return torch.float32 if env.autocast is not None and env.device != "cpu" else env.dtype
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        # Float32 copies of x and y take 20 bytes per element where 4 would do. For the sums over tokens ATen's
+        # backward reads dy and x again.
+        copied = self.converts(env)
+        if backward:
+            return sf.Traffic(1, 2, 1 + (2 if self.elementwise_affine else 0) + (14 if copied else 0))
+        return sf.Traffic(1 + 2 * copied + self.y_is_cast(env), 1, 1 + 8 * copied)
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes = self.normalized_shape

@@ -1,4 +1,4 @@
-"""Reading a parameter at the price of a dictionary look-up."""
+"""Reading a parameter at the price of a dictionary access."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Attention(sf.UnfusedOperation):
     head. Scores and sums are float32 (float64 for float64); under autocast x is cast to its dtype first.
     Saved: x, y, lse [*, H, S] in natural logarithms (0 for a row that sees no key), mask, sequence ends, seed and p.
     Dropout of weights is that of `Dropout` over a contiguous [*, H, S, S]; no mask is kept.
-    Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691; shared key heads: Ainslie et al. 2023,
+    Source: Vaswani et al. 2017, arXiv:1706.03762; Dao 2023, arXiv:2307.08691; GQA: Ainslie et al. 2023,
     arXiv:2305.13245.
 
     Args:

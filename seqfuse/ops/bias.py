@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
-from ..env import autocast_of
+from ..env import Env, autocast_of
 from ._read import required
 
 
@@ -121,6 +121,13 @@ class Bias(sf.UnfusedOperation):
             if dbias.is_complex() and not self.read().is_complex():
                 dbias = dbias.real.contiguous()
         return (dy if "x" in needs else None), {"bias": dbias}
+
+    @property
+    def features(self) -> tuple[int, int]:
+        return self.size, self.size
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        return sf.Traffic(x=0 if backward else 1)  # dx is dy itself
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape or shape[-1] != self.size:

@@ -114,7 +114,7 @@ class LayerNorm(Norm):
             if not native:
                 x, dy, gain = x.to(stats), dy.to(stats), None if gain is None else gain.to(stats)
         if gain is None and (wanted[1] or wanted[2]):
-            gain = x.new_ones(self.normalized_shape)  # where dx is not wanted, only its shape and dtype are read
+            gain = x.new_ones(self.normalized_shape)  # where dx is not needed, only its shape and dtype are read
         dx, dweight, dbias = layer_norm_backward(dy, x, self.normalized_shape, mean, saved.rstd, gain, gain, wanted)
         grads: dict[str, Tensor | None] = {}
         if wanted[1]:

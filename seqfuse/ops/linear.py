@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..casts import lowered
-from ..env import autocast_of
+from ..env import Env, autocast_of
 from ..errors import InputError
 from ..group import Group, Share
+from ..hardware import FLOAT32_SLOWER
 from ..maingrad import Accumulated, accumulated
 from ._read import divide, initial, required
 from .allgather import AllGather
@@ -27,14 +28,14 @@ from .reducescatter import ReduceScatter
 class Linear(sf.UnfusedOperation):
     """y = x weight^T, followed by `Bias` where there is a bias.
 
-    Forward: y = x weight^T. Called as a module it adds `bias`; in a list it expands to this GEMM and a `Bias` that
+    Forward: y = x weight^T. Called as a module it adds `bias`; in a sequence it expands to this GEMM and a `Bias` that
     reads `linear.bias`, so that `Linear(bias=True)` and `Linear(bias=False), Bias` are one pattern.
 
     Backward: dx = dy weight;  dweight = dy^T x over all rows; where there is a `weight.main_grad` it is
     added to that in float32.
 
     x: [*, in_features], y: [*, out_features], weight: [out_features, in_features], bias: [out_features].
-    Saved: x for dweight, weight for dx; each is dropped when that gradient is not wanted.
+    Saved: x for dweight, weight for dx; each is dropped when that gradient is not needed.
     Keys, arguments and initial values are those of `torch.nn.Linear`.
 
     With `parallel` each process of a group holds a share of the weight. `"column"`: of its rows, and of the bias; x is
@@ -202,6 +203,13 @@ class Linear(sf.UnfusedOperation):
             dweight = weight_grad(rows, x, main_grads.pop("weight", None) if main_grads else None)
         return dx, {"weight": dweight}
 
+    @property
+    def features(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        return gemm_traffic(env, *self.features, backward)
+
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape or shape[-1] != self.in_features:
             got = shape[-1] if shape else "a 0-d tensor"
@@ -229,7 +237,7 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
         return dy.t().mm(x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
     device, dtype = dy.device.type, main_grad.dtype
     cast = autocast_of(device)
-    if cast is not None:  # it does not reach a product in place
+    if cast is not None:  # it does not reach a GEMM in place
         dy, x = dy.to(cast), x.to(cast)
     if device == "cuda" and torch.version.hip is None and dy.dtype is not dtype and dy.dtype is x.dtype:
         torch.addmm(main_grad, dy.t(), x, alpha=factor, out_dtype=dtype, out=main_grad)
@@ -247,3 +255,10 @@ def _rows(x: Tensor) -> Tensor:
     if x.ndim == 2:
         return x
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def gemm_traffic(env: Env, k: int, n: int, backward: bool) -> sf.Traffic:
+    """The traffic of y = x weight^T, weight: [n, k]; in the backward pass of two GEMMs, each of which reads dy."""
+    slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 else 1
+    flops = 2.0 * env.tokens * k * n * slower
+    return sf.Traffic(2, 2, 2, flops) if backward else sf.Traffic(flops=flops)

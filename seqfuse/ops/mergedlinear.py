@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..casts import lowered
-from ..env import autocast_of
+from ..env import Env, autocast_of
 from ..maingrad import Accumulated
 from ._read import parameter, required
-from .linear import weight_grad
+from .linear import gemm_traffic, weight_grad
 
 MAX_PARTS = 8
 _WEIGHTS = tuple(f"weight_{i}" for i in range(MAX_PARTS))
@@ -247,6 +247,13 @@ class MergedLinear(sf.UnfusedOperation):
                     x = x if x.ndim == 2 else x.reshape(-1, self.in_features)
                 grads[name] = weight_grad(d, x, main_grads.pop(name, None) if main_grads else None)
         return grads
+
+    @property
+    def features(self) -> tuple[int, int]:
+        return self.in_features, self.out_features
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        return gemm_traffic(env, *self.features, backward)
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape or shape[-1] != self.in_features:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..env import Env
 from ._attention import unflatten
 from ._norm import rows_summed, stats_dtype
 from ._read import parameter
@@ -180,6 +181,14 @@ class QKNorm(sf.UnfusedOperation):
             return None
         each = ((q, self.heads), (k, self.kv_heads))
         return torch.cat([t.view(-1, self.head_dim).expand(count, -1) for t, count in each]).to(stats)
+
+    @property
+    def features(self) -> tuple[int, int]:
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
+        return width, width
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        return sf.Traffic(8, 7, 7)  # most of it to copy to float32 and back
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         wanted = (self.heads + 2 * self.kv_heads) * self.head_dim

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import operation as sf
+from ..env import Env
 from ..errors import InputError
 from ._attention import broadcasts, head_size
 from ._cache import current
@@ -59,7 +60,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         positions: Tensor | None  # [*, S]
         cos: Tensor | None  # [*, S, R] or [*, S, R / 2]
         sin: Tensor | None  # the same
-        x: Tensor | None  # [*, S, (H + 2 Hkv) D], where gradients of cos or sin are wanted
+        x: Tensor | None  # [*, S, (H + 2 Hkv) D], where gradients of cos or sin are needed
 
     autocast = "same"
 
@@ -243,6 +244,9 @@ class RotaryEmbedding(sf.UnfusedOperation):
             one.copy_(torch.addcmul(first * c1, second, s1, value=-sign))
             two.copy_(torch.addcmul(second * c2, first, s2, value=sign))
         return y
+
+    def traffic(self, env: Env, backward: bool) -> sf.Traffic:
+        return sf.Traffic(14, 6, 6)  # most of it to copy to float32 and back
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         size = head_size(shape, self.heads, self.kv_heads)

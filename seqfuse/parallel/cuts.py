@@ -18,7 +18,7 @@ def begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) 
     """The names of the modules at which the second stage and those after it begin, and their positions.
 
     Raises:
-        PlanError: (SF202) for a name at which none can begin, or names that are not in the order of the list.
+        PlanError: (SF202) for a name at which none can begin, or names that are not in the order of the sequence.
     """
     places = _places(root, nodes)
     if isinstance(stages, int):
@@ -33,7 +33,7 @@ def begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) 
     at = [places[name] for name in stages]
     for name, position, before in zip(stages, at, [0, *at], strict=False):
         if position <= before:
-            message = f"stages begin in the order of the list, and each has operations; {name!r} does not fit"
+            message = f"stages begin in the order of the sequence, and each has operations; {name!r} does not fit"
             raise PlanError(message, code="SF202", operation=nodes[position].name, position=position)
     return dict(zip(stages, at, strict=True))
 
@@ -63,7 +63,7 @@ def _balanced(nodes: Sequence[Node], places: dict[str, int], stages: int) -> dic
             names.setdefault(position, name)
     at = [0, *sorted(names), len(nodes)]
     if stages > len(at) - 1:
-        message = f"a list of {len(at) - 1} parts that a single tensor leaves cannot be cut into {stages} stages"
+        message = f"a sequence of {len(at) - 1} parts that a single tensor leaves cannot be cut into {stages} stages"
         raise PlanError(message, code="SF202", hint="name the modules that stages begin at, inside of residuals too")
     weight = [sum(_weight(node) for node in nodes[a:b]) for a, b in itertools.pairwise(at)]
     ends = [0]

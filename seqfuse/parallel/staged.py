@@ -1,4 +1,4 @@
-"""The fuser of a list in stages."""
+"""The fuser of a sequence in stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .transfer import Boundary, Placement, sources, stand_in, through, together
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The part of a list between two boundaries.
+    """The part of a sequence between two boundaries.
 
     Attributes:
         index: which it is.
@@ -51,7 +51,7 @@ class Stage:
 
 
 class StagedFuser(Fuser):
-    """Runs a list in stages: this rank's own as ever, those of others on shapes alone."""
+    """Runs a sequence in stages: this rank's own as ever, those of others on shapes alone."""
 
     def __init__(self, root: Sequential, fusions: Any, placement: Placement) -> None:
         super().__init__(root, fusions, owned=True, memory=root.memory)
@@ -65,7 +65,7 @@ class StagedFuser(Fuser):
         return {**super().__getstate__(), **kept, "_cuts": WeakKeyDictionary(), "_drawn": {}, "_ran": {}}
 
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
-        """Run the list; every rank gets the same input."""
+        """Run the sequence; every rank gets the same input."""
         if torch.compiler.is_compiling() or transformed() or x.__class__ not in (Tensor, nn.Parameter) or x.is_meta:
             got = f"{type(x).__name__} on {x.device}" if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
             message = f"a model in stages takes plain tensors, neither compiled nor transformed, got {got}"
@@ -77,7 +77,7 @@ class StagedFuser(Fuser):
         return super().__call__(x, **channels)
 
     def stages(self, op_list: OpList) -> tuple[Stage, ...]:
-        """The list as it was cut."""
+        """The sequence as it was cut."""
         if op_list not in self._cuts:
             nodes = op_list.nodes
             begin = [p for p in op_list.parts if isinstance(p, int) and isinstance(nodes[p].operation, Boundary)]

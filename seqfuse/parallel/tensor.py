@@ -199,7 +199,7 @@ def _on_rows(model: nn.Module, acts: Sequence[_Act], inside: Sequence[nn.Module]
 
 
 def _placed(error: InputError, model: nn.Module, module: nn.Module, path: str) -> InputError:
-    """The error with the place of the module in the list, and its name."""
+    """The error with the place of the module in the sequence, and its name."""
     if isinstance(model, FusableOperation):
         among = {id(m) for m in module.modules()}
         places = [(i, node.name) for i, node in enumerate(flatten(model)) if id(node.operation) in among]

@@ -83,7 +83,7 @@ class Placement:
 class Boundary(FusableOperation):
     """Where a stage begins: y = x, received from the rank of the stage before; dx = dy, received from this stage's.
 
-    The channels that cross it go the same way. A list with boundaries runs as a whole, on every rank.
+    The channels that cross it go the same way. A sequence with boundaries runs as a whole, on every rank.
 
     Args:
         stage: the stage that begins here.
@@ -104,7 +104,7 @@ class Boundary(FusableOperation):
         return ()
 
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
-        message = "runs only in the whole list that pipeline() cut, on plain tensors, neither compiled nor transformed"
+        message = "runs only in the whole model that pipeline() cut, on plain tensors, neither compiled nor transformed"
         raise PlanError(message, code="SF202", operation="Boundary", hint="keep the model's fusions as they were then")
 
     def extra_repr(self) -> str:

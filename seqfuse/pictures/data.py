@@ -26,7 +26,7 @@ class EnvData(TypedDict):
 
 
 class OperationData(TypedDict):
-    """One position of the list.
+    """One position of the sequence.
 
     `saves` are the fields of its `Saved` that are saved for backward: none where nothing reads one, or where a joint
     fusion keeps its own. `wants` are the gradients that are wanted here.

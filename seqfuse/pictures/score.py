@@ -20,7 +20,7 @@ _LEAST_FOLDED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """A step of a cover, seen from one of its columns: how far into it that stands."""
+    """A step of a schedule, seen from one of its columns: how far into it that stands."""
 
     name: str
     kind: Kind
@@ -44,7 +44,7 @@ class Column:
 
     @property
     def border(self) -> bool:
-        """Whether no step of either cover goes on from the column before."""
+        """Whether no step of either schedule goes on from the column before."""
         return not any(mark is not None and mark.offset for mark in (self.forward, self.backward))
 
     @property
@@ -112,7 +112,7 @@ def _marks(steps: Sequence[StepData]) -> dict[int, Mark]:
 
 
 def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable] = lambda c: c.looks) -> list[Block]:
-    """Blocks of a long list: where one repeats itself at once, it stands there one time with the number of times.
+    """Blocks of a long sequence: where one repeats itself at once, it stands there one time with the number of times.
 
     A block begins where no step goes on from the column before; of those that begin in a place the one is taken that
     saves most columns. Columns of which the same is `shown` are equal.
@@ -136,7 +136,7 @@ def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable] = lambda
 
 
 def fold_loosely(columns: Sequence[Column]) -> list[Block]:
-    """As `fold`; without segments where they do not end with the blocks of a list and hide that those repeat."""
+    """As `fold`; without segments where they do not end with the blocks of a sequence and hide that those repeat."""
     exact, loose = fold(columns), fold(columns, lambda column: column.looks_apart)
     if sum(len(block.columns) for block in exact) <= 2 * sum(len(block.columns) for block in loose):
         return exact

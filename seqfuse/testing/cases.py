@@ -80,7 +80,7 @@ def seeded(seed: int, device: torch.device) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a list is run on: small enough to read in a failure message."""
+    """What a sequence is run on: small enough to read in a failure message."""
 
     shape: Shape
     dtype: torch.dtype = torch.float32
@@ -117,13 +117,13 @@ class Outcome:
 
 
 class Specimen:
-    """A list of operations as it is tested: copies that belong to the kit, at any dtype.
+    """A sequence of operations as it is tested: copies that belong to the kit, at any dtype.
 
     Parameters that are constant, as fresh norms and biases are, get random values: equal numbers hide what is permuted,
     dropped or multiplied by one.
 
     Args:
-        operations: the list; they stay as they are.
+        operations: the sequence; they stay as they are.
         x: gives the shape and device of the input, and its values for the regime `"given"`.
         channels: tensors for public extra inputs; one left out is drawn, in the shape of the tensor it meets.
         seed: of every number that is drawn.
@@ -144,7 +144,7 @@ class Specimen:
                 p.add_(0.5 * seeded_randn(tuple(p.shape), self.seed + i, dtype=p.dtype).to(p.device))
 
     def at(self, dtype: torch.dtype, *, wide: bool = False) -> Sequential:
-        """A copy of the list with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
+        """A copy of the sequence with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
         return copy.deepcopy(self.root).to(dtype).to(torch.float64 if wide else dtype)
 
     def named(self, nodes: Sequence[Node]) -> dict[str, Tensor]:
@@ -219,7 +219,7 @@ class Specimen:
         """Run a bench and its backward from random gradients.
 
         Args:
-            bench: around a copy of the list, made by `at`.
+            bench: around a copy of the sequence, made by `at`.
             case: what to run it on.
             seed: of inputs and gradients; the same one gives the same numbers in every run, and another than the
                 specimen's own other parameters as well.

@@ -52,7 +52,7 @@ class DeviceFunctions(JointFusion):
 
 
 def activations(specimen: Specimen) -> Iterator[Pointwise]:
-    """The element-wise operations of a list, and those inside its gated units."""
+    """The element-wise operations of a sequence, and those inside its gated units."""
     for node in specimen.nodes:
         found = node.operation.activation if isinstance(node.operation, Gated) else node.operation
         if isinstance(found, Pointwise):

@@ -166,9 +166,9 @@ def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) 
     free += [g for name, g in found.items() if g is not None and name in needs]
     for name, g in found.items():
         if g is None and name in needs:
-            raise AssertionError(f"bwd gives no gradient of {name!r}, which is wanted")
+            raise AssertionError(f"bwd gives no gradient of {name!r}, which is needed")
         if g is not None and g.numel() and name not in needs and not any(share_storage(g, t) for t in free):
-            message = f"bwd gives a gradient of {name!r}, which is not wanted; ask `needs` and skip its work"
+            message = f"bwd gives a gradient of {name!r}, which is not needed; ask `needs` and skip its work"
             raise AssertionError(message)
 
 

@@ -62,9 +62,9 @@ class Node:
         arguments: of its constructor.
         members: of a container.
         hook: one of `HOOKS`, or none; the first two halve what passes.
-        frozen: whether its own parameters want no gradient.
+        frozen: whether its own parameters need no gradient.
         named: the remaining arguments of its constructor.
-        other: names of its own parameters that have the second dtype, where the list has two.
+        other: names of its own parameters that have the second dtype, where the sequence has two.
         layout: memory layout of its own parameters, as in `laid_out`.
     """
 
@@ -148,7 +148,7 @@ class ListSpec:
         other: torch.dtype | None = None,
         fusions: Fusions | None = None,
     ) -> Sequential:
-        """The list, with random numbers also where fresh parameters are constant; `other` is its second dtype."""
+        """The sequence, with random numbers also where fresh parameters are constant; `other` is its second dtype."""
         with seeded(seed, torch.device("cpu")):
             model = Sequential(*(member.build() for member in self.members), fusions=fusions)
             for i, p in enumerate(model.parameters()):
@@ -246,7 +246,7 @@ def _walk(
 
 
 class Routing:
-    """Channels while a list is drawn: which may be read where.
+    """Channels while a sequence is drawn: which may be read where.
 
     A channel that is read inside a container that made it is private to that container, so all its readers have to
     share with it as many containers as the first one does.

@@ -178,14 +178,14 @@ def _judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None
 
 
 def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
-    """Every subset of wanted gradients, against the run in which all are."""
+    """Every subset of needed gradients, against the run in which all are."""
     names = specimen.names()
     full, _, _ = _observed(specimen, case)
     saved: dict[int, set[str]] = {}
     read: dict[int, set[str]] = {}
     for subset in subsets(names):
         some = Case(case.shape, case.dtype, frozen=frozenset(names) - subset)
-        with saying(f"gradients wanted {[n for n in names if n in subset]}"):
+        with saying(f"gradients needed {[n for n in names if n in subset]}"):
             found, bench, observer = _observed(specimen, some)
             assert_bitwise_equal(found.tree, {name: full.tree[name] for name in found.tree})
             nodes = bench.op_list().nodes

@@ -14,7 +14,7 @@ from ..operation import UnfusedOperation
 from .tensors import seeded_randn
 
 _MORE_COLUMNS = 5  # RoPE on query, key and value heads of an even size takes a multiple of six
-_VARIADIC = (2, 1, 3)  # the first is that of the list in which no slot is varied
+_VARIADIC = (2, 1, 3)  # the first is that of the sequence in which no slot is varied
 Choice = tuple[type[UnfusedOperation], ...]
 Pick = Callable[[int, type[UnfusedOperation], Tensor], UnfusedOperation]
 
@@ -28,7 +28,7 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[lis
     variadic one takes two, one and three operations. Each operation is its class's `example(x)`, x threaded through
     the shapes that `infer` gives. Where they do not fit together, as an odd width and a gated unit, x gets up to five
     more columns. Channels that the fusion's signatures name (`fork_out`, `add_other`) are public under these names, the
-    others pair within the list.
+    others pair within the sequence.
 
     Raises AssertionError where the first list cannot be made; a variant that cannot is left out.
     """
@@ -51,7 +51,7 @@ def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[lis
 
 
 def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
-    """The list with every slot filled, with each of the other `examples(x)` of a slot's class in turn.
+    """The sequence with every slot filled, with each of the other `examples(x)` of a slot's class in turn.
 
     A fusion may refuse one; one that does not fit in with the other operations is left out.
     """
@@ -138,7 +138,7 @@ def _thread(fusion: type[FusedOperation], choice: Sequence[Choice], x: Tensor, p
 def _routed(
     fusion: type[FusedOperation], place: str, operation: UnfusedOperation, open_forks: list[str]
 ) -> UnfusedOperation:
-    """An operation with channels, made anew: public where the fusion names them, else paired in the list."""
+    """An operation with channels, made anew: public where the fusion names them, else paired in the sequence."""
     if not operation.channels:  # it has none, or those that it may have are not given
         return operation
     inputs, outputs = operation.forward_signature.extras, operation.outputs
@@ -168,5 +168,5 @@ def _bare(operation: UnfusedOperation) -> UnfusedOperation:
 
 
 def described(operations: Sequence[torch.nn.Module]) -> str:
-    """A list as `[Linear, Bias]`."""
+    """A sequence as `[Linear, Bias]`."""
     return f"[{', '.join(type(operation).__name__ for operation in operations)}]"

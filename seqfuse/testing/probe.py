@@ -45,7 +45,7 @@ class Probe:
         self.start = 0
 
     def bench(self, prepare: Prepare | None = None) -> Bench:
-        """The list with the fusion, on a fresh copy."""
+        """The sequence with the fusion, on a fresh copy."""
         return Bench(self.specimen.at(self.dtype), (self.fusion,), prepare)
 
     def find(self, plan: Plan) -> Step:
@@ -95,7 +95,7 @@ class Probe:
         return None
 
     def check(self, where: str, *, whole: bool) -> tuple[int, list[str]]:
-        """Run every case, or few where the list is a variant of one that had them all.
+        """Run every case, or few where the sequence is a variant of one that had them all.
 
         Gives the number of cases, and which were left out because the fusion is refused there.
         """
@@ -145,7 +145,7 @@ class Probe:
             return self.specimen.run(bench, case, seed), observer, bench
 
     def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
-        """Unfused, with the records of the operations in list order."""
+        """Unfused, with the records of the operations in the order of the sequence."""
         bench, observer = Bench(self.specimen.at(self.dtype, wide=wide)), Observer()
         for node in bench.op_list().nodes:
             observer.attach(node.operation, (owner for owner, _ in node.slots.values()))

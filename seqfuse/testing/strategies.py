@@ -152,7 +152,7 @@ def lists(
         dropout: whether there is dropout.
         attention: whether there is attention, behind a product that makes its heads; `ListSpec.attends` says whether
             there is in one, which then takes x of at least two dimensions.
-        frozen: whether some parameters want no gradient.
+        frozen: whether some parameters need no gradient.
         hooks: whether some members have hooks, containers among them.
         masks: whether some attention has a mask, which is a public extra input.
         checkpoints: whether some members are checkpointed together, which makes a barrier of them.

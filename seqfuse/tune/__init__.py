@@ -1,4 +1,4 @@
-"""Covers corrected by measurement: times every candidate of a model, and keeps what it finds for this machine."""
+"""Schedules corrected by measurement: times every candidate of a model, and keeps what it finds for this machine."""
 
 from __future__ import annotations
 

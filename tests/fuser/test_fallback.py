@@ -534,9 +534,9 @@ BACKWARDS: dict[str, tuple[Any, str]] = {
         "returned a gradient 'bias.weight'; known are 'bias.bias'",
     ),
     "a gradient by its bare name": (lambda f, dy, dx: (dx, {"bias": dx.sum(0)}), "returned a gradient 'bias'"),
-    "no gradient of a parameter": (lambda f, dy, dx: (dx, {}), "no gradient 'bias.bias', which is wanted"),
-    "None for a parameter": (lambda f, dy, dx: (dx, {"bias.bias": None}), "no gradient 'bias.bias', which is wanted"),
-    "no gradient of x": (lambda f, dy, dx: (None, {"bias.bias": dx.sum(0)}), "no gradient of x, which is wanted"),
+    "no gradient of a parameter": (lambda f, dy, dx: (dx, {}), "no gradient 'bias.bias', which is needed"),
+    "None for a parameter": (lambda f, dy, dx: (dx, {"bias.bias": None}), "no gradient 'bias.bias', which is needed"),
+    "no gradient of x": (lambda f, dy, dx: (None, {"bias.bias": dx.sum(0)}), "no gradient of x, which is needed"),
     "a gradient not summed": (
         lambda f, dy, dx: (dx, {"bias.bias": dx}),
         r"gradient 'bias.bias' should be float64\[5\] on cpu, not float64\[3, 5\]",

@@ -106,7 +106,7 @@ def test_autocast_gives_what_the_operations_give():
             assert_bitwise_equal(y.detach(), model(x).detach())
 
 
-@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
+@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 GEMMs")
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("act", ONEDNN_ACTS, ids=str)
 def test_the_onednn_primitive_takes_the_place_of_what_it_replaces(
@@ -127,7 +127,7 @@ def refusals(linear: ops.Linear, act: sf.Pointwise, env: sf.Env) -> list[str]:
     return [sentence for holds, sentence in fusion.requires(env) if not holds]
 
 
-@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
+@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 GEMMs")
 def test_onednn_is_used_where_nothing_needs_a_gradient():
     model = sf.Sequential(ops.Linear(256, 512), ops.GeLU("tanh")).bfloat16()
     x = seeded_randn((64, 256), 0, dtype=torch.bfloat16)
@@ -152,7 +152,7 @@ def test_onednn_leaves_the_exact_gelu_to_torch():
     found = refusals(
         ops.Linear(256, 512, dtype=torch.bfloat16), ops.GeLU(), sf.Env.of("cpu", dtype=torch.bfloat16, rows=64)
     )
-    assert "the tail of the exact GeLU depends on the rounding of the product" in found
+    assert "the tail of the exact GeLU depends on the rounding of the GEMM" in found
 
 
 def test_onednn_leaves_float32_to_torch():
@@ -160,7 +160,7 @@ def test_onednn_leaves_float32_to_torch():
     assert found[0] == "it is for bfloat16: in float32 oneDNN's activations are less accurate"
 
 
-@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 products")
+@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 GEMMs")
 def test_relu_is_left_to_torch_because_onednn_swallows_nan():
     x = torch.full((2, 64), float("nan"), dtype=torch.bfloat16)
     weight = torch.ones(64, 64, dtype=torch.bfloat16)

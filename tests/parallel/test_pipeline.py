@@ -738,9 +738,9 @@ def test_one_rank_has_all_stages_and_sends_nothing(one: Any, monkeypatch: pytest
     [
         (("nowhere",), r"no stage can begin at 'nowhere'"),
         (("2.5",), r"no stage can begin at '2.5' \[did you mean '2.[0-4]'\?\]"),
-        (("3", "2"), r"position 3 \(Fork\): stages begin in the order of the list"),
-        (("2", "2"), r"stages begin in the order of the list"),
-        (("0",), r"stages begin in the order of the list"),
+        (("3", "2"), r"position 3 \(Fork\): stages begin in the order of the sequence"),
+        (("2", "2"), r"stages begin in the order of the sequence"),
+        (("0",), r"stages begin in the order of the sequence"),
         (9, r"cannot be cut into 9 stages .*name the modules"),
         (
             ("1.net",),
@@ -785,7 +785,9 @@ def test_a_stage_may_begin_where_a_module_is_met_again(one: Any):
 
 def test_a_public_output_crosses_every_boundary_behind_it(one: Any):
     model = sf.Sequential(ops.Linear(4, 6), ops.Fork("out"), ops.Linear(6, 6), ops.Linear(6, 3))
-    with pytest.raises(sf.errors.PlanError, match="a list of 2 parts that a single tensor leaves cannot be cut into 3"):
+    with pytest.raises(
+        sf.errors.PlanError, match="a sequence of 2 parts that a single tensor leaves cannot be cut into 3"
+    ):
         pipeline(model, one, stages=3)
 
 

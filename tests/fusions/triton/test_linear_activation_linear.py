@@ -152,7 +152,7 @@ def test_is_used_where_it_was_asked_for_and_not_by_default():
 def test_what_keeps_its_output_is_refused():
     model = sf.Sequential(*layers(ops.ReLU()), fusions=LinearActivationLinear, memory="lean")
     (refusal,) = model.plan(env=sf.Env.of("cuda:sm_90")).refused
-    assert refusal.reason == "ReLU keeps its output, which the product after it keeps as well"
+    assert refusal.reason == "ReLU keeps its output, which the GEMM after it keeps as well"
 
 
 MUTANTS = {

@@ -38,13 +38,13 @@ class LeavesAGradientInFloat32(EditsGradients):
         return dx, grads
 
 
-@caught("returned no gradient 'linear.weight', which is wanted")
+@caught("returned no gradient 'linear.weight', which is needed")
 class ForgetsAGradient(EditsGradients):
     def edit(self, dx, grads, dy, linear, needs):
         return dx, {"bias.bias": grads["bias.bias"]}
 
 
-@caught("returned no gradient of x, which is wanted")
+@caught("returned no gradient of x, which is needed")
 class ForgetsDx(EditsGradients):
     def edit(self, dx, grads, dy, linear, needs):
         return None, grads
@@ -88,7 +88,7 @@ class AccumulatesInLowPrecision(EditsGradients):
         return dx, grads
 
 
-@caught("bwd gives a gradient of 'linear.weight', which is not wanted")
+@caught("bwd gives a gradient of 'linear.weight', which is not needed")
 class IgnoresNeeds(EditsGradients):
     def edit(self, dx, grads, dy, linear, needs):
         if "x" in needs and "bias.bias" not in needs and "linear.weight" not in needs:
@@ -124,7 +124,7 @@ class DropsTheGradientOfTheResidual(AddForkBias):
         return super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=None, needs=needs)
 
 
-@caught("no gradient 'add.other', which is wanted")
+@caught("no gradient 'add.other', which is needed")
 class DropsTheGradientOfAnExtraInput(AddForkBias):
     def bwd(self, dy, *, add, fork, bias, d_fork_out, needs):
         d, grads = super().bwd(dy, add=add, fork=fork, bias=bias, d_fork_out=d_fork_out, needs=needs)

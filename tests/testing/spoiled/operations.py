@@ -175,7 +175,7 @@ class StatesAnotherDerivative(sf.Pointwise):
 # Which gradients it computes, from what.
 
 
-@caught("gives a gradient of 'bias', which is not wanted")
+@caught("gives a gradient of 'bias', which is not needed")
 class IgnoresNeeds(Affine):
     reference = Affine.reference
 
@@ -184,7 +184,7 @@ class IgnoresNeeds(Affine):
         return dx, {**grads, "bias": dy.reshape(-1, self.size).sum(0)}
 
 
-@caught("bits differ|gradients wanted")
+@caught("bits differ|gradients needed")
 class ComputesDifferentlyWithFewerNeeds(Affine):
     reference = Affine.reference
 
@@ -225,7 +225,7 @@ class SavesWhatNobodyReads(Affine):
         return y, self.Saved(x=x, weight=self.weight, bias=self.bias)
 
 
-@caught("returned no gradient 'bias', which is wanted")
+@caught("returned no gradient 'bias', which is needed")
 class ForgetsAGradient(Affine):
     reference = Affine.reference
 

@@ -1,0 +1,118 @@
+"""The estimated gain of a fusion: the traffic that its operations declare, less that of the fusion."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+from .env import Env, Savings
+from .hardware import GEMM_SLOWER, STEP
+from .operation import Traffic, UnfusedOperation
+
+_Kinds = tuple[type[UnfusedOperation], ...]
+_Features = tuple[tuple[int, int] | None, ...]
+
+
+def gain(
+    operations: Sequence[UnfusedOperation],
+    env: Env,
+    *,
+    forward: bool,
+    backward: bool,
+    saved: tuple[int, ...],
+    own_gemm: bool,
+) -> Savings:
+    """What operations gain from being run by one kernel, or one for each GEMM, in the passes that are given.
+
+    A tensor between them is not read or written, but for those that are saved, enter a GEMM or leave as an extra
+    output: these are written once, and read again where a GEMM or the backward pass takes them. Of a launch `STEP` is
+    the engine's step, one for each operation, also where it launches several kernels or none.
+
+    Args:
+        operations: what is fused.
+        env: what is planned for.
+        forward: whether the forward pass is fused, and `backward` the backward pass.
+        saved: where tensors are saved: how many operations stand before each.
+        own_gemm: whether each GEMM is a kernel of our own, which is taken to be slower than the vendor's.
+    """
+    kinds, features = tuple([type(operation) for operation in operations]), _stated(operations)
+    ahead = _traffic(operations, env, False)
+    back = _traffic(operations, env, True) if backward else ()
+    return _gain(kinds, features, ahead, back, forward, saved, own_gemm, env.tokens * env.itemsize)
+
+
+def unfused(operations: Sequence[UnfusedOperation], env: Env, positions: Iterable[int]) -> Savings:
+    """The work of the forward pass of operations at these positions of a sequence."""
+    widths = _widths(tuple(map(type, operations)), _stated(operations))
+    found = _traffic(operations, env, False)
+    launches, moved, flops = 0.0, 0.0, 0.0
+    for t, i in ((found[i], i) for i in positions):
+        launches, moved, flops = launches + t.launches, moved + t.x * widths[i] + t.y * widths[i + 1], flops + t.flops
+    return Savings(launches, moved * env.tokens * env.itemsize, flops)
+
+
+def _stated(operations: Sequence[UnfusedOperation]) -> _Features:
+    return tuple([operation.features for operation in operations])
+
+
+def _traffic(operations: Sequence[UnfusedOperation], env: Env, backward: bool) -> tuple[Traffic, ...]:
+    if not env.along:
+        return tuple([operation.traffic(env, backward) for operation in operations])
+    around = [env.between(env.along[i : i + 2]) for i in range(len(operations))]
+    return tuple([operation.traffic(here, backward) for operation, here in zip(operations, around, strict=True)])
+
+
+@functools.lru_cache(4096)  # sequences repeat themselves
+def _gain(
+    kinds: _Kinds,
+    features: _Features,
+    ahead: tuple[Traffic, ...],
+    back: tuple[Traffic, ...],
+    forward: bool,
+    saved: tuple[int, ...],
+    own_gemm: bool,
+    column: int,
+) -> Savings:
+    widths, last = _widths(kinds, features), len(kinds)
+    gemms = [i for i in range(last) if ahead[i].flops]
+    # A view is the tensor that it is made from.
+    same = [0]
+    for i in range(last):
+        same.append(i + 1 if ahead[i].x or ahead[i].y else same[i])
+    entering, kept = {same[i] for i in gemms}, {same[i] for i in saved}
+    kernels = steps = moved = flops = 0.0
+    if forward:
+        between = entering | kept | {same[i] for i in range(last) if kinds[i].outputs}
+        own = [0, last, *(between - {0, same[-1]}), *(entering - {0})]
+        kernels -= (len(gemms) or 1) + bool(gemms and same[gemms[0]])
+        moved -= sum(widths[i] for i in own)
+    if back:
+        # Where dx is dy, both are one tensor.
+        d = [last] * (last + 1)
+        for i in reversed(range(last)):
+            d[i] = i if back[i].x else d[i + 1]
+        taken = [d[i + 1] for i in gemms]  # twice, by the GEMM of dx and by that of the weight's gradient
+        made = {d[0], *taken, *(d[i] for i in range(last) if kinds[i].forward_signature.extras and not back[i].x)}
+        own = [last, *(made - {last}), *(entering | kept), *taken, *(i for i in taken if i != last)]
+        kernels -= (2 * len(gemms) or 1) + bool(gemms and taken[-1] != last)
+        moved -= sum(widths[i] for i in own)
+    for replaced in (ahead if forward else (), back):
+        kernels, steps = kernels + sum(t.launches for t in replaced), steps + max(0, len(replaced) - 1)
+        moved += sum(t.x * widths[i] + t.y * widths[i + 1] for i, t in enumerate(replaced))
+        flops -= GEMM_SLOWER * sum(t.flops for t in replaced) if own_gemm else 0
+    return Savings((1 - STEP) * kernels + STEP * steps, moved * column, flops)
+
+
+def _widths(kinds: _Kinds, features: _Features) -> list[int]:
+    """The last dimension of the tensors before, between and behind operations; 0 where none of them says it."""
+    known: list[int | None] = [None] * (len(kinds) + 1)
+    for i, stated in enumerate(features):
+        if stated is not None:
+            known[i : i + 2] = stated
+    for i, kind in enumerate(kinds):
+        before = known[i]
+        if known[i + 1] is None and before is not None:
+            known[i + 1] = before // kind.narrows
+    for i in reversed(range(len(kinds))):
+        known[i] = known[i] or (known[i + 1] or 0) * kinds[i].narrows
+    return [width or 0 for width in known]

@@ -1,0 +1,145 @@
+"""What a fusion is estimated to gain follows from the traffic that its operations declare: counted here by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import seqfuse as sf
+from seqfuse import fusions, ops
+from seqfuse.hardware import GEMM_SLOWER, STEP
+
+TRAIN = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096)
+EVAL = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096, grad=False)
+H, F = 64, 256
+
+
+def made(kind: str) -> Any:
+    makers: dict[str, Any] = {
+        "bias": lambda: ops.Bias(F), "up": lambda: ops.Linear(H, F, bias=False), "dropout": lambda: ops.Dropout(0.1),
+        "down": lambda: ops.Linear(F, H, bias=False), "same": lambda: ops.Linear(F, F, bias=False),
+        "norm": lambda: ops.LayerNorm(F), "add": ops.Add,
+        "fork": ops.Fork, "gelu": ops.GeLU, "relu": ops.ReLU, "swiglu": ops.SwiGLU, "scale": lambda: ops.Scale(2.0),
+        "gated_up": lambda: ops.Linear(H, 2 * F, bias=False), "gated_bias": lambda: ops.Bias(2 * F),
+        "plus_one": lambda: ops.LayerNorm(F, zero_centered=True),
+        "no_gain": lambda: ops.LayerNorm(F, elementwise_affine=False),
+    }  # fmt: skip
+    with torch.device("meta"):
+        return makers[kind]().bfloat16()
+
+
+def bound(fusion: type[sf.FusedOperation], **slots: Any) -> sf.FusedOperation:
+    """A fusion of operations by name; a tuple fills a variadic slot."""
+    empty = {slot.name: () if slot.variadic else None for slot in fusion.slots}
+    given = {n: tuple(map(made, k)) if isinstance(k, tuple) else made(k) for n, k in slots.items()}
+    return fusion(**{**empty, **given})
+
+
+END = {"bias": "bias", "dropout": "dropout", "add": "add", "fork": "fork", "norm": "norm"}
+ACTS = {"add": "add", "fork": "fork", "norm": "norm", "acts": ("gelu", "scale")}
+
+# Kernels spared, and reads and writes of a tensor of F features.
+CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
+    # The GEMM writes z, the activation reads it and writes y: one write is left, and a second where z is saved.
+    (fusions.LinearBiasActivation, {"linear": "up", "act": "gelu"}, TRAIN, 1, 1),
+    (fusions.LinearBiasActivation, {"linear": "up", "act": "relu"}, TRAIN, 1, 2),
+    (fusions.LinearBiasActivation, {"linear": "up", "act": "relu", "dropout": "dropout"}, TRAIN, 2, 3),
+    (fusions.LinearBiasActivation, {"linear": "up", "bias": "bias", "act": "gelu", "dropout": "dropout"}, TRAIN, 3, 5),
+    (fusions.LinearBiasActivationInference, {"linear": "up", "bias": "bias", "act": "gelu"}, EVAL, 2, 4),
+    # act(gate) is a tensor of its own; [gate; up] has 2 F features.
+    (fusions.LinearBiasActivation, {"linear": "gated_up", "act": "swiglu"}, TRAIN, 2, 4),
+    (fusions.LinearBiasActivation, {"linear": "gated_up", "bias": "gated_bias", "act": "swiglu"}, TRAIN, 3, 8),
+    (fusions.ActivationLinearBackward, {"act": "gelu", "linear": "down"}, TRAIN, 1, 2),
+    (fusions.ActivationLinearBackward, {"bias": "bias", "act": "gelu", "linear": "down"}, TRAIN, 2, 3),
+    (fusions.ActivationLinearBackward, {"act": "swiglu", "linear": "down"}, TRAIN, 5, 12),
+    (fusions.BlockEndBackward, {"act": "gelu", "linear": "same", "out_bias": "bias", "add": "add"}, TRAIN, 2, 3),
+    (fusions.BlockEndBackward, {"act": "swiglu", "linear": "same", "out_bias": "bias", "add": "add"}, TRAIN, 5, 12),
+    (fusions.BiasGated, {"bias": "gated_bias", "gated": "swiglu"}, TRAIN, 2, 4),
+    (fusions.BiasGatedBackward, {"bias": "gated_bias", "gated": "swiglu"}, TRAIN, 5, 12),
+    (fusions.BiasDropoutAdd, {"bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 2, 4),
+    (fusions.BiasDropoutAddBackward, {"bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 1, 1),
+    (fusions.LinearBiasAct, {"linear": "up", "act": "relu"}, TRAIN, 0, 0),
+    (fusions.LinearBias, {"linear": "up", "bias": "bias"}, TRAIN, 1, 2),
+    (fusions.LinearBiasAdd, {"linear": "up", "bias": "bias", "add": "add"}, TRAIN, 1, 3),
+    (fusions.LinearBiasDropoutAdd, {"linear": "up", "bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 3, 6),
+    (fusions.LinearBiasBackwardTriton, {"linear": "up", "bias": "bias"}, TRAIN, 1, 1),
+    (fusions.ForwardLinearScaleAdd, {"linear": "up", "scale": "scale", "add": "add"}, TRAIN, 1, 2),
+    # The norm reads the sum from registers; ATen reads dy and x again for the sums over tokens.
+    (fusions.BlockBoundary, END, TRAIN, 3, 5),
+    (fusions.BlockBoundary, {"add": "add", "norm": "norm"}, TRAIN, 1, 1),
+    (fusions.BlockBoundaryBackward, END, TRAIN, 3, 6),
+    (fusions.BlockBoundaryActivation, ACTS, TRAIN, 6, 14),
+    (fusions.NormBackward, {"norm": "norm"}, TRAIN, 0, 2),
+    (fusions.NormBackward, {"fork": "fork", "norm": "no_gain"}, TRAIN, 1, 2),
+    # To float32 and back, x and y.
+    (fusions.NormForward, {"norm": "plus_one"}, TRAIN, 2, 8),
+    (fusions.NormActivationJoint, {"norm": "norm", "acts": ("gelu", "scale")}, TRAIN, 4, 11),
+    (fusions.PointwiseChain, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
+    (fusions.PointwiseChainInference, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, EVAL, 3, 6),
+    (fusions.PointwiseChainBackward, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
+    (fusions.PointwiseChainJoint, {"first": "bias", "rest": ("gelu", "scale", "relu")}, TRAIN, 6, 11),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fusion", "slots", "env", "kernels", "passes"), CASES, ids=[f"{c[0].__name__}-{i}" for i, c in enumerate(CASES)]
+)
+def test_the_gain_is_what_is_counted_by_hand(
+    fusion: Any, slots: dict[str, Any], env: sf.Env, kernels: int, passes: int
+):
+    one = bound(fusion, **slots)
+    found, steps = one.saves(env), len(one.operations()) - 1
+    steps *= 2 if fusion.has_record else 1
+    assert (found.launches, found.bytes / (4096 * F * 2)) == ((1 - STEP) * kernels + STEP * steps, passes)
+    columns = {"gated_up": 2 * H, "same": F}.get(slots.get("linear", ""), H)
+    gemm = 2.0 * 4096 * columns * F
+    assert found.flops == (-GEMM_SLOWER * gemm if fusion.needs_measurement else 0)
+
+
+def test_where_no_operation_says_how_many_features_there_are_launches_alone_count():
+    found = bound(fusions.PointwiseChain, first="gelu", rest=("relu",)).saves(TRAIN)
+    assert (found.launches, found.bytes) == (1, 0)
+
+
+def test_a_dropout_that_drops_nothing_is_a_step_less_and_no_kernel():
+    fusion = bound(fusions.LinearBiasActivation, linear="up", act="gelu", dropout="dropout")
+    for operation in fusion.operations():
+        operation.eval()
+    assert fusion.saves(TRAIN) == sf.Savings(1 + STEP, 4096.0 * F * 2, -GEMM_SLOWER * 2.0 * 4096 * H * F)
+
+
+def test_what_an_operation_of_a_user_declares_counts():
+    class Costly(sf.UnfusedOperation):
+        autocast = "same"
+
+        class Saved(sf.Saved):
+            x: Tensor
+
+        @property
+        def features(self) -> tuple[int, int]:
+            return 8, 8
+
+        def traffic(self, env: sf.Env, backward: bool) -> sf.Traffic:
+            return sf.Traffic(launches=5, x=3, y=3)
+
+        def reference(self, x: Tensor) -> Tensor:
+            return x
+
+        def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+            return x, self.Saved(x=x)
+
+        def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+            return dy, {}
+
+    class Two(sf.ForwardFusion):
+        a: Costly
+        b: Costly
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+    # Ten kernels are one, two steps are one; x is read, y is written, and what stands between, which b saves.
+    assert Two(a=Costly(), b=Costly()).saves(TRAIN) == sf.Savings(9 * (1 - STEP) + STEP, 9 * 4096 * 8 * 2.0)
+    assert Two(a=Costly(), b=Costly()).saves(EVAL) == sf.Savings(9 * (1 - STEP) + STEP, 10 * 4096 * 8 * 2.0)
