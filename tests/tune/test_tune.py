@@ -18,6 +18,7 @@ from seqfuse import cost_table, ops
 from seqfuse.fuser import cost_lookup
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, timing
+from seqfuse.tune.shadow import Shadow
 from tests.tune import kit
 from tests.tune.kit import (
     Broken,
@@ -900,3 +901,14 @@ def test_the_test_kit_uses_a_fusion_whatever_was_measured() -> None:
     sf.tune(model, X)
     assert model.plan(X).count("Slow") == 0
     assert Bench(model, (Slow,)).plan(X).count("Slow") == 1
+
+
+def test_a_copy_of_a_model_holds_real_numbers_within_the_block_only() -> None:
+    model = pair(Quick)
+    shadow = Shadow(model, "eval")
+    bias: Any = next(m for m in shadow.model.modules() if isinstance(m, ops.Bias))
+    fake = bias.bias
+    with shadow.real([bias]):
+        assert torch.equal(bias.bias, model[0].bias)
+        assert bias.bias is not model[0].bias
+    assert bias.bias is fake
