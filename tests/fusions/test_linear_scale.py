@@ -163,3 +163,11 @@ def test_a_wrong_fusion_is_found(name: str, mutant: Callable[..., ModuleType]):
     operations = forward(7) if list_ == "forward" else BACKWARD[list_](7)
     with pytest.raises((AssertionError, sf.SeqfuseError)):
         check_fusion(changed, seeded_randn((5, 7), 0), *operations, dtypes=[torch.float32])
+
+
+def test_a_factor_in_the_gemms_saves_reading_and_writing_the_outputs() -> None:
+    env = sf.Env.of("cpu", rows=64)
+    model = sf.Sequential(ops.Linear(8, 24, bias=False), ops.Scale(2.0), fusions=(fusions.BackwardLinearScale,))
+    (step,) = (step for step in model.plan(env=env).backward if step.fused)
+    worth = step.operation.saves(env)
+    assert (worth.launches, worth.bytes) == (1, 2 * 64 * 24 * 4)
