@@ -300,6 +300,16 @@ def test_another_layout_shape_or_flag_of_attention_rope_or_loss_is_decided_anew(
         KERNELS[name](*given)
 
 
+def test_a_replayed_call_goes_past_the_launcher_of_this_triton(seen: Seen) -> None:
+    linear(X, W)
+    (((_, again),),) = [found for _, found in _replay._entries.values()]
+    (launcher,) = [entry[0].run for entry in _launch._compiled.values()]
+    objects = list(again.__globals__.values())
+    assert launcher.launch in objects
+    assert launcher not in objects
+    assert torch.int8 in objects  # memory for descriptors is made here, too
+
+
 def test_tensors_that_are_not_aligned_are_decided_each_time(seen: Seen) -> None:
     x = drawn(((M * K + 1,),))[0][1:].view(M, K)
     for _ in range(2):
