@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -10,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch._guards import CompileContext
 from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
@@ -31,16 +33,18 @@ class Backend:
 
     Attributes:
         graphs: a report for each graph that was captured.
+        missed: how many calls ran as before the conversion, since Dynamo captured nothing for them.
     """
 
     def __init__(self, options: Options, then: Literal["inductor"] | None = None) -> None:
-        self.options, self.then = options, then
+        self.options, self.then, self.missed = options, then, 0
         self.graphs: list[GraphReport] = []
         self._numbers = itertools.count()
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrite a graph; the callable that runs it."""
-        self.graphs += rewrite(gm, self.options, f"graph {next(self._numbers)}")
+        reports = rewrite(gm, self.options, f"graph {next(self._numbers)}")
+        self.graphs += [dataclasses.replace(report, limit=_limit_reached()) for report in reports]
         if self.then is None:
             return gm.forward
         from .rest import compiled_rest  # what it needs takes long to import
@@ -76,6 +80,13 @@ def backend(
     return Backend(Options(fusions), then)(gm, example_inputs)
 
 
+def _limit_reached() -> int | None:
+    """Dynamo's limit of graphs for one piece of code, where the graph that it captures now is the last."""
+    now, limit = CompileContext.current_compile_id(), _dynamo.recompile_limit
+    attempts = None if now is None else now.frame_compile_id
+    return limit if attempts is not None and attempts + 1 >= limit else None
+
+
 class Conversion:
     """What `convert` did to a model; printed, what became of each graph that was captured.
 
@@ -86,9 +97,7 @@ class Conversion:
 
     def __init__(self, model: nn.Module, places: Iterable[nn.Module], backend: Backend) -> None:
         self.model, self._backend = model, backend
-        # A code object of its own: Dynamo keeps graphs by code object, up to a limit that models would share.
-        own = types.FunctionType(_call.__code__.replace(), _call.__globals__, "call")
-        compiled = torch.compile(own, backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
+        compiled = torch.compile(_frame_of(backend), backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
         self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
             place._compiled_call_impl = functools.partial(_guarded, compiled, place)  # pyright: ignore[reportPrivateUsage]
@@ -107,7 +116,7 @@ class Conversion:
         self._before = []
 
     def __str__(self) -> str:
-        return text_of(self.graphs)
+        return text_of(self.graphs, self._backend.missed)
 
     def __repr__(self) -> str:
         return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs>"
@@ -124,21 +133,40 @@ def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
     return module._compiled_call_impl  # pyright: ignore
 
 
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # A frame of ours, because Dynamo skips those of torch.nn; with the module as an argument layers share a graph.
-    return module._call_impl(*args, **kwargs)  # pyright: ignore
+def _frame_of(backend: Backend) -> Callable[..., Any]:
+    """What Dynamo captures: a frame of ours, because it skips those of torch.nn.
+
+    With the module as an argument layers share a graph. The code object is its own: Dynamo keeps graphs by code object,
+    up to a limit that models would share.
+    """
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # Dynamo, which takes that for a constant, lets the frame run as it is
+            backend.missed += 1
+        return module._call_impl(*args, **kwargs)  # pyright: ignore
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
 
 
 def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Within the capture of a larger model or a trace; and no guard of Dynamo sees hooks that are set for all modules.
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_any_global_hook():  # pyright: ignore
-        return _call(module, *args, **kwargs)
+        return module._call_impl(*args, **kwargs)  # pyright: ignore
+    _mark_growing(kwargs.get("past_key_values"))
     skipped = _dynamo.skip_nnmodule_hook_guards
     try:
         return compiled(module, *args, **kwargs)
     finally:
         if skipped is not _dynamo.skip_nnmodule_hook_guards:
             _dynamo.skip_nnmodule_hook_guards = skipped
+
+
+def _mark_growing(cache: Any) -> None:
+    """Spare the graph of a first decoding step: the keys and values of Hugging Face's dynamic caches grow in each."""
+    for layer in getattr(cache, "layers", ()):
+        for t in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if isinstance(t, torch.Tensor) and t.ndim == 4 and not getattr(layer, "is_compileable", True):
+                torch._dynamo.maybe_mark_dynamic(t, 2)  # pyright: ignore
 
 
 def start(

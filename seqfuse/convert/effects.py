@@ -101,16 +101,12 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
     return found
 
 
-def _stops(node: Node) -> bool:
-    return spelled(node) == "detach" or (node.target is getattr and node.args[1] == "data")
-
-
 class Effects:
     """Tells which nodes of a graph may run as one call, in the place of the last of them.
 
     Attributes:
         unread: calls whose values reach nobody; parameters that only they read have no gradient.
-        reached: calls that a gradient may come back to; others are read through `detach` or without gradients alone.
+        reached: calls that a gradient may come back to; others need none, or are read through `detach` alone.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -126,15 +122,14 @@ class Effects:
         self._changes = [(i, node, _changed(node)) for node, i in self._place.items() if in_place(node)]
 
     def _leads_out(self, graph: Graph) -> set[object]:
-        """Nodes from which a gradient's way leads to what leaves the graph, or to a change of what does."""
+        """Nodes that need gradients and lead to what leaves the graph, or to a change of what does."""
         found: set[object] = set()
         memory = {_memory(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
         for node in reversed(graph.nodes):
-            leads = node.op == "output" or (node in found and not _stops(node))
-            leads = leads or (in_place(node) and _meet(memory - {None}, _changed(node)))
-            if leads and (node.op == "output" or self._states[node].grad is not False):
-                found.update(node.all_input_nodes)
-                memory.update(map(_memory, node.all_input_nodes))
+            if node.op == "output" or node in found or (in_place(node) and _meet(memory - {None}, _changed(node))):
+                needing = [n for n in node.all_input_nodes if (e := example(n)) is None or e.requires_grad]
+                found.update(needing)
+                memory.update(map(_memory, needing))
         return found
 
     def allow(self, nodes: Iterable[Node]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -72,8 +72,12 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
 def example(node: Any) -> Tensor | None:
     """The fake tensor that Dynamo computed for a node; `None` where it is no tensor, or one of `torch.func`."""
     found = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
-    plain = isinstance(found, Tensor) and not _functorch.is_functorch_wrapped_tensor(found)
-    return found if plain else None
+    return found if is_plain(found) else None
+
+
+def is_plain(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor, and none of `torch.func`."""
+    return isinstance(value, Tensor) and not _functorch.is_functorch_wrapped_tensor(value)
 
 
 def alike(a: Any, b: Any) -> bool:
@@ -102,6 +106,14 @@ def same_size(a: Any, b: Any) -> bool:
 def numbers(shape: Any) -> tuple[int, ...]:
     """Sizes as numbers: those that were captured, where they are symbols."""
     return tuple(size if isinstance(size, int) else size.node.hint for size in shape)
+
+
+def fake(node: Node, device: str | None = None) -> Tensor:
+    """A tensor as the example of a node: fake under a `FakeTensorMode`, on `meta` without data."""
+    e = example(node)
+    assert e is not None
+    shape, strides = numbers(e.shape), numbers(e.stride())
+    return torch.empty_strided(shape, strides, dtype=e.dtype, device=device or e.device, requires_grad=e.requires_grad)
 
 
 def is_fixed(*sizes: Any) -> bool:

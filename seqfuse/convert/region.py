@@ -19,7 +19,9 @@ from ..fuser.plan import Plan
 from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
 from .chains import Chain, Order
-from .graph import example, numbers, same_shape
+from .effects import in_place
+from .graph import example, fake, numbers, same_shape
+from .launches import Before
 from .raising import Given, Transposed
 
 
@@ -34,6 +36,7 @@ class Region(nn.Module):
     def __init__(self, order: Order, fusions: Fusions | None, memory: Mode) -> None:
         super().__init__()
         self.order = order
+        self.before: Before | None = None
         self.dtypes: list[torch.dtype] = []
         e = example(order.x)
         self.device = "cpu" if e is None else e.device.type
@@ -68,8 +71,18 @@ class Region(nn.Module):
         plan = self.plan
         if plan is None:
             return None
-        x, *given = (_fake(node, "meta") for node in (self.order.x, *self.order.channels.values()))
+        x, *given = (fake(node, "meta") for node in (self.order.x, *self.order.channels.values()))
         return self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
+
+    @property
+    def launches(self) -> tuple[int, int] | None:
+        """How many kernels torch would launch in the chain's place, forward and backward, where that can be counted."""
+        plan = self.plan
+        assert self.before is not None
+        try:
+            return self.before.launches(None if plan is None else plan.env.autocast, plan is None or plan.env.grad)
+        except Exception:  # a call that does not run without data
+            return None
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Any:
         """Run the chain."""
@@ -111,7 +124,7 @@ def why_not(region: Region, chain: Chain) -> str | None:
         def like(given: Given) -> Tensor:
             node = given.node if isinstance(given, Transposed) else given
             if node not in made:
-                made[node] = _fake(node)
+                made[node] = fake(node)
             return made[node].t() if isinstance(given, Transposed) else made[node]
 
         order = region.order
@@ -129,14 +142,9 @@ def why_not(region: Region, chain: Chain) -> str | None:
             if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
                 got = f"{result.dtype} {tuple(result.shape)}"
                 return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
+            if result.stride() != numbers(e.stride()) and any(in_place(n) for n in node.graph.nodes):
+                return "it would lie otherwise in memory, where a tensor is changed in place"
     return None
-
-
-def _fake(node: Node, device: str | None = None) -> Tensor:
-    e = example(node)
-    assert e is not None
-    shape, strides = numbers(e.shape), numbers(e.stride())
-    return torch.empty_strided(shape, strides, dtype=e.dtype, device=device or e.device, requires_grad=e.requires_grad)
 
 
 def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[Node], dict[Node, Node]]:

@@ -36,11 +36,15 @@ class GraphReport:
         name: of the graph.
         regions: what runs each of its chains; `plan` of each is how it ran last, `None` before its first call.
         left: the GEMMs, norms, activations, attentions and convolutions that run as before.
+        beside: how many calls that launch a kernel run as before; calls of chains are not among them.
+        limit: Dynamo's limit of graphs for one piece of code, if this graph is the last within it.
     """
 
     name: str
     regions: tuple[Region, ...]
     left: tuple[Left, ...]
+    beside: int = 0
+    limit: int | None = None
 
     @property
     def operations(self) -> int:
@@ -50,6 +54,7 @@ class GraphReport:
     def __str__(self) -> str:
         text = [f"{self.name}: {_of(len(self.regions), 'chain')} of {_of(self.operations, 'operation')}"]
         text += [f"  {line}" for region in self.regions for line in _chain(region)]
+        text.append(f"  beside: {_of(self.beside, 'call')} that launch a kernel")
         alike = Counter((left.kind, left.call, left.reason) for left in self.left)
         for (kind, call, reason), count in alike.items():
             where = next(
@@ -57,7 +62,15 @@ class GraphReport:
             )
             more = f" and {count - 1} more" if count > 1 else ""
             text.append(f"  left: {kind} {call} in {where or 'the model'}{more}: {reason}")
+        if self.limit is not None:
+            text.append(f"  the last of {self.limit} graphs of its code: {_LIMIT}")
         return "\n".join(text)
+
+
+_LIMIT = (
+    "calls that fit none of them run as before. Raise torch._dynamo.config.recompile_limit before the first call, or "
+    "call the model in fewer ways"
+)
 
 
 def _chain(region: Region) -> list[str]:
@@ -70,7 +83,10 @@ def _chain(region: Region) -> list[str]:
     saved = "" if memory is None else f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
     counted = [sum(step.fused or not _is_view(step) for step in steps) for steps in (plan.forward, plan.backward)]
     steps = f"{_of(counted[0], 'step')} forward, {_of(counted[1], 'step')} backward"
-    return [*lines, f"    {steps}, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}"]
+    lines.append(f"    {steps}, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}")
+    if (eager := region.launches) is not None:
+        lines.append(f"    for {_of(eager[0], 'kernel')} forward, {eager[1]} backward, that torch launches")
+    return lines
 
 
 def _is_view(step: Step) -> bool:
@@ -81,6 +97,9 @@ def _of(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def text_of(graphs: Sequence[GraphReport]) -> str:
-    """The reports of all graphs."""
-    return "\n".join(map(str, graphs)) if graphs else "nothing captured yet: call the model"
+def text_of(graphs: Sequence[GraphReport], missed: int) -> str:
+    """The reports of all graphs, and how many calls none of them served."""
+    text = list(map(str, graphs)) if graphs else ["nothing captured yet: call the model"]
+    if missed:
+        text.append(f"{_of(missed, 'call')} ran as before the conversion: Dynamo captured nothing for them")
+    return "\n".join(text)

@@ -16,6 +16,7 @@ from . import attention, linears, norms, pointwise, products
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
 from .graph import owner, positional, spelled
+from .launches import Before, launching
 from .ordering import CannotOrder, sort
 from .raising import Raised, raised
 from .region import Region, insert, why_not
@@ -24,14 +25,20 @@ from .report import GraphReport, Left
 # Imported because they declare matchers.
 MATCHERS = (attention, products, norms, linears, pointwise)
 
-_HEAVY = {
-    "linear": "GEMM", "addmm": "GEMM", "matmul": "GEMM", "bmm": "GEMM", "baddbmm": "GEMM", "einsum": "GEMM",
-    "scaled_dot_product_attention": "attention", "multi_head_attention_forward": "attention",
-    "layer_norm": "norm", "rms_norm": "norm", "rsqrt": "norm", "group_norm": "norm", "batch_norm": "norm",
-    "gelu": "activation", "silu": "activation", "relu": "activation", "tanh": "activation", "sigmoid": "activation",
-    "glu": "activation", "leaky_relu": "activation", "elu": "activation", "mish": "activation",
-    "conv1d": "convolution", "conv2d": "convolution",
+_KINDS = {
+    "GEMM": (
+        "linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "addbmm", "mv", "einsum", "tensordot", "bilinear",
+        "_grouped_mm", "grouped_mm",
+    ),
+    "attention": ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"),
+    "norm": ("layer_norm", "rms_norm", "rsqrt", "group_norm", "batch_norm", "instance_norm", "normalize"),
+    "activation": (
+        "gelu", "silu", "relu", "tanh", "sigmoid", "glu", "leaky_relu", "elu", "mish", "softplus", "relu6", "hardswish",
+        "hardsigmoid", "hardtanh", "selu", "celu", "prelu", "logsigmoid", "relu_", "silu_", "tanh_", "sigmoid_",
+    ),
+    "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 }  # fmt: skip
+_HEAVY = {call: kind for kind, calls in _KINDS.items() for call in calls}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +85,8 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
         regions, dead = _regions(graph, list(operations), options, reasons, strict)
         try:
             if regions:
+                for chain, region in regions:
+                    region.before = Before(chain, region.order, graph.nodes)
                 _replace(gm, regions, dead)
                 gm.recompile()
             break
@@ -90,7 +99,8 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
         for n in graph.nodes
         if (kind := _HEAVY.get(spelled(n) or "")) is not None
     ]
-    return [GraphReport(name, tuple(region for _, region in regions), tuple(left)), *reports]
+    found = GraphReport(name, tuple(region for _, region in regions), tuple(left), launching(graph.nodes))
+    return [found, *reports]
 
 
 def _checkpointed(body: GraphModule, *args: Any, **how: Any) -> Any:

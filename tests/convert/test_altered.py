@@ -144,6 +144,14 @@ def changes_inside_a_gelu(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def changes_a_flattened_copy(m: Layers, x: Tensor) -> Tensor:
+    z = F.gelu(m.b(F.gelu(m.a(x.transpose(0, 1)))).transpose(0, 1))
+    y = F.gelu(z) + z
+    y.flatten().mul_(2)
+    return m.c(y) + z
+
+
+@spelling
 def changes_a_result(m: Layers, x: Tensor) -> Tensor:
     z = m.a(x)
     h = m.b(z * 2) + x
@@ -222,15 +230,15 @@ def reads_a_product_through_detach_alone(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
-def lays_products_out_flat(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = F.layer_norm(x, (8,), m.w)
-    return m.a(y).view(-1) * m.b(y).view(-1, 8).sum(), m.c(y).view(2, 4, 2, 4)
+def compares_a_product(m: Layers, x: Tensor) -> Tensor:
+    y = F.gelu(m.a(x))
+    return m.c(y).masked_fill(F.layer_norm(m.b(y), (8,)) > 0, 0.5)
 
 
 @spelling
-def returns_what_needs_no_gradient(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
-    y = rms(x.detach(), m.w.detach())
-    return m.b(F.gelu(m.a(y))) + y, y
+def lays_products_out_flat(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.layer_norm(x, (8,), m.w)
+    return m.a(y).view(-1) * m.b(y).view(-1, 8).sum(), m.c(y).view(2, 4, 2, 4)
 
 
 @spelling

@@ -221,6 +221,20 @@ def test_seven_shapes_need_at_most_four_graphs():
     assert len(conversion.graphs) <= 4
 
 
+def test_calls_beyond_the_limit_of_dynamo_run_as_before_and_the_report_says_so():
+    model, plain, conversion = pair(depth=1)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for eps in (0.1, 0.2, 0.3):
+            model.layers[0].norm.eps = plain.layers[0].norm.eps = eps
+            assert_equal(passes(model, X), passes(plain, X))
+    assert len(conversion.graphs) == 2
+    assert [graph.limit for graph in conversion.graphs] == [None, 2]
+    assert "the last of 2 graphs of its code: calls that fit none of them run as before. Raise torch." in str(
+        conversion
+    )
+    assert "2 calls ran as before the conversion: Dynamo captured nothing for them" in str(conversion)
+
+
 def test_undo_gives_the_model_back_bit_for_bit():
     model, plain, conversion = pair()
     conversion.undo()

@@ -102,13 +102,14 @@ def test_generation_gives_the_tokens_that_it_gives_without_the_conversion(cache:
     how = {"max_new_tokens": 5, "do_sample": False, **({"cache_implementation": cache} if cache == "static" else {})}
     assert torch.equal(model.generate(TOKENS, **how), plain.generate(TOKENS, **how))
     assert chains(conversion)
-    assert len(conversion.graphs) <= 3
+    assert len(conversion.graphs) == 2  # of the prompt, and of one token
 
 
 # Dropout draws other numbers, and a model in parts on two devices or of two dtypes does not run.
 _OTHER = {"dropout of attention", "a part on another device", "a part in another dtype", "rounded angles"}
 KINDS = [name for name in LLAMA if name not in _OTHER]
-GROUPS = [KINDS[i::6] for i in range(6)]
+_LAST = ("an adapter", "a layer less", "a norm of another kind")  # what others change is gone then
+GROUPS = [sorted(KINDS[i::6], key=lambda name: name in _LAST) for i in range(6)]
 
 
 def altered(model: Any, names: Sequence[str]) -> None:

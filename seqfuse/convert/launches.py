@@ -1,0 +1,103 @@
+"""How many kernels torch launches for what a chain stands for, and for what is left of a graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .chains import Chain, Order
+from .effects import in_place
+from .graph import example, fake, is_plain, is_same, numbers
+
+
+def launching(nodes: Iterable[Node]) -> int:
+    """How many calls of a graph launch something: all but views and changes of modes."""
+    return sum(map(_launches, nodes))
+
+
+def _launches(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method") or is_same(node) is not None:
+        return False
+    made = set(_memories(node))
+    return bool(made) and (in_place(node) or made.isdisjoint(m for n in node.all_input_nodes for m in _memories(n)))
+
+
+def _memories(node: Node) -> Iterator[int]:
+    value: Any = node.meta.get("example_value", node.meta.get("val"))
+    values = cast("Iterable[Any]", value) if isinstance(value, list | tuple) else (value,)
+    return (t.untyped_storage()._cdata for t in values if is_plain(t))  # pyright: ignore[reportPrivateUsage]
+
+
+class Before:
+    """What a chain stands for, as it was captured.
+
+    Args:
+        chain: whose nodes are still in their graph.
+        order: its order.
+        nodes: of the graph, in order.
+    """
+
+    def __init__(self, chain: Chain, order: Order, nodes: Iterable[Node]) -> None:
+        self._modes = [node.args for node in chain.state.autocast]
+        self._outputs = [
+            n for v in order.outputs for n in ([v] if isinstance(v, Node) else [view.node for view in v.views])
+        ]
+        inside = {node for r in chain.members for node in r.took}
+        read = set(self._outputs)
+        self._calls: list[tuple[Node, str, Any, Any, Any]] = []
+        for node in reversed(list(nodes)):
+            if node in inside and node in read:
+                read.update(node.all_input_nodes)
+                self._calls.append((node, node.op, node.target, node.args, node.kwargs))
+        self._calls.reverse()
+
+    def launches(self, autocast: torch.dtype | None, gradients: bool) -> tuple[int, int]:
+        """Kernels forward and backward, counted on tensors without data."""
+        with FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(gradients):
+            device = example(self._outputs[0])
+            if autocast is not None and device is not None:
+                stack.enter_context(torch.autocast(device.device.type, autocast))
+            for args in self._modes:
+                stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
+            made: dict[Node, Any] = {}
+
+            def value(node: Node) -> Any:
+                if node not in made:
+                    given: Any = node.meta.get("example_value", node.meta.get("val"))
+                    made[node] = fake(node) if isinstance(given, Tensor) else numbers((given,))[0]
+                return made[node]
+
+            with _Counter() as forward:
+                for node, op, target, args, kwargs in self._calls:
+                    args, kwargs = map_arg((args, kwargs), value)
+                    call = getattr(args[0], target) if op == "call_method" else target
+                    made[node] = call(*(args[1:] if op == "call_method" else args), **kwargs)
+            outputs = [t for n in self._outputs if isinstance(t := made[n], Tensor) and t.requires_grad]
+            inputs = [t for t in made.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
+            given = [torch.empty_like(t) for t in outputs]
+            with _Counter() as backward:
+                if outputs:
+                    torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+            return forward.count, backward.count
+
+
+class _Counter(TorchDispatchMode):
+    """Counts calls of ATen that are no views and fill what they make."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name: str = func.overloadpacket.__name__
+        self.count += func.namespace == "aten" and not func.is_view and not name.startswith(_UNFILLED)
+        return func(*args, **(kwargs or {}))
+
+
+_UNFILLED = ("empty", "new_empty", "_unsafe_view", "detach", "is_", "sym_")
