@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "machine": {"env"},
     "cost_table": {"machine", "store", "env", "settings", "operation", "errors"},
     "fuser": SINGULAR,
-    "kernels": set(),
+    "kernels": {"generated"},
     "ops": SINGULAR | {"kernels", "fuser.sequential"},
     "fusions": SINGULAR | {"ops", "kernels"},
     **{room: SINGULAR | COLLECTIONS | set(BUILT_ON[:rank]) for rank, room in enumerate(BUILT_ON)},

@@ -12,7 +12,6 @@ replayed.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime import _allocation
 
+from ..generated import Source
 from . import _launch
 
 MOST = 1024
@@ -248,8 +248,8 @@ def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any
     elif several and type(result) is not tuple:  # a named tuple
         text = f"named({writer.constant(type(result))}, {text})"
     addresses = [f"at{i}" for i in range(len(given))]
-    lines = [
-        f"def again({', '.join(f't{i}' for i in range(len(given)))}):",
+    source = Source("again", ", ".join(f"t{i}" for i in range(len(given))))
+    source.add(
         *(f"{at} = t{i}.data_ptr()" for i, at in enumerate(addresses)),
         f"if ({' | '.join(addresses)}) & 15 or C._cuda_getDevice() != device or listening.calls or leaving.calls:",
         "    return MISS",
@@ -258,21 +258,14 @@ def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any
         "stream = C._cuda_getCurrentRawStream(device)",
         *writer.lines,
         f"return {text}",
-    ]
-    objects = {
+    )
+    source.constants |= {
         **writer.objects, "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": _runtime,
         "listening": _launch._ENTER, "leaving": _launch._LEAVE, "MISS": _MISS,
         "named": tuple.__new__, "allow_scratch": _launch.allow_scratch,
         "alive": (alive, [entry for entry, _, _ in recording.launches]),
     }  # fmt: skip
-    exec(_code("\n    ".join(lines)), objects)
-    return objects["again"]
-
-
-@functools.lru_cache(4096)
-def _code(source: str) -> Any:
-    """Calls that do the same with other numbers have one source."""
-    return compile(source, "<a replayed call>", "exec")
+    return source.define()
 
 
 def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
