@@ -34,7 +34,8 @@ def found(cli: Cli, status: int = 0) -> dict[str, Any]:
 
 def test_versions_devices_and_settings(cli: Cli) -> None:
     data = found(cli)
-    assert data["versions"]["torch"] == torch.__version__
+    # A wheel of another index may leave the build ("+cu132") out of its own version.
+    assert data["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert data["devices"][0]["name"] == "cpu"
     assert len(data["devices"]) == 1 + torch.cuda.device_count()
     assert data["settings"].keys() == {field.name for field in dataclasses.fields(Settings)}
