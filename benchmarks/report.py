@@ -323,7 +323,7 @@ def claims() -> str | None:
         return between(row["forward + backward"]["eager"]["ratio"] for row in rows)
 
     llama, gpt = (
-        f'{saved(model, "seqfuse")}, or {saved(model, "seqfuse lean")} with `memory="lean"`'
+        f'{saved(model, "seqfuse")} ({saved(model, "seqfuse lean")} with `memory="lean"`)'
         for model in ("llama3-8b", "gpt2-xl")
     )
     overhead = between(row["ratio"] for row in calls["host"])
@@ -336,11 +336,11 @@ def claims() -> str | None:
         ),
         f"a layer of Llama 3 8B in bfloat16 on an H100 takes {ours} kernel launches, Hugging Face's in eager PyTorch "
         f"{theirs}": "counted from plans",
-        f'of the bytes that Hugging Face\'s saves for backward, it saves {kept}, or {least} with `memory="lean"`': (
+        f'that layer saves {kept} of the bytes of Hugging Face\'s for backward, {least} with `memory="lean"`': (
             "counted from plans"
         ),
-        f"of the bytes that eager PyTorch with its fused norms saves, a block of Llama 3 8B's MLP saves {llama}, "
-        f"one of GPT-2 XL's {gpt}": "counted from plans",
+        f"an MLP block of Llama 3 8B saves {llama} of the bytes of eager PyTorch with fused norms, one of GPT-2 XL "
+        f"{gpt}": "counted from plans",
         'a converted layer with `memory="lean"` saves at most 0.70 (Llama), 0.80 (GPT-2) and 0.77 (BERT) of eager '
         "PyTorch's bytes": "measured on a CPU",
         "every fused kernel equals its operations within tolerance, in both passes and every gradient": (

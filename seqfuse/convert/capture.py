@@ -116,10 +116,11 @@ class Conversion:
         self._before = []
 
     def __str__(self) -> str:
-        return text_of(self.graphs, self._backend.missed)
+        return text_of(self.graphs, self._backend.missed, undone=not self._before)
 
     def __repr__(self) -> str:
-        return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs>"
+        undone = "" if self._before else ", undone"
+        return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs{undone}>"
 
 
 def _captured(backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -185,7 +186,8 @@ def start(
         raise InputError(f'regions must be "model" or "layers", got {regions!r}', **wrong)
     _check_then(then)
     if memory not in MODES:
-        raise InputError(f"memory must be one of {', '.join(MODES)}, got {memory!r}", **wrong)
+        budget = None if isinstance(memory, str) else "a budget in bytes is for a Sequential of your own"
+        raise InputError(f"memory must be one of {', '.join(MODES)}, got {memory!r}", hint=budget, **wrong)
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if getattr(_call_impl(module), "func", None) is _guarded:
             name = name or type(model).__name__

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..fuser.step import Step
+from ..ops import Fork
 from .region import Region
 
 
@@ -52,7 +53,8 @@ class GraphReport:
         return sum(len(region.order.members) for region in self.regions)
 
     def __str__(self) -> str:
-        text = [f"{self.name}: {_of(len(self.regions), 'chain')} of {_of(self.operations, 'operation')}"]
+        what = f"{_of(len(self.regions), 'chain')} of {_of(self.operations, 'operation')}"
+        text = [f"{self.name}: {what if self.regions else 'nothing converted'}"]
         text += [f"  {line}" for region in self.regions for line in _chain(region)]
         text.append(f"  beside: {_of(self.beside, 'call')} that launch a kernel")
         alike = Counter((left.kind, left.call, left.reason) for left in self.left)
@@ -74,13 +76,17 @@ _LIMIT = (
 
 
 def _chain(region: Region) -> list[str]:
-    names = ", ".join(type(operation).__name__ for operation in region.order.operations)
+    names = ", ".join(type(op).__name__ for op in region.order.operations if not isinstance(op, Fork))
     lines = textwrap.wrap(f"chain: {names}", 96, subsequent_indent="    ")
     plan = region.planned()
     if plan is None:
         return [*lines, "    not called yet"]
     memory = plan.memory
-    saved = "" if memory is None else f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
+    saved = ""
+    if memory is not None:
+        saved = f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
+    elif plan.env.autocast is not None and plan.env.grad:
+        saved = "; saved for backward: not counted under autocast"
     counted = [sum(step.fused or not _is_view(step) for step in steps) for steps in (plan.forward, plan.backward)]
     steps = f"{_of(counted[0], 'step')} forward, {_of(counted[1], 'step')} backward"
     lines.append(f"    {steps}, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}")
@@ -97,9 +103,11 @@ def _of(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def text_of(graphs: Sequence[GraphReport], missed: int) -> str:
+def text_of(graphs: Sequence[GraphReport], missed: int, undone: bool) -> str:
     """The reports of all graphs, and how many calls none of them served."""
-    text = list(map(str, graphs)) if graphs else ["nothing captured yet: call the model"]
+    text = list(map(str, graphs)) if graphs else [] if undone else ["nothing captured yet: call the model"]
+    if undone:
+        text.insert(0, "undone; what had been converted:" if graphs else "undone; nothing had been captured")
     if missed:
         text.append(f"{_of(missed, 'call')} ran as before the conversion: Dynamo captured nothing for them")
     return "\n".join(text)

@@ -85,6 +85,11 @@ class Footprint:
 
         x = like(self._x, self._env.dtype if self._x.is_floating_point() else self._x.dtype)
         channels = {name: like(t, t.dtype) for name, t in self._channels.items()}
+        own_channels = {c for at in self._span for _, c in self._nodes[at].outputs}
+        for at in self._span:
+            for name, channel in self._nodes[at].inputs:
+                if channel not in own_channels and channel not in channels:
+                    return f"{self._nodes[at].name} reads {name} from {channel!r}, which is not given to plan()"
         entering, given, own = [x], [dict(channels)], list[frozenset[int]]()
         tried = _Tried(torch.empty(self._random, dtype=torch.int64, device=self._place))
         for at in self._span:

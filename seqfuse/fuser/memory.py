@@ -39,7 +39,7 @@ def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env, place: t
     a Triton fusion makes what it saves and launches nothing.
     """
     if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
-        return f"autocast on {env.device} keeps other tensors than on {place.type}, where the parameters are"
+        return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils import flop_counter
 

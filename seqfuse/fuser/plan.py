@@ -189,12 +189,13 @@ def plan_region(
     if isinstance(kept, str):
         refused.append(Refusal(f"memory={memory}", start, f"what would be saved is not known: {kept}"))
     used = {id(c) for c in (*forward, *backward)}
+    applied = {(c.name, c.start) for c in (*forward, *backward)}  # of several matches there, one
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
     for covered, chosen in zip(winners, (forward, backward), strict=True):
         for c in chosen:
             covered.update(dict.fromkeys(range(c.start, c.stop), c))
     for c in found:
-        if id(c) not in used:
+        if id(c) not in used and (c.name, c.start) not in applied:
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             refused.append(
@@ -228,7 +229,7 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) 
         saved, this = f"{theirs / 1000:.{digits}f}", f"{own / 1000:.{digits}f}"
         return f"superseded by {names} (saves an estimated {saved} us, this one {this})"
     if candidate.cost >= 0:
-        return "it saves nothing on this device"
+        return "it takes no less time on this device"
     return "superseded by another match of the same fusion"
 
 

@@ -372,7 +372,7 @@ def test_what_saves_nothing_says_so() -> None:
         def saves(self, env: sf.Env) -> Any:
             return sf.Savings()
 
-    assert reasons(Pointless) == [("Pointless", 1, "it saves nothing on this device")]
+    assert reasons(Pointless) == [("Pointless", 1, "it takes no less time on this device")]
 
 
 def test_reasons_of_gradient_modes() -> None:

@@ -343,7 +343,7 @@ def test_a_plan_says_why_its_memory_is_not_known() -> None:
 
     model = sf.Sequential(ops.Linear(5, 5), ops.ReLU(), fusions=(Fails,))
     cases = {
-        "autocast on cuda keeps other tensors": sf.Env.of("cuda:sm_90", autocast=torch.bfloat16),
+        "autocast on cuda saves other tensors": sf.Env.of("cuda:sm_90", autocast=torch.bfloat16),
         "SF102 position 0 (Linear): expects its input in torch.float32": sf.Env.of("cpu", dtype=torch.float16),
         "ArithmeticError: no such numbers": sf.Env.of("cuda:sm_90"),
     }
