@@ -56,7 +56,7 @@ class GraphReport:
         what = f"{_of(len(self.regions), 'chain')} of {_of(self.operations, 'operation')}"
         text = [f"{self.name}: {what if self.regions else 'nothing converted'}"]
         text += [f"  {line}" for region in self.regions for line in _chain(region)]
-        text.append(f"  beside: {_of(self.beside, 'call')} that launch a kernel")
+        text.append(f"  outside the chains: {_of(self.beside, 'call')} that launch a kernel, as before")
         alike = Counter((left.kind, left.call, left.reason) for left in self.left)
         for (kind, call, reason), count in alike.items():
             where = next(
@@ -91,7 +91,7 @@ def _chain(region: Region) -> list[str]:
     steps = f"{_of(counted[0], 'step')} forward, {_of(counted[1], 'step')} backward"
     lines.append(f"    {steps}, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}")
     if (eager := region.launches) is not None:
-        lines.append(f"    for {_of(eager[0], 'kernel')} forward, {eager[1]} backward, that torch launches")
+        lines.append(f"    eager torch launches {_of(eager[0], 'kernel')} forward, {eager[1]} backward for them")
     return lines
 
 
