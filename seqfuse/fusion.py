@@ -121,10 +121,11 @@ class FusedOperation:
             for name in signature.extras:
                 if name not in records:
                     if not name.startswith("d_"):
-                        slots = ", ".join(s.name for s in cls.slots)
-                        raise definition_error(
-                            cls, f"bwd names {name!r}, which is no slot ({slots}) and no d_<output>", name
-                        )
+                        slots = [s.name for s in cls.slots]
+                        fault = f"bwd names {name!r}, which is no slot ({', '.join(slots)}) and no d_<output>"
+                        if name in slots:
+                            fault = f"bwd names slot {name!r}; it reads the fusion's own Saved, as saved.<field>"
+                        raise definition_error(cls, fault, "def bwd" if name in slots else name)
                     cls._place(name[2:], name, lambda op: op.outputs)
             if plain and records - set(signature.extras):
                 missing = ", ".join(sorted(records - set(signature.extras)))
@@ -186,7 +187,7 @@ class FusedOperation:
     def saves(self, env: Env) -> Savings:
         """What it saves against the operations it replaces: by default, what follows from the traffic they declare."""
         passes = {"forward": self.replaces_forward, "backward": self.replaces_backward and env.grad}
-        saved = tuple(self.saved_at()) if env.grad else ()
+        saved = () if isinstance(self, InferenceFusion) else tuple(self.saved_at())
         return gain(self.operations(), env, saved=saved, own_gemm=self.needs_measurement, **passes)
 
     def saved_at(self) -> Iterable[int]:

@@ -204,7 +204,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
                     reasons += [r.reason for r in plan.refused]
             except Exception as error:
                 reasons.append(f"no example could be planned: {type(error).__name__}: {error}")
-    return reasons[0] if reasons else "its pattern does not match its own example"
+    return reasons[0] if reasons else "its examples need to be given: it is not planned alone"
 
 
 def show(report: Report) -> None:

@@ -17,7 +17,8 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..errors import InputError
 from ..fuser.budget import MODES, Mode
-from ..fuser.sequential import Fusions
+from ..fuser.sequential import Fusions, Sequential
+from ..operation import UnfusedOperation
 from .report import GraphReport, text_of
 from .rewriting import Options, rewrite
 
@@ -112,15 +113,26 @@ class Conversion:
         for place, before in self._before:
             place._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
             if before is None:  # as it was: the class says so
-                del place._compiled_call_impl
+                del place._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
         self._before = []
 
     def __str__(self) -> str:
-        return text_of(self.graphs, self._backend.missed, undone=not self._before)
+        text = [text_of(self.graphs, self._backend.missed, undone=not self._before)]
+        text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
+        return "\n".join(text)
 
     def __repr__(self) -> str:
         undone = "" if self._before else ", undone"
         return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs{undone}>"
+
+
+def _own(model: nn.Module) -> list[str]:
+    """The outermost operations and sequences of this library in the model, each by class and path."""
+    found: dict[str, str] = {}
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
+        if isinstance(module, Sequential | UnfusedOperation) and not any(f"{path}.".startswith(f"{p}.") for p in found):
+            found[path] = f"{type(module).__name__} {path}" if path else type(module).__name__
+    return list(found.values())
 
 
 def _captured(backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -186,7 +198,7 @@ def start(
         raise InputError(f'regions must be "model" or "layers", got {regions!r}', **wrong)
     _check_then(then)
     if memory not in MODES:
-        budget = None if isinstance(memory, str) else "a budget in bytes is for a Sequential of your own"
+        budget = "a budget in bytes is for a Sequential of your own"
         raise InputError(f"memory must be one of {', '.join(MODES)}, got {memory!r}", hint=budget, **wrong)
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         if getattr(_call_impl(module), "func", None) is _guarded:

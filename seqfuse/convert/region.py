@@ -142,7 +142,8 @@ def why_not(region: Region, chain: Chain) -> str | None:
             if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
                 got = f"{result.dtype} {tuple(result.shape)}"
                 return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
-            if result.stride() != numbers(e.stride()) and any(in_place(n) for n in node.graph.nodes):
+            graph: Graph | None = getattr(node, "graph", None)  # an inner value has none
+            if result.stride() != numbers(e.stride()) and graph is not None and any(in_place(n) for n in graph.nodes):
                 return "it would lie otherwise in memory, where a tensor is changed in place"
     return None
 

@@ -77,7 +77,7 @@ class Footprint:
             return contextlib.nullcontext()
         return torch.autocast(kind, dtype, dtype is not None)
 
-    def _look(self, candidates: Sequence[Candidate], mode: Any) -> Kept:
+    def _look(self, candidates: Sequence[Candidate], mode: Any) -> Kept | str:
         def like(t: Tensor, dtype: torch.dtype) -> Tensor:
             fake: Tensor = mode.from_tensor(t.detach())
             same = fake.device == self._place and fake.dtype is dtype

@@ -125,10 +125,6 @@ def _kernel_takes(linear: MergedLinear, act: Gated, dropout: Dropout | None, env
     yield from kernel_takes_dropout(dropout)
 
 
-def _random(dropout: Dropout | None) -> bool:
-    return dropout is not None and dropout.random
-
-
 def _run(x: Tensor, linear: MergedLinear, act: Gated, dropout: Any, *, store: bool) -> tuple[Tensor, Tensor | None]:
     from ..kernels import gemm
 

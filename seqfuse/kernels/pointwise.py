@@ -555,7 +555,7 @@ def _decided(
         return torch.empty((*lead, parts * width) if x.ndim else (), dtype=of, device=x.device)
 
     # `None` stands for the operand before it.
-    given = itertools.accumulate(operands, lambda before, t: before if t is None else t)
+    given: Iterator[Tensor | None] = itertools.accumulate(operands, lambda before, t: before if t is None else t)
     wanted = iter(dtypes or [dtype] * sum(step.output is not None for step in chain.steps))
     taken: list[Tensor | None] = []
     strides: list[int] = []

@@ -40,7 +40,8 @@ class Norm(sf.UnfusedOperation):
 
     @property
     def features(self) -> tuple[int, int] | None:
-        return (self.normalized_shape[-1],) * 2 if len(self.normalized_shape) == 1 else None
+        sizes = self.normalized_shape
+        return (sizes[0], sizes[0]) if len(sizes) == 1 else None
 
     def converts(self, env: Env) -> bool:
         """Whether ATen needs x in float32: its kernels for half inputs take parameters of their dtype only."""

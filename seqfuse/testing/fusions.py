@@ -32,7 +32,7 @@ class Checked:
     skipped: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.fusion}: {self.cases} cases on {', '.join(self.lists) or 'no list'}"]
+        lines = [f"{self.fusion}: {self.cases} cases on {', '.join(self.lists) or 'no op sequence'}"]
         return "\n".join([*lines, *(f"  skipped: {what}" for what in self.skipped)])
 
 

@@ -76,7 +76,7 @@ def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree) -> None:
 
 
 def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None:
-    """Apply the rule to (fused, unfused, reference), in float32 to more than one draw where it alarms.
+    """Apply the error bound to (fused, unfused, reference), in float32 to more than one draw where it alarms.
 
     Correct kernels alarm by chance in about 1 float32 case of 150, under an offset or a heavy tail, where one rounding
     is shared by a whole row; in 16 bits only far down a chain of roundings. A fault alarms under every seed. So, where
@@ -113,7 +113,7 @@ def _by_chance(mismatch: FusedMismatch) -> set[str]:
 
 
 def judge_together(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, draws: int = 8) -> None:
-    """Apply the rule to one draw and, where it alarms, to `draws` others at once: for models of many operations.
+    """Apply the error bound to one draw and, where it alarms, to `draws` others at once: for models of many operations.
 
     There one rounding reaches whole rows: the errors of two right models are two draws of few numbers, and in most
     models one of them is somewhere more than twice the other. So the rule's `rms` and `element` are asked of means over

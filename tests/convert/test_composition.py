@@ -407,3 +407,42 @@ def test_the_rest_may_go_through_inductor():
     conversion = sf.convert(model, then="inductor")
     assert_equal(passes(model, x), wanted, 1e-5)
     assert chains(conversion)
+
+
+class WithASequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.ours = sf.Sequential(sf.ops.LayerNorm(8), sf.ops.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ours(self.first(x))
+
+
+def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone():
+    model = WithASequence()
+    conversion = sf.convert(model)
+    assert str(conversion).startswith("nothing captured yet")
+    model(X.float())
+    assert str(conversion).startswith("graph 0: 1 chain of 3 operations\n  chain: Linear, LayerNorm, Linear\n")
+    assert str(conversion).endswith("Sequential ours: traced as torch calls; its own plan and fusions are not used")
+    assert "undone" not in str(conversion) + repr(conversion)
+    conversion.undo()
+    assert str(conversion).startswith("undone; what had been converted:\ngraph 0")
+    assert repr(conversion) == "<Conversion of WithASequence, 1 graphs, undone>"
+
+
+def test_the_report_says_that_bytes_are_not_counted_under_autocast():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    conversion = sf.convert(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X.float()).sum().backward()
+    assert "; saved for backward: not counted under autocast\n" in str(conversion)
+
+
+def test_an_operation_that_runs_is_not_said_to_be_superseded():
+    model = sf.Sequential(sf.ops.LayerNorm(64), sf.ops.Linear(64, 64), memory="lean")
+    plan = model.plan(torch.zeros(32, 64))
+    used = {(step.name, step.start) for step in (*plan.forward, *plan.backward)}
+    assert ("RecomputeNorm", 0) in used
+    assert not {(refusal.fusion, refusal.at) for refusal in plan.refused} & used

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _norm
+from seqfuse.kernels import _norm, _rstd
 from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
@@ -496,14 +496,14 @@ def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
 
 MUTANTS = {
     "eps": (
-        "squares / N.to(COMPUTE) + EPS)",
-        "squares / N.to(COMPUTE))",
+        "rstd_of(squares, N.to(COMPUTE), EPS)",
+        "rstd_of(squares, N.to(COMPUTE), 0.0)",
         "layernorm",
         "zeros",
     ),
     "N - 1": (
-        "squares / N.to(COMPUTE) + EPS)",
-        "squares / (N.to(COMPUTE) - 1.0) + EPS)",
+        "rstd_of(squares, N.to(COMPUTE), EPS)",
+        "rstd_of(squares, N.to(COMPUTE) - 1.0, EPS)",
         "layernorm",
         "normal",
     ),
@@ -662,6 +662,22 @@ def test_a_wrong_kernel_is_found(
     check(CASES[case], tensors)
     with pytest.raises(AssertionError):
         check(CASES[case], tensors, changed)
+
+
+STATISTIC_MUTANTS = {
+    "eps": ("tl.math.div_rn(squares, count) + EPS)", "tl.math.div_rn(squares, count))", "zeros"),
+    "count": ("tl.math.div_rn(squares, count) + EPS)", "squares + EPS)", "normal"),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), in_dtypes(STATISTIC_MUTANTS))
+def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Callable[..., ModuleType]) -> None:
+    old, new, regime = STATISTIC_MUTANTS[name]
+    tensors = apart(drawn(CASES["layernorm"], (7,), 24, dtype, regime))
+    statistic = mutant(_rstd, old, new)
+    changed = mutant(_norm, "from ._rstd import", f"from {statistic.__name__} import")
+    with pytest.raises(AssertionError):
+        check(CASES["layernorm"], tensors, changed)
 
 
 def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
