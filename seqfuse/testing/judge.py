@@ -146,13 +146,18 @@ def _together(name: str, samples: list[Sample]) -> Iterator[Check]:
     e_f, e_u, phi = (torch.stack(t) for t in zip(*((s.e_f, s.e_u, s.phi) for s in samples), strict=True))
     r_f, r_u, r_phi = (t.square().mean((1, 2), keepdim=True).sqrt() for t in (e_f, e_u, phi))
     # The geometric mean, in which a draw counts as much as its inverse; one that is nearly exact excuses no other.
-    whole = (r_f / (1.5 * r_u + 0.6 * r_phi)).clamp_min(0.1).log().mean().exp()
+    whole = _times(r_f, 1.5 * r_u + 0.6 * r_phi).clamp_min(0.1).log().mean().exp()
     yield Check(name, "rms", whole.item(), 1.0, "the whole tensor", "mean over draws of rms(e_f) by its bound")
     unit = 6 * r_u + 0.5 * r_phi
-    p_f, p_u, p_phi = ((t / unit).square().mean(0).sqrt() for t in (e_f, e_u, phi))
-    size = p_f / (1 + 4 * p_u + 2 * p_phi)
+    p_f, p_u, p_phi = (_times(t, unit).square().mean(0).sqrt() for t in (e_f, e_u, phi))
+    size = _times(p_f, 1 + 4 * p_u + 2 * p_phi)
     where = index_of(int(size.argmax().item()), samples[0].shape)
     yield Check(name, "element", size.max().item(), 1.0, str(where), "mean over draws of |e_f| by its bound")
+
+
+def _times(errors: Tensor, bound: Tensor) -> Tensor:
+    # No error is within any bound, also within 0, as in a draw where no element is finite.
+    return torch.where(errors == 0, torch.zeros_like(errors), errors / bound)
 
 
 def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) -> None:
@@ -189,7 +194,7 @@ def assert_reads_records(back: Pass, parameters: Mapping[str, tuple[nn.Module, s
                 dx, grads = kind.bwd(back.owner, *back.args, **back.kwargs)
             assert_bitwise_equal({"x": dx, **grads}, {"x": back.out[0], **back.out[1]})
         except AssertionError:
-            message = f"bwd reads the parameter {name!r} of its module, which may have changed; read it from the record"
+            message = f"bwd reads the parameter {name!r} of its module, which may have changed; read it from `saved`"
             raise AssertionError(message) from None
         finally:
             held[attribute] = own

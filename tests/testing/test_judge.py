@@ -110,6 +110,16 @@ def test_tensors_without_elements_are_passed_over():
     assert right.draws == 9
 
 
+def test_tensors_that_are_nowhere_finite_or_have_no_error_are_right():
+    right = Deep(lambda draw, f, r: f[1, 2].add_(draw == 0))
+
+    def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
+        return tuple({**side, "nan": side["y"] * math.nan, "zero": side["y"] * 0} for side in right(seed))
+
+    judge_together(measure, 0)
+    assert right.draws == 9
+
+
 def test_faults_of_a_deep_model_are_found():
     def twice(draw: int, f: Tensor, r: Tensor) -> None:
         f.copy_(r + 2.5 * (f - r))

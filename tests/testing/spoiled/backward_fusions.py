@@ -50,7 +50,7 @@ class ForgetsDx(EditsGradients):
         return None, grads
 
 
-@caught("bwd reads the parameter 'linear.weight' of its module, which may have changed; read it from the record")
+@caught("bwd reads the parameter 'linear.weight' of its module, which may have changed; read it from `saved`")
 class ReadsTheWeightOfTheModule(EditsGradients):
     def edit(self, dx, grads, dy, linear, needs):
         return dy @ self.linear.weight if "x" in needs else None, grads

@@ -243,7 +243,7 @@ class WidensDx(Affine):
         return None if dx is None else dx.double(), grads
 
 
-@caught("bwd reads the parameter 'weight' of its module, which may have changed; read it from the record")
+@caught("bwd reads the parameter 'weight' of its module, which may have changed; read it from `saved`")
 class ReadsTheWeightOfTheModule(Affine):
     class Saved(sf.Saved):
         x: Tensor = sf.field(for_="weight")
