@@ -102,7 +102,7 @@ def may_fall_back(segment: Segment, step: Step, error: Exception, tensor: Any, a
         error.operation, error.position = error.operation or step.name, step.start
         raise error
     if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
-        raise PluginError(f"fwd built a wrong record: {error}", code="SF302", **where) from error
+        raise PluginError(f"fwd built a wrong Saved: {error}", code="SF302", **where) from error
     if isinstance(error, torch.AcceleratorError):
         message = f"the device reported {error}; its state is lost and nothing can run after it"
         raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error

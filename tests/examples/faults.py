@@ -79,7 +79,7 @@ def train(fusion: type[sf.FusedOperation]) -> sf.Plan:
 
 DEFINED, PLANNED, RUN, CHECKED, LOADED = (
     "where the class is defined",
-    "when a list is planned",
+    "when a sequence is planned",
     "when a pass runs",
     "in the test kit",
     "when it is loaded",
@@ -149,7 +149,7 @@ def _() -> str:
     return f"not applied: {refusal.reason}"
 
 
-@fault(RUN, "a record of another shape")
+@fault(RUN, "saved tensors of another shape")
 def _() -> None:
     class Odd(BiasReLU):
         def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, sf.Saved]]:
@@ -159,7 +159,7 @@ def _() -> None:
     train(Odd)
 
 
-@fault(RUN, "no record of a slot")
+@fault(RUN, "no saved tensors of a slot")
 def _() -> None:
     class Odd(BiasReLU):
         def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, sf.Saved]]:
