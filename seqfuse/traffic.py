@@ -81,12 +81,12 @@ def _gain(
         same.append(i + 1 if ahead[i].x or ahead[i].y else same[i])
     entering, kept = {same[i] for i in gemms}, {same[i] for i in saved}
     kernels = steps = moved = flops = 0.0
-    if forward:
+    if forward and any(t.launches for t in ahead):  # fused, tensors that are handed on are handed on, too
         between = entering | kept | {same[i] for i in range(last) if kinds[i].outputs}
         own = [0, last, *(between - {0, same[-1]}), *(entering - {0})]
         kernels -= (len(gemms) or 1) + bool(gemms and same[gemms[0]])
         moved -= sum(widths[i] for i in own)
-    if back:
+    if any(t.launches for t in back):
         # Where dx is dy, both are one tensor.
         d = [last] * (last + 1)
         for i in reversed(range(last)):

@@ -186,8 +186,8 @@ def test_saved_tensor_hooks_see_every_saved_tensor(fusions: Any):
     torch.manual_seed(1)
     with graph.saved_tensors_hooks(pack, unpack):
         y = model(x)
-    held = Reachable(vars(y.grad_fn)).found
-    assert held == [], "the node itself holds no tensor"
+    held = [t for t in Reachable(vars(y.grad_fn)).found if not isinstance(t, nn.Parameter)]
+    assert held == [], "the node itself holds no tensor but parameters, as the nodes of their gradients do"
     count = len(packed)
     assert count >= 5
     found = torch.autograd.grad(y, leaves, dy)

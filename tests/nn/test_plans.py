@@ -98,7 +98,8 @@ def test_a_converted_model_has_the_same_fusions(kind: str):
     gated = kind == "llama"
     # The sum at the end of each block is in a product's epilogue, or with the norm behind it.
     assert plan.count("LinearBiasDropoutAdd") + plan.count("BlockBoundary") == 6
-    assert plan.count("BlockBoundary") == (0 if gated else 3)
+    # Without a bias an epilogue saves no kernel, and the vendor's GEMM is taken to be faster.
+    assert plan.count("BlockBoundary") == (2 if gated else 3)
     assert plan.count("LinearBiasActivation") == 3
     # Behind an embedding a Dropout stands by itself, and is one kernel.
     assert_backward_is_fused(plan, 3, norms=7, alone="" if gated else "Dropout")

@@ -161,6 +161,7 @@ VIEWS = (
     "slice",
     "unsqueeze",
     "split",
+    "split_with_sizes",
     "empty",
     "empty_like",
     "new_empty",
