@@ -40,6 +40,9 @@ class NormActivation(ForwardFusion):
         cast = self.act.reads == "output" and env.leaving is not env.dtype
         yield not cast, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
 
+    def saved_at(self) -> tuple[int, ...]:
+        return (0,)  # and y: the norm's result is never written
+
     def saves(self, env: Env) -> Savings:
         if not env.grad or self.act.reads == "output":
             return super().saves(env)
