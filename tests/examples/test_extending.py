@@ -40,7 +40,7 @@ def test_an_activation_and_a_fusion_are_as_short_as_they_are_said_to_be() -> Non
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
 def test_without_a_device_the_fusion_is_planned_for_one_and_refused_here(tmp_path: Path) -> None:
     lines = run(str(FUSION), folder=tmp_path, warned="check_fusion ran nothing of ", PYTHONPATH=str(ROOT))
-    assert "ScaleTanhScale: 0 cases on no list" in lines
+    assert "ScaleTanhScale: 0 cases on no op sequence" in lines
     assert "On cpu bfloat16, up to 16 tokens: 0 ScaleTanhScale" in lines
     assert lines[-1] == "not applied: needs a Triton device"
     assert_planned(lines)
