@@ -145,12 +145,16 @@ class _Scratch(NamedTuple):
     size: int
 
 
-class _Writer:
-    """A function's source and the objects in it."""
+def _asked(size: int, alignment: int, stream: int | None) -> _Scratch:
+    """Stands for Triton's allocator while a launch is recorded."""
+    return _Scratch(size)
 
-    def __init__(self, given: list[Tensor], made: list[Tensor]) -> None:
-        self.lines: list[str] = []
-        self.objects: dict[str, Any] = {}
+
+class _Writer:
+    """Writes into `source` what makes tensors and hands them on."""
+
+    def __init__(self, source: Source, given: list[Tensor], made: list[Tensor]) -> None:
+        self._source = source
         self._names = itertools.count()
         self._addresses = {t.data_ptr(): f"at{i}" for i, t in enumerate(given)}
         self._given = given
@@ -159,18 +163,14 @@ class _Writer:
 
     def constant(self, value: Any) -> str:
         """The name of an object."""
-        if value is None:
-            return "None"
-        name = f"k{next(self._names)}"
-        self.objects[name] = value
-        return name
+        return "None" if value is None else self._source.put(value)
 
     def make(self, shape: Sequence[int], dtype: torch.dtype) -> str:
         """Make a tensor; its name."""
         name = f"new{next(self._names)}"
         sizes = tuple(shape)
         strides = tuple(math.prod(max(1, n) for n in sizes[i + 1 :]) for i in range(len(sizes)))
-        self.lines.append(f"{name} = empty({', '.join(map(self.constant, (sizes, strides, dtype)))})")
+        self._source.add(f"{name} = empty({', '.join(map(self.constant, (sizes, strides, dtype)))})")
         return name
 
     def results(self, leaves: Sequence[Any]) -> list[str]:
@@ -190,7 +190,7 @@ class _Writer:
             names.append(str(at))
         for at, t in self._made.items():
             self._fresh[at] = self.make(shapes.get(at, t.shape), t.dtype)
-            self.lines.append(f"at_{self._fresh[at]} = {self._fresh[at]}.data_ptr()")
+            self._source.add(f"at_{self._fresh[at]} = {self._fresh[at]}.data_ptr()")
         return [self._fresh[int(name)] if name.isdigit() else name for name in names]
 
     def _address(self, tensor: Tensor) -> str:
@@ -229,26 +229,16 @@ class _Writer:
 def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any) -> Callable[..., Any] | None:
     """A function of the given tensors that makes what was made and launches what was launched."""
     empty = getattr(_guards, f"_empty_strided_{given[0].device.type}", None)
-    writer = _Writer(given, recording.made)
-    several = isinstance(result, (tuple, list))
-    try:
-        names = writer.results(list(result) if several else [result])
-        for entry, grid, args in recording.launches:
-            launch, handed = _handed(entry, grid, args)
-            if launch is entry[0].run and recording.scratch:
-                writer.lines.append("allow_scratch()")
-            writer.lines.append(f"{writer.constant(launch)}(*{writer.tuple(handed)})")
-    except _Unknown:
-        return None
     if empty is None:
         return None
-    text = f"({', '.join(names)},)" if several else names[0]
-    if type(result) is list:
-        text = f"[{', '.join(names)}]"
-    elif several and type(result) is not tuple:  # a named tuple
-        text = f"named({writer.constant(type(result))}, {text})"
-    addresses = [f"at{i}" for i in range(len(given))]
     source = Source("again", ", ".join(f"t{i}" for i in range(len(given))))
+    source.constants |= {
+        "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": _runtime,
+        "listening": _launch._ENTER, "leaving": _launch._LEAVE, "MISS": _MISS,
+        "named": tuple.__new__, "allow_scratch": _launch.allow_scratch,
+        "alive": (alive, [entry for entry, _, _ in recording.launches]),
+    }  # fmt: skip
+    addresses = [f"at{i}" for i in range(len(given))]
     source.add(
         *(f"{at} = t{i}.data_ptr()" for i, at in enumerate(addresses)),
         f"if ({' | '.join(addresses)}) & 15 or C._cuda_getDevice() != device or listening.calls or leaving.calls:",
@@ -256,15 +246,25 @@ def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any
         "if hooks.launch_enter_hook is not listening or hooks.launch_exit_hook is not leaving:",
         "    return MISS",
         "stream = C._cuda_getCurrentRawStream(device)",
-        *writer.lines,
-        f"return {text}",
     )
-    source.constants |= {
-        **writer.objects, "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": _runtime,
-        "listening": _launch._ENTER, "leaving": _launch._LEAVE, "MISS": _MISS,
-        "named": tuple.__new__, "allow_scratch": _launch.allow_scratch,
-        "alive": (alive, [entry for entry, _, _ in recording.launches]),
-    }  # fmt: skip
+    writer = _Writer(source, given, recording.made)
+    several = isinstance(result, (tuple, list))
+    try:
+        names = writer.results(list(result) if several else [result])
+        for entry, grid, args in recording.launches:
+            launch, handed = _handed(entry, grid, args)
+            if launch is entry[0].run and recording.scratch:
+                source.add("allow_scratch()")
+            tensors = writer.tuple(handed)
+            source.add(f"{source.put(launch)}(*{tensors})")
+    except _Unknown:
+        return None
+    text = f"({', '.join(names)},)" if several else names[0]
+    if type(result) is list:
+        text = f"[{', '.join(names)}]"
+    elif several and type(result) is not tuple:  # a named tuple
+        text = f"named({source.put(type(result))}, {text})"
+    source.add(f"return {text}")
     return source.define()
 
 
@@ -282,8 +282,7 @@ def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[A
         return launcher, taken
     handed: list[tuple[Any, ...]] = []
     state["launch"] = lambda *all_of_it: handed.append(all_of_it)
-    asked: Any = lambda size, alignment, stream: _Scratch(size)  # noqa: E731
-    token = _allocation._allocator.set(asked)
+    token = _allocation._allocator.set(cast(Any, _asked))
     try:
         type(launcher).__call__(SimpleNamespace(**state), *taken)
     finally:
