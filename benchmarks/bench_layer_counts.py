@@ -1,7 +1,6 @@
 """Kernel launches and bytes saved by one layer of six models: of Hugging Face's in eager torch, and as it is planned.
 
-Nothing is run but on tensors without data, in bfloat16, planned for an H100 (sm_90) where nothing was measured. An ATen
-call counts as one launch where it is no view and no allocation, and so does a Triton kernel. Writes
+Nothing is run but on tensors without data, in bfloat16, planned for an H100 (sm_90) where nothing was measured. Writes
 `results/layer_counts.json`, of which README's picture and docs/gallery.md are drawn.
 """
 
@@ -15,29 +14,24 @@ import contextlib
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
+from launch_counts import CONVERTS, FREE, Launches, counting
 from record import ROOT, write
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
-from seqfuse import env, ops
+from seqfuse import env
 from seqfuse.fuser.fake import faking
-from seqfuse.kernels import _columns, _norm, gemm, pointwise, rope
-from seqfuse.ops import _attention, rmsnorm
+from seqfuse.ops import _attention
 
 sys.path[:0] = [str(ROOT / "examples")]
 models: Any = importlib.import_module("models")
 DTYPE = torch.bfloat16
-FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
-FREE |= {"squeeze_", "promote_types"}
-# Norms of a CPU convert their statistics; a GPU makes none of these, and neither do other operations here.
-CONVERTS = {"_to_copy"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,37 +58,6 @@ MODELS = (
     Model("Qwen3 0.6B", "qwen3_06b", "qwen3", "Qwen3DecoderLayer", QWEN | {"head_dim": 128}, (8, 1024, 1024), 128),
     Model("Gemma 3 1B", "gemma3_1b", "gemma3", "Gemma3DecoderLayer", GEMMA | {"head_dim": 256}, (8, 1024, 1152), 256),
 )
-
-
-class Launches(TorchDispatchMode):
-    """Launches while it is on, each with whatever `who` is then."""
-
-    def __init__(self, who: Callable[[], Any], free: set[str] = FREE) -> None:
-        super().__init__()
-        self.who, self.free, self.paused, self.found = who, free, False, list[Any]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        room, _, name = func._schema.name.partition("::")
-        if room == "aten" and not self.paused and not func.is_view and name not in self.free:
-            # Torch makes a norm's dx by one kernel and its sums over rows by another.
-            self.found += [self.who()] * (2 if name == "native_layer_norm_backward" else 1)
-        return func(*args, **(kwargs or {}))
-
-    def launch(self, kernel: Any, grid: int, *rest: Any, **options: Any) -> None:
-        self.found += [self.who()] * (grid > 0)
-
-    def as_one(self, function: Any, launches: int) -> Any:
-        """What a GPU makes by so many launches, where a CPU makes many calls of it."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.paused = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.paused = False
-                self.found += [self.who()] * launches
-
-        return run
 
 
 def eager(model: Model) -> dict[str, Any]:
@@ -129,7 +92,7 @@ def eager(model: Model) -> dict[str, Any]:
         x = torch.empty(model.x, requires_grad=True)
         angles = () if model.head is None else (torch.empty(1, model.x[1], model.head) for _ in "cs")
         how = {} if model.head is None else {"position_embeddings": tuple(angles)}
-        first, second = Launches(ahead), Launches(back)
+        first, second = Launches(FREE, ahead), Launches(FREE, back)
         with first, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = layer(x, **how)
         y = y[0] if isinstance(y, tuple) else y
@@ -171,12 +134,14 @@ def planned(model: Model) -> dict[str, Any]:
         fuser = layer._fuser
         with faking() as mode, contextlib.ExitStack() as stack:
             leaf = mode.from_tensor(torch.empty(model.x, dtype=DTYPE)).requires_grad_()
-            first, second = (Launches(lambda: current[0], FREE | CONVERTS) for _ in passes)
+            first, second = (Launches(FREE | CONVERTS, lambda: current[0]) for _ in passes)
+            # The kernel of torch on a GPU is one launch, with a sliding window too.
+            stack.enter_context(mock.patch.object(_attention.Scores, "kernel", return_value="cpu"))
             _tell(stack, plan.forward, "fwd", current)
             _tell(stack, plan.backward[::-1], "bwd", current)
-            with as_on_a_gpu(first):
+            with counting(first):
                 y = fuser.run(fuser.op_list(), leaf, {})
-            with as_on_a_gpu(second):
+            with counting(second):
                 torch.autograd.grad(y, [leaf, *layer.parameters()], torch.empty_like(y))
     steps = {pass_: [(s.name, s.start, s.stop) for s in getattr(plan, pass_)] for pass_ in passes}
     return {"forward": first.found, "backward": second.found, "saved": saved, "steps": steps,
@@ -201,24 +166,6 @@ def _tell(stack: contextlib.ExitStack, steps: Sequence[Any], name: str, current:
                 current[0] = None
 
         stack.enter_context(mock.patch.object(kind, name, run))
-
-
-@contextlib.contextmanager
-def as_on_a_gpu(counted: Launches) -> Iterator[None]:
-    """Counts launches of Triton kernels too, none of which is made, attention and RMSNorm as torch runs them there."""
-    with contextlib.ExitStack() as stack:
-        for module in (gemm, pointwise, _norm, _columns, rope):
-            for name, other in (("launch", counted.launch), ("traced", mock.Mock(return_value=False))):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, other))
-        for module, name, count in (
-            (rmsnorm, "fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "_frequencies", 0),
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(module, name, counted.as_one(getattr(module, name), count)))
-        # The kernel of torch on a GPU is one launch, with a sliding window too.
-        stack.enter_context(mock.patch.object(_attention.Scores, "kernel", return_value="cpu"))
-        stack.enter_context(counted)
-        yield
 
 
 @contextlib.contextmanager

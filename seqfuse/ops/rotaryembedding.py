@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from .. import operation as sf
 from ..env import Env
@@ -276,5 +277,6 @@ def _cos_sin(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]
 
 @functools.lru_cache(8)
 def _angles_of_rows(rows: int, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):  # who trains reads them, too
-        return _cos_sin(torch.arange(rows).to(dtype), size, base)
+    # Kept for every later caller: plain tensors of the CPU, whatever is set around the first one.
+    with torch.inference_mode(False), _disable_current_modes():
+        return _cos_sin(torch.arange(rows, dtype=dtype, device="cpu"), size, base)

@@ -107,6 +107,14 @@ def test_angles_that_were_kept_in_inference_mode_train():
     torch.testing.assert_close(x.grad, wanted.grad)
 
 
+def test_angles_that_were_kept_under_another_default_device_are_those_of_the_input():
+    op = ops.RotaryEmbedding(2, 1, style="half", base=321.0)
+    x = seeded_randn((2, 5, 4 * 8), 0)
+    with torch.device("meta"):
+        sf.Sequential(op)(x)
+    torch.testing.assert_close(sf.Sequential(op)(x), op.reference(x))
+
+
 def test_only_wanted_gradients_of_angles_keep_the_input():
     op = ops.RotaryEmbedding(3, 2, style="half", cos="cos", sin="sin")
     x, angles = seeded_randn((5, 7 * 8), 0), {"cos": torch.ones(5, 8), "sin": torch.ones(5, 8)}

@@ -1,7 +1,6 @@
 """Kernels launched by a forward and a backward pass, counted on tensors without data, for the table of docs/kernels.md.
 
-A Triton kernel counts where it would be launched, an ATen call where it is no view and not mere allocation. Rewrite the
-table with  TRITON_INTERPRET=1 .venv/bin/python -m tests.fusions.triton.launches
+Rewrite the table with  TRITON_INTERPRET=1 .venv/bin/python -m tests.fusions.triton.launches
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
+from benchmarks.launch_counts import CONVERTS, FREE, Launches, counting
 from seqfuse import env, ops
 from seqfuse.fuser.fake import faking
 from seqfuse.inference import KVCache
 from seqfuse.nn import TransformerLayer
-from seqfuse.ops import _attention, rmsnorm
+from seqfuse.ops import _attention
 from tests.fusions.triton.eager import Eager
 
 UNMEASURED = tuple(fusion for fusion in sf.fusions.default if fusion.needs_measurement)
@@ -33,62 +32,7 @@ TABLE = re.compile(r"(?<=<!-- drawn by tests/fusions/triton/launches.py -->\n).*
 LAYER_TABLE = re.compile(
     r"(?<=<!-- layers drawn by tests/fusions/triton/launches.py -->\n).*?(?=<!-- end of layers -->)", re.DOTALL
 )
-# Views, allocations, questions of dtypes; and conversions: with bfloat16 parameters a GPU makes none, where a CPU keeps
-# the norms' float32 statistics by them.
-_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
-_FREE |= {"squeeze_", "promote_types", "_to_copy"}
-
-
-class Counted(TorchDispatchMode):
-    """Counts while it is on."""
-
-    launches = 0
-    paused = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        room, _, name = func._schema.name.partition("::")
-        # Torch makes a norm's dx by one kernel and its sums over rows by another.
-        kernels = 2 if name == "native_layer_norm_backward" else 1
-        counts = not self.paused and room == "aten" and not func.is_view and name not in _FREE
-        self.launches += kernels if counts else 0
-        return func(*args, **(kwargs or {}))
-
-    def as_one(self, function: Any, launches: int) -> Any:
-        """What a GPU makes by so many launches, where a CPU makes many calls of it."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.paused = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.paused = False
-                self.launches += launches
-
-        return run
-
-    def launch(self, kernel: Any, grid: int, *rest: Any, **options: Any) -> None:
-        self.launches += grid > 0
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[Counted]:
-    """Counts the launches of Triton kernels as well, none of which is made."""
-    from seqfuse.kernels import _columns, _norm, attention, decode, gemm, pointwise, rope
-
-    with contextlib.ExitStack() as stack:
-        counted = Counted()
-        for module in (gemm, pointwise, _norm, _columns, rope, attention, decode):
-            if hasattr(module, "launch"):
-                stack.enter_context(mock.patch.object(module, "launch", counted.launch))
-            if hasattr(module, "traced"):  # what has no memory would else call operators
-                stack.enter_context(mock.patch.object(module, "traced", return_value=False))
-        # Of a norm as of `native_layer_norm`; angles of one position are made once for each device.
-        for module, name, count in (
-            (rmsnorm, "fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "_frequencies", 0),
-        ):  # fmt: skip
-            stack.enter_context(mock.patch.object(module, name, counted.as_one(getattr(module, name), count)))
-        stack.enter_context(counted)
-        yield counted
+_FREE = FREE | CONVERTS
 
 
 def launches(model: sf.Sequential, x: torch.Tensor) -> tuple[int, int]:
@@ -97,26 +41,26 @@ def launches(model: sf.Sequential, x: torch.Tensor) -> tuple[int, int]:
     with faking() as mode:
         leaf = mode.from_tensor(x).requires_grad_()
         dy = torch.empty_like(leaf)
-        with counting() as ahead:
+        with counting(Launches(_FREE)) as ahead:
             y = fuser.run(fuser.op_list(), leaf, {})
-        with counting() as back:
+        with counting(Launches(_FREE)) as back:
             torch.autograd.grad(y, [leaf, *model.parameters()], dy)
-    return ahead.launches, back.launches
+    return len(ahead.found), len(back.found)
 
 
 def eager_launches(run: Callable[[Eager, torch.Tensor], torch.Tensor], x: torch.Tensor, **how: Any) -> tuple[int, int]:
     """Launches of the forward and of the backward pass of what is written in torch."""
-    ahead, back = Counted(), Counted()
+    ahead, back = Launches(_FREE), Launches(_FREE)
     own = Eager(ahead.as_one, back.as_one, **how)
     with faking() as mode:
         leaf = mode.from_tensor(x).requires_grad_()
         run(own, leaf)  # makes the parameters
-        ahead.launches = 0
+        ahead.found.clear()
         with ahead:
             y = run(own, leaf)
         with back:
             torch.autograd.grad(y, [leaf, *own.parameters.values()], torch.empty_like(y))
-    return ahead.launches, back.launches
+    return len(ahead.found), len(back.found)
 
 
 def block(act: type[sf.UnfusedOperation]) -> ops.Residual:
@@ -179,9 +123,9 @@ def step(name: str) -> int:
     x = torch.randn(2, 1, 128, dtype=torch.bfloat16)
     with contextlib.ExitStack() as stack:
         for _ in range(2):  # the first makes the cache
-            counted = stack.enter_context(counting())
+            counted = stack.enter_context(counting(Launches(_FREE)))
             cache.feed(model, x)
-    return counted.launches
+    return len(counted.found)
 
 
 def eager_of(name: str, width: int) -> dict[str, Any]:
@@ -200,16 +144,16 @@ def eager_of(name: str, width: int) -> dict[str, Any]:
 
 def eager_step(name: str) -> int:
     """Launches of a step of decoding in torch, over a cache made before."""
-    counted = Counted()
+    counted = Launches(_FREE)
     own = Eager(counted.as_one, counted.as_one, **eager_of(name, 128))
     x = torch.empty(2, 1, 128, dtype=torch.bfloat16)
     cache = [torch.empty(2, 64, own.kv_heads, own.size, dtype=torch.bfloat16) for _ in "kv"]
     with torch.no_grad():
         own.layer(x, cache)
-        counted.launches = 0
+        counted.found.clear()
         with counted:
             own.layer(x, cache)
-    return counted.launches
+    return len(counted.found)
 
 
 def layer_rows() -> Iterator[tuple[str, list[int]]]:
