@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]  # a script finds its own folder alone
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder alone
 
-from docs.picture import Picture  # noqa: E402
+from docs.picture import Picture
 
 OURS, OTHERS = "forward", ("plain", "backward", "joint", "inference")
 LEFT, WIDE = 200.0, 540.0

@@ -105,7 +105,7 @@ def layer() -> str:
         p.text(right, top + 26, "kernel launches", "small soft")
         bars = (("eager", "plain", ""),)
         if side is planned:
-            bars = (("save", "forward", ""), ("lean", "backward", 'with memory="lean"'))
+            bars = (("save", "save", ""), ("lean", "lean", 'with memory="lean"'))
         for i, (choice, color, how) in enumerate(bars):
             y = top + 42 + 38 * i
             p.box(right, y, 122 * saved[choice] / saved["eager"], 9, color)
@@ -125,7 +125,7 @@ def layer_narrow() -> str:
     p.text(16, 50, f"Llama 3 8B, {row['x'][0] * row['x'][1]:,} tokens, bfloat16, forward and backward.", "small soft")
     p.text(16, 66, "Counted from the plan for an H100, not measured.", "small soft")
     names = "Hugging Face, eager PyTorch", "seqfuse", 'seqfuse, memory="lean"'
-    kinds = "plain", "forward", "backward"
+    kinds = "plain", "save", "lean"
     y = 92.0
     for title, values, form in (("kernel launches", launches, "{:,}"), ("saved for backward", saved, "{:,.0f} MiB")):
         p.text(16, y, title, "word bold")
@@ -211,12 +211,8 @@ def memory() -> str:
     rows = json.loads((RESULTS / "memory.json").read_text())["memory"]
     shown = {"llama3-8b": "Llama 3 8B", "gpt2-xl": "GPT-2 XL"}
     names = {"eager": ("PyTorch, eager", "plain")}
-    for name, choice, kind in (
-        ("", "save", "forward"),
-        (" balanced", "balanced", "joint"),
-        (" lean", "lean", "backward"),
-    ):
-        names[f"seqfuse{name}"] = f'memory="{choice}"', kind
+    for name, choice in (("", "save"), (" balanced", "balanced"), (" lean", "lean")):
+        names[f"seqfuse{name}"] = f'memory="{choice}"', choice
     least = {row["model"]: row["kept"]["seqfuse lean"] / row["kept"]["eager"] for row in rows}
     p = Picture(840, 336, "Bytes that a feed-forward block saves for backward: PyTorch and the three choices of memory")
     low, high = (f"{f(least[model] for model in shown):.0%}" for f in (min, max))
@@ -252,7 +248,7 @@ def whole(make: str) -> str:
     sys.path[:0] = [str(HERE.parent / "examples")]
     import models
 
-    x = torch.empty(counts(make)["x"], dtype=torch.bfloat16, device="meta", requires_grad=True)
+    x = torch.empty(counts(make)["x"], dtype=torch.bfloat16, device="meta")  # as that of the command beside it
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=x.shape[0] * x.shape[1])
     return getattr(models, make)().bfloat16().plan(x, env=env).svg()
 

@@ -18,7 +18,7 @@ from ..pointwise import Gated, Pointwise
 from ..saved import Saved as Record
 from .cases import HUGE, Case, Specimen, cases
 from .interpreter import as_on_a_gpu
-from .judge import assert_stays_finite, judge, saying
+from .judge import assert_stays_finite, judge, met, saying
 from .numerics import assert_fused_close
 from .probe import Probe
 from .structure import index_of
@@ -87,9 +87,9 @@ def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequenc
                 continue  # what a kernel does with memory is not the activation's
             with saying(f"value and derivative, {case}"), as_on_a_gpu():
                 if case.regime == HUGE or case.dy_infinite:
-                    assert_stays_finite(*probe.measure(case, seed))
+                    assert_stays_finite(*probe.measure(case, seed), met(case))
                 else:
-                    judge(functools.partial(probe.measure, case), seed)
+                    judge(functools.partial(probe.measure, case), seed, met(case))
     return None
 
 

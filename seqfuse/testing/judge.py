@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PluginError
-from .cases import Outcome
+from ..saved import Saved
+from .cases import HUGE, Case, Outcome
 from .numerics import Check, FusedMismatch, Report, Sample, assert_fused_close
-from .observe import Pass
+from .observe import Pass, leaves
 from .structure import Tree, assert_bitwise_equal, assert_distinct_storages, index_of, named_tensors, share_storage
 
 
@@ -58,10 +59,28 @@ def _of_the_kit(error: AssertionError) -> bool:
     return at is not None and at.tb_frame.f_globals.get("__package__") == __package__
 
 
-def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree) -> None:
+_MET = {
+    "one_nan": "x holds a NaN here: pass it on where the reference and its gradient do; comparisons with NaN are false",
+    "one_inf": "x holds an Inf here, and 0 * Inf, Inf - Inf and Inf / Inf are NaN: give what the reference and its "
+    "gradient give",
+    HUGE: "x is near the end of the range of its dtype here: squares and sums overflow in it, and Inf - Inf is NaN",
+}
+_DY_MET = (
+    "every dy is Inf here, and Inf * 0 is NaN: where the gradient of the reference is 0 whatever dy is, state "
+    "derivative(dy, t) and select, as in tl.where(t > 0, dy, 0.0)"
+)
+
+
+def met(case: Case) -> str:
+    """The line that says which NaN or Inf a case brings, and what to do about it; empty where it brings none."""
+    text = _DY_MET if case.dy_infinite else _MET.get(case.regime, "")
+    return f"\n  ({text})" if text else ""
+
+
+def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree, note: str = "") -> None:
     """No element is lost to Inf or NaN that the operations and float64 keep finite; the other way round is allowed.
 
-    Raises AssertionError naming tensor and index.
+    Raises AssertionError naming tensor and index, with `note` behind it.
     """
     f, u, r = (dict(named_tensors(tree)) for tree in (fused, unfused, reference))
     for name, mine in f.items():
@@ -71,11 +90,11 @@ def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree) -> None:
             if bool(lost.any()):
                 at = index_of(int(lost.flatten().int().argmax().item()), tuple(lost.shape))
                 raise AssertionError(
-                    f"{name}: {mine[at].item()} at {at}, where the operations give {own[at].item():.4g}"
+                    f"{name}: {mine[at].item()} at {at}, where the operations give {own[at].item():.4g}{note}"
                 )
 
 
-def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None:
+def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, note: str = "") -> None:
     """Apply the error bound to (fused, unfused, reference), in float32 to more than one draw where it alarms.
 
     Correct kernels alarm by chance in about 1 float32 case of 150, under an offset or a heavy tail, where one rounding
@@ -83,7 +102,7 @@ def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None:
     the only failures are parts other than structure in float32, two more seeds are drawn, and it is an error if the
     same tensor fails again in either of them.
 
-    Raises FusedMismatch.
+    Raises FusedMismatch, with `note` behind it where a NaN or an Inf differs.
     """
     first = _mismatch(*measure(seed))
     if first is None:
@@ -95,7 +114,7 @@ def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None:
             if again is not None and (failed & {c.tensor for c in again.report.failures} or not _by_chance(again)):
                 raise again
         return
-    raise first
+    raise FusedMismatch(first.report, note=note) if note and first.report.not_finite else first
 
 
 def _mismatch(fused: Tree, unfused: Tree, reference: Tree) -> FusedMismatch | None:
@@ -175,6 +194,25 @@ def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) 
         if g is not None and g.numel() and name not in needs and not any(share_storage(g, t) for t in free):
             message = f"bwd gives a gradient of {name!r}, which is not needed; ask `needs` and skip its work"
             raise AssertionError(message)
+
+
+def assert_saves_parameters(saved: Saved, parameters: Mapping[str, tuple[nn.Module, str]], *, views: bool) -> None:
+    """A parameter is saved as itself, or as a view of it where `views` says so.
+
+    A copy would not be seen to change between the passes, and is memory beside it. Raises AssertionError naming the
+    field and the parameter.
+    """
+    for field, value in leaves("", saved):
+        for name, (owner, attribute) in parameters.items():
+            own: Tensor = getattr(owner, attribute)
+            if value is own or (views and share_storage(value, own)) or own.numel() < 2:
+                continue
+            alike = value.dtype is own.dtype and (
+                value.shape == own.shape if not views else value.numel() == own.numel()
+            )
+            if alike and torch.equal(*(t.detach().flatten().sort().values for t in (value, own))):
+                of = "not a copy of it: save the parameter itself" if views else "not a copy or a view of it"
+                raise AssertionError(f"field {field[1:]!r} must be the parameter {name!r} itself, {of}")
 
 
 def assert_reads_records(back: Pass, parameters: Mapping[str, tuple[nn.Module, str]]) -> None:

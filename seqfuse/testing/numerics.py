@@ -61,6 +61,11 @@ class Report:
         return tuple(check for check in self.checks if not check.holds)
 
     @property
+    def not_finite(self) -> bool:
+        """Whether a NaN or an Inf is among the failures."""
+        return any(check.what.startswith("NaN or Inf") for check in self.failures)
+
+    @property
     def worst(self) -> Check | None:
         return max(
             self.checks, key=lambda c: c.measured / c.bound if c.bound > 0 else float(c.measured > 0), default=None

@@ -176,16 +176,17 @@ def _named(owner: Any, modules: Iterable[nn.Module]) -> Iterator[tuple[str, obje
 def _tensors_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     positional = zip(("x",) if name == "fwd" else ("dy", "saved"), args, strict=False)
     for key, value in (*positional, *kwargs.items()):
-        yield from _leaves(key, value)
+        yield from leaves(key, value)
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an argument or of what was saved, by name: `saved.x`, `saved.acts[1]`."""
     if isinstance(value, Tensor):
         yield key, value
     elif isinstance(value, Saved):
         for field in value.fields:
             if field in vars(value):
-                yield from _leaves(f"{key}.{field}", vars(value)[field])
+                yield from leaves(f"{key}.{field}", vars(value)[field])
     elif isinstance(value, tuple):
         for i, inner in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-            yield from _leaves(f"{key}[{i}]", inner)
+            yield from leaves(f"{key}[{i}]", inner)

@@ -12,14 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..fuser.flatten import Node
 from ..fuser.wants import Wants
 from ..operation import UnfusedOperation
 from ..saved import Saved, packing
 from .arguments import check_arguments
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
 from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
-from .judge import assert_only_wanted, assert_own_memory, assert_reads_records, assert_stays_finite, judge, saying
+from .judge import (
+    assert_only_wanted,
+    assert_own_memory,
+    assert_reads_records,
+    assert_saves_parameters,
+    assert_stays_finite,
+    judge,
+    met,
+    saying,
+)
 from .numerics import FusedMismatch
 from .observe import Observer, Pass
 from .structure import Tree, assert_bitwise_equal
@@ -162,19 +170,20 @@ def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
 
     with saying(f"{name}, {case}"):
         if case.regime == HUGE:
-            assert_stays_finite(*measure(specimen.seed))
+            assert_stays_finite(*measure(specimen.seed), met(case))
         else:
-            _judge(measure, specimen.seed)
+            _judge(measure, specimen.seed, met(case))
 
 
-def _judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int) -> None:
+def _judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, note: str) -> None:
     try:
         judge(measure, seed)
     except FusedMismatch as mismatch:
         failures = mismatch.report.failures
         rounding = all(check.part != "structure" and check.dtype in _LOW for check in failures)
         what = "operation differs from its reference" + ("; compute in float32 and round once" if rounding else "")
-        raise FusedMismatch(mismatch.report, what, _ERRORS if failures[0].dtype else "") from None
+        said = _ERRORS if failures[0].dtype else note if mismatch.report.not_finite else ""
+        raise FusedMismatch(mismatch.report, what, said) from None
 
 
 def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
@@ -193,7 +202,7 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
             for at, node in enumerate(nodes):
                 (ahead,) = observer.passes("fwd", node.operation)
                 saved.setdefault(at, set()).update(_fields(ahead.out[-1]))
-                _check_parameters(ahead.out[-1], node)
+                assert_saves_parameters(ahead.out[-1], node.slots, views=False)
                 for back in observer.passes("bwd", node.operation):
                     if "needs" in back.kwargs:
                         assert_only_wanted(back, wants.needs[at], (*node.slots, *(name for name, _ in node.inputs)))
@@ -206,19 +215,6 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
         if unread:
             raise AssertionError(f"{specimen.nodes[at].name} saves {unread[0]!r} and its bwd never reads it")
     return full
-
-
-def _check_parameters(record: Saved, node: Node) -> None:
-    """A parameter is kept as itself: a copy would not be seen to change, and is kept beside it."""
-    for name in _fields(record):
-        value = vars(record)[name]
-        for parameter, (owner, attribute) in node.slots.items():
-            own: Tensor = getattr(owner, attribute)
-            if not isinstance(value, Tensor) or value is own or value.shape != own.shape or own.numel() < 2:
-                continue
-            if value.dtype is own.dtype and torch.equal(value, own):
-                message = f"field {name!r} must be the parameter {parameter!r} itself, not a copy or a view of it"
-                raise AssertionError(message)
 
 
 def _check_dx(dx: Tensor | None, x: Tensor) -> None:

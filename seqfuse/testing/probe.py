@@ -18,7 +18,16 @@ from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFus
 from ..saved import Saved
 from ..settings import fusing
 from .cases import HUGE, Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
-from .judge import assert_only_wanted, assert_own_memory, assert_reads_records, assert_stays_finite, judge, saying
+from .judge import (
+    assert_only_wanted,
+    assert_own_memory,
+    assert_reads_records,
+    assert_saves_parameters,
+    assert_stays_finite,
+    judge,
+    met,
+    saying,
+)
 from .observe import Observer, Pass
 from .records import compared
 from .structure import Tree, assert_bitwise_equal
@@ -121,9 +130,9 @@ class Probe:
                 continue
             with saying(f"{where}: {self.combination}, {case}"):
                 if case.regime == HUGE:
-                    assert_stays_finite(*self.measure(case, self.seed))
+                    assert_stays_finite(*self.measure(case, self.seed), met(case))
                 else:
-                    judge(functools.partial(self.measure, case), self.seed)
+                    judge(functools.partial(self.measure, case), self.seed, met(case))
         with saying(f"{where}: {self.combination}, {few}"):
             once, observer, bench = self._fused(few, self.seed)
             # The first call is interpreted, the next runs the code made of the same steps.
@@ -207,12 +216,14 @@ class Probe:
                 assert_only_wanted(back, back.kwargs["needs"], names)
 
     def _check_reads(self, observer: Observer, bench: Bench) -> None:
-        for back in observer.passes("bwd"):
-            places = [place for place, _ in cast(FusedOperation, back.owner).named_operations()]
+        for run in observer.seen:
+            places = [place for place, _ in cast(FusedOperation, run.owner).named_operations()]
             inside = zip(places, bench.op_list().nodes[self.start :], strict=False)
-            assert_reads_records(
-                back, {f"{place}.{n}": slot for place, node in inside for n, slot in node.slots.items()}
-            )
+            parameters = {f"{place}.{n}": slot for place, node in inside for n, slot in node.slots.items()}
+            if run.name == "bwd":
+                assert_reads_records(run, parameters)
+            elif isinstance(run.owner, JointFusion):  # the fields of others are compared with the operations' own
+                assert_saves_parameters(run.out[-1], parameters, views=True)
 
     def _changed(self, case: Case, called: bool) -> Tree:
         """What comes of parameters that changed, where they were read before and where not: nothing may be left."""

@@ -1,20 +1,31 @@
-"""What is supported, found by running it: the tables of docs/support.md."""
+"""What is supported, found by running it, and how that is tested, found in the tests: the tables of docs/support.md."""
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib
 import inspect
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 import seqfuse as sf
 from seqfuse import fusions, ops
+from seqfuse.testing import operations as operations_of_the_kit
 
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OPERATIONS = "ops/test_*.py", "parallel/test_*.py"
+COMPARES = frozenset(("check_op", "check_passes", "assert_close", "assert_bitwise_equal", "assert_fused_close"))
+"""Those of an operation with its reference or with torch."""
+TAKEN = {"check_op": (*operations_of_the_kit.DTYPES, torch.float64), "check_fusion": operations_of_the_kit.DTYPES}
+"""The dtypes of these where none are given; `check_op` runs `gradcheck` as well, in float64."""
 
 
 def operations() -> list[type[sf.UnfusedOperation]]:
@@ -59,15 +70,111 @@ def fused_in(operation: type[sf.UnfusedOperation], group: Any) -> str:
     return f"{forward} / {backward}" if taking else "-"
 
 
+Tested = Mapping[str, set[torch.dtype]]
+"""In which dtypes something runs in a test, by its name."""
+
+
+@functools.cache
+def checked(*patterns: str, by: frozenset[str] = frozenset(("check_fusion",))) -> Tested:
+    """What tests of some files check by calling one of `by`, and the dtypes that they do it in: those of a test's
+    parameters and fixtures, and those that `check_op` and `check_fusion` are given or take by themselves."""
+    found: dict[str, set[torch.dtype]] = {}
+    for path in (path for pattern in patterns for path in sorted((ROOT / "tests").glob(pattern))):
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for name, test in inspect.getmembers(module, inspect.isfunction):
+            if name.startswith("test_") and test.__module__ == module.__name__:
+                names = _names(test)
+                helpers = [vars(module).get(one) for one in names]
+                names = names.union(*(_names(one) for one in helpers if inspect.isfunction(one)))
+                if not names.isdisjoint(by):
+                    dtypes, given = _parameters(module, test)
+                    for one in names | given:
+                        found.setdefault(one, set()).update(dtypes)
+    return found
+
+
+def _tree(function: Callable[..., Any]) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(function)))
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    """The names in a function's source."""
+    nodes = [*ast.walk(_tree(function))]
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+def _parameters(module: ModuleType, test: Callable[..., Any]) -> tuple[set[torch.dtype], set[str]]:
+    """The dtypes among what a test runs with, and the names of all else."""
+    given: list[Any] = [mark.args for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
+    for argument in inspect.signature(test).parameters:
+        marker = getattr(getattr(module, argument, None), "_fixture_function_marker", None)
+        given += [getattr(marker, "params", None)]
+    for call in (node for node in ast.walk(_tree(test)) if isinstance(node, ast.Call)):
+        check = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        if check in TAKEN:
+            dtypes = next((keyword.value for keyword in call.keywords if keyword.arg == "dtypes"), None)
+            if dtypes is None:
+                given.append(TAKEN[check])
+            elif not {node.id for node in ast.walk(dtypes) if isinstance(node, ast.Name)} - {*vars(module)}:
+                given.append(eval(ast.unparse(dtypes), vars(module)))
+    values = [*_values(given)]
+    names = {value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__) for value in values}
+    return {value for value in values if isinstance(value, torch.dtype)}, names
+
+
+def _values(given: Any) -> Iterator[Any]:
+    """The leaves of what a test is parametrized by; of a module, those inside it as well."""
+    if isinstance(given, Mapping):
+        yield from _values([*given.keys(), *given.values()])
+    elif isinstance(given, list | tuple | set | frozenset):
+        for one in given:  # pytest's own parameter sets among them
+            yield from _values(one)
+    else:
+        yield given
+        if isinstance(given, torch.nn.Module):
+            yield from (member for member in given.modules() if member is not given)
+
+
 def matrix() -> str:
-    """The operations: dtypes in which both passes run on a CPU, and the fusions that take each."""
+    """The operations: dtypes in which both passes run on a CPU and are tested, and the fusions that take each."""
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    found = checked(*OPERATIONS, by=COMPARES)
     lines = [f"| operation | {' | '.join(names)} | fusions of ATen calls | fusions of Triton kernels |"]
     lines += [f"| --- | {' | '.join('---' for _ in names)} | ---: | ---: |"]
     for operation in operations():
-        cells = ["yes" if runs(operation, dtype) else "-" for dtype in DTYPES]
+        known = found.get(operation.__name__, set())
+        cells = [("tested" if dtype in known else "runs") if runs(operation, dtype) else "-" for dtype in DTYPES]
         groups = fused_in(operation, fusions.aten), fused_in(operation, fusions.triton)
         lines.append(f"| `{operation.__name__}` | {' | '.join((*cells, *groups))} |")
+    return "\n".join(lines) + "\n"
+
+
+def how() -> str:
+    """Of how many operations, fusions and kernels a test runs in each dtype, and by what."""
+    proof = importlib.import_module("tests.kernels.test_proof")
+    kernels = {
+        kernel: {
+            dtype for test in proof.named(kernel, "dtypes") for dtype in _parameters(inspect.getmodule(test), test)[0]
+        }
+        for kernel in sorted({kernel for kernel, _ in proof.CELLS})
+    }
+    every = (*fusions.aten, *fusions.triton, *fusions.lean)
+    sets = [{one.__name__ for one in every if one.triton is kind} for kind in (False, True)]
+    rows = (
+        ("an operation against its reference or torch", "`check_op` and others", "CPU",
+         {one.__name__ for one in operations()}, checked(*OPERATIONS, by=COMPARES)),
+        ("a fusion without Triton kernels against its operations", "`check_fusion`", "CPU", sets[0],
+         checked("fusions/test_*.py", "parallel/test_*.py")),
+        ("a fusion of Triton kernels against its operations", "`check_fusion`", "Triton's interpreter", sets[1],
+         checked("fusions/triton/test_*.py")),
+        ("a Triton kernel against its math in float64", "error bound", "Triton's interpreter", kernels, kernels),
+    )  # fmt: skip
+    lines = [f"| what | by | on | {' | '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} |"]
+    lines += [f"| --- | --- | --- | {' | '.join('---:' for _ in DTYPES)} |"]
+    for what, by, on, names, found in rows:
+        counts = (sum(dtype in found.get(one, ()) for one in names) for dtype in DTYPES)
+        lines.append(f"| {what} | {by} | {on} | {' | '.join(f'{n} of {len(names)}' for n in counts)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -49,7 +49,8 @@ ROWS = re.findall(r"^\| (\w+) \| ([\w ]+) \| (.+) \|$", TABLE, re.MULTILINE)
 CELLS = {(kernel, item): cell for kernel, item, cell in ROWS[1:]}
 
 
-def _named(kernel: str, item: str) -> list[Callable[..., Any]]:
+def named(kernel: str, item: str) -> list[Callable[..., Any]]:
+    """The tests that the page names for an item of a kernel."""
     found: list[Callable[..., Any]] = []
     for name in re.findall(r"`([\w.]+)`", CELLS[kernel, item]):
         file, _, test = name.rpartition(".")
@@ -66,7 +67,7 @@ def test_every_kernel_has_every_item() -> None:
 @pytest.mark.parametrize(("kernel", "item"), CELLS)
 def test_every_named_test_runs(kernel: str, item: str) -> None:
     """By default, and not in the whole matrix alone; what has none says why in words."""
-    tests = _named(kernel, item)
+    tests = named(kernel, item)
     assert tests or re.fullmatch(r"[^`]{10,}", CELLS[kernel, item])
     for test in tests:
         marks = {mark.name for mark in getattr(test, "pytestmark", ())}
@@ -77,9 +78,7 @@ def test_every_operator_is_checked() -> None:
     for one in pkgutil.iter_modules(kernels.__path__):
         if not one.name.startswith("_"):
             importlib.import_module(f"{kernels.__name__}.{one.name}")
-    sources = [
-        inspect.getsource(test) for kernel, item in CELLS if item == "operators" for test in _named(kernel, item)
-    ]
+    sources = [inspect.getsource(test) for kernel, item in CELLS if item == "operators" for test in named(kernel, item)]
     assert all("opcheck(" in source for source in sources)
     text = "\n".join(sources)
     for name in (

@@ -16,7 +16,8 @@ def picture() -> str:
     """The plan that docs/command_line.md shows as text."""
     members = ops.LayerNorm(64), ops.Linear(64, 256), ops.GeLU(), ops.Linear(256, 64), ops.Dropout(0.1)
     model = sf.Sequential(ops.Residual(*members), ops.Linear(64, 8)).bfloat16()
-    return model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=512)).svg() + "\n"
+    x = torch.empty(512, 64, dtype=torch.bfloat16, device="meta")
+    return model.to("meta").plan(x, env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=512)).svg() + "\n"
 
 
 if __name__ == "__main__":

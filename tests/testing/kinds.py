@@ -154,6 +154,27 @@ class BiasGeLU(sf.JointFusion):
         return dz, {"bias.bias": rows(dz).sum(0)}
 
 
+class LinearBiasJoint(sf.JointFusion):
+    """Saves a parameter, as a view of it."""
+
+    linear: ops.Linear
+    bias: ops.Bias
+
+    class Saved(sf.Saved):
+        x: Tensor
+        weight: Tensor
+
+    def keep(self, weight):
+        return weight.view_as(weight)
+
+    def fwd(self, x):
+        weight = self.linear.weight
+        return F.linear(x, weight, self.bias.bias), self.Saved(x=x, weight=self.keep(weight))
+
+    def bwd(self, dy, saved):
+        return dy @ saved.weight, {"linear.weight": rows(dy).t() @ rows(saved.x), "bias.bias": rows(dy).sum(0)}
+
+
 class Branch(sf.JointFusion):
     """Owns the channel of a residual branch."""
 

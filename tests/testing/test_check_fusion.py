@@ -13,7 +13,18 @@ from seqfuse.errors import PluginError
 from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.patterns import described, example_lists, known_finals
 
-from .kinds import KINDS, Activations, AddNorm, BiasAct, BiasGeLU, BiasNorm, GeLULinear, LinearBias, NormLinear
+from .kinds import (
+    KINDS,
+    Activations,
+    AddNorm,
+    BiasAct,
+    BiasGeLU,
+    BiasNorm,
+    GeLULinear,
+    LinearBias,
+    LinearBiasJoint,
+    NormLinear,
+)
 from .spoiled import SPOILED
 from .spoiled.forward_fusions import ReturnsAView
 
@@ -45,6 +56,10 @@ def test_catches(fusion: type[sf.FusedOperation], message: str):
     assert fusion.__name__ in str(error.value)
     assert (torch.get_default_dtype(), torch.get_float32_matmul_precision()) == state[:2]
     assert torch.equal(torch.get_rng_state(), state[2])
+
+
+def test_a_joint_fusion_may_save_a_view_of_a_parameter():
+    check_fusion(LinearBiasJoint, X, dtypes=[torch.float32])
 
 
 def test_there_is_a_mutant_for_every_way_to_break_the_contract():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..kinds import AddForkBias, BiasAct, BiasGeLU, LinearBias, NormLinear, rows
+from ..kinds import AddForkBias, BiasAct, BiasGeLU, LinearBias, LinearBiasJoint, NormLinear, rows
 from .register import caught
 
 # Backward fusions.
@@ -152,6 +152,18 @@ class TakesTanhForErf(BiasGeLU):
     def fwd(self, x):
         z = x + self.bias.bias
         return F.gelu(z, approximate="tanh"), self.Saved(z=z)
+
+
+@caught("field 'weight' must be the parameter 'linear.weight' itself, not a copy of it")
+class SavesACopyOfTheWeight(LinearBiasJoint):
+    def keep(self, weight):
+        return weight.clone()
+
+
+@caught("field 'weight' must be the parameter 'linear.weight' itself, not a copy of it")
+class SavesATransposedCopy(LinearBiasJoint):
+    def keep(self, weight):
+        return weight.t().contiguous().t()
 
 
 @caught("field 'x' of slot 'act'")
