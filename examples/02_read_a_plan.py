@@ -47,7 +47,7 @@ with sf.fusing(exclude=[fusion.__name__ for fusion in model.fusions]):
     for refusal in model.plan(x).refused[:3]:
         print(f"  {refusal.fusion} at {refusal.at}: {refusal.reason}")
 handle = model[1][2].register_forward_hook(lambda module, args, y: None)
-for alone in model.plan(x).alone:
+for alone in model.plan(x).eager:
     print(f"  {alone.name} at {alone.at} runs eagerly: {alone.reason}")
 handle.remove()
 

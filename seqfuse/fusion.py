@@ -12,7 +12,7 @@ from torch import Tensor
 from .env import Env, Savings
 from .errors import PluginError, definition_error
 from .operation import Grads, UnfusedOperation
-from .saved import Layout, Saved, class_hints
+from .saved import Layout, Saved, always_saved, class_hints
 from .signature import Signature
 from .slots import Slot as Slot
 from .slots import slot_of
@@ -193,7 +193,7 @@ class FusedOperation:
     def saved_at(self) -> Iterable[int]:
         """Where tensors between its operations are saved: how many of them stand before; for estimates."""
         for i, operation in enumerate(self.operations()):
-            yield from (i + (side == "y") for side in operation.Saved.sides)
+            yield from (i + (side == "y") for side in always_saved(operation.Saved))
 
 
 class ForwardFusion(FusedOperation, contract=True):

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from .errors import definition_error
 from .group import Group, Meeting, Share
 from .maingrad import Accumulated
-from .saved import Layout, Saved, field
+from .saved import Layout, Saved, always_saved, field
 from .signature import Signature
 
 if TYPE_CHECKING:
@@ -90,12 +90,12 @@ class FusableOperation(nn.Module):
         return (self,)
 
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
-        """Run this operation alone: `y`, or `(y, *outputs)` where it makes public extra outputs."""
+        """Run this operation by itself: `y`, or `(y, *outputs)` where it makes public extra outputs."""
         if x is NOT_GIVEN:
             x = named_input(channels)
         engine = self._engine[0] if self._engine else None
         if engine is None or engine.root is not self:  # a shallow copy brings its original's along
-            engine = alone(self)
+            engine = fuser_of(self)
             self._engine[:] = [engine]  # in place: the attribute is part of what a sequence is compared by
         return engine(x, **channels)
 
@@ -109,8 +109,8 @@ class FusableOperation(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest, **named)  # pyright: ignore[reportUnknownMemberType]
 
 
-def alone(operation: FusableOperation) -> Any:
-    """Make the callable that runs one operation as a sequence of one; the fuser, which is above, puts its own here."""
+def fuser_of(operation: FusableOperation) -> Any:
+    """The fuser that runs one operation as a sequence of one; the engine, which is above, puts its own here."""
     raise NotImplementedError
 
 
@@ -258,7 +258,7 @@ class UnfusedOperation(FusableOperation):
         """
         if self.is_view:
             return Traffic(0, 0, 0)
-        saved = self.Saved.sides if backward else ()
+        saved = always_saved(self.Saved) if backward else ()
         return Traffic(1, 1 + ("x" in saved), 1 + ("y" in saved))
 
     @property

@@ -55,7 +55,7 @@ class Recompute:
             return self.fn(*self.tensors)
 
 
-_RESERVED = ("fields", "kept", "sides")
+_RESERVED = ("fields", "kept")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -72,7 +72,7 @@ class Saved:
     """
 
     fields: ClassVar[tuple[str, ...]] = ()
-    sides: ClassVar[tuple[str, ...]] = ()  # of x and y those that are always saved
+    _always: ClassVar[tuple[str, ...]] = ()  # of x and y those that are always saved
     _plain: ClassVar[frozenset[str]] = frozenset()
     _tuples: ClassVar[frozenset[str]] = frozenset()
     _for: ClassVar[Mapping[str, frozenset[str]]] = {}
@@ -90,7 +90,7 @@ class Saved:
         dataclasses.dataclass(kw_only=True, eq=False, init=False, repr=False)(cls)
         declared = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
         cls.fields = tuple(f.name for f in declared)
-        cls.sides = (*cls.sides, *(name for name in ("x", "y") if hints.get(name) is Tensor))
+        cls._always = (*cls._always, *(name for name in ("x", "y") if hints.get(name) is Tensor))
         cls._plain = cls._plain | {name for name, hint in hints.items() if not _holds_tensor(hint)}
         cls._tuples = cls._tuples | {name for name, hint in hints.items() if _may_be_tuple(hint)}
         cls._for = {f.name: f.metadata["for"] for f in declared if f.metadata.get("for")}
@@ -127,10 +127,15 @@ class Saved:
         """The fields read by at least one of the needed gradients `needs`."""
         return tuple(f for f in cls.fields if f not in cls._for or cls._for[f] & needs) if needs else ()
 
-    @classmethod
-    def has_data(cls, names: Sequence[str]) -> bool:
-        """Whether any of these fields may be something else than one tensor, or `None`."""
-        return not (cls._plain | cls._tuples).isdisjoint(names)
+
+def always_saved(cls: type[Saved]) -> tuple[str, ...]:
+    """Of x and y those that a record always holds."""
+    return cls._always  # pyright: ignore[reportPrivateUsage]
+
+
+def has_data(cls: type[Saved], names: Sequence[str]) -> bool:
+    """Whether any of these fields may be something else than one tensor, or `None`."""
+    return not (cls._plain | cls._tuples).isdisjoint(names)  # pyright: ignore[reportPrivateUsage]
 
 
 def _holds_tensor(hint: Any) -> bool:

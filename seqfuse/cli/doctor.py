@@ -199,7 +199,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
                     inputs: Any = {name: t for name, t in drawn.items() if name != "x"}
                     with torch.set_grad_enabled(grad):
                         plan = chain.plan(entering.requires_grad_(grad), **inputs)
-                    if plan.fused != (0, 0) or any(r.outbid for r in plan.refused):
+                    if plan.fused != (0, 0) or any(r.superseded for r in plan.refused):
                         return None
                     reasons += [r.reason for r in plan.refused]
             except Exception as error:

@@ -16,7 +16,7 @@ from ..fuser.fake import is_fake
 from ..fuser.match import Matcher, Refusal
 from ..fuser.op_list import Region
 from ..fuser.plan import Step
-from ..fuser.reference import draw, random_positions, run_alone, walk_reference
+from ..fuser.reference import draw, random_positions, run_eagerly, walk_reference
 from ..fuser.schedule import Candidate
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
@@ -243,8 +243,8 @@ def _walked(
         x = border(x)
         if x.requires_grad:
             _keep_gradient(x, Place.dx(at), values)
-        if node.alone is not None:
-            x = run_alone(nodes, at, x, made)
+        if node.eager is not None:
+            x = run_eagerly(nodes, at, x, made)
         else:
             x = walk_reference(nodes, range(at, at + 1), random, x, made, seeds)
         made.update({channel: border(made[channel]) for _, channel in node.outputs})

@@ -3,8 +3,8 @@
 from .budget import Budget
 from .flatten import flatten
 from .match import Refusal
-from .plan import Alone, Plan, Step
+from .plan import Eager, Plan, Step
 from .run import Fuser
 from .sequential import Sequential, remap_keys
 
-__all__ = ["Alone", "Budget", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten", "remap_keys"]
+__all__ = ["Budget", "Eager", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten", "remap_keys"]

@@ -29,7 +29,7 @@ def casts_of(steps: Sequence[Step], env: Env) -> tuple[Cast, ...]:
     for step in steps:
         if step.cast is not None and absorbed != step.start:
             found.append(Cast(step.start, "x", step.cast))
-        absorbed = step.stop if step.wanted is not None else None
+        absorbed = step.stop if step.y_dtype is not None else None
         for position, node in enumerate(step.nodes, step.start):
             operation: Any = node.operation
             parameters = node.slots.items() if getattr(operation, "autocast", None) == "lower" else ()

@@ -148,7 +148,7 @@ def _expected(
                 if operation.outputs:
                     made.update({c: rest[0][n] for n, c in node.outputs})
                     outputs.update({prefix + n: rest[0][n] for n, _ in node.outputs})
-            y = recast(y, step.wanted)
+            y = recast(y, step.y_dtype)
     except Exception:
         return None
     return y, outputs, records

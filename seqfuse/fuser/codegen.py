@@ -14,7 +14,7 @@ import torch
 
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
-from ..saved import packing
+from ..saved import has_data, packing
 from .interpret import Kept, fit, fit_record, look
 from .lowering import Segment
 from .step import Drawn
@@ -37,7 +37,7 @@ class _Locals:
 def is_static(kept: Sequence[Kept]) -> bool:
     """Whether the saved records hold nothing but tensors and `None`, so that the code can name each field."""
     tokens = all(token is None or token.__class__ is int for _, tokens in kept for token in tokens)
-    return tokens and not any(record.cls.has_data(record.kept) for record, _ in kept)
+    return tokens and not any(has_data(record.cls, record.kept) for record, _ in kept)
 
 
 def forward_code(
@@ -80,7 +80,7 @@ def forward_code(
             likes.append(f"{step.stop}: l{step.stop}")
             s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
         for record in step.saves if keep else ():
-            saved[record.position] = f"s{i}" + "".join(f"[{s.put(key)}]" for key in record.place)
+            saved[record.position] = f"s{i}" + "".join(f"[{s.put(key)}]" for key in record.path)
             if layout is None:
                 tokens.append(f"t{len(tokens)}")
                 pack, _ = packing(record.cls, record.kept)

@@ -17,11 +17,11 @@ from .step import Step
 
 def describe(plan: Any) -> PlanData:
     """Everything that a plan says, as dictionaries, lists, strings and numbers."""
-    alone = {a.at for a in plan.alone}
-    forward = [_step(s, alone) for s in plan.forward]
-    saves = _saves([s for s in plan.forward if s.start not in alone])
+    eager = {e.at for e in plan.eager}
+    forward = [_step(s, eager) for s in plan.forward]
+    saves = _saves([s for s in plan.forward if s.start not in eager])
     operations = [
-        OperationData(at=at, name=name, path=path, saves=[*saves.get(at, ())], wants=sorted(needs))
+        OperationData(at=at, name=name, path=path, saves=[*saves.get(at, ())], needs=sorted(needs))
         for at, (name, path, needs) in enumerate(zip(plan.names, plan.paths, plan.needs, strict=True))
     ]
     data = PlanData(
@@ -29,10 +29,10 @@ def describe(plan: Any) -> PlanData:
         env=_environment(plan.env, plan.tokens),
         operations=operations,
         forward=forward,
-        backward=[_step(s, alone, backward=True) for s in plan.backward],
+        backward=[_step(s, eager, backward=True) for s in plan.backward],
         segments=[(piece.start, piece.stop) for piece in plan.segments],
         refused=[dataclasses.asdict(r) for r in plan.refused],  # pyright: ignore[reportArgumentType]
-        alone=[dataclasses.asdict(a) for a in plan.alone],  # pyright: ignore[reportArgumentType]
+        eager=[dataclasses.asdict(e) for e in plan.eager],  # pyright: ignore[reportArgumentType]
         casts=[CastData(at=c.at, name=c.name, dtype=str(c.dtype).removeprefix("torch.")) for c in plan.casts],
         memory=None if plan.memory is None else dataclasses.asdict(plan.memory),  # pyright: ignore[reportArgumentType]
         memory_unknown=plan.memory_unknown,
@@ -60,8 +60,8 @@ def _environment(env: Env, tokens: int | None) -> EnvData:
     return said  # pyright: ignore[reportReturnType]
 
 
-def _step(step: Step, alone: set[int], backward: bool = False) -> StepData:
-    kind: Kind = "alone" if step.start in alone else "unfused"
+def _step(step: Step, eager: set[int], backward: bool = False) -> StepData:
+    kind: Kind = "eager" if step.start in eager else "unfused"
     if step.fused:
         kind = "joint" if step.joint else "inference" if step.inference else "backward" if backward else "forward"
     own = step.saves if step.fused and step.joint and not backward else ()

@@ -22,7 +22,7 @@ from ..operation import FusableOperation, UnfusedOperation
 from .fake import recorded
 from .flatten import Node, attributes, has_own_graph
 from .op_list import OpList, Region, Runner, stretches
-from .reference import check_channels, draw, run_alone, walk_reference
+from .reference import check_channels, draw, run_eagerly, walk_reference
 from .registry import fusers
 
 _one_at_a_time = threading.RLock()
@@ -68,7 +68,7 @@ def run_planned(
     for start, stop in stretches(nodes):
         inside = nodes[start:stop]
         if not nodes[start].fusable:
-            x = run_alone(nodes, start, x, channels)
+            x = run_eagerly(nodes, start, x, channels)
             continue
         made = [c for node in inside for _, c in node.outputs]
         given = [c for node in inside for _, c in node.inputs if c not in made]

@@ -15,12 +15,15 @@ from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
 from .fingerprint import HOOKS, global_hooks
 
-# What stands for a module of torch here, by name: the engine imports no operations.
-_TWINS: dict[type, str] = {
+# The operation that does what a module of torch does, by name: the engine imports no operations.
+TWINS: dict[type, str] = {
     nn.Dropout: "ops.Dropout", nn.Embedding: "ops.Embedding", nn.GELU: "ops.GeLU", nn.Identity: "ops.Identity",
     nn.LayerNorm: "ops.LayerNorm", nn.Linear: "ops.Linear", nn.ReLU: "ops.ReLU", nn.RMSNorm: "ops.RMSNorm",
-    nn.SiLU: "ops.SiLU", nn.Sigmoid: "ops.Sigmoid", nn.Tanh: "ops.Tanh", nn.Sequential: "seqfuse.Sequential",
-    nn.TransformerEncoderLayer: "seqfuse.nn.from_torch", nn.TransformerEncoder: "seqfuse.nn.from_torch",
+    nn.SiLU: "ops.SiLU", nn.Sigmoid: "ops.Sigmoid", nn.Tanh: "ops.Tanh",
+}  # fmt: skip
+_CONTAINERS: dict[type, str] = {
+    nn.Sequential: "seqfuse.Sequential", nn.TransformerEncoderLayer: "seqfuse.nn.from_torch",
+    nn.TransformerEncoder: "seqfuse.nn.from_torch",
 }  # fmt: skip
 
 
@@ -40,7 +43,7 @@ class Node:
     name: str  # the class the user wrote
     kind: type = _Never
     derives: type | None = None  # the final class a user's subclass derives from
-    alone: str | None = None  # why it runs through its own __call__
+    eager: str | None = None  # why it runs through its own __call__
     inputs: tuple[tuple[str, str], ...] = ()  # extra input, channel
     outputs: tuple[tuple[str, str], ...] = ()
     slots: dict[str, tuple[nn.Module, str]] = dataclasses.field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
@@ -53,7 +56,7 @@ class Node:
     @property
     def fusable(self) -> bool:
         """Whether the engine runs it, rather than its own `__call__`."""
-        return self.alone is None
+        return self.eager is None
 
 
 def plain_type(module: nn.Module) -> type:
@@ -79,9 +82,9 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     return {}  # torch 2.11 traces no loop over `vars`
 
 
-def _alone(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
+def _why_eager(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
     if not isinstance(module, FusableOperation):
-        twin = _TWINS.get(kind)
+        twin = TWINS.get(kind, _CONTAINERS.get(kind))
         return "not an operation of this library" + (f"; use {twin}" if twin else "")
     if module.barrier is not None:
         return module.barrier
@@ -131,9 +134,9 @@ def _visit(
         raise PluginError(message, code="SF305", operation=kind.__name__, position=len(nodes))
     if isinstance(module, FusableOperation):
         looked_at.append(module)
-    alone = None if top else _alone(module, kind, hidden)
-    if alone is not None:
-        nodes.append(Node(module, path, kind.__name__, alone=alone))
+    eager = None if top else _why_eager(module, kind, hidden)
+    if eager is not None:
+        nodes.append(Node(module, path, kind.__name__, eager=eager))
         return
     assert isinstance(module, FusableOperation)
     if isinstance(module, UnfusedOperation):

@@ -153,7 +153,7 @@ class _Tried:
             for mine, theirs in ((y, same[0]), *((t, same[1][channel]) for channel, t in made.items())):
                 self._numbers[_storage(mine)] = self._number(theirs)
                 self._held.append(mine)
-        records = ((record, found_at(saved, record.place)) for record in step.saves)
+        records = ((record, found_at(saved, record.path)) for record in step.saves)
         tensors = [t for record, value in records for t in _tensors(value, record.kept)]
         if key is not None and (y is x or _storage(y) != _storage(x)):
             names: dict[int, str | int] = {_storage(self._seeds): "seeds", _storage(y): "y", _storage(x): "x"}

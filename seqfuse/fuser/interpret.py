@@ -67,7 +67,7 @@ def forward(
                 run.like[step.stop] = look(y, {c: made[n] for n, c in step.writes})
             for record in step.saves if segment.live else ():
                 pack, _ = packing(record.cls, record.kept)
-                run.kept.append((record, pack(at(saved, record.place), memo, run.tensors)))
+                run.kept.append((record, pack(at(saved, record.path), memo, run.tensors)))
             channels.update((c, made[n]) for n, c in step.writes)
         except Exception as error:
             may_fall_back(segment, step, error, entered)
@@ -93,8 +93,8 @@ def _call(
     given |= {name: drawn(seeds, index) for name, index in step.seeds}
     x = fit(recast(x, step.cast), layout)
     out = step.operation.fwd(x, **given)
-    if (step.place, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
-        segment.checked.add((step.place, False))
+    if (step.key, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
+        segment.checked.add((step.key, False))
     none: dict[str, Any] = {}
     results = iter(out) if step.operation.outputs or not step.inference else iter((out,))
     y = next(results)
@@ -183,9 +183,9 @@ def _call_back(
     else:
         given |= {slot: several if slot in step.variadic else several[0] for slot, several in step.by_slot(own).items()}
     out = step.operation.bwd(d, *positional, **given)
-    unchecked = asked is not None or (step.place, True) not in segment.checked
+    unchecked = asked is not None or (step.key, True) not in segment.checked
     if unchecked and check_backward(segment.context, step, d, out, given) and asked is None:
-        segment.checked.add((step.place, True))
+        segment.checked.add((step.key, True))
     return out
 
 

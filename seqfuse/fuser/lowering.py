@@ -134,7 +134,7 @@ class Segment:
 
     def is_checked(self, steps: Sequence[Step], backward: bool = False) -> bool:
         """Whether each of these steps of a pass has kept its contract in a call."""
-        return all((step.place, backward) in self.checked for step in steps)
+        return all((step.key, backward) in self.checked for step in steps)
 
     def place(self, index: int) -> tuple[str, str, int]:
         """A parameter, by its index, with the operation that makes its gradient, and its position."""

@@ -14,7 +14,6 @@ from ..cost_table import Measurement
 from ..env import Env
 from ..errors import InputError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
-from ..pictures.data import INFERENCE_ONLY, NOT_NEEDED
 from ..settings import Fusing
 from .dtypes import Border, along_of
 from .flatten import Node
@@ -41,13 +40,20 @@ MAX_FAILURES = 3
 class Refusal:
     """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
 
-    `outbid` says that it could have been used, and that the schedule is cheaper without it.
+    `superseded` (also `outbid`, its earlier name) says that it could have been used, and that the schedule is cheaper
+    without it; `expected`, that the reason holds for its kind of fusion in any plan of this kind: it is not printed.
     """
 
     fusion: str
     at: int
     reason: str
-    outbid: bool = dataclasses.field(default=False, repr=False)
+    superseded: bool = dataclasses.field(default=False, repr=False)
+    expected: bool = dataclasses.field(default=False, repr=False)
+
+    @property
+    def outbid(self) -> bool:
+        """The earlier name of `superseded`."""
+        return self.superseded
 
 
 class Matcher:
@@ -99,9 +105,8 @@ class Matcher:
                 known_here = self._matches[window] = tuple(self._matching(window)), tuple(self._nearly(window))
             matches, near = known_here
             for cls, sentence in near:
-                if (lean or not cls.saves_memory) and self._excludes(
-                    cls, a, a + len(cls.slots) - 1, live_from, env, fusing
-                ) is None:
+                b = a + len(cls.slots) - 1
+                if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, env, fusing) is None:
                     refused.append(Refusal(cls.__name__, a, sentence))
             for cls, rank, lengths, length in matches:
                 b = a + length
@@ -114,7 +119,8 @@ class Matcher:
                     refused.append(Refusal(cls.__name__, a, reason))
                     continue
                 around = borders[a - start : b - start + 1]
-                reason = self._excludes(cls, a, b, live_from, env, fusing) or _refuses_dtypes(cls, nodes, a, around)
+                excluded = self._excludes(cls, a, b, live_from, env, fusing)
+                reason, expected = excluded or (_refuses_dtypes(cls, nodes, a, around), False)
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
                     along = along_of(around, cls.forward_signature.dtype)
@@ -130,7 +136,7 @@ class Matcher:
                             found.append(Candidate(bound, a, b, cost, rank))
                             continue
                         reason = cost
-                refused.append(Refusal(cls.__name__, a, reason))
+                refused.append(Refusal(cls.__name__, a, reason, expected=expected))
         return found, refused
 
     def _matching(self, window: tuple[type, ...]) -> Iterator[_Match]:
@@ -154,22 +160,24 @@ class Matcher:
 
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing
-    ) -> str | None:
-        """Why a class is not used on `a..b`, whatever operations stand there."""
+    ) -> tuple[str, bool] | None:
+        """Why a class is not used on `a..b`, whatever operations stand there, and whether that was expected."""
         reason = fusing.allows(cls)
         if reason is not None:
-            return reason
+            return reason, False
         if cls.triton and not env.triton:
-            return "needs a Triton device"
+            return "needs a Triton device", False
         if env.rows == 0:
-            return "the input has no rows"
+            return "the input has no rows", False
         count, failure = self.failures.get((cls.__name__, a), (0, ""))
         if count >= MAX_FAILURES:
-            return f"it failed {count} times: {failure}"
+            return f"it failed {count} times: {failure}", False
+        if b <= live_from and issubclass(cls, BackwardFusion):
+            return "no gradient is needed here", True
         if a < live_from and issubclass(cls, BackwardFusion):
-            return NOT_NEEDED if b <= live_from else f"no gradient is needed before position {live_from}"
+            return f"no gradient is needed before position {live_from}", False
         if b > live_from and issubclass(cls, InferenceFusion):
-            return INFERENCE_ONLY
+            return "inference only", True
         return None
 
     def _refuses(

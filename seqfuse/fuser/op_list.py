@@ -17,7 +17,7 @@ from ..casts import cast_once
 from ..group import Group, summed_gradient
 from ..operation import FusableOperation, UnfusedOperation
 from .fingerprint import Fingerprint
-from .flatten import Node, flatten, public_channels
+from .flatten import TWINS, Node, flatten, plain_type, public_channels
 from .guard import Call
 from .lowering import Segment
 from .node import apply
@@ -96,7 +96,7 @@ class OpList:
         self.configured: dict[int, Any] = {}
         self.parametrized = any(map(parametrize.is_parametrized, modules))
         self.parts: list[Region | int] = []
-        theirs = len(self.nodes) > 1 and all("; use ops." in (node.alone or "") for node in self.nodes)
+        theirs = len(self.nodes) > 1 and all(plain_type(node.operation) in TWINS for node in self.nodes)
         if theirs and not torch.compiler.is_compiling():
             message = "nothing in this Sequential can be fused, as its modules are torch.nn's: use sf.nn.from_torch"
             warnings.warn(message, UserWarning, stacklevel=2)
@@ -159,7 +159,7 @@ class Runner(Protocol):
 
 
 def stretches(nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """Where each region begins and ends, and each operation that runs alone."""
+    """Where each region begins and ends, and each operation that runs eagerly."""
     cuts: list[tuple[int, int]] = []
     start = 0
     for position, node in enumerate(nodes):

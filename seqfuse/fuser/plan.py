@@ -28,8 +28,8 @@ SEGMENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Alone:
-    """An operation or module that runs through its own `__call__`: its position, name and the reason."""
+class Eager:
+    """An operation or module that runs eagerly, through its own `__call__`: its position, name and the reason."""
 
     at: int
     name: str
@@ -48,7 +48,7 @@ class Plan:
         backward: steps of the backward schedule, in list order; only where a gradient is needed.
         segments: ranges of positions that run behind one autograd node each.
         refused: fusions whose pattern matched and that were not used, with reasons.
-        alone: what runs through its own `__call__`, with reasons.
+        eager: what runs eagerly, through its own `__call__`, with reasons; `alone` is the same.
         env: what it was made for.
         names: class of the operation at each position; `paths` where it lives in the container.
         needs: names of the gradients that are needed at each position: of parameters, of extra inputs, and `"x"`.
@@ -61,7 +61,7 @@ class Plan:
     backward: tuple[Step, ...]
     segments: tuple[range, ...]
     refused: tuple[Refusal, ...]
-    alone: tuple[Alone, ...]
+    eager: tuple[Eager, ...]
     names: tuple[str, ...]
     paths: tuple[str, ...]
     needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
@@ -78,6 +78,11 @@ class Plan:
     def casts(self) -> tuple[Cast, ...]:
         """Casts of the forward pass that no fusion absorbs: of what enters a step, and of parameters, once a call."""
         return casts_of(self.forward, self.env)
+
+    @property
+    def alone(self) -> tuple[Eager, ...]:
+        """The earlier name of `eager`."""
+        return self.eager
 
     @property
     def fused(self) -> tuple[int, int]:
@@ -136,9 +141,9 @@ class Plan:
         return pictures.fragment(self.as_dict())
 
 
-def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Node]], env: Env, nodes: Sequence[Node]) -> Plan:
+def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env, nodes: Sequence[Node]) -> Plan:
     """One plan of a whole sequence, from those of its regions and its barriers."""
-    steps = [Step(node.operation, range(at, at + 1), node.name) for at, node in alone]
+    steps = [Step(node.operation, range(at, at + 1), node.name) for at, node in eager]
     needs = [frozenset[str]()] * len(nodes)
     for plan in plans:
         at = plan.forward[0].covers.start
@@ -153,7 +158,7 @@ def merge(plans: Sequence[Plan], alone: Sequence[tuple[int, Node]], env: Env, no
         tuple(backward),
         tuple(s for p in plans for s in p.segments),
         tuple(r for p in plans for r in p.refused),
-        tuple(Alone(at, node.name, node.alone or "") for at, node in alone),
+        tuple(Eager(at, node.name, node.eager or "") for at, node in eager),
         tuple(node.name for node in nodes),
         tuple(node.path for node in nodes),
         tuple(needs),

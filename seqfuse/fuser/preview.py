@@ -53,7 +53,7 @@ def plan_ahead(
     places = list(dict.fromkeys(p.device for node in op_list.nodes for p in node.operation.parameters()))
     places = places or [torch.device("cpu") if x is None else x.device]
     planners: list[tuple[Callable[[Choice], Plan], Footprint | None]] = []
-    alone: list[tuple[int, Node]] = []
+    eager: list[tuple[int, Node]] = []
     for part in op_list.parts:
         if isinstance(part, Region):
             wants = Wants.of(op_list.nodes, part.start, part.stop, wanted, known, env.grad)
@@ -75,11 +75,11 @@ def plan_ahead(
                 known.update((c, position >= wants.live_from) for _, c in op_list.nodes[position].outputs)
         else:
             node, shape = op_list.nodes[part], None
-            alone.append((part, node))
+            eager.append((part, node))
             wanted = wanted or (env.grad and any(p.requires_grad for p in node.operation.parameters()))
             known.update((channel, wanted) for _, channel in node.outputs)
     plans = [planner(memory) for planner, _ in planners]
-    plan = merge(plans, alone, env, op_list.nodes)
+    plan = merge(plans, eager, env, op_list.nodes)
     plan = plan if x is None else dataclasses.replace(plan, tokens=tokens_of(x))
     if x is None or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run

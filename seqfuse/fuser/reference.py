@@ -34,7 +34,7 @@ def random_positions(nodes: Sequence[Node]) -> dict[int, int]:
     """Position to index into the seed vector, for the operations that read a seed now; each node is told its own."""
     random: dict[int, int] = {}
     for position, node in enumerate(nodes):
-        if node.alone is None and isinstance(node.operation, UnfusedOperation) and node.operation.random:
+        if node.eager is None and isinstance(node.operation, UnfusedOperation) and node.operation.random:
             random[position] = node.seed = len(random)
     return random
 
@@ -114,17 +114,17 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
             raise InputError(message, code="SF103", operation=where and where.name, position=at, hint=hint)
 
 
-def run_alone(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
+def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     """Call a module through its own `__call__`, with the channels it reads and makes; an error is told its place."""
     try:
-        return _alone(nodes[position], x, channels)
+        return _call_module(nodes[position], x, channels)
     except Exception as error:
         if not torch.compiler.is_compiling():
             error.add_note(f"in {nodes[position].name} at position {position}")
         raise
 
 
-def _alone(node: Node, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
+def _call_module(node: Node, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     if not node.inputs and not node.outputs:
         y = node.operation(x)
         if not isinstance(y, Tensor):
@@ -150,8 +150,8 @@ def walk_reference(
     """Run the references at `positions`; `channels` gains what they make."""
     for position in positions:
         node = nodes[position]
-        if node.alone is not None:
-            x = run_alone(nodes, position, x, channels)
+        if node.eager is not None:
+            x = run_eagerly(nodes, position, x, channels)
             continue
         operation: Any = node.operation
         extras: dict[str, Any] = {name: channels[channel] for name, channel in node.inputs}

@@ -29,7 +29,7 @@ from .match import Matcher
 from .op_list import CompiledRegion, OpList, Region, collecting_later, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, look_in, plan_ahead
-from .reference import by_reference, check_channels, draw, random_positions, run_alone, transformed, walk_reference
+from .reference import by_reference, check_channels, draw, random_positions, run_eagerly, transformed, walk_reference
 from .registry import enroll
 from .sharding import compare, tell_apart
 from .wants import Wants
@@ -143,7 +143,7 @@ class Fuser:
                 except _Changed:
                     return self._run_parts(self._changed(), x, channels, seeds, i)
             else:
-                x = run_alone(op_list.nodes, part, x, channels)  # pyright: ignore[reportArgumentType]
+                x = run_eagerly(op_list.nodes, part, x, channels)  # pyright: ignore[reportArgumentType]
         return x
 
     def run_region(

@@ -210,8 +210,8 @@ def install(model: Sequential, fuser: Fuser) -> None:
     model.__dict__["_fuser"] = fuser
 
 
-def _alone(operation: FusableOperation) -> Fuser:
+def _fuser_of(operation: FusableOperation) -> Fuser:
     return Fuser(operation, Sequential.default_fusions)
 
 
-operations.alone = _alone
+operations.fuser_of = _fuser_of

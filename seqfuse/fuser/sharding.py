@@ -29,7 +29,7 @@ def tell_apart(nodes: list[Node]) -> None:
     for position, (node, meeting) in enumerate(zip(nodes, met, strict=True)):
         if meeting is not None:
             group, _, has = meeting
-        elif node.alone is not None and has != "whole":
+        elif node.eager is not None and has != "whole":
             _expect_to_know(node, position, has == "rows")
         if group is not None and has != "whole":
             node.rank = group.rank
@@ -40,7 +40,7 @@ def tell_apart(nodes: list[Node]) -> None:
 def _meeting(node: Node) -> Meeting | None:
     """What processes exchange at a position, or in what runs by itself there."""
     operation = node.operation
-    if isinstance(operation, UnfusedOperation) and (node.alone is None or operation.meeting is not None):
+    if isinstance(operation, UnfusedOperation) and (node.eager is None or operation.meeting is not None):
         met = [operation.meeting]
     elif isinstance(operation, FusableOperation):
         met = [_meeting(inner) for inner in inside_of(operation)]

@@ -25,11 +25,11 @@ class Record:
     """Saved tensors of one operation (or of a joint fusion): where they stand, their class and the fields kept.
 
     Attributes:
-        place: the keys under which a forward fusion returns the record; empty where it returns the record itself.
+        path: the keys under which a forward fusion returns the record; empty where it returns the record itself.
         position: of the operation in the sequence; a joint fusion's is `~start`.
     """
 
-    place: tuple[Any, ...]
+    path: tuple[Any, ...]
     position: int
     cls: type[Saved]
     kept: tuple[str, ...]
@@ -68,7 +68,7 @@ class Step:
         return self.covers.stop
 
     @property
-    def place(self) -> tuple[str, int, int]:
+    def key(self) -> tuple[str, int, int]:
         """What tells it from the other steps of its pass; compilers do not trace a hash of the step itself."""
         return self.name, self.start, self.stop
 
@@ -95,7 +95,7 @@ class Step:
         return self.borders[0].cast if self.borders else None
 
     @property
-    def wanted(self) -> torch.dtype | None:
+    def y_dtype(self) -> torch.dtype | None:
         """The dtype in which a fusion is told to give its result: a cast behind it that it absorbs."""
         return self.borders[-1].taken if self.borders and self.operation.forward_signature.dtype else None
 
@@ -178,7 +178,7 @@ class Step:
         """What stands for each of the records, by the slot of the fusion."""
         found: dict[str, tuple[Any, ...]] = {}
         for record, value in zip(self.records, of_records, strict=True):
-            found[record.place[0]] = (*found.get(record.place[0], ()), value)
+            found[record.path[0]] = (*found.get(record.path[0], ()), value)
         return found
 
     @cached_property

@@ -25,9 +25,9 @@ def begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) 
         return _balanced(nodes, places, stages)
     for name in stages:
         if name not in places:
-            inside = next((node for node in nodes if node.alone and name.startswith(f"{node.path}.")), None)
+            inside = next((node for node in nodes if node.eager and name.startswith(f"{node.path}.")), None)
             close = difflib.get_close_matches(name, places, 1)
-            why = f": {inside.path!r} runs through its own call ({inside.alone})" if inside else ""
+            why = f": {inside.path!r} runs through its own call ({inside.eager})" if inside else ""
             hint = f"did you mean {close[0]!r}?" if close else None
             raise PlanError(f"no stage can begin at {name!r}{why}", code="SF202", hint=hint)
     at = [places[name] for name in stages]

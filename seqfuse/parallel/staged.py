@@ -15,7 +15,7 @@ from ..env import any_autocast
 from ..errors import InputError, StateError
 from ..fuser.inputs import validate
 from ..fuser.op_list import KEPT_PROGRAMS, OpList, Region
-from ..fuser.reference import check_channels, draw, run_alone, transformed, walk_reference
+from ..fuser.reference import check_channels, draw, run_eagerly, transformed, walk_reference
 from ..fuser.run import Fuser
 from ..fuser.sequential import Sequential
 from ..ops._cache import current
@@ -134,7 +134,7 @@ class StagedFuser(Fuser):
             if isinstance(part, Region):
                 x = self.run_region(op_list, part, x, channels, seeds)
             else:
-                x = run_alone(op_list.nodes, part, x, channels)
+                x = run_eagerly(op_list.nodes, part, x, channels)
         return [x, *[channels[c] for c in stage.leaves]]
 
     def _others(

@@ -4,14 +4,14 @@ What is drawn is a `PlanData`, as `Plan.as_dict` gives it: nothing here knows wh
 nothing from anywhere, and every name in it is text, whatever characters it is made of.
 """
 
-from .data import AloneData, EnvData, MemoryData, OperationData, PlanData, RefusalData, StepData
+from .data import EagerData, EnvData, MemoryData, OperationData, PlanData, RefusalData, StepData
 from .html import fragment, page
 from .mermaid import mermaid
 from .svg import svg
 from .text import render, summary
 
 __all__ = [
-    "AloneData",
+    "EagerData",
     "EnvData",
     "MemoryData",
     "OperationData",

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 FORMAT = 2
-INFERENCE_ONLY, NOT_NEEDED = "inference only", "no gradient is needed here"
-NO_NEWS = INFERENCE_ONLY, NOT_NEEDED
-"""Reasons that hold by the kind of a fusion and of a plan, whatever the operations: in the data, and not printed."""
-Kind = Literal["unfused", "alone", "forward", "backward", "joint", "inference"]
+Kind = Literal["unfused", "eager", "forward", "backward", "joint", "inference"]
 
 
 class EnvData(TypedDict):
@@ -29,14 +26,14 @@ class OperationData(TypedDict):
     """One position of the sequence.
 
     `saves` are the fields of its `Saved` that are saved for backward: none where nothing reads one, or where a joint
-    fusion keeps its own. `wants` are the gradients that are wanted here.
+    fusion keeps its own. `needs` are the gradients that are needed here.
     """
 
     at: int
     name: str
     path: str
     saves: list[str]
-    wants: list[str]
+    needs: list[str]
 
 
 class StepData(TypedDict):
@@ -50,15 +47,16 @@ class StepData(TypedDict):
 
 
 class RefusalData(TypedDict):
-    """A fusion that matched and is not used."""
+    """A fusion that matched and is not used; where the reason was `expected`, it is not printed."""
 
     fusion: str
     at: int
     reason: str
-    outbid: bool
+    superseded: bool
+    expected: bool
 
 
-class AloneData(TypedDict):
+class EagerData(TypedDict):
     """What runs through its own `__call__`."""
 
     at: int
@@ -101,7 +99,7 @@ class PlanData(TypedDict):
     backward: list[StepData]
     segments: list[tuple[int, int]]
     refused: list[RefusalData]
-    alone: list[AloneData]
+    eager: list[EagerData]
     casts: list[CastData]
     memory: MemoryData | None
     memory_unknown: str | None

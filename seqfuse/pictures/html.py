@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .data import NO_NEWS, PlanData
+from .data import PlanData
 from .markup import Markup, escaped, tag
 from .style import COLORS
 from .svg import svg
@@ -57,13 +57,13 @@ def page(plan: PlanData) -> str:
 def _words(plan: PlanData) -> list[Markup]:
     """A table of what was not applied and one of what runs eagerly, by their reasons."""
     refused: dict[str, dict[str, list[int]]] = {}
-    for refusal in (refusal for refusal in plan["refused"] if refusal["reason"] not in NO_NEWS):
+    for refusal in (refusal for refusal in plan["refused"] if not refusal["expected"]):
         refused.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
-    alone: dict[str, dict[str, list[int]]] = {}
-    for one in plan["alone"]:
-        alone.setdefault(one["reason"], {}).setdefault(one["name"], []).append(one["at"])
+    eager: dict[str, dict[str, list[int]]] = {}
+    for one in plan["eager"]:
+        eager.setdefault(one["reason"], {}).setdefault(one["name"], []).append(one["at"])
     found: list[Markup] = []
-    for title, what, reasons in (("Not applied", "fusions", refused), ("Runs eagerly", "modules", alone)):
+    for title, what, reasons in (("Not applied", "fusions", refused), ("Runs eagerly", "modules", eager)):
         if reasons:
             head = tag("tr", tag("th", "reason"), tag("th", f"{what}, and where"))
             rows = (tag("tr", tag("td", reason), tag("td", *_named(places))) for reason, places in reasons.items())

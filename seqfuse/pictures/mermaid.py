@@ -20,7 +20,7 @@ _STYLES = (
     "classDef inference fill:#f7e4ee,stroke:#b3568a,color:#5c1f42",
     "classDef operation fill:none,stroke:#8b949e",
     "classDef unfused fill:none,stroke:#8b949e",
-    "classDef alone fill:none,stroke:#8b949e,stroke-dasharray:4 3",
+    "classDef eager fill:none,stroke:#8b949e,stroke-dasharray:4 3",
     "classDef segment fill:none,stroke:#8b949e,stroke-width:0.5px",
 )
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from .data import NO_NEWS, Kind, OperationData, PlanData, RefusalData, StepData
+from .data import Kind, OperationData, PlanData, RefusalData, StepData
 
 LONG = 40
 """Columns up to which nothing is folded."""
@@ -31,7 +31,7 @@ class Mark:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One position: who runs it in each pass, what it saves, why it stands alone, what was refused here."""
+    """One position: who runs it in each pass, what it saves, why it runs eagerly, what was refused here."""
 
     operation: OperationData
     forward: Mark | None
@@ -39,7 +39,7 @@ class Column:
     segment: int | None
     opens: bool  # begins a segment
     closes: bool
-    alone: str | None
+    eager: str | None
     refused: tuple[RefusalData, ...]
 
     @property
@@ -61,8 +61,8 @@ class Column:
     def looks_apart(self) -> Hashable:
         """What is drawn of it, apart from its position and from where segments begin and end."""
         refused = tuple((r["fusion"], r["reason"]) for r in self.refused)
-        operation = self.operation["name"], *self.operation["saves"], None, *self.operation["wants"]
-        return operation, self.forward, self.backward, self.segment is None, self.alone, refused
+        operation = self.operation["name"], *self.operation["saves"], None, *self.operation["needs"]
+        return operation, self.forward, self.backward, self.segment is None, self.eager, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,18 +84,17 @@ def columns_of(plan: PlanData) -> list[Column]:
     segment: dict[int, int] = {}
     for number, (start, stop) in enumerate(plan["segments"]):
         segment.update(dict.fromkeys(range(start, stop), number))
-    alone = {a["at"]: a["reason"] for a in plan["alone"]}
+    eager = {e["at"]: e["reason"] for e in plan["eager"]}
     refused: dict[int, list[RefusalData]] = {}
     for refusal in plan["refused"]:
         here = refused.setdefault(refusal["at"], [])
-        if (
-            refusal not in here and refusal["reason"] not in NO_NEWS
-        ):  # a pattern with optional slots is refused once for each way it matches
+        # A pattern with optional slots is refused once for each way it matches.
+        if refusal not in here and not refusal["expected"]:
             here.append(refusal)
     opens, closes = {start for start, _ in plan["segments"]}, {stop - 1 for _, stop in plan["segments"]}
     return [
         Column(
-            operation, ahead.get(i), back.get(i), segment.get(i), i in opens, i in closes, alone.get(i),
+            operation, ahead.get(i), back.get(i), segment.get(i), i in opens, i in closes, eager.get(i),
             tuple(refused.get(i, ())),
         )
         for i, operation in enumerate(plan["operations"])

@@ -13,7 +13,7 @@ NAMES: dict[Kind, str] = {
     "joint": "joint fusion",
     "inference": "inference fusion",
     "unfused": "one operation, not fused",
-    "alone": "runs eagerly",
+    "eager": "runs eagerly",
 }
 
 # Ground, band of a segment, card, ink, faint ink, lines; then ground, edge and ink of each kind of fusion. The
@@ -71,8 +71,8 @@ SHAPES = (
     ".sf-plan .wire{stroke:var(--sf-line);stroke-width:1.25;fill:none}"
     ".sf-plan .way{stroke:var(--sf-faint);stroke-width:1.25;fill:none}"
     ".sf-plan .unfused rect{fill:var(--sf-line)}"
-    ".sf-plan .alone rect{fill:var(--sf-card);stroke-dasharray:4 3;stroke:var(--sf-faint)}"
-    ".sf-plan .unfused text,.sf-plan .alone text{fill:var(--sf-faint);font-size:11px}"
+    ".sf-plan .eager rect{fill:var(--sf-card);stroke-dasharray:4 3;stroke:var(--sf-faint)}"
+    ".sf-plan .unfused text,.sf-plan .eager text{fill:var(--sf-faint);font-size:11px}"
     + "".join(
         f".sf-plan .{kind} rect{{fill:var(--sf-{kind});stroke:var(--sf-{kind}-edge);stroke-width:1.5}}"
         f".sf-plan .{kind} text{{fill:var(--sf-{kind}-ink);font-weight:600;font-size:11px}}"

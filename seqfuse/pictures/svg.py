@@ -174,8 +174,8 @@ class _Picture:
     def _card(self, column: Column, x: float, y: float) -> Markup:
         operation, size = column.operation, self._column - _GAP
         about = [f"{operation['at']}: {operation['name']} {operation['path']}".rstrip()]
-        about += [f"runs eagerly: {column.alone}"] if column.alone else []
-        about += [f"gradients needed: {', '.join(operation['wants'])}"] if operation["wants"] else []
+        about += [f"runs eagerly: {column.eager}"] if column.eager else []
+        about += [f"gradients needed: {', '.join(operation['needs'])}"] if operation["needs"] else []
         about += [f"not applied: {r['fusion']}: {r['reason']}" for r in column.refused]
         inside = [_title(about), tag("rect", x=x, y=y, width=size, height=self._card_height, rx=5.0, class_="card")]
         for i, text in enumerate(_split(operation["name"], size - 16, _NAME)):

@@ -7,7 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-from .data import NO_NEWS, CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
+from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
 from .score import Mark, columns_of, fold
 
 WIDTH = 80
@@ -21,11 +21,11 @@ FEW = 3
 def summary(plan: PlanData) -> list[str]:
     """For what a plan was made, how much of it is fused, and what it keeps for backward."""
     forward, backward = (
-        sum(step["kind"] not in ("unfused", "alone") for step in plan[p]) for p in ("forward", "backward")
+        sum(step["kind"] not in ("unfused", "eager") for step in plan[p]) for p in ("forward", "backward")
     )
     counts = f"{counted(len(plan['operations']), 'operation')}, {counted(len(plan['segments']), 'segment')}"
     lines = [f"Plan for {plan['env']['text']}", f"{counts}, {forward} fused forward, {backward} fused backward"]
-    return lines if plan["memory"] is None else [*lines, _memory(plan["memory"], bool(plan["alone"]))]
+    return lines if plan["memory"] is None else [*lines, _memory(plan["memory"], bool(plan["eager"]))]
 
 
 def _memory(memory: MemoryData, partly: bool) -> str:
@@ -62,8 +62,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
                 lines.append(f"{'':>4}  {'-' * wide}")
             label, a = _pad(_cut(label, wide), wide), _pad(_cut(a, ahead), ahead)
             lines.append(f"{at:>4}  {label}  {a}  {_cut(b, back)}".rstrip())
-    for alone in plan["alone"]:
-        lines += _wrap(f"runs eagerly: {alone['name']} at {alone['at']}: {alone['reason']}", "    ", width)
+    for one in plan["eager"]:
+        lines += _wrap(f"runs eagerly: {one['name']} at {one['at']}: {one['reason']}", "    ", width)
     for line in _casts(plan["casts"]):
         lines += _wrap(line, "    ", width)
     if plan["memory_unknown"] is not None:
@@ -99,8 +99,8 @@ def _label(operation: OperationData) -> str:
 def _marked(mark: Mark | None) -> str:
     if mark is None:
         return "."
-    if mark.kind in ("alone", "unfused"):
-        return "eager" if mark.kind == "alone" else mark.kind
+    if mark.kind in ("eager", "unfused"):
+        return mark.kind
     if mark.offset == 0:
         return f"[ {_printable(mark.name)}"
     return "| ]" if mark.offset == mark.length - 1 else "|"
@@ -122,23 +122,23 @@ def _casts(casts: Sequence[CastData]) -> list[str]:
 def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
     """A line for each reason, one for many fusions that were superseded; what could not be otherwise is no news."""
     reasons: dict[str, dict[str, list[int]]] = {}
-    outbid: dict[str, list[int]] = {}
+    superseded: dict[str, list[int]] = {}
     for refusal in refused:
-        if refusal["reason"] not in NO_NEWS:
+        if not refusal["expected"]:
             reasons.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
-        if refusal["outbid"]:
-            outbid.setdefault(refusal["fusion"], []).append(refusal["at"])
-    superseded = {refusal["reason"] for refusal in refused if refusal["outbid"]}
-    many = sum(len(reasons[reason]) for reason in superseded) > FEW
+        if refusal["superseded"]:
+            superseded.setdefault(refusal["fusion"], []).append(refusal["at"])
+    dearer = {refusal["reason"] for refusal in refused if refusal["superseded"]}
+    many = sum(len(reasons[reason]) for reason in dearer) > FEW
     for reason, fusions in reasons.items():
-        if many and reason in superseded:
+        if many and reason in dearer:
             continue
         named = (
             _named(fusions) if len(fusions) <= FEW else f"{', '.join([*fusions][:FEW])} and {len(fusions) - FEW} more"
         )
         yield f"not applied: {named}: {reason}"
     if many:
-        yield f"superseded by cheaper fusions: {_named(outbid)}"
+        yield f"superseded by cheaper fusions: {_named(superseded)}"
 
 
 def _named(fusions: Mapping[str, Sequence[int]]) -> str:

@@ -138,8 +138,8 @@ def _check(
 def _check_declarations(specimen: Specimen) -> None:
     for node in specimen.nodes:
         operation = node.operation
-        if node.alone is not None or not isinstance(operation, UnfusedOperation):
-            raise AssertionError(f"{node.name} cannot be fused or checked: {node.alone}")
+        if node.eager is not None or not isinstance(operation, UnfusedOperation):
+            raise AssertionError(f"{node.name} cannot be fused or checked: {node.eager}")
         absent: dict[str, Any] = vars(operation)["_parameters"]
         known = {"x", *node.slots, *absent, *(name for name, _ in node.inputs)}
         for field, names in operation.Saved._for.items():  # pyright: ignore[reportPrivateUsage]

@@ -611,7 +611,7 @@ def test_a_pattern_without_one_operation_in_the_middle_is_a_near_miss() -> None:
     (refusal,) = model.plan(x).refused
     assert (refusal.fusion, refusal.at) == ("LinearBiasGeLUForward", 1)
     assert refusal.reason == "near miss: a Bias between Linear and GeLU would let it apply"
-    assert not refusal.outbid
+    assert not refusal.superseded
     with sf.fusing(exclude=[LinearBiasGeLUForward]):
         assert model.plan(x).refused == ()
     model.insert(2, ops.Bias(4))
@@ -648,6 +648,28 @@ def test_a_module_of_torch_is_said_with_what_stands_for_it_here(module: nn.Modul
     (alone,) = sf.Sequential(ops.Tanh(), module).plan(tensor(7, 5)).alone
     assert alone.reason == f"not an operation of this library; use {twin}"
     assert operator.attrgetter(twin.removeprefix("seqfuse."))(sf)
+
+
+def test_what_is_said_of_fusions_and_of_eager_modules_has_its_earlier_names_too() -> None:
+    block = [ops.LayerNorm(5), ops.Linear(5, 5), ops.GeLU(), nn.Softplus()]
+    plan = sf.Sequential(*block).plan(tensor(7, 5))
+    assert plan.eager
+    assert plan.alone is plan.eager
+    assert [refusal.outbid for refusal in plan.refused] == [refusal.superseded for refusal in plan.refused]
+
+
+def test_a_reason_that_holds_for_a_kind_of_plan_is_marked_as_expected_and_not_printed() -> None:
+    class Named(BiasGeLUForward):
+        def requires(self, env: sf.Env) -> sf.Requirements:
+            yield False, "no gradient is needed here"
+
+    model = sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(Named, BiasGeLUBackward))
+    with torch.no_grad():
+        plan = model.plan(tensor(7, 5))
+    assert {r.fusion: r.expected for r in plan.refused} == {"Named": False, "BiasGeLUBackward": True}
+    assert len({r.reason for r in plan.refused}) == 1
+    assert "not applied: Named at 0: no gradient is needed here" in str(plan)
+    assert "BiasGeLUBackward" not in str(plan)
 
 
 def test_a_module_that_nothing_stands_for_is_said_to_be_none_of_this_library() -> None:

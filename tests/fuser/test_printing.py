@@ -473,7 +473,7 @@ def test_plans_are_frozen_hashable_and_equal_when_they_say_the_same() -> None:
         assert hash(value) == hash(copy.copy(value))
     assert all(
         isinstance(getattr(plan, name), tuple)
-        for name in ("forward", "backward", "segments", "refused", "alone", "names", "paths")
+        for name in ("forward", "backward", "segments", "refused", "eager", "names", "paths")
     )
     str(plan)
     assert plan == again

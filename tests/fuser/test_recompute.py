@@ -307,6 +307,19 @@ def test_a_bad_field_name_is_an_error_where_the_record_is_defined(name: str):
         type("Bad", (sf.Saved,), {"__annotations__": {name: Tensor}, "__module__": __name__})
 
 
+def test_a_field_may_have_any_public_name_that_is_no_method_of_the_record():
+    class Sides(sf.Saved):
+        sides: Tensor
+        has_data: Tensor | None = None
+
+    x = draw(3, 4)
+    saved = Sides(sides=x)
+    assert saved.sides is x
+    assert saved.has_data is None
+    with pytest.raises(PluginError, match="must be a public identifier"):
+        type("Bad", (sf.Saved,), {"__annotations__": {"kept": Tensor}, "__module__": __name__})
+
+
 def test_a_record_may_be_extended():
     class Longer(Record):
         more: Tensor

@@ -48,11 +48,11 @@ def test_what_was_superseded_prints_as_one_line_and_is_all_in_the_plan():
     block = ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024))
     with sf.fusing(unmeasured=True):
         plan = sf.Sequential(block).bfloat16().plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
-    outbid = [refusal for refusal in plan.refused if refusal.outbid]
-    assert len({refusal.fusion for refusal in outbid}) > 3
-    assert all("superseded by" in refusal.reason for refusal in outbid)
+    superseded = [refusal for refusal in plan.refused if refusal.superseded]
+    assert len({refusal.fusion for refusal in superseded}) > 3
+    assert all("superseded by" in refusal.reason for refusal in superseded)
     (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if line.startswith("superseded")]
-    assert all(refusal.fusion in line for refusal in outbid)
+    assert all(refusal.fusion in line for refusal in superseded)
     assert "an estimated" not in str(plan)
 
 

@@ -21,7 +21,6 @@ from seqfuse import ops
 from seqfuse.fuser import Plan
 from seqfuse.fuser.op_list import Region
 from seqfuse.pictures import PlanData, style, svg
-from seqfuse.pictures.data import NO_NEWS
 from seqfuse.pictures.markup import cut, cut_before, escaped, tag, width
 from seqfuse.pictures.score import LONG, columns_of, fold, fold_loosely, lines_of
 from seqfuse.pictures.svg import MOST
@@ -88,7 +87,7 @@ PLANS: dict[str, Any] = {
     "unlike": lambda: unlike().plan(X),
     "inference": lambda: short().eval().plan(env=sf.Env.of("cuda:sm_90", grad=False)),
     "frozen": lambda: short().requires_grad_(False).plan(X),
-    "alone": lambda: sf.Sequential(nn.Softplus(), nn.Softplus()).plan(X),
+    "eager": lambda: sf.Sequential(nn.Softplus(), nn.Softplus()).plan(X),
     "empty": lambda: sf.Sequential().plan(X),
 }
 
@@ -108,13 +107,13 @@ def test_json_is_the_dictionary_and_says_what_the_plan_says(plan: Plan) -> None:
     assert [o["name"] for o in data["operations"]] == [*plan.names]
     assert [o["path"] for o in data["operations"]] == [*plan.paths]
     for name, steps in (("forward", plan.forward), ("backward", plan.backward)):
-        given = [(s["name"], range(s["start"], s["stop"]), s["kind"] not in ("unfused", "alone")) for s in data[name]]
+        given = [(s["name"], range(s["start"], s["stop"]), s["kind"] not in ("unfused", "eager")) for s in data[name]]
         assert given == [(s.name, s.covers, s.fused) for s in steps]
     assert [range(*segment) for segment in data["segments"]] == [*plan.segments]
     assert [(r["fusion"], r["at"], r["reason"]) for r in data["refused"]] == [
         (r.fusion, r.at, r.reason) for r in plan.refused
     ]
-    assert [a["at"] for a in data["alone"]] == [a.at for a in plan.alone]
+    assert [e["at"] for e in data["eager"]] == [e.at for e in plan.eager]
     assert data["env"]["text"] == plan.env.said(plan.tokens)
     assert (data["memory"] is None) == (plan.memory is None)
 
@@ -240,7 +239,7 @@ def test_refusals_and_reasons_stand_where_one_points() -> None:
     plan = PLANS["short"]()
     titles = {t.split(":")[0]: t for g in drawn(plan).iter(f"{SVG}g") if (t := g.findtext(f"{SVG}title", ""))}
     for refusal in plan.refused:
-        if refusal.reason in NO_NEWS:
+        if refusal.expected:
             continue
         assert f"not applied: {refusal.fusion}: {refusal.reason}" in titles[str(refusal.at)]
     assert "runs eagerly: not an operation of this library" in titles["9"]
@@ -446,7 +445,7 @@ def made(steps: list[int], names: str, segments: list[tuple[int, int]]) -> PlanD
     starts = [sum(steps[:i]) for i in range(len(steps))]
     return {
         **PLANS["empty"]().as_dict(),
-        "operations": [{"at": i, "name": n, "path": "", "saves": [], "wants": []} for i, n in enumerate(names)],
+        "operations": [{"at": i, "name": n, "path": "", "saves": [], "needs": []} for i, n in enumerate(names)],
         "forward": [
             {"name": "F", "start": start, "stop": start + length, "kind": "forward", "saves": []}
             for start, length in zip(starts, steps, strict=True)
