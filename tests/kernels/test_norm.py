@@ -665,8 +665,9 @@ def test_a_wrong_kernel_is_found(
 
 
 STATISTIC_MUTANTS = {
-    "eps": ("tl.math.div_rn(squares, count) + EPS)", "tl.math.div_rn(squares, count))", "zeros"),
-    "count": ("tl.math.div_rn(squares, count) + EPS)", "squares + EPS)", "normal"),
+    "eps": ("* by) + EPS", "* by)", "zeros"),
+    "count": ("by = 1.0 / count", "by = 1.0", "normal"),
+    "value": ("return value + tl.where", "return tl.where", "normal"),
 }
 
 
