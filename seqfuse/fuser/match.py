@@ -149,7 +149,7 @@ class Matcher:
         """Fusions of a few fixed operations, all of which begin these kinds but one between them."""
         for cls in self.fusions:
             slots = cls.slots
-            if not 3 <= len(slots) <= MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
+            if len(slots) > MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
                 continue
             for k in range(1, len(slots) - 1):
                 rest, absent = (*slots[:k], *slots[k + 1 :]), slots[k].types

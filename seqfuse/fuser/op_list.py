@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..casts import cast_once
-from ..group import Group, summed_gradient
+from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
 from .fingerprint import Fingerprint
 from .flatten import TWINS, Node, flatten, plain_type, public_channels
@@ -69,12 +69,6 @@ class Region:
     latest: Call | None = None  # the function of the latest call
     program: CompiledRegion | None = None  # and what it runs
     compared: bool = False  # with the plans of other processes
-
-    def summing(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """The parameters, those of them as processes read them whose gradients are summed."""
-        groups = dict(self.summed) if torch.is_grad_enabled() else {}
-        pairs = enumerate(parameters)
-        return [summed_gradient(groups[i], p) if i in groups and p.requires_grad else p for i, p in pairs]
 
     @property
     def positions(self) -> range:

@@ -622,8 +622,32 @@ def test_a_pattern_without_one_operation_in_the_middle_is_a_near_miss() -> None:
 
 def test_what_lacks_its_first_or_last_operation_or_two_of_them_is_no_near_miss() -> None:
     rules = (LinearBiasGeLUForward,)
-    for operations in ([ops.Linear(5, 5)], [ops.Bias(5), ops.GeLU()], [ops.Linear(5, 5, bias=False), ops.Tanh()]):
+    alone, first = ops.Linear(5, 5, bias=False), [ops.Linear(5, 5)]
+    for operations in (first, [alone], [ops.Bias(5), ops.GeLU()], [alone, ops.Tanh()]):
         assert sf.Sequential(*operations, fusions=rules).plan(tensor(7, 5)).refused == ()
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        [ops.Bias | None],
+        [tuple[ops.Bias, ...]],
+        [ops.Bias | ops.Tanh],
+        [sf.Pointwise],
+        [ops.Bias, ops.Tanh, ops.SiLU],
+    ],
+    ids=["optional", "several", "one of two", "any of its kind", "three"],
+)
+def test_only_a_short_pattern_in_which_one_class_is_named_is_nearly_there(middle: list[Any]) -> None:
+    def fwd(self: Any, x: Tensor) -> Any:
+        raise NotImplementedError
+
+    slots = {"linear": ops.Linear, **{f"part{i}": kind for i, kind in enumerate(middle)}, "act": ops.GeLU}
+    rule: Any = type("Rule", (sf.ForwardFusion,), {"__annotations__": slots, "fwd": fwd, "__module__": __name__})
+    given = [ops.Bias(5), ops.Tanh(), ops.SiLU()][: len(middle) - 1]
+    model = sf.Sequential(ops.Linear(5, 5, bias=False), *given, ops.GeLU(), fusions=rule)
+    said = {refusal.reason for refusal in model.plan(tensor(7, 5)).refused}
+    assert not any("near miss" in reason for reason in said)
 
 
 @pytest.mark.parametrize(
