@@ -313,6 +313,10 @@ def test_blocks_with_a_private_channel_of_one_name_can_be_stacked(hooked: bool) 
     check(sf.Sequential(*(block() for _ in range(3))), plain, tensor(7, 5))
 
 
+def test_a_block_of_two_operations_has_a_private_channel_too() -> None:
+    check(sf.Sequential(*(sf.Sequential(ops.Fork("r"), ops.Add("r")) for _ in range(2))), lambda p, x: 4 * x, tensor(7))
+
+
 def test_one_block_with_a_private_channel_may_stand_twice() -> None:
     block = ops.Residual(ops.Linear(5, 5), ops.Tanh())
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fuser import op_list
 from tests.fuser.fusions import PAIR, BiasReLU, BiasReLUBack, tensor
 
 
@@ -235,3 +236,14 @@ def test_a_fuser_of_its_own_holds_the_list() -> None:
     left = alive(fuser.root)
     del fuser
     assert left() == []
+
+
+def test_plans_for_many_shapes_are_let_go_once_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_list, "KEPT_PROGRAMS", 3)
+    model = sf.Sequential(ops.Tanh(), ops.GeLU())
+    kept: list[int] = []
+    for rows in (1, 2, 4, 8, 16, 32, 64):  # each with a plan of its own
+        model(tensor(rows, 5))
+        (region,) = model._fuser.op_list().parts
+        kept += [len(region.programs), len(region.states)]
+    assert max(kept) == 3

@@ -703,3 +703,13 @@ def test_a_module_that_nothing_stands_for_is_said_to_be_none_of_this_library() -
     for module in (nn.Softplus(), Own(5, 5)):
         (alone,) = sf.Sequential(module).plan(tensor(7, 5)).alone
         assert alone.reason == "not an operation of this library"
+
+
+def test_a_list_in_which_nothing_can_be_fused_is_warned_of_but_not_a_single_module() -> None:
+    x = tensor(7, 5)
+    with pytest.warns(UserWarning, match=r"nothing in this Sequential can be fused.* use sf\.nn\.from_torch"):
+        sf.Sequential(nn.Linear(5, 5), nn.ReLU())(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for alone in ([nn.Linear(5, 5)], [nn.Linear(5, 5), ops.ReLU()], [nn.Linear(5, 5), nn.Softplus()]):
+            sf.Sequential(*alone)(x)

@@ -608,6 +608,14 @@ def test_a_second_parameter_parametrized_after_a_call_is_seen() -> None:
         both(mine, its, x)
 
 
+def test_a_later_call_beside_one_parametrized_parameter_is_the_generated_one() -> None:
+    model, x = sf.Sequential(ops.Linear(5, 5), ops.Tanh()), tensor(7, 5)
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    y = model(x)
+    (region,) = model._fuser.op_list().parts
+    assert torch.equal(region.latest(x, {}, None), y)
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
