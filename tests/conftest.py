@@ -17,6 +17,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests import processes
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # A loaded machine of two cores draws slowly now and then; that says nothing about a test.
@@ -67,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if interpreted():  # with numpy, which reports what a GPU does not
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:seqfuse.testing.interpreter")
+    if limit := config.getoption("timeout", None):
+        processes.SECONDS = 0.93 * limit  # and their test still says what hangs
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "ci")
     if config.getoption("--seed"):
         manual_seed = torch.manual_seed

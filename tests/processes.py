@@ -24,6 +24,10 @@ import torch.distributed as dist
 
 Work = Callable[[], None]
 
+SECONDS = 280.0
+"""After these a group of processes or a script is killed; conftest.py sets it by pytest's --timeout. A collective fails
+after a quarter of them: on a busy machine, where everything takes longer, a longer --timeout lengthens all of it."""
+
 # A process that starts anew imports torch for two seconds, and Dynamo, which most models reach, for one more; one
 # forked from a server that did so starts at once.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -41,11 +45,10 @@ class Facts:
 
     Args:
         works: module-level functions, which see the group of all processes as the default one.
-        patience: seconds after which a collective of the group fails.
     """
 
-    def __init__(self, works: Mapping[int, Sequence[Work]], patience: float = 60) -> None:
-        self.works, self.patience = works, patience
+    def __init__(self, works: Mapping[int, Sequence[Work]]) -> None:
+        self.works = works
         self._failed: dict[int, dict[str, str]] = {}
 
     @property
@@ -60,15 +63,15 @@ class Facts:
     def check(self, world: int, work: str) -> None:
         """Fail as the fact did."""
         if world not in self._failed:
-            self._failed[world] = failures(world, self.works[world], patience=self.patience)
+            self._failed[world] = failures(world, self.works[world])
         if work in self._failed[world]:
             pytest.fail(self._failed[world][work], pytrace=False)
 
 
-def failures(world: int, works: Sequence[Work], **options: Any) -> dict[str, str]:
+def failures(world: int, works: Sequence[Work]) -> dict[str, str]:
     """What failed, by the name of the function; functions after a failure do not run, which is a failure, too."""
     found: dict[str, str] = {}
-    for (name, rank), text in raised(world, works, **options).items():
+    for (name, rank), text in raised(world, works).items():
         found[name] = found.get(name, "") + f"rank {rank}: {text}\n"
     names = [w.__name__ for w in works]
     if found:
@@ -77,17 +80,15 @@ def failures(world: int, works: Sequence[Work], **options: Any) -> dict[str, str
     return found
 
 
-def raised(
-    world: int, works: Sequence[Work], *, seconds: float = 280, patience: float = 60
-) -> dict[tuple[str, int], str]:
+def raised(world: int, works: Sequence[Work], *, patience: float | None = None) -> dict[tuple[str, int], str]:
     """What was raised, by function and rank, in `world` processes that run one function after another up to that.
 
     Args:
         world: how many processes.
         works: what each of them runs, with the environment variables of now.
-        seconds: after which processes that still run are killed.
-        patience: seconds after which a collective of their group fails.
+        patience: seconds after which a collective of their group fails; a quarter of those for all, if left out.
     """
+    patience = SECONDS / 4 if patience is None else patience
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             CONTEXT.Process(target=_process, args=(rank, world, list(works), folder, patience, dict(os.environ)))
@@ -96,7 +97,7 @@ def raised(
         for process in processes:
             process.start()
         found: dict[tuple[str, int], str] = {}
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + SECONDS
         for rank, process in enumerate(processes):
             process.join(max(deadline - time.monotonic(), 0))
             if process.is_alive():
@@ -156,9 +157,9 @@ class Script:
         with patch.object(forkserver, "connect_to_new_process", connect):
             self._process.start()
 
-    def done(self, seconds: float = 280) -> subprocess.CompletedProcess[str]:
+    def done(self) -> subprocess.CompletedProcess[str]:
         """Its exit status and what it wrote, once it has ended; a script that hangs is killed."""
-        self._process.join(seconds)
+        self._process.join(SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()

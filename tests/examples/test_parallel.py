@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import tests.processes
 from tests.processes import Script
 
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "06_parallel.py"
@@ -26,8 +27,9 @@ def torchrun(folder: Path, processes: int, *options: str) -> subprocess.Complete
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, str(EXAMPLE), *options], cwd=folder, capture_output=True, text=True, env=environment, timeout=300
-    )
+        [*command, str(EXAMPLE), *options], cwd=folder, capture_output=True, text=True, env=environment,
+        timeout=tests.processes.SECONDS,
+    )  # fmt: skip
 
 
 def forked(folder: Path, processes: int, *options: str) -> subprocess.CompletedProcess[str]:

@@ -308,7 +308,7 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
 @pytest.fixture(scope="module")
 def outcome() -> Callable[[str], dict[str, str]]:
     """What failed in a group's two processes, which are started once for all its facts."""
-    return functools.cache(lambda group: failures(WORLD, GROUPS[group], patience=20))
+    return functools.cache(lambda group: failures(WORLD, GROUPS[group]))
 
 
 @pytest.mark.parametrize(("group", "work"), [(g, w.__name__) for g, works in GROUPS.items() for w in works])

@@ -108,7 +108,7 @@ WORKS = [
 ]
 
 
-FACTS = Facts({2: WORKS}, patience=30)
+FACTS = Facts({2: WORKS})
 
 
 @pytest.mark.parametrize(("world", "work"), FACTS.cases)
