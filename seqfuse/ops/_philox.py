@@ -71,7 +71,8 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     threshold = math.floor(p * 2**32)
     keys = round_keys(seed)
     drop = torch.empty((groups, 2, 2), dtype=torch.bool, device=seed.device)
-    block = _BLOCK if seed.device.type == "cpu" else max(groups, 1)
+    # What has no cache, such as a fake tensor that a plan is made with, is not worked on in parts.
+    block = _BLOCK if seed.device.type == "cpu" and type(seed) is Tensor else max(groups, 1)
     for first in range(0, groups, block):
         stop = min(first + block, groups)
         counter = torch.arange(first, stop, device=seed.device)

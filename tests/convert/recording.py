@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
+
+from seqfuse.convert.rewriting import Options, rewrite
 
 _OPERATORS = {
     name: getattr(operator, name)
@@ -72,6 +74,10 @@ class Recorder(TorchFunctionMode):
         graph = self.graph
         if name == "__get__":
             return graph.call_function(getattr, (args[0], func.__self__.__name__))
+        if func is torch.Tensor.__pow__:
+            return graph.call_function(operator.pow, args)
+        if name in ("__rmul__", "__radd__"):
+            return graph.call_function(_OPERATORS[name[3:6]], (args[1], args[0]))
         if name == "__rsub__":
             return graph.call_function(operator.sub, (args[1], args[0]))
         if name in ("__rdiv__", "__rtruediv__"):
@@ -90,19 +96,25 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     return (t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor))
 
 
-def given(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+Inputs = Tensor | dict[str, Tensor]
+
+
+def given(model: nn.Module, x: Inputs) -> dict[str, Tensor]:
     """What a recorded graph is called with."""
-    return {"x": x, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    inputs = x if isinstance(x, dict) else {"x": x}
+    return {**inputs, **dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def recorded(model: nn.Module, x: Tensor, renames: bool) -> tuple[GraphModule, Any]:
-    """The graph of a call, and what the call returned."""
+def recorded(
+    model: nn.Module, x: Inputs, renames: bool, tensors: Callable[[Any], Sequence[Tensor]] = lambda outputs: outputs
+) -> tuple[GraphModule, Any]:
+    """The graph of a call, whose outputs are `tensors` of what the call returned, and that."""
     recorder = Recorder(renames)
     for name, t in given(model, x).items():
         recorder.known(t, recorder.graph.placeholder(name.replace(".", "_")))
     with recorder:
-        outputs = model(x)
-        recorder.graph.output(tuple(recorder.node_of(y) for y in outputs))
+        outputs = model(**x) if isinstance(x, dict) else model(x)
+        recorder.graph.output(tuple(recorder.node_of(y) for y in tensors(outputs)))
     for node in reversed(recorder.graph.nodes):
         if node.target is operator.getitem and not node.users and isinstance(node.args[1], int):
             recorder.graph.erase_node(node)
@@ -111,3 +123,30 @@ def recorded(model: nn.Module, x: Tensor, renames: bool) -> tuple[GraphModule, A
         gm.register_buffer(name, t)
     gm.graph = recorder.graph
     return gm, outputs
+
+
+class Replayed:
+    """A model whose calls run a converted graph, which was recorded from one call; all else is the model's.
+
+    Args:
+        model: the model.
+        x: what it is recorded with.
+        tensors: those that a call gives, of what the model returns.
+    """
+
+    def __init__(self, model: nn.Module, x: Inputs, tensors: Callable[[Any], Sequence[Tensor]] | None = None) -> None:
+        self.model = model
+        self._graph, outputs = recorded(model, x, renames=True, tensors=tensors or _tensors_of)
+        self._one = tensors is None and isinstance(outputs, Tensor)
+        self.graphs = rewrite(self._graph, Options())
+
+    def __call__(self, *args: Tensor, **inputs: Tensor) -> Any:
+        outputs = self._graph(*given(self.model, args[0] if args else inputs).values())
+        return outputs[0] if self._one else outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def _tensors_of(outputs: Any) -> Sequence[Tensor]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs
