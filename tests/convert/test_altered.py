@@ -365,6 +365,12 @@ def by_hand(name: str, weights: Callable[[Tensor], Tensor]) -> None:
 
 
 ONES = torch.ones(4, 4).tril()
+UNSEEN = torch.ones(4, 4).triu(0).bool()  # the first row sees nothing: torch's softmax of it is NaN
+LOWEST = torch.finfo(torch.float64).min
+by_hand("a mask filled in", lambda s: torch.softmax(s.masked_fill(ONES == 0, -torch.inf), -1))
+by_hand("rows of which nothing is left", lambda s: torch.softmax(s.masked_fill(UNSEEN, -torch.inf), -1))
+by_hand("rows from which all is taken", lambda s: torch.softmax(s + UNSEEN.to(s).masked_fill(UNSEEN, -torch.inf), -1))
+by_hand("rows from which the most is taken", lambda s: torch.softmax(s + UNSEEN.to(s).masked_fill(UNSEEN, LOWEST), -1))
 by_hand("softmax over queries", lambda s: torch.softmax(s, -2))
 by_hand("softmax over queries, from the front", lambda s: torch.softmax(s, 2))
 by_hand("a mask of booleans added", lambda s: torch.softmax(s + ONES.bool(), -1))
