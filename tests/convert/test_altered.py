@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqfuse import ops
 from seqfuse.convert import GraphReport
 from seqfuse.ops.mergedlinear import MAX_PARTS
 
 from .comparing import assert_same, assert_same_recorded
+from .recording import Replayed
 
 S = F.scaled_dot_product_attention
 Spelling = Callable[["Layers", Tensor], Any]
@@ -181,6 +183,13 @@ def changes_activations(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def drops_a_view_in_place(m: Layers, x: Tensor) -> Tensor:
+    y = m.a(x) * 1
+    F.dropout(y[:], 1.0, True, True)
+    return m.b(y) + x
+
+
+@spelling
 def computes_for_nobody(m: Layers, x: Tensor) -> Tensor:
     z = m.a(x) + x
     F.gelu(m.b(z))
@@ -297,7 +306,7 @@ short("more products than are merged", lambda m, x: sum((m.a(x) for _ in range(M
 # Norms.
 short("a mean that is no column", lambda m, x: m.b((y := m.a(x.view(8, 8))) * torch.rsqrt(y.pow(2).mean(-1) + 1e-6)))
 short("a gain of one element", lambda m, x: m.b(rms(m.a(x), m.w[:1])))
-short("a norm of what was rounded", lambda m, x: m.b(rms(m.a(x).float(), m.w.float()).double()))
+short("a norm of what was rounded", lambda m, x: m.b(rms(m.a(x).float().double(), m.w)))
 short("mean over rows", lambda m, x: m.b(rms(m.a(x), m.w, dim=1)))
 short("mean over two dimensions", lambda m, x: m.b(rms(m.a(x), m.w, dim=(-1, -2))))
 short("a norm of another tensor", lambda m, x: m.b(x * torch.rsqrt(m.a(x).pow(2).mean(-1, keepdim=True) + 1e-6)))
@@ -339,7 +348,7 @@ short(
 short("queries times a number", lambda m, x: joined(S(heads(m.a(x) * 2), *qkv(m, x)[1:])))
 short("keys times a number", lambda m, x: joined(S(heads(m.a(x)), heads(m.b(x) * 2), heads(m.c(x)))))
 short("values times a number", lambda m, x: joined(S(*qkv(m, x)[:2], heads(m.c(x) * 2))))
-short("heads that were rounded", lambda m, x: joined(S(*(t.float() for t in qkv(m, x))).double()))
+short("heads that were rounded", lambda m, x: joined(S(*(t.float().double() for t in qkv(m, x)))))
 short("a learned mask", lambda m, x: joined(S(*qkv(m, x), attn_mask=m.w[:4].outer(m.w[4:]))))
 short(
     "a mask made by a factor",
@@ -420,7 +429,7 @@ def turns_rows_before_heads(m: Layers, x: Tensor) -> Tensor:
 def turns_the_part_that_passes(m: Layers, x: Tensor) -> Tensor:
     cos, sin = (t[None].unsqueeze(1) for t in angles(x, 2))
     q, k, v = qkv(m, x)
-    q, k = (torch.cat((t[..., 2:] * cos + half(t[..., 2:]) * sin, t[..., 2:]), -1) for t in (q, k))
+    q, k = (torch.cat(((p := t[..., 2:]) * cos + half(p) * sin, t[..., 2:]), -1) for t in (q, k))
     return joined(S(q, k, v))
 
 
@@ -473,6 +482,16 @@ def test_a_converted_model_that_is_nearly_a_known_one_keeps_its_numbers(name: st
 
 def test_what_is_captured_is_among_the_cases():
     assert set(CAPTURED) <= CASES.keys()
+
+
+def test_weights_that_are_dropped_without_a_number_are_dropped_by_half():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        q, k, v = qkv(m, x)
+        return joined(F.dropout(torch.softmax(q @ k.transpose(-1, -2), -1)) @ v)
+
+    graphs = Replayed(Layers(spelling).double(), torch.randn(2, 4, 8, dtype=torch.float64)).graphs
+    found = [op for graph in graphs for region in graph.regions for op in region.order.operations]
+    assert [op.dropout for op in found if isinstance(op, ops.Attention)] == [0.5]
 
 
 def test_what_is_of_one_dimension_keeps_its_numbers():

@@ -651,6 +651,12 @@ def test_an_input_on_meta_gives_shapes_and_runs_nothing() -> None:
     assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
+def test_on_meta_a_product_takes_any_dtype_as_in_torch() -> None:
+    x = torch.empty(7, 5, device="meta", dtype=torch.bfloat16)
+    shape = nn.Linear(5, 4, device="meta")(x).shape
+    assert sf.Sequential(ops.Linear(5, 4, device="meta"), ops.Tanh())(x).shape == shape
+
+
 def test_two_devices_in_one_list_name_both_and_the_place() -> None:
     model = sf.Sequential(ops.Linear(5, 4), ops.Linear(4, 3, device="meta"), fusions=RULES)
     with pytest.raises(sf.InputError, match=r"cpu|meta") as caught:
