@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Graph
 
 from seqfuse import ops
 from seqfuse.convert import GraphReport
+from seqfuse.convert.effects import in_place
+from seqfuse.convert.rewriting import Options, rewrite
 from seqfuse.ops.mergedlinear import MAX_PARTS
 
 from .comparing import assert_same, assert_same_recorded
-from .recording import Replayed
+from .recording import recorded
 
 S = F.scaled_dot_product_attention
 Spelling = Callable[["Layers", Tensor], Any]
@@ -183,10 +186,12 @@ def changes_activations(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
-def drops_a_view_in_place(m: Layers, x: Tensor) -> Tensor:
-    y = m.a(x) * 1
-    F.dropout(y[:], 1.0, True, True)
-    return m.b(y) + x
+def changes_what_another_call_reads_before(m: Layers, x: Tensor) -> Tensor:
+    other = torch.ones_like(x)
+    y = m.a(x)
+    z = y.sin() - other
+    other.add_(1)
+    return m.b(F.gelu(y)) + z
 
 
 @spelling
@@ -300,7 +305,7 @@ def names_its_arguments(m: Layers, x: Tensor) -> Tensor:
 
 
 short("halves that overlap", lambda m, x: m.b(F.silu((h := m.up(x))[..., :8]) * h[..., 4:12]))
-short("more products than are merged", lambda m, x: sum((m.a(x) for _ in range(MAX_PARTS)), m.b(x)) * m.w)
+short("more products than are merged", lambda m, x: sum((m.a(x) for _ in range(MAX_PARTS + 1)), m.b(x)) * m.w)
 
 
 # Norms.
@@ -484,14 +489,34 @@ def test_what_is_captured_is_among_the_cases():
     assert set(CAPTURED) <= CASES.keys()
 
 
+def test_a_dropout_changes_its_input_whether_that_is_said_by_place_or_by_name():
+    graph = Graph()
+    x = graph.placeholder("x")
+    said: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((0.5, True, True), {}), ((), {"inplace": True})]
+    unsaid: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((0.5, True, False), {}), ((0.5, True), {})]
+    for calls, expected in ((said, True), (unsaid, False)):
+        for rest, named in calls:
+            assert in_place(graph.call_function(F.dropout, (x, *rest), named)) == expected
+
+
 def test_weights_that_are_dropped_without_a_number_are_dropped_by_half():
     def spelling(m: Layers, x: Tensor) -> Tensor:
         q, k, v = qkv(m, x)
         return joined(F.dropout(torch.softmax(q @ k.transpose(-1, -2), -1)) @ v)
 
-    graphs = Replayed(Layers(spelling).double(), torch.randn(2, 4, 8, dtype=torch.float64)).graphs
-    found = [op for graph in graphs for region in graph.regions for op in region.order.operations]
+    model, x = Layers(spelling).double(), torch.randn(2, 4, 8, dtype=torch.float64)
+    graph, _ = recorded(model, x, renames=True, tensors=lambda y: [y])
+    for node in graph.graph.find_nodes(op="call_function", target=F.dropout):
+        node.kwargs = {}  # as Dynamo captures it
+    found = [op for graph in rewrite(graph, Options()) for region in graph.regions for op in region.order.operations]
     assert [op.dropout for op in found if isinstance(op, ops.Attention)] == [0.5]
+
+
+def test_parameters_are_lent_for_a_call():
+    replayed = assert_same_recorded(*altered("another eps"))
+    regions = [region for graph in replayed.graphs for region in graph.regions]
+    assert regions
+    assert all(p.is_meta for region in regions for p in region.model.parameters())
 
 
 def test_what_is_of_one_dimension_keeps_its_numbers():

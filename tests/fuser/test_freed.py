@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import op_list
+from seqfuse.fuser import op_list, run
 from tests.fuser.fusions import PAIR, BiasReLU, BiasReLUBack, tensor
 
 
@@ -278,3 +278,16 @@ def test_plans_for_many_shapes_are_let_go_once_there_are_too_many(monkeypatch: p
         (region,) = model._fuser.op_list().parts
         kept += [len(region.programs), len(region.states)]
     assert max(kept) == 3
+
+
+def test_sequences_as_they_were_in_other_modes_are_let_go_once_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "KEPT_LISTS", 3)
+    model, x = sf.Sequential(*(ops.Dropout(0.5) for _ in range(3))), tensor(4, 5)
+    for mode in range(8):
+        for i, dropout in enumerate(model):
+            dropout.train(bool(mode >> i & 1))
+        model(x)
+        assert len(model._fuser._op_lists) <= 3
+    assert len(model._fuser._op_lists) == 3
