@@ -6,7 +6,10 @@ import gc
 import os
 import random
 import sys
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # One thread per process unless asked otherwise. Read when torch starts its pools; children of a test inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +34,11 @@ HERE = Path(__file__).resolve().parent
 KERNELS = tuple(HERE / folder for folder in ("kernels", "fusions/triton", "gpu"))
 """Folders whose tests run Triton kernels, in its interpreter where there is no GPU. A process runs these or the others:
 Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what the engine plans on a CPU."""
+
+ONE_DTYPE = ("kernels", "fusions", "gpu", "losses", "ops")
+"""Folders in which cases that differ in a dtype alone are many."""
+DTYPES = {str(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+DTYPES |= {"fp16", "bf16", "fp32", "fp64", "float16", "bfloat16", "float32", "float64"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -111,6 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skips = {}
     if not config.getoption("--full"):
         skips["full"] = pytest.mark.skip(reason="whole numeric matrix: pytest --full")
+        for item in _of_other_dtypes(items):
+            item.add_marker(skips["full"])
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
     if config.getoption("--shuffle") is not None:
@@ -118,6 +128,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for name in skips.keys() & {mark.name for mark in item.iter_markers()}:
             item.add_marker(skips[name])
+
+
+def _of_other_dtypes(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of cases that differ in a dtype alone all but one, which is another one for other cases; what is to be found
+    wrong is looked for in every dtype."""
+    alike: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        given: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+        one = sum(isinstance(value, torch.dtype) for value in given.values()) == 1
+        everywhere = "mutant" in getattr(item, "fixturenames", ()) or "wrong" in item.name
+        if not one or everywhere or not any(item.path.is_relative_to(HERE / folder) for folder in ONE_DTYPE):
+            continue
+        if not {mark.name for mark in item.iter_markers()} & {"full", "gpu", "skip", "skipif"}:
+            words = [word for word in item.name.replace("[", "-").rstrip("]").split("-") if word not in DTYPES]
+            alike.setdefault(f"{item.path.name} {words}", []).append(item)
+    for name, cases in alike.items():
+        cases.pop(zlib.crc32(name.encode()) % len(cases))
+        yield from cases
 
 
 @pytest.fixture

@@ -38,6 +38,9 @@ CONTEXT.set_forkserver_preload([
 # For what imports this library or Triton in its own way.
 BARE = forkserver.ForkServer()
 BARE.set_forkserver_preload(["tests.processes"])
+# For what compiles kernels, whatever the process interprets that starts it.
+COMPILING = forkserver.ForkServer()
+COMPILING.set_forkserver_preload(["tests.compiling"])
 
 
 class Facts:
@@ -140,6 +143,7 @@ class Script:
         folder: where it runs.
         environment: its variables, instead of those of this process.
         bare: whether it imports this library itself.
+        compiling: whether it compiles kernels, with which it has been imported without Triton's interpreter.
     """
 
     def __init__(
@@ -148,12 +152,14 @@ class Script:
         folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
         bare: bool = False,
+        compiling: bool = False,
     ) -> None:
         self._arguments, self._written = arguments, tempfile.TemporaryDirectory()
         environment = os.environ if environment is None else environment
         args = arguments, str(folder or Path.cwd()), dict(environment), self._written.name
         self._process = CONTEXT.Process(target=_script, args=args)
-        connect = BARE.connect_to_new_process if bare else forkserver.connect_to_new_process
+        own = BARE if bare else COMPILING if compiling else None
+        connect = forkserver.connect_to_new_process if own is None else own.connect_to_new_process
         with patch.object(forkserver, "connect_to_new_process", connect):
             self._process.start()
 

@@ -11,12 +11,18 @@ import pytest
 
 from seqfuse.testing import operations, probe
 
-SHARE = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 4
+SHARE = 12 if os.environ.get("TRITON_INTERPRET") == "1" else 8
 """Every list gets the first case, those without gradients, and one of this many of the others, another list others."""
 
 
 @pytest.fixture(autouse=True)
-def some_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def some_cases(request: pytest.FixtureRequest, few_cases: None) -> None:
+    """For every test of a folder."""
+
+
+@pytest.fixture
+def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that ask for it."""
     # What is to be found wrong is put through everything, and ends at the first case that finds it.
     if request.config.getoption("--full") or "mutant" in request.fixturenames:
         return

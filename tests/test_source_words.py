@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tokenize
 from collections.abc import Iterator
@@ -31,12 +32,12 @@ OF_GEMMS = re.compile(r"\bproducts?\b(?! of (queries|all))", re.IGNORECASE)
 GEMM_ROOMS = ("fuser", "fusions", "nn", "tune", "pictures")
 
 
-def texts(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def texts(path: Path) -> list[tuple[int, str]]:
     """The comments and strings of a file, with the lines they begin in."""
+    kinds = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None))
     with tokenize.open(path) as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None)):
-                yield token.start[0], token.string
+        return [(t.start[0], t.string) for t in tokenize.generate_tokens(file.readline) if t.type in kinds]
 
 
 @pytest.mark.parametrize(("pattern", "instead"), NOT_WRITTEN.items(), ids=NOT_WRITTEN.values())

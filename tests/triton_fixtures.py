@@ -26,10 +26,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TR
 
 
 class _Forked:
-    """What `subprocess.Popen` gives, run to its end in a process that has imported torch already."""
+    """What `subprocess.Popen` gives, run to its end in a process that has imported Triton and all kernels already."""
 
     def __init__(self, command: list[str], *, env: dict[str, str], stderr: Any, **_: Any) -> None:
-        done = Script(*command[1:], environment=env, bare=True).done()
+        done = Script(*command[1:], environment=env, compiling=True).done()
         stderr.write(done.stderr)
         self.stdout, self._code = io.StringIO(done.stdout), done.returncode
 
@@ -52,7 +52,7 @@ def compiled(request: pytest.FixtureRequest) -> Callable[..., list[Compiled]]:
 
     def compile_for_gpus(module: str, only: str, count: int) -> list[Compiled]:
         found = list(compile_variants([module], only=only, jobs=1, in_turn=not full))
-        step = 1 if full else 4 * len(TARGETS)
+        step = 1 if full else 8 * len(TARGETS)
         assert len(found) == sum(len(range(0 if full else first, count, step)) for first in range(len(TARGETS)))
         assert {one.target for one in found} == set(TARGETS)
         for one in found:

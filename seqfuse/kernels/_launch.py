@@ -25,9 +25,6 @@ INTERPRETED = bool(knobs.runtime.interpret)
 
 MAX_GRID = 2**31 - 1
 
-# On AMD Triton addresses what is in 2 GiB of memory with 32 bits, and compiles for that.
-_SMALL = 2**31 - 1 if torch.version.hip else None
-
 GPU_TYPES = frozenset({"cuda"})
 """Device types whose tensors compiled kernels take; the test kit's stand-in for a driver adds another."""
 
@@ -205,8 +202,7 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
             where = arg.get_device()
             if device is None:
                 device = where
-            small = _SMALL is None or arg.untyped_storage().nbytes() <= _SMALL
-            key.append((arg.dtype, where, arg.data_ptr() & 15 == 0, small))
+            key.append((arg.dtype, where, arg.data_ptr() & 15 == 0))
         elif isinstance(arg, bool):
             key.append(bool)
         elif isinstance(arg, int):

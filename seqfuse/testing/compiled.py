@@ -105,7 +105,7 @@ def compile_variants(
         only: a regular expression that the variant's name must contain.
         jobs: child processes at a time; the number of CPUs by default.
         in_turn: compile the first configuration for the first target, the second for the second and so on, and of all
-            that follow one in four, not all for all.
+            that follow one in eight, not all for all.
     """
     together = [",".join(targets)] if in_turn else targets
     tasks = [(module, target) for module in modules for target in together]
@@ -263,7 +263,7 @@ def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
     variants: Iterable[Variant] = importlib.import_module(module).variants()
     chosen = [v for v in variants if re.search(only, v.name)]
     tasks: list[tuple[Variant, str]] = []
-    step = 4 * len(targets) if len(targets) > 1 else 1
+    step = 8 * len(targets) if len(targets) > 1 else 1
     for first, target in enumerate(targets):
         tasks += [(v, target) for v in [v for v in chosen if v.runs_on(target)][first::step]]
     for variant, target in tasks[skip:]:

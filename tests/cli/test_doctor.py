@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from pathlib import Path
@@ -17,11 +18,14 @@ from seqfuse.settings import Settings
 
 from .conftest import Cli
 
+# Plans of every fusion, on which nothing depends that a test changes: made once.
+FUSIONS = functools.cache(doctor._fusions)
 ALL = {fusion.__name__ for fusion in (*fusions.default, *fusions.lean)}
 
 
 @pytest.fixture(autouse=True)
 def _homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_fusions", FUSIONS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
 

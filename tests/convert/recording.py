@@ -132,13 +132,20 @@ class Replayed:
         model: the model.
         x: what it is recorded with.
         tensors: those that a call gives, of what the model returns.
+        options: how the graph is rewritten.
     """
 
-    def __init__(self, model: nn.Module, x: Inputs, tensors: Callable[[Any], Sequence[Tensor]] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        x: Inputs,
+        tensors: Callable[[Any], Sequence[Tensor]] | None = None,
+        options: Options | None = None,
+    ) -> None:
         self.model = model
         self._graph, outputs = recorded(model, x, renames=True, tensors=tensors or _tensors_of)
         self._one = tensors is None and isinstance(outputs, Tensor)
-        self.graphs = rewrite(self._graph, Options())
+        self.graphs = rewrite(self._graph, options or Options())
 
     def __call__(self, *args: Tensor, **inputs: Tensor) -> Any:
         outputs = self._graph(*given(self.model, args[0] if args else inputs).values())

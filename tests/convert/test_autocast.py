@@ -14,9 +14,10 @@ from seqfuse.convert import Conversion
 from seqfuse.testing import seeded_randn
 
 from .families import FAMILIES, randomized, tensor_of
+from .recording import Replayed
 
 
-def passes(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> dict[str, Tensor]:
+def passes(model: nn.Module | Replayed, inputs: dict[str, Any], autocast: bool) -> dict[str, Tensor]:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = tensor_of(model(**inputs))
     model.zero_grad()
@@ -24,19 +25,30 @@ def passes(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> dict[str
     return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
-def chains(conversion: Conversion) -> list[list[str]]:
+def chains(conversion: Conversion | Replayed) -> list[list[str]]:
     return [[type(r.operation).__name__ for r in c.order.members] for g in conversion.graphs for c in g.regions]
 
 
+def first(outputs: Any) -> tuple[Tensor]:
+    return (tensor_of(outputs),)
+
+
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.full)], ids=["recorded", "captured"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_chains_are_those_without_autocast_and_the_numbers_those_of_autocast(name: str):
+def test_the_chains_are_those_without_autocast_and_the_numbers_those_of_autocast(name: str, captured: bool):
     family = FAMILIES[name]
     plain, inputs = randomized(family.build()).train(), family.inputs()
-    models = copy.deepcopy(plain), copy.deepcopy(plain)
-    without, conversion = map(sf.convert, models)
+    models: Any = copy.deepcopy(plain), copy.deepcopy(plain)
+    if captured:
+        without, conversion = map(sf.convert, models)
+    else:
+        without = Replayed(models[0], inputs, first)
+        with torch.autocast("cpu", torch.bfloat16):
+            conversion = Replayed(models[1], inputs, first)
+        models = without, conversion
     exact = passes(models[0], inputs, autocast=False)
     found, wanted = passes(models[1], inputs, autocast=True), passes(plain, inputs, autocast=True)
-    assert chains(conversion) == chains(without)
+    assert chains(conversion) == chains(without) != []
     whole = max(float(t.abs().max()) for t in exact.values())
     for key, want in wanted.items():
         assert found[key].dtype is want.dtype

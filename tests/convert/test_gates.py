@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import seqfuse as sf
+from seqfuse.convert.rewriting import Options
 
 from .families import FAMILIES, randomized, tensor_of, transformers
+from .recording import Replayed
 
 _SIZES = {"vocab_size": 32, "num_attention_heads": 4, "hidden_size": 64, "use_cache": False, "pad_token_id": 0}
 
@@ -40,10 +42,14 @@ def bert(layers: int) -> nn.Module:
     return transformers.BertModel(config, add_pooling_layer=False)
 
 
+def first(outputs: Any) -> tuple[Tensor]:
+    return (tensor_of(outputs),)
+
+
 TOKENS = torch.arange(128).reshape(2, 64) % 32
 
 
-def bytes_saved(model: nn.Module) -> int:
+def bytes_saved(model: nn.Module | Replayed) -> int:
     """Storages that the graph of a call holds for its backward pass, each once, without parameters."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
@@ -61,24 +67,29 @@ def bytes_saved(model: nn.Module) -> int:
     return total
 
 
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.full)], ids=["recorded", "captured"])
 @pytest.mark.parametrize(("build", "most"), [(llama, 0.70), (gpt2, 0.80), (bert, 0.77)], ids=["llama", "gpt2", "bert"])
 def test_a_converted_layer_that_is_to_be_lean_saves_at_most_a_part_of_what_eager_torch_saves(
-    build: Callable[[int], nn.Module], most: float
+    build: Callable[[int], nn.Module], most: float, captured: bool
 ):
     totals: list[list[int]] = []
     for layers in (1, 2):
         model = build(layers).train()
-        converted = copy.deepcopy(model)
-        sf.convert(converted, memory="lean")
+        converted: Any = copy.deepcopy(model)
+        if captured:
+            sf.convert(converted, memory="lean")
+        else:
+            converted = Replayed(converted, {"input_ids": TOKENS}, first, Options(memory="lean"))
         converted(input_ids=TOKENS)
         totals.append([bytes_saved(model), bytes_saved(converted)])
     eager, own = (second - first for first, second in zip(*totals, strict=True))
-    assert own <= most * eager
+    assert 0 < own <= most * eager
 
 
-def steps(model: nn.Module, inputs: dict[str, Any]) -> list[list[str]]:
-    conversion = sf.convert(model)
-    tensor_of(model(**inputs)).float().sum().backward()
+def steps(model: nn.Module, inputs: dict[str, Any], captured: bool) -> list[list[str]]:
+    conversion: Any = sf.convert(model) if captured else Replayed(model, inputs, first)
+    run: Any = model if captured else conversion
+    tensor_of(run(**inputs)).float().sum().backward()
     found = [
         [step.name for step in cover]
         for graph in conversion.graphs
@@ -88,16 +99,19 @@ def steps(model: nn.Module, inputs: dict[str, Any]) -> list[list[str]]:
         for cover in (plan.forward, plan.backward)
     ]
     assert [left for graph in conversion.graphs for left in graph.left] == []
-    conversion.undo()
+    if captured:
+        conversion.undo()
+    assert found
     return found
 
 
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.full)], ids=["recorded", "captured"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_under_autocast_a_converted_model_has_the_steps_of_the_model_in_16_bits(name: str):
+def test_under_autocast_a_converted_model_has_the_steps_of_the_model_in_16_bits(name: str, captured: bool):
     family = FAMILIES[name]
     model = randomized(family.build()).train()
     low = copy.deepcopy(model).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = steps(model, family.inputs())
-    assert mixed == steps(low, family.inputs())
+        mixed = steps(model, family.inputs(), captured)
+    assert mixed == steps(low, family.inputs(), captured)
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())

@@ -45,7 +45,13 @@ def chains(conversion: Conversion) -> int:
     return sum(len(graph.regions) for graph in conversion.graphs)
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["adapters and then converted", "converted and then adapters"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(False, id="adapters and then converted", marks=pytest.mark.full),
+        pytest.param(True, id="converted and then adapters"),
+    ],
+)
 def test_adapters_of_peft_train_as_without_the_conversion(before: bool):
     peft = pytest.importorskip("peft")
     kind = {"r": 2, "lora_dropout": 0.0, "init_lora_weights": False, "target_modules": ["q_proj", "gate_proj"]}
@@ -69,7 +75,7 @@ def test_adapters_of_peft_train_as_without_the_conversion(before: bool):
     assert_equal([model(TOKENS).logits.detach()], [plain(TOKENS).logits.detach()])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.full), True])
 def test_the_trainer_has_the_losses_that_it_has_without_the_conversion(checkpointing: bool):
     pytest.importorskip("accelerate")
     data = [{"input_ids": t, "labels": t} for t in torch.randint(3, VOCABULARY, (6, 7))]

@@ -85,7 +85,7 @@ def test_a_hugging_face_model_is_converted_trained_and_generates(tmp_path: Path)
     assert lines[-1].endswith("; the same tokens after undo: True")
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_language_model_trains_on_a_file runs by default
 def test_language_model_learns_more_than_counts(tmp_path: Path) -> None:
     options = ["--steps", "80", "--dim", "64", "--layers", "1", "--seed", "1"]
     lines = run(str(EXAMPLES / "train_lm.py"), *options, folder=tmp_path)

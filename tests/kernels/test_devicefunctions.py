@@ -11,8 +11,11 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.testing import check_op, seeded_randn
+from tests.selection import few_cases as few_cases
 
 X = seeded_randn((5, 8), 0)
+# Of what comes before the device functions a selection; they are compared in every case.
+pytestmark = pytest.mark.usefixtures("few_cases")
 
 
 @triton.jit

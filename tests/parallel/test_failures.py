@@ -180,8 +180,14 @@ def _process(rank: int, act: Callable[[], None], backward: bool, folder: str) ->
     os._exit(0)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("act", [dies, is_late], ids=lambda act: act.__name__)
+@pytest.mark.parametrize(
+    ("act", "backward"),
+    [
+        pytest.param(act, backward, id=f"{act.__name__}-{way}", marks=[pytest.mark.full] * (backward is (act is dies)))
+        for act in (dies, is_late)
+        for backward, way in ((False, "forward"), (True, "backward"))
+    ],
+)
 def test_the_others_get_an_error_in_time(act: Callable[[], None], backward: bool, tmp_path: Path) -> None:
     args = act, backward, str(tmp_path)
     processes = [CONTEXT.Process(target=_process, args=(rank, *args)) for rank in range(2)]

@@ -273,5 +273,7 @@ def assert_near(mine: Tensor | None, expected: Tensor | None, name: str) -> None
     assert (mine - expected).abs().max() <= (1e-10 if expected.dtype is torch.float64 else 1e-3) * scale, name
 
 
-InStep.TestCase.settings = hypothesis.settings(stateful_step_count=20)
+InStep.TestCase.settings = hypothesis.settings(
+    stateful_step_count=20, max_examples=hypothesis.settings.default.max_examples // 2
+)
 TestInStep = InStep.TestCase

@@ -1,0 +1,19 @@
+"""What a compiler of kernels needs, imported once for all that are forked from the process that imports this."""
+
+import importlib
+import os
+
+# Triton reads it when a kernel is decorated.
+os.environ.pop("TRITON_INTERPRET", None)
+
+import triton.backends.amd.compiler
+import triton.backends.nvidia.compiler
+import triton.compiler
+
+from seqfuse.testing.compiled import kernel_modules
+
+for name in kernel_modules():
+    importlib.import_module(name)
+
+# A hash of all of Triton's files, which each process that compiles would make.
+getattr(triton.runtime.cache, "triton_key", lambda: None)()
