@@ -1,12 +1,13 @@
-"""Models of Hugging Face, converted and as they are: bytes saved for backward by a layer, CPU time of a training step.
+"""Models of Hugging Face, converted and as they are: bytes saved for backward by a layer, cost of a training step.
 
-The time is the process's own, on one thread, of a tiny model where little but Python and dispatch costs anything;
-sides alternate, and ratios are of medians. Writes `results/convert.json`.
+The step is of a tiny model where little but Python and dispatch costs anything, in CPU time and in instructions. The
+time is the process's own, on one thread; sides alternate, and ratios are of medians. Instructions are counted with
+callgrind, and are left out without valgrind. Writes `results/convert.json`.
 """
 
 from __future__ import annotations
 
-import copy
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -14,13 +15,14 @@ from typing import Any
 
 import torch
 import transformers
+from bench_host import counted
 from record import write
 from torch import Tensor, nn
 
 import seqfuse as sf
 
 MODES = ("save", "balanced", "lean")
-ROUNDS, STEPS = 15, 20
+ROUNDS, STEPS, COUNTED = 15, 20, 10
 _USUAL = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 
 
@@ -81,31 +83,46 @@ def layer_bytes(build: Callable[..., nn.Module], memory: Any) -> int:
     return totals[1] - totals[0]
 
 
-def step_ratio(build: Callable[..., nn.Module]) -> dict[str, float]:
-    """CPU time of a training step of 2 x 16 tokens, converted, beside the model as it is."""
+def step(name: str, converted: bool) -> Callable[[], None]:
+    """A training step of 2 x 16 tokens of a tiny model, as it is or converted, which has run some times."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokens, model = torch.arange(32).reshape(2, 16), MODELS[name](2, 16).train()
+    if converted:
+        sf.convert(model)
+
+    def run() -> None:
+        model(input_ids=tokens).last_hidden_state.sum().backward()
+        model.zero_grad()
+
+    for _ in range(STEPS):
+        run()
+    return run
+
+
+def cpu_time(name: str) -> dict[str, float]:
+    """CPU time of converted steps beside those of the model as it is."""
     torch._dynamo.reset()
-    tokens = torch.arange(32).reshape(2, 16)
-    plain = build(2, 16).train()
-    converted = copy.deepcopy(plain)
-    sf.convert(converted)
-
-    def seconds(model: nn.Module) -> float:
-        begun = time.process_time()
-        for _ in range(STEPS):
-            model(input_ids=tokens).last_hidden_state.sum().backward()
-            model.zero_grad()
-        return time.process_time() - begun
-
-    sides = {"eager": plain, "converted": converted}
-    for model in sides.values():
-        seconds(model)
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    sides = {side: step(name, side == "converted") for side in ("eager", "converted")}
+    times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(ROUNDS):
-        for name, model in sides.items():
-            times[name].append(seconds(model))
+        for side, run in sides.items():
+            begun = time.process_time()
+            for _ in range(STEPS):
+                run()
+            times[side].append(time.process_time() - begun)
     ratios = sorted(c / e for c, e in zip(times["converted"], times["eager"], strict=True))
     middle = statistics.median(times["converted"]) / statistics.median(times["eager"])
     return {"ratio": middle, "low": ratios[1], "high": ratios[-2]}
+
+
+def instructions(name: str) -> dict[str, float]:
+    """Instructions of a step, counted in a process of its own for each side."""
+    sides = {
+        side: counted("run()", f"from bench_convert import step; run = step({name!r}, {side == 'converted'})", COUNTED)
+        for side in ("eager", "converted")
+    }
+    return {**sides, "ratio": sides["converted"] / sides["eager"]}
 
 
 def main() -> None:
@@ -114,11 +131,13 @@ def main() -> None:
     for name, build in MODELS.items():
         eager = layer_bytes(build, None)
         kept = {memory: layer_bytes(build, memory) for memory in MODES}
-        row = {"model": name, "eager": eager, "kept": kept, "step": step_ratio(build)}
+        row: dict[str, Any] = {"model": name, "eager": eager, "kept": kept, "step": cpu_time(name)}
         parts = ", ".join(f"{memory} {size / eager:.2f}" for memory, size in kept.items())
-        print(
-            f"{name}: bytes of a layer, of eager's: {parts}; CPU time of a step {row['step']['ratio']:.2f}", flush=True
-        )
+        text = f"{name}: of eager's, bytes of a layer: {parts}; CPU time of a step: {row['step']['ratio']:.2f}"
+        if shutil.which("valgrind"):
+            row["instructions"] = instructions(name)
+            text += f"; instructions: {row['instructions']['ratio']:.3f}"
+        print(text, flush=True)
         rows.append(row)
     print(write("convert", {"rows": rows}))
 

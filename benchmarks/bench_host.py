@@ -31,10 +31,18 @@ STATEMENTS = {
 }
 
 
+def counted(statement: str, setup: str, number: int) -> float:
+    """Instructions of one run of a statement behind a set-up that imports from this folder, Python's own included."""
+    # The counter starts `python`: it must be this one.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    setup = f"import sys; sys.path.insert(0, {str(HERE)!r})\n{setup}"
+    stats = Timer(statement, setup=setup).collect_callgrind(number=number, collect_baseline=False)
+    return stats.counts(denoise=True) / number
+
+
 def instructions(statement: str, operations: int, number: int) -> float:
-    """Instructions of one call, after a warm-up, Python's own included."""
+    """Instructions of one call, after a warm-up."""
     setup = f"""
-import sys; sys.path.insert(0, {str(HERE)!r})
 import torch
 from host_models import HandWritten, pair
 mine, theirs, x, g = pair({operations})
@@ -44,8 +52,7 @@ for _ in range(20):
     mine(x).backward(g); theirs(x).backward(g)
     with torch.no_grad(): mine(x); theirs(x)
 """
-    stats = Timer(statement, setup=setup).collect_callgrind(number=number, collect_baseline=False)
-    return stats.counts(denoise=True) / number
+    return counted(statement, setup, number)
 
 
 def host_cost(sizes: list[int], number: int) -> list[dict[str, Any]]:
@@ -102,8 +109,6 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 6, 24])
     parser.add_argument("--number", type=int, default=50)
     options = parser.parse_args()
-    # The counter starts `python`: it must be this one.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     print(f"wrote {write('planning', {'planning': planning()}).name}")
     if options.sizes and shutil.which("valgrind"):
         print(f"wrote {write('host', {'host': host_cost(options.sizes, options.number)}).name}")

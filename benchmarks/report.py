@@ -166,6 +166,21 @@ def memory() -> str | None:
     return text(table(head, rows))
 
 
+def converted() -> str | None:
+    """Models that were converted: bytes that a layer saves, and the cost of a training step, of the model's own."""
+    found = read("convert")
+    if found is None:
+        return None
+    rows = []
+    for row in found["rows"]:
+        step, kept, counted = row["step"], row["kept"], row.get("instructions")
+        cells = ["-" if counted is None else f"{counted['ratio']:.2f}"]
+        cells.append(f"{step['ratio']:.2f} ({step['low']:.2f} to {step['high']:.2f})")
+        rows.append((row["model"], *cells, *(f"{kept[choice] / row['eager']:.2f}" for choice in kept)))
+    head = ("model", "instructions", "CPU time", *(f"saved, {choice}" for choice in found["rows"][0]["kept"]))
+    return text([where(found["about"]), "", *table(head, rows)])
+
+
 def layers() -> str | None:
     """Whole blocks on a CPU."""
     found = read("layers")
@@ -391,6 +406,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "launch": launch,
     "traffic": traffic,
     "memory": memory,
+    "convert": converted,
     "layers": layers,
     "layer_counts": layer_counts,
     "parallel": parallel,

@@ -37,3 +37,5 @@ with contextlib.suppress(OSError), urllib.request.urlopen(f"{TORCH}objects.inv",
 
 html_theme = "furo"
 html_title = f"seqfuse {release}"
+html_static_path = ["_static"]
+html_css_files = ["pictures.css"]

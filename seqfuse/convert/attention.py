@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
@@ -40,6 +42,7 @@ def raise_attention_by_hand(node: Node) -> Found:
         scores, mask = back(total[0], took), total[1]
         if (m := example(mask)) is None or not m.is_floating_point():
             return "what is added to its scores is no tensor of floating-point numbers"
+        mask = _with_nan(back(mask, []))
     if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
         divided = scaled(capped[0].args[0])
         if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
@@ -69,6 +72,21 @@ def raise_attention_by_hand(node: Node) -> Found:
         return None
     how: dict[str, Any] = {"dropout": dropout, "scale": scale, "softcap": softcap}
     return _attention((q, keys.args[0], out.args[1]), mask, how, out, [*took, out])
+
+
+def nan_in_rows_of_nothing(mask: Tensor) -> Tensor:
+    """A mask whose rows of nothing but -inf are NaN: what softmax makes of them, where attention gives zeros."""
+    return mask.masked_fill((mask == -torch.inf).all(-1, keepdim=True), torch.nan)
+
+
+def _with_nan(mask: Node) -> Node:
+    """The node of a mask with these rows, one for all that read it."""
+    found = next((user for user in mask.users if user.target is nan_in_rows_of_nothing), None)
+    if found is None:
+        with mask.graph.inserting_after(mask):
+            found = mask.graph.call_function(nan_in_rows_of_nothing, (mask,))
+        found.meta = dict(mask.meta)
+    return found
 
 
 def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node, took: list[Node]) -> Found:
@@ -138,6 +156,9 @@ def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took:
     if any(e is None or e.ndim != 3 or not same_size(e.shape[-1], width) for e, width in widths):
         return None
     q, k, v = parts
+    lengths = [t.shape[-2] for h in (q, k) if (t := example(h.source)) is not None]
+    if how.get("causal") and not same_size(*lengths):
+        return None
     given = {channel(k.source): k.source, channel(v.source): v.source}
     mask = back(mask, [])
     if mask is not None:

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from .. import ops
 from ..operation import FusableOperation
-from .effects import State, states
+from .effects import State, returned, states
 from .graph import channel, example, same_shape
 from .pointwise import swapped
 from .raising import Inner, Raised, Value
@@ -38,7 +38,8 @@ def chains_of(
 
     A chain is convex: no value that it reads is made, outside of it, of a value that it makes. Its operations run under
     one autocast and gradient mode, and between two changes in place. A gradient may come back to all of them or to
-    none: parameters that it does not reach have none, not zeros.
+    none: parameters that it does not reach have none, not zeros. What leaves the graph is not read by the chain that
+    makes it: its own gradient would lack what comes back through that chain.
 
     Args:
         graph: as it was captured.
@@ -49,6 +50,7 @@ def chains_of(
     touched = None if strict else {n for r in operations for n in (*r.inputs, *r.took)}
     state = states(graph.nodes, {r.out for r in operations}, touched)
     place = {node: i for i, node in enumerate(graph.nodes)}
+    leaving = returned(graph)
     made: dict[Value, Chain] = {}
     viewed: dict[Value, Chain] = {}
     for together in _in_order(operations, place):
@@ -57,6 +59,8 @@ def chains_of(
         for node in () if chain.begun else chain.inputs:
             producer = made.get(node)
             if producer is None or producer is chain or producer.state != chain.state or node in own:
+                continue
+            if any(made.get(n) is producer for n in leaving.intersection(chain.inputs)):
                 continue
             if producer.members[0].reached is not chain.members[0].reached:
                 continue

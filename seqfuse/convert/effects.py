@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from .graph import argument, example, is_same, spelled
+from .graph import argument, back, example, is_same, spelled
 
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "setitem"}
 _MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
@@ -101,17 +101,32 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
     return found
 
 
+def returned(graph: Graph) -> set[object]:
+    """Values with a gradient that leave a graph, where somebody may ask for that gradient.
+
+    It is complete only if no call that makes such a value also reads it.
+    """
+    found: set[object] = set()
+    for node in graph.find_nodes(op="output")[0].all_input_nodes:
+        if (e := example(node)) is not None and e.requires_grad:
+            same = [node]
+            found |= {back(node, same), *same}
+    return found
+
+
 class Effects:
     """Tells which nodes of a graph may run as one call, in the place of the last of them.
 
     Attributes:
         unread: calls whose values reach nobody; parameters that only they read have no gradient.
         reached: calls that a gradient may come back to; others need none, or are read through `detach` alone.
+        returned: values whose gradient somebody may ask for.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._states = states(graph.nodes)
+        self.returned = returned(graph)
         self.unread: set[object] = set()
         for node in reversed(graph.nodes):
             pure = node.op in ("call_function", "call_method") and not in_place(node) and not is_state(node)

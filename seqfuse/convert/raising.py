@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from .. import ops
 from ..operation import FusableOperation
 from .effects import Effects
-from .graph import back, example, is_fixed, is_same, same_size, spelled
+from .graph import back, example, is_fixed, is_same, narrow_of, same_size, spelled
 
 META = torch.device("meta")
 
@@ -119,13 +119,22 @@ def raised(
                 reasons.setdefault(node, found)
             elif found is not None and not any(t in taken for r in found for t in r.took if not _is_cheap(t)):
                 took = {t for r in found for t in r.took}
-                if found[-1].out not in effects.unread and effects.allow(took):
+                if _inner(found, took) & effects.returned:
+                    reasons.setdefault(node, "a value between its calls leaves the model")
+                elif found[-1].out not in effects.unread and effects.allow(took):
                     taken |= took
                     for r in found:
                         r.reached = found[-1].out in effects.reached
                     yield from found
                 else:
                     reasons.setdefault(node, "between its calls a mode or a tensor changes, or nobody reads it")
+
+
+def _inner(found: list[Raised], took: set[Node]) -> set[object]:
+    """The values that operations replace, but for those that they read, return or have a view of."""
+    views = {view.node for r in found if isinstance(r.out, Inner) for view in r.out.views}
+    known = {*(n for r in found for n in r.inputs), *(r.out for r in found), *views}
+    return {t for t in took if narrow_of(t, []) not in known}
 
 
 def _is_cheap(node: Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,7 +72,23 @@ class Region(nn.Module):
         if plan is None:
             return None
         x, *given = (fake(node, "meta") for node in (self.order.x, *self.order.channels.values()))
-        return self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
+        # Parameters are on the device of the call, since autocast casts nothing on meta.
+        with self._lock, FakeTensorMode(allow_non_fake_inputs=True), _lent(self._slots, self.stand_ins(self.given)):
+            plan = self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
+            _ = plan.memory  # it is measured while there are parameters
+        return plan
+
+    def stand_ins(self, values: Iterable[Given]) -> list[Tensor]:
+        """Tensors like these, fake under a `FakeTensorMode`; of each node one."""
+        made: dict[Node, Tensor] = {}
+
+        def like(given: Given) -> Tensor:
+            node = given.node if isinstance(given, Transposed) else given
+            if node not in made:
+                made[node] = fake(node)
+            return made[node].t() if isinstance(given, Transposed) else made[node]
+
+        return list(map(like, values))
 
     @property
     def launches(self) -> tuple[int, int] | None:
@@ -119,17 +135,9 @@ def why_not(region: Region, chain: Chain) -> str | None:
     with FakeTensorMode(), contextlib.ExitStack() as stack:
         for args in modes:
             stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
-        made: dict[Node, Tensor] = {}
-
-        def like(given: Given) -> Tensor:
-            node = given.node if isinstance(given, Transposed) else given
-            if node not in made:
-                made[node] = fake(node)
-            return made[node].t() if isinstance(given, Transposed) else made[node]
-
         order = region.order
         try:
-            results = region(*map(like, (order.x, *order.channels.values(), *region.given)))
+            results = region(*region.stand_ins((order.x, *order.channels.values(), *region.given)))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         results = results if len(order.outputs) > 1 else [results]

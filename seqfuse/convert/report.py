@@ -85,8 +85,6 @@ def _chain(region: Region) -> list[str]:
     saved = ""
     if memory is not None:
         saved = f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
-    elif plan.env.autocast is not None and plan.env.grad:
-        saved = "; saved for backward: not counted under autocast"
     counted = [sum(step.fused or not _is_view(step) for step in steps) for steps in (plan.forward, plan.backward)]
     steps = f"{_of(counted[0], 'step')} forward, {_of(counted[1], 'step')} backward"
     lines.append(f"    {steps}, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}")

@@ -94,6 +94,10 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
             continue
     else:
         regions = []
+    for node in graph.find_nodes(op="call_function", target=attention.nan_in_rows_of_nothing):
+        if not node.users:
+            graph.erase_node(node)
+            gm.recompile()
     left = [
         Left(spelled(n) or "", kind, owner(n), reasons.get(n) or _reason(n, may(n)))
         for n in graph.nodes

@@ -75,6 +75,8 @@ def forward_code(
             results.append(f"s{i}" if keep and step.saves else "_s")
         s.add(f"{', '.join(results)} = {s.put(step.operation.fwd)}({', '.join(['x', *given])})")
         s.add(*(f"{c.new(channel)} = made[{s.put(name)}]" for name, channel in step.writes))
+        if gone := [name for name in ("made", "_s") if name in results]:  # before the next step runs
+            s.add(f"{' = '.join(gone)} = None")
         if keep and step.writes and step.zeros:
             made = ", ".join(f"{s.put(channel)}: {c.names[channel]}" for _, channel in step.writes)
             likes.append(f"{step.stop}: l{step.stop}")

@@ -16,7 +16,8 @@ from ..casts import casts_apart
 
 @contextlib.contextmanager
 def faking(mode: Any = None) -> Generator[Any]:
-    """A `FakeTensorMode` that takes real parameters too; or one that was made before, again."""
+    """A `FakeTensorMode` that takes real parameters too; or one that was made before, or is on already, again."""
+    from torch._guards import active_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
@@ -29,7 +30,7 @@ def faking(mode: Any = None) -> Generator[Any]:
             _quiet(),
             casts_apart(),
             _disable_current_modes(),
-            mode or FakeTensorMode(allow_non_fake_inputs=True) as entered,
+            mode or active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True) as entered,
         ):
             yield entered
     finally:

@@ -69,6 +69,7 @@ def forward(
                 pack, _ = packing(record.cls, record.kept)
                 run.kept.append((record, pack(at(saved, record.path), memo, run.tensors)))
             channels.update((c, made[n]) for n, c in step.writes)
+            del made, saved  # before the next step runs
         except Exception as error:
             may_fall_back(segment, step, error, entered)
             left += reversed(step.unfused())
@@ -79,8 +80,6 @@ def forward(
         x = y
     run.y, run.fell = x, tuple(step.start for step, _ in failures)
     warn(segment, failures, x)
-    for channel in segment.consumed:
-        channels.pop(channel, None)
     return run
 
 

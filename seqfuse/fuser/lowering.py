@@ -96,7 +96,7 @@ class Segment:
             operation reads, `frozen` those without a gradient, `consumed` the inputs that nothing after it reads.
         followed: whether an operation of this library comes next, which changes no tensor in place.
         live: whether any gradient is needed.
-        signature: a number for the plan and the part of it that this is.
+        signature: a number for the plan.
     """
 
     context: Context
@@ -167,7 +167,7 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
     segments: list[Segment] = []
     for span in plan.segments:
         forward, backward = ([steps[p] for p in span if p in steps] for steps in by_start)
-        segments.append(_segment(context, span, forward, backward, hash((whole, span)), configured_at))
+        segments.append(_segment(context, span, forward, backward, whole, configured_at))
     return segments
 
 

@@ -99,7 +99,7 @@ class Matcher:
         kinds = tuple(node.derives or node.kind for node in nodes[start:stop])
         for a in range(start, stop):
             # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
-            window = kinds[a - start : a - start + self._reach]
+            window = kinds[a - start : a - start + self._reach + 1]
             known_here = self._matches.get(window)
             if known_here is None:
                 known_here = self._matches[window] = tuple(self._matching(window)), tuple(self._nearly(window))
@@ -146,17 +146,18 @@ class Matcher:
                 yield cls, rank, lengths, sum(lengths)
 
     def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:
-        """Fusions of a few fixed operations, all of which begin these kinds but one between them."""
+        """Fusions of a few fixed operations that begin these kinds but for one between them, or for a Bias too many."""
         for cls in self.fusions:
             slots = cls.slots
             if len(slots) > MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
                 continue
-            for k in range(1, len(slots) - 1):
-                rest, absent = (*slots[:k], *slots[k + 1 :]), slots[k].types
-                fits = len(window) >= len(rest) and all(s.takes(t) for s, t in zip(rest, window, strict=False))
-                if fits and len(absent) == 1 and not absent[0].is_open:
-                    between = f"{window[k - 1].__name__} and {window[k].__name__}"
-                    yield cls, f"near miss: a {absent[0].__name__} between {between} would let it apply"
+            for k in range(1, min(len(slots), len(window))):
+                between, absent = f"{window[k - 1].__name__} and {window[k].__name__}", slots[k].types
+                if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, window, 0)] and k < len(slots) - 1:
+                    if len(absent) == 1 and not absent[0].is_open:
+                        yield cls, f"near miss: a {absent[0].__name__} between {between} would let it apply"
+                elif window[k].__name__ == "Bias" and [*_lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)]:
+                    yield cls, f"near miss: a Bias follows {window[k - 1].__name__} here, and its pattern has none"
 
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing

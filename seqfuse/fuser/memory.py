@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..env import Env
 from ..settings import fusing
@@ -31,12 +31,14 @@ Run = Callable[[Tensor, dict[str, Tensor], bool], None]
 Shape = Sequence[int]
 
 
-def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env, place: torch.device) -> Memory | str:
+def measure(
+    run: Run, x: Tensor, channels: dict[str, Tensor], env: Env, place: torch.device, parameters: Sequence[Tensor]
+) -> Memory | str:
     """Run the planned part of a sequence on fake tensors, as planned and unfused; the reason if it cannot run so.
 
     Gradients, autocast and the dtype of x are those of `env`, whatever they are where the result is asked for. The
     device is `place`, where the parameters are, also where the plan is for a machine that is not here: on fake tensors
-    a Triton fusion makes what it saves and launches nothing.
+    a Triton fusion makes what it saves and launches nothing. Parameters are real, or fake ones of the mode that is on.
     """
     if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
         return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
@@ -51,12 +53,15 @@ def measure(run: Run, x: Tensor, channels: dict[str, Tensor], env: Env, place: t
     # Torch has a formula for each of its kernels of attention but this one.
     extra = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
 
+    # Real ones stay real here, and are not among the fake tensors that are counted.
+    owned = {p.untyped_storage()._cdata for p in parameters if isinstance(p, FakeTensor)}  # pyright: ignore[reportPrivateUsage]
+
     def once(planned: bool) -> tuple[int, int]:
         kept: dict[int, torch.UntypedStorage] = {}  # held, so that no later one takes the place of one that went
 
         def pack(t: Tensor) -> Tensor:
-            if isinstance(t, FakeTensor) and not isinstance(t, nn.Parameter):  # parameters stay real here
-                storage = t.untyped_storage()
+            storage = t.untyped_storage()
+            if isinstance(t, FakeTensor) and storage._cdata not in owned:  # pyright: ignore[reportPrivateUsage]
                 kept[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
             return t
 

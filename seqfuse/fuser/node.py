@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ class Seqfuse(torch.autograd.Function):
     def forward(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, *tensors: Tensor) -> Any:
         if segment.keeping is not None:
             return segment.keeping(ctx, segment, seeds, x, *tensors)
-        with _own_casts(segment):
-            run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=False)), seeds)
+        run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=False)), seeds)
         return _interpreted(ctx, segment, run, (x, *tensors))
 
     @staticmethod
@@ -83,16 +82,7 @@ def _prepare(segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor])
     segment.layout = tuple(run.kept) if static else None
     calls = {"failed": _failed, "again": _again, "save": save, "leave": _leave, "own": _own, "hooks": saving_hooks}
     leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
-    code = forward_code(segment, calls, segment.layout, leaves)
-    if segment.autocast is None:
-        segment.keeping = code
-        return
-
-    def keeping(ctx: Any, segment: Segment, *arguments: Any) -> Any:  # given the segment, which holds this
-        with _own_casts(segment):
-            return code(ctx, segment, *arguments)
-
-    segment.keeping = keeping
+    segment.keeping = forward_code(segment, calls, segment.layout, leaves)
 
 
 def _failed(
@@ -236,30 +226,11 @@ def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
     return value.clone() if any(t is base or t._base is base for t in others) else value.detach()
 
 
-@contextlib.contextmanager
-def _casting(wanted: torch.dtype) -> Generator[None]:
-    # Autocast keeps a parameter's cast for later uses; one made here, without a graph, would lose their gradients.
-    kept = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(kept)
-
-
-_nothing = contextlib.nullcontext()
-
-
-def _own_casts(segment: Segment) -> contextlib.AbstractContextManager[Any]:
-    wanted = segment.autocast
-    return _nothing if wanted is None else _casting(wanted)
-
-
 def _autocast_as(segment: Segment) -> contextlib.AbstractContextManager[Any]:
     """The state of autocast that the forward of a segment ran under."""
     device, wanted = segment.context.env.device, segment.autocast
     if (wanted is None and not _any_autocast()) or not torch.amp.is_autocast_available(device):
-        return _nothing
+        return contextlib.nullcontext()
     return torch.autocast(device, wanted or torch.get_autocast_dtype(device), enabled=wanted is not None)
 
 

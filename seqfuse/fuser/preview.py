@@ -84,7 +84,8 @@ def plan_ahead(
     if x is None or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
 
-    tensors = [x, *channels.values()] + [t for node in op_list.nodes for t in node.operation.parameters()]
+    parameters = [t for node in op_list.nodes for t in node.operation.parameters()]
+    tensors = [x, *channels.values(), *parameters]
     asked = [t.requires_grad for t in tensors]
 
     def measured(_: Plan, held: Any = fuser.root) -> Memory | str | None:  # the plan holds the model
@@ -92,7 +93,7 @@ def plan_ahead(
             return None  # what is kept now is not what this plan says
         if len(places) > 1:
             return "the parameters are on several devices"
-        return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, places[0])
+        return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, places[0], parameters)
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
         every = {choice: [planner(choice) for planner, _ in planners] for choice in dict.fromkeys((*MODES, memory))}

@@ -157,8 +157,13 @@ def walk_reference(
         extras: dict[str, Any] = {name: channels[channel] for name, channel in node.inputs}
         if operation.forward_signature.seed:
             extras["seed"] = seeds[random[position]] if seeds is not None and position in random else None
-        with _summing(node):
-            out = operation.reference(x, **extras)
+        try:
+            with _summing(node):
+                out = operation.reference(x, **extras)
+        except InputError as error:
+            if not torch.compiler.is_compiling() and error.position is None:
+                error.operation, error.position = error.operation or node.name, position
+            raise
         if node.outputs:
             x, made = out
             channels.update((channel, made[name]) for name, channel in node.outputs)

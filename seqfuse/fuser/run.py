@@ -20,6 +20,7 @@ from ..settings import fusing_now, settings
 from .budget import Budget, Choice, choice_of
 from .cost_lookup import Known
 from .dtypes import borders_of
+from .fake import is_fake
 from .flatten import flatten, has_own_graph, public_channels
 from .guard import Call, device, dtype, requires
 from .guard import bind as bind_call
@@ -152,6 +153,8 @@ class Fuser:
         """Run a region as it is planned for these tensors."""
         if region.latest is not None and (y := region.latest(x, channels, seeds)) is not None:
             return y
+        if x.__class__ not in _PLAIN and not is_fake(x):  # a module before gave it
+            return walk_reference(op_list.nodes, region.positions, op_list.random, x, channels, seeds)
         try:
             parameters: list[Tensor] = [getattr(owner, name) for owner, name in region.slots]
             signature = _signature(parameters)
@@ -166,7 +169,7 @@ class Fuser:
         with _planning:
             known = region.states.get((x.shape, *about))
             if known is None:
-                known = self._planned(op_list, region, about, x, channels, parameters, given, state)
+                known = self._planned(op_list, region, about, x, channels, parameters)
                 region.states = with_entry(region.states, (x.shape, *about), known)
         program, call = known
         if settings().debug and not region.compared:
@@ -180,27 +183,20 @@ class Fuser:
         return program.run(x, channels, seeds, parameters)  # of tensors without data: nothing is exchanged
 
     def _planned(
-        self,
-        op_list: OpList,
-        region: Region,
-        about: Any,
-        x: Tensor,
-        channels: dict[str, Tensor],
-        parameters: Sequence[Tensor],
-        given: Sequence[Tensor],
-        state: Sequence[Any],
+        self, op_list: OpList, region: Region, about: Any, x: Tensor, channels: dict[str, Tensor], own: list[Tensor]
     ) -> tuple[CompiledRegion, Call | None]:
+        state, given = about[3:7], [channels[c] for c in region.channels]
         validate(op_list.nodes, region.positions, x.shape)
         exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of so many rows
         bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
         program = region.programs.get(bucket)
         if program is None:
             with collecting_later():
-                program = self.bind(op_list, region, x, channels, parameters)
+                program = self.bind(op_list, region, x, channels, own)
             region.programs = with_entry(region.programs, bucket, program)
         if x.__class__ not in _PLAIN or (program.by_reference and program.native is None):
             return program, None
-        rest = region.summed, region.channels, program.native or program.segments, state, x, parameters, given
+        rest = region.summed, region.channels, program.native or program.segments, state, x, own, given
         place = f"in operation {op_list.nodes[region.start].name} at position {region.start}"
         return program, bind_call(region.slots, region.plain, *rest, place)
 
@@ -216,12 +212,13 @@ class Fuser:
     ) -> CompiledRegion:
         """Plan a region for these tensors, or take a plan of it; what is not `plain` goes by reference."""
         env, fusing = Env.like(x) if plan is None else plan.env, fusing_now()
-        exact = all(p.__class__ in plain for p in parameters) and not has_own_graph(self.root)
-        if x.__class__ in plain:  # else fake tensors measure what plain ones would do
-            exact = exact and all(channels[c].__class__ in plain for c in region.channels)
+        given = {c: channels[c] for c in region.channels}
+        # Fake tensors measure what plain ones would do. Beside a complex tensor a real one gets a gradient from torch.
+        several = (*parameters, *given.values()) if x.__class__ in plain else parameters
+        exact = all(t.__class__ in plain for t in several) and not has_own_graph(self.root)
+        exact = exact and len({t.is_complex() for t in (x, *several)}) == 1
         for node in op_list.nodes[region.start : region.stop]:
             check_devices(op_list.nodes, node, x)
-        given = {c: channels[c] for c in region.channels}
         check_channel_devices(op_list.nodes, region.positions, x, given)
         required = {c: t.requires_grad for c, t in given.items()}
         wants = Wants.of(op_list.nodes, region.start, region.stop, x.requires_grad, required, env.grad)

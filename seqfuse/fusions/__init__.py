@@ -106,7 +106,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasQKNormRotaryBackward,  # their gradients in one pass
     BiasQKNormBackward,  # their gradients in one pass
 )
-"""Fusions made of Triton kernels, refused where none can run; not yet run on a GPU."""
+"""Fusions made of Triton kernels, not applied where none can run; not yet run on a GPU."""
 
 lean: tuple[type[FusedOperation], ...] = (
     NormLinearActivationLinear,  # of a whole feed-forward block saves its input and the pre-activation

@@ -88,7 +88,7 @@ class LinearBiasActivationInference(InferenceFusion):
 
 
 class LinearBiasAct(ForwardFusion):
-    """y = act(x weight^T + bias), the activation in place of the GEMM, which nobody else sees; on any device.
+    """y = act(x weight^T + bias), the activation written over the GEMM's result; on any device.
 
     The backward of these activations reads y, so the pre-activation need not stay and no second tensor is allocated.
     The numbers are those of `LinearBias` followed by the activation, bit for bit. A ReLU behind a bias is in the GEMM's

@@ -14,7 +14,7 @@ from ._linear import in_place, one_dtype
 
 
 class LinearBiasAdd(ForwardFusion):
-    """y = (x weight^T + bias) + other, the sum in place of the GEMM, which nobody else sees; on any device.
+    """y = (x weight^T + bias) + other, the sum written over the GEMM's result; on any device.
 
     The numbers are those of `LinearBias` followed by `Add`, bit for bit. Where `other` has another dtype, as a float32
     residual has under autocast, the sum is made beside the GEMM, in the dtype torch promotes to.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import torch
@@ -9,6 +10,11 @@ from torch import Tensor
 
 from ..errors import StateError
 from ..ops._attention import QKV
+
+
+def lasting() -> contextlib.AbstractContextManager[None]:
+    """Within the block, tensors are made that may be written in place later, in whatever mode they are made."""
+    return torch.inference_mode(False)
 
 
 @dataclasses.dataclass(slots=True)
@@ -24,14 +30,20 @@ class Layer:
     def empty(cls, k: Tensor, length: int, *, int8: bool) -> Layer:
         """Room for so many keys like k [B, Hkv, S, D]."""
         shape = (*k.shape[:2], length, k.shape[3])
-        if not int8:
-            return cls(k.new_zeros(shape), k.new_zeros(shape))
-        whole, scales = k.new_zeros(shape, dtype=torch.int8), k.new_zeros((*shape[:3], 1), dtype=torch.float32)
-        return cls(whole, whole.clone(), scales, scales.clone())
+        with lasting():
+            if not int8:
+                return cls(k.new_zeros(shape), k.new_zeros(shape))
+            whole, scales = k.new_zeros(shape, dtype=torch.int8), k.new_zeros((*shape[:3], 1), dtype=torch.float32)
+            return cls(whole, whole.clone(), scales, scales.clone())
 
     def tensors(self) -> list[Tensor]:
         """Everything in it."""
         return [t for t in (self.keys, self.values, self.key_scales, self.value_scales) if t is not None]
+
+    def expand(self, batch: int) -> Layer:
+        """So many copies of the one sequence."""
+        with lasting():
+            return Layer(*[t.expand(batch, -1, -1, -1).clone() for t in self.tensors()])
 
     def check(self, k: Tensor) -> None:
         """Refuse keys that are not like those kept (SF505)."""
@@ -42,7 +54,10 @@ class Layer:
             raise StateError(f"the cache holds {wanted}, got {said}", code="SF505", hint="feed one model alone")
 
     def write(self, k: Tensor, v: Tensor, positions: Tensor, taken: Tensor | None) -> None:
-        """Keep rows k, v [B, Hkv, S, D] at their positions [B, S]: all, or those of `taken` [B, S]."""
+        """Keep rows k, v [B, Hkv, S, D] at their positions [B, S]: all, or those of `taken` [B, S].
+
+        Of what is not taken the position is that of the last row that is, or of one that is kept.
+        """
         sequence = torch.arange(k.shape[0], device=k.device).unsqueeze(1)
         for whole, scales, new in ((self.keys, self.key_scales, k), (self.values, self.value_scales, v)):
             rows = new.transpose(1, 2)  # [B, S, Hkv, D]
@@ -62,8 +77,11 @@ class Layer:
 
 
 def _put(whole: Tensor, sequence: Tensor, positions: Tensor, rows: Tensor, taken: Tensor | None) -> None:
-    """Write rows [B, S, Hkv, *] at their positions of [B, Hkv, max, *]; those that are not taken keep what is there."""
+    """Write rows [B, S, Hkv, *] at their positions of [B, Hkv, max, *]; those that are not taken change nothing."""
     places = whole.transpose(1, 2)
     if taken is not None:
-        rows = torch.where(taken.view(*taken.shape, 1, 1), rows, places[sequence, positions])
+        # Several rows go to one place, in no certain order: to it all of them bring the same.
+        last = (taken.sum(1, keepdim=True) - 1).clamp_(min=0)
+        source = torch.arange(rows.shape[1], device=rows.device).expand_as(taken).minimum(last)
+        rows = torch.where(taken[:, :1, None, None], rows[sequence, source], places[sequence, positions])
     places[sequence, positions] = rows.to(whole.dtype)

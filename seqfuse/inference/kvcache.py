@@ -14,7 +14,7 @@ from ..errors import InputError, StateError
 from ..ops import Attention, _cache
 from ..ops._attention import QKV, Scores, attend, kernels_run, numbers
 from ..ops._attention_blocks import attend_blocks
-from ._layer import Layer
+from ._layer import Layer, lasting
 from ._met import attention_met
 
 
@@ -48,7 +48,8 @@ class KVCache:
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch and max_length must be at least 1, got {batch} and {max_length}")
         self.batch, self.max_length, self.int8 = batch, max_length, int8
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        with lasting():
+            self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._layers: list[Layer] = []
         self._most = 0  # no sequence is longer: what the host knows without asking the device
         self._alike = True  # whether all are of that length
@@ -84,16 +85,18 @@ class KVCache:
         try:
             with torch.no_grad():
                 y = model(x, **channels)
+            if met := attention_met(model, self._turn, first=not kept):
+                message = f"{met} attention of the model met the cache: a compiled graph has none"
+                raise StateError(message, code="SF505", hint="feed the model itself, not compiled")
+            if kept and self._turn != kept:
+                message = f"the model attended {self._turn} times, and {kept} times before"
+                raise StateError(message, code="SF505", hint="feed one model alone")
+        except BaseException:
+            del self._layers[kept:]
+            raise
         finally:
             _cache.active.reset(before)
             self._counts = None
-        if met := attention_met(model, self._turn, first=not kept):
-            del self._layers[kept:]
-            message = f"{met} attention of the model met the cache: a compiled graph has none"
-            raise StateError(message, code="SF505", hint="feed the model itself, not compiled")
-        if self._turn != len(self._layers):
-            message = f"the model attended {self._turn} times, and {len(self._layers)} times before"
-            raise StateError(message, code="SF505", hint="feed one model alone")
         self.lengths += rows if counts is None else counts
         self.advance(rows)
         self._alike = self._alike and counts is None
@@ -129,7 +132,9 @@ class KVCache:
     def positions(self, x: Tensor) -> Tensor:
         """The positions of the rows of x [B, S, C], int64 [B, S]."""
         positions = self.lengths.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
-        return positions.clamp_(max=self.max_length - 1)  # of rows that are not taken
+        # A row that is not taken has the position of the last one that is there.
+        last = self.max_length - 1 if self._counts is None else (self.lengths + self._counts - 1).unsqueeze(1)
+        return positions.clamp_(max=last).clamp_(min=0)
 
     def attend(self, attention: Attention, x: Tensor) -> Tensor:
         """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
@@ -253,7 +258,7 @@ class KVCache:
             raise InputError(f"only a cache of one sequence can be expanded, not of {self.batch}", code="SF101")
         new = KVCache(batch, self.max_length, device=self.lengths.device, int8=self.int8)
         new.lengths.copy_(self.lengths.expand(batch))
-        new._layers = [Layer(*(t.expand(batch, -1, -1, -1).clone() for t in layer.tensors())) for layer in self._layers]
+        new._layers = [layer.expand(batch) for layer in self._layers]
         new._most, new._alike = self._most, self._alike
         return new
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _attention_ops
+from ._gemm_tiles import family
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
 from ._philox import keep_mask, threshold_and_scale
 from ._replay import replayed
@@ -446,7 +447,7 @@ _AMD: dict[str, dict[int, _Row]] = {
         256: ((16, 32, 4, 1), (16, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
     },
 }
-_TILES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx": _AMD, "sm": _AMPERE}
+_TILES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL, "gfx942": _AMD}
 
 
 def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0) -> Tile:
@@ -457,8 +458,7 @@ def tile_of(kernel: str, size: int, dtype: torch.dtype, arch: str, load: int = 0
         if width == 64 and load < 2:
             return Tile(32, 32, 8, 1)
         return Tile(16, 32 if kernel == "fwd" else 16, 4 if (kernel, width, load) == ("dkv", 64, 2) else 8, 1)
-    tiles = _TILES.get(arch) or _TILES["gfx" if arch.startswith("gfx") else "sm"]
-    return Tile(*tiles[kernel][width][load])
+    return Tile(*_TILES.get(family(arch), _AMPERE)[kernel][width][load])
 
 
 def _load_of(softcap: float | None, mask: Any, ends: Any, p: float) -> int:
@@ -525,6 +525,7 @@ def _decided_forward(
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, rows, size, keys = _checked(q, k, v, window, softcap, mask, cu_seqlens, seed, p)
+    window = _seen(window, rows, keys)
     y = torch.empty((batch, rows, heads, size), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     if keys == 0:
@@ -633,6 +634,7 @@ def _decided_backward(
     if keys == 0:
         dq.zero_()
         return
+    window = _seen(window, rows, keys)
     deltas = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     scale, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, False)
     group, arch, load = heads // k.shape[1], architecture(q.device), _load_of(softcap, mask, cu_seqlens, p)
@@ -663,6 +665,11 @@ def _decided_backward(
         tile.num_warps,
         tile.num_stages,
     )  # fmt: skip
+
+
+def _seen(window: int | None, rows: int, keys: int) -> int | None:
+    """A window that may be far wider than what there is to see, small enough to be added to a row in 32 bits."""
+    return None if window is None else min(window, max(rows, keys))
 
 
 def _added(mask: Tensor | None) -> bool:

@@ -370,6 +370,7 @@ def _checked(
         raise ValueError(f"{kv_heads} key heads must divide {heads} heads, of 1 to {MAX_HEAD} elements, got {size}")
     if tuple(lengths.shape) != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"lengths must be int32 or int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}")
+    inner_contiguous("lengths", lengths)
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"the kernels are for float32, float16 and bfloat16, not {q.dtype}")
     quantized = k.dtype is torch.int8

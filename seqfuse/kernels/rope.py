@@ -756,6 +756,7 @@ def _decided_write(
         raise ValueError(f"caches must both be {(batch, kv_heads, 'max', size)} of one dtype, got {shapes}")
     if tuple(lengths.shape) != (batch,) or lengths.dtype is not torch.int64:
         raise ValueError(f"lengths must be int64 ({batch},), got {lengths.dtype} {tuple(lengths.shape)}")
+    inner_contiguous("lengths", lengths)
     for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
         if (scales is not None) != (k.dtype is torch.int8):
             raise ValueError(f"{name} is given with an int8 cache, and only then")
@@ -867,8 +868,11 @@ def _frequencies(rotation: Rotation | None, device: torch.device) -> Tensor | No
     if found is None:
         powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
         found = rotation.base ** powers.float()
+        on_gpu = device.type == "cuda"
         # A graph under capture owns what it makes, and a tensor that is none has no memory.
-        if type(found) is Tensor and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if type(found) is Tensor and not (on_gpu and torch.cuda.is_current_stream_capturing()):
+            if on_gpu:  # the next call may be on another stream, which does not wait for this one
+                torch.cuda.current_stream(device).synchronize()
             _known[key] = found
     return found
 

@@ -113,12 +113,12 @@ class CrossAttention(sf.UnfusedOperation):
     ) -> Tensor:
         self._check(x, k, v, attn_mask)
         seed = seed if self.random else None
+        if attn_mask is not None and not attn_mask.is_floating_point():
+            attn_mask = attn_mask != 0
         qkv, how = self._batched(*(self._fit(t) for t in (x, k, v))), self._how(x, attn_mask, seed)
         y = None if seed is not None or (self.causal and attn_mask is not None) else by_torch(qkv, how, self.causal)
         if y is None:
             mask, stats = how.mask, stats_dtype(x)
-            if mask is not None and not mask.is_floating_point():
-                mask = mask != 0
             if self.causal:
                 seen = torch.ones(x.shape[-2], k.shape[-2], dtype=torch.bool, device=x.device).tril_()
                 if mask is None:

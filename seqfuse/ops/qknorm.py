@@ -138,10 +138,11 @@ class QKNorm(sf.UnfusedOperation):
         xhat = (xhat if saved.mean is None else xhat - self._spread(saved.mean)) * rstd
         product = d * xhat
         grads: dict[str, Tensor | None] = {}
+        over = 2 if self.full_width else 1
         for prefix, part in (("q", slice(self.heads)), ("k", slice(self.heads, known))):
             for name, t in ((f"{prefix}_weight", product), (f"{prefix}_bias", d)):
                 if name in needs and (owner := parameter(self, name)) is not None:
-                    grads[name] = rows_summed(t[..., part, :], 2 if self.full_width else 1).flatten().to(owner.dtype)
+                    grads[name] = rows_summed(t[..., part, :].to(rstd.dtype), over).flatten().to(owner.dtype)
         if "x" not in needs:
             return None, grads
         gain = self._gain(saved.q_weight, saved.k_weight, rstd.dtype)

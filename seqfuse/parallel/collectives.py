@@ -33,7 +33,10 @@ def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
     if tensor.is_meta is here:
         message = "takes a tensor of the last stage: real there, and on meta on every other rank"
         raise InputError(message, code="SF105", operation="everywhere")
-    value = tensor.detach().clone() if here else torch.empty(tensor.shape, dtype=tensor.dtype, device=fuser.device)
+    # Contiguous on every rank: what is sent is the memory, in its order.
+    value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if here else fuser.device)
+    if here:
+        value.copy_(tensor.detach())
     try:
         dist.broadcast(value, placement.rank(placement.stages - 1), group=placement.group)
     except RuntimeError as error:

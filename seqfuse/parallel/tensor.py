@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from .. import ops
 from ..errors import InputError
-from ..fuser.flatten import flatten
+from ..fuser.flatten import flatten, inside_of
 from ..group import Group, Share
 from ..losses import LinearCrossEntropy
 from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
@@ -19,6 +19,7 @@ from ..operation import FusableOperation, UnfusedOperation
 from ..pointwise import Gated, Pointwise
 
 STYLES = ("column", "row", "vocab", "heads", "features")
+_ELEMENT_WISE = (Pointwise, ops.Dropout, ops.Scale, ops.Identity)
 
 
 class _Act(NamedTuple):
@@ -127,10 +128,9 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
     attention = [m for m in between if isinstance(m, ops.Attention)]
     if len(attention) != (style == "heads"):
         raise InputError(f"style {style!r} needs {wanted}; it has {len(attention)} attentions", **wrong)
-    allowed = (Pointwise, Gated, ops.Dropout, ops.Scale, ops.Identity)
     of_heads = (ops.Attention, ops.QKNorm, ops.RotaryEmbedding) if style == "heads" else ()
     together = [m for m in between if isinstance(m, ops.QKNorm) and m.full_width]
-    other = next((m for m in between if not isinstance(m, (*allowed, *of_heads)) or m in together), None)
+    other = next((m for m in between if not isinstance(m, (Gated, *_ELEMENT_WISE, *of_heads)) or m in together), None)
     if other is not None:
         raise InputError(f"{type(other).__name__} between its products cannot be divided", **wrong)
     (into, first), (out, last) = (cast(tuple[str, ops.Linear], found[i]) for i in places)
@@ -161,13 +161,23 @@ def _with_heads(operation: Any, own: tuple[int, int], group: Group) -> Callable[
 
 def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
     """Both halves of what a gated unit reads, if one follows."""
-    if not isinstance(model, FusableOperation):
-        return None
-    listed = [node.operation for node in flatten(model)]
-    after = listed[listed.index(linear) + 1 :] if linear in listed else []
-    follows = next((m for m in after if not isinstance(m, ops.Bias)), None)
+    listed = next((found for found in _sequences(model) if linear in found), [linear])
+    after = listed[listed.index(linear) + 1 :]
+    follows = next((m for m in after if not isinstance(m, (ops.Bias, *_ELEMENT_WISE))), None)
+    if isinstance(follows, ops.Attention | ops.QKNorm | ops.RotaryEmbedding):
+        message = f"its column would be divided across the heads of {type(follows).__name__}"
+        hint = 'give the container of both Linears and the attention the style "heads"'
+        raise InputError(message, code="SF106", operation="Linear", hint=hint)
     half = linear.out_features // 2
     return (half, half) if isinstance(follows, Gated) else None
+
+
+def _sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """The operations of each sequence in a module, of those that run through their own call, too."""
+    nodes = inside_of(module) if isinstance(module, FusableOperation) else []
+    yield [node.operation for node in nodes]
+    for inner in [node.operation for node in nodes if not node.fusable] if nodes else module.children():
+        yield from _sequences(inner)
 
 
 def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:

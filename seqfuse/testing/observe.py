@@ -22,6 +22,18 @@ def _backend(module: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any],
     return functools.partial(getattr, module, name), functools.partial(setattr, module, name)
 
 
+def _products() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch does not say where `fp32_precision` was set
+        return None
+
+
+def _set_products(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
 def _autocast(device: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
     return functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)
 
@@ -35,9 +47,9 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "grad mode": (torch.is_grad_enabled, lambda on: torch._C._set_grad_enabled(on)),  # pyright: ignore[reportPrivateUsage]
     "deterministic mode": (torch.get_deterministic_debug_mode, _set_deterministic),
-    "the precision of float32 products": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "TF32 in cuBLAS": _backend(torch.backends.cuda.matmul, "allow_tf32"),
-    "TF32 in cuDNN": _backend(torch.backends.cudnn, "allow_tf32"),
+    "the precision of float32 products": (_products, _set_products),
+    "TF32 in cuBLAS": _backend(torch.backends.cuda.matmul, "fp32_precision"),
+    "TF32 in cuDNN": _backend(torch.backends.cudnn.conv, "fp32_precision"),
     "autocast on the CPU": _autocast("cpu"),
     "autocast on CUDA": _autocast("cuda"),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
@@ -62,8 +74,9 @@ class GlobalState:
     def changes(self) -> list[str]:
         """Sentences, none if all is as it was."""
         found: list[str] = []
-        for what, (read, write) in _PROCESS.items():
-            before, after = self._process[what], read()
+        now = {what: read() for what, (read, _) in _PROCESS.items()}  # some follow others that are put back
+        for what, (_, write) in _PROCESS.items():
+            before, after = self._process[what], now[what]
             if before != after:
                 found.append(f"changed {what} from {before} to {after}")
                 write(before)

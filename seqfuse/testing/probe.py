@@ -68,7 +68,8 @@ class Probe:
         reasons = [f"{r.reason} (at position {r.at})" for r in plan.refused if r.fusion == self.fusion.__name__]
         slots = ", ".join(slot.name for slot in self.fusion.slots)
         why = "; ".join(dict.fromkeys(reasons)) or f"its pattern ({slots}) matches nowhere in {', '.join(plan.names)}"
-        raise (NotRun if reasons else AssertionError)(f"it is not used: {why}")
+        mistaken = not reasons or any(reason.startswith(("requires raised", "saves raised")) for reason in reasons)
+        raise (AssertionError if mistaken else NotRun)(f"it is not used: {why}")
 
     def place(self) -> AssertionError | None:
         """Find where the fusion stands, and name the parameters by its slots; or the reason that it is not applied."""

@@ -50,7 +50,8 @@ def compared(
         record = found.pop(place, None)
         if type(record) is not type(mine):
             made = "nothing" if record is None else f"a {type(record).__qualname__}"
-            raise AssertionError(f"slot {place!r} needs a {type(mine).__qualname__}, it saved {made}")
+            kind = type(dict(fusion.named_operations())[place]).__name__
+            raise AssertionError(f"slot {place!r} needs a {kind}.Saved, it saved {made}")
         for field in mine.fields:
             name, u = f"field {field!r} of slot {place!r}", stored(mine, field)
             parameter = parameters.get(id(u))

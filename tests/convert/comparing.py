@@ -28,7 +28,7 @@ def assert_equal(found: list[Tensor | None], wanted: list[Tensor | None], bound:
     for got, want in zip(found, wanted, strict=True):
         assert (got is None) == (want is None)
         if want is not None:
-            torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+            torch.testing.assert_close(got, want, rtol=bound, atol=bound, equal_nan=True)
 
 
 def assert_same(model: nn.Module, x: Tensor, bound: float = 1e-9) -> Conversion:

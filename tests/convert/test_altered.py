@@ -10,10 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Graph
 
+from seqfuse import ops
 from seqfuse.convert import GraphReport
+from seqfuse.convert.effects import in_place
+from seqfuse.convert.rewriting import Options, rewrite
+from seqfuse.ops.mergedlinear import MAX_PARTS
 
 from .comparing import assert_same, assert_same_recorded
+from .recording import recorded
 
 S = F.scaled_dot_product_attention
 Spelling = Callable[["Layers", Tensor], Any]
@@ -180,6 +186,15 @@ def changes_activations(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def changes_what_another_call_reads_before(m: Layers, x: Tensor) -> Tensor:
+    other = torch.ones_like(x)
+    y = m.a(x)
+    z = y.sin() - other
+    other.add_(1)
+    return m.b(F.gelu(y)) + z
+
+
+@spelling
 def computes_for_nobody(m: Layers, x: Tensor) -> Tensor:
     z = m.a(x) + x
     F.gelu(m.b(z))
@@ -289,7 +304,14 @@ def names_its_arguments(m: Layers, x: Tensor) -> Tensor:
     return m.c(y * torch.rsqrt(input=y.pow(2).mean(-1, keepdim=True) + 1e-6)) + gate * torch.softmax(input=up, dim=-1)
 
 
+short("halves that overlap", lambda m, x: m.b(F.silu((h := m.up(x))[..., :8]) * h[..., 4:12]))
+short("more products than are merged", lambda m, x: sum((m.a(x) for _ in range(MAX_PARTS + 1)), m.b(x)) * m.w)
+
+
 # Norms.
+short("a mean that is no column", lambda m, x: m.b((y := m.a(x.view(8, 8))) * torch.rsqrt(y.pow(2).mean(-1) + 1e-6)))
+short("a gain of one element", lambda m, x: m.b(rms(m.a(x), m.w[:1])))
+short("a norm of what was rounded", lambda m, x: m.b(rms(m.a(x).float().double(), m.w)))
 short("mean over rows", lambda m, x: m.b(rms(m.a(x), m.w, dim=1)))
 short("mean over two dimensions", lambda m, x: m.b(rms(m.a(x), m.w, dim=(-1, -2))))
 short("a norm of another tensor", lambda m, x: m.b(x * torch.rsqrt(m.a(x).pow(2).mean(-1, keepdim=True) + 1e-6)))
@@ -306,6 +328,8 @@ short("a weight made of others", lambda m, x: F.linear(F.gelu(m.a(x)), m.b.weigh
 short("a weight made of data", lambda m, x: F.linear(F.gelu(m.a(x)), m.c(x).mean((0, 1)).outer(m.w)))
 short("a weight turned twice", lambda m, x: torch.addmm(m.w, torch.addmm(m.w, x[0], m.a.weight), m.a.weight))
 short("an expanded weight", lambda m, x: F.linear(F.gelu(m.a(x)), m.w.expand(8, 8), m.w[:1].expand(8)))
+short("a part of a bias", lambda m, x: m.b(F.gelu(torch.addmm(m.w, x[0], m.a.weight, beta=0.5))))
+short("a multiple of a product", lambda m, x: m.b(F.gelu(torch.addmm(m.w, x[0], m.a.weight, alpha=2))))
 short("a bias for each row", lambda m, x: m.b(F.gelu(F.linear(x, m.a.weight) + m.w[:4, None])))
 short("an expanded input", lambda m, x: m.b(F.gelu(m.a(x[:, :1].expand(2, 4, 8)))))
 short("one layer three times", lambda m, x: m.a(F.gelu(m.a(F.gelu(m.a(x))))))
@@ -323,6 +347,13 @@ short("heads by heads", lambda m, x: joined(S(*heads(m.qkv(x)).chunk(3, -1))))
 short("a row less", lambda m, x: joined(S(heads(m.a(x)), heads(m.b(x)[:, :3]), heads(m.c(x)[:, :3]))))
 short("part of a product", lambda m, x: joined(S(heads(m.qkv(x)[..., :8]), heads(m.b(x)), heads(m.c(x)))))
 short("queries with a bias", lambda m, x: joined(S((t := qkv(m, x))[0] + m.w[:4], *t[1:])))
+short(
+    "keys that are queries", lambda m, x: joined(S(*(heads(y[..., i : i + 8]) for y in [m.qkv(x)] for i in (0, 0, 16))))
+)
+short("queries times a number", lambda m, x: joined(S(heads(m.a(x) * 2), *qkv(m, x)[1:])))
+short("keys times a number", lambda m, x: joined(S(heads(m.a(x)), heads(m.b(x) * 2), heads(m.c(x)))))
+short("values times a number", lambda m, x: joined(S(*qkv(m, x)[:2], heads(m.c(x) * 2))))
+short("heads that were rounded", lambda m, x: joined(S(*(t.float().double() for t in qkv(m, x)))))
 short("a learned mask", lambda m, x: joined(S(*qkv(m, x), attn_mask=m.w[:4].outer(m.w[4:]))))
 short(
     "a mask made by a factor",
@@ -348,7 +379,14 @@ def by_hand(name: str, weights: Callable[[Tensor], Tensor]) -> None:
 
 
 ONES = torch.ones(4, 4).tril()
+UNSEEN = torch.ones(4, 4).triu(0).bool()  # the first row sees nothing: torch's softmax of it is NaN
+LOWEST = torch.finfo(torch.float64).min
+by_hand("a mask filled in", lambda s: torch.softmax(s.masked_fill(ONES == 0, -torch.inf), -1))
+by_hand("rows of which nothing is left", lambda s: torch.softmax(s.masked_fill(UNSEEN, -torch.inf), -1))
+by_hand("rows from which all is taken", lambda s: torch.softmax(s + UNSEEN.to(s).masked_fill(UNSEEN, -torch.inf), -1))
+by_hand("rows from which the most is taken", lambda s: torch.softmax(s + UNSEEN.to(s).masked_fill(UNSEEN, LOWEST), -1))
 by_hand("softmax over queries", lambda s: torch.softmax(s, -2))
+by_hand("softmax over queries, from the front", lambda s: torch.softmax(s, 2))
 by_hand("a mask of booleans added", lambda s: torch.softmax(s + ONES.bool(), -1))
 by_hand("a mask of integers added", lambda s: torch.softmax(s + ONES.long(), -1))
 by_hand("a number added to scores", lambda s: torch.softmax(s + 1.0, -1))
@@ -378,6 +416,9 @@ turned("RoPE with angles for heads", lambda t: t.unsqueeze(1), size=2)
 turned("RoPE with angles", lambda t: t[None].unsqueeze(1))
 turned("RoPE in pairs", rotate=lambda t: torch.stack((-t[..., 1::2], t[..., ::2]), -1).flatten(-2))
 turned("RoPE the other way", lambda t: t[None].unsqueeze(1), rotate=lambda t: -half(t))
+turned(
+    "RoPE of uneven halves", lambda t: t[None].unsqueeze(1), rotate=lambda t: torch.cat((-t[..., 1:], t[..., :1]), -1)
+)
 turned("RoPE with other angles for keys", lambda t: t[None].unsqueeze(1), keys=lambda t: t.flip(2))
 
 
@@ -387,6 +428,14 @@ def turns_rows_before_heads(m: Layers, x: Tensor) -> Tensor:
     q, k, v = (layer(x).view(2, 4, 4, 2) for layer in (m.a, m.b, m.c))
     q, k = (t * cos + half(t) * sin for t in (q, k))
     return joined(S(*(t.transpose(1, 2) for t in (q, k, v))))
+
+
+@spelling
+def turns_the_part_that_passes(m: Layers, x: Tensor) -> Tensor:
+    cos, sin = (t[None].unsqueeze(1) for t in angles(x, 2))
+    q, k, v = qkv(m, x)
+    q, k = (torch.cat(((p := t[..., 2:]) * cos + half(p) * sin, t[..., 2:]), -1) for t in (q, k))
+    return joined(S(q, k, v))
 
 
 @spelling
@@ -438,6 +487,36 @@ def test_a_converted_model_that_is_nearly_a_known_one_keeps_its_numbers(name: st
 
 def test_what_is_captured_is_among_the_cases():
     assert set(CAPTURED) <= CASES.keys()
+
+
+def test_a_dropout_changes_its_input_whether_that_is_said_by_place_or_by_name():
+    graph = Graph()
+    x = graph.placeholder("x")
+    said: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((0.5, True, True), {}), ((), {"inplace": True})]
+    unsaid: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((0.5, True, False), {}), ((0.5, True), {})]
+    for calls, expected in ((said, True), (unsaid, False)):
+        for rest, named in calls:
+            assert in_place(graph.call_function(F.dropout, (x, *rest), named)) == expected
+
+
+def test_weights_that_are_dropped_without_a_number_are_dropped_by_half():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        q, k, v = qkv(m, x)
+        return joined(F.dropout(torch.softmax(q @ k.transpose(-1, -2), -1)) @ v)
+
+    model, x = Layers(spelling).double(), torch.randn(2, 4, 8, dtype=torch.float64)
+    graph, _ = recorded(model, x, renames=True, tensors=lambda y: [y])
+    for node in graph.graph.find_nodes(op="call_function", target=F.dropout):
+        node.kwargs = {}  # as Dynamo captures it
+    found = [op for graph in rewrite(graph, Options()) for region in graph.regions for op in region.order.operations]
+    assert [op.dropout for op in found if isinstance(op, ops.Attention)] == [0.5]
+
+
+def test_parameters_are_lent_for_a_call():
+    replayed = assert_same_recorded(*altered("another eps"))
+    regions = [region for graph in replayed.graphs for region in graph.regions]
+    assert regions
+    assert all(p.is_meta for region in regions for p in region.model.parameters())
 
 
 def test_what_is_of_one_dimension_keeps_its_numbers():

@@ -328,6 +328,57 @@ def test_a_second_derivative_is_an_error():
         dx.sum().backward()
 
 
+class Telling(Net):
+    """Returns what its first layer makes, and the gate of a gated unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(8, 16).double()
+
+    def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        first = self.layers[0](x)
+        gate, up = self.both(first).chunk(2, -1)
+        return first, gate, self.layers[1](F.silu(gate) * up)
+
+
+def test_values_that_the_model_returns_have_their_whole_gradients():
+    plain, model = Telling(), Telling()
+    conversion = sf.convert(model)
+    for _ in range(2):
+        found, wanted = (
+            torch.autograd.grad(y.square().sum(), [first, gate, m.layers[0].fc.weight])
+            for m in (model, plain)
+            for first, gate, y in [m(X)]
+        )
+        assert_equal(list(found), list(wanted))
+    assert chains(conversion) == 2
+
+
+class Adapted(nn.Module):
+    """A frozen Linear with a low-rank correction."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x)) * 0.5
+
+
+def test_an_adapter_written_by_hand_is_in_the_chain_and_what_is_frozen_has_no_gradient():
+    model = Net(depth=1)
+    block: Any = model.layers[0]
+    block.fc, block.out = Adapted(block.fc), Adapted(block.out)
+    graph = assert_same(model, X).graphs[0]
+    assert graph.left == ()
+    assert [type(r.operation).__name__ for region in graph.regions for r in region.order.members].count("Scale") == 2
+    assert block.fc.base.weight.grad is None
+    assert block.fc.down.weight.grad is not None
+
+
 @contextmanager
 def hasty() -> Generator[None]:
     interval = sys.getswitchinterval()
@@ -432,12 +483,22 @@ def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone()
     assert repr(conversion) == "<Conversion of WithASequence, 1 graphs, undone>"
 
 
-def test_the_report_says_that_bytes_are_not_counted_under_autocast():
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
-    conversion = sf.convert(model)
+def test_the_report_counts_the_bytes_that_a_chain_saves_under_autocast():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))
+    model[3].requires_grad_(False)
+    conversion, kept = sf.convert(model), dict[int, int]()
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
     with torch.autocast("cpu", torch.bfloat16):
-        model(X.float()).sum().backward()
-    assert "; saved for backward: not counted under autocast\n" in str(conversion)
+        model(X.float())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(X.float())
+    saved = sum(size for place, size in kept.items() if place not in {p.data_ptr() for p in model.parameters()})
+    assert y.requires_grad
+    assert f"; saved for backward {saved:,} B, unfused " in str(conversion)
 
 
 def test_an_operation_that_runs_is_not_said_to_be_superseded():

@@ -270,6 +270,39 @@ def test_the_gradient_scaler_of_torch_works():
     assert runs[0] == pytest.approx(runs[1], rel=5e-3)
 
 
+class OwnLinear(sf.UnfusedOperation):
+    """Leaves the cast of its weight to torch."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    autocast = "lower"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def reference(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+    def fwd(self, x: Tensor) -> Any:
+        return self.reference(x), self.Saved(x=x)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy @ self.weight.to(dy.dtype), {"weight": (dy.t() @ saved.x).float()}
+
+
+def test_a_weight_that_torch_cast_inside_a_list_has_its_gradient_outside_of_it():
+    operation, x = OwnLinear(), torch.randn(4, 6)
+    model = sf.Sequential(operation, ops.Tanh())
+    for _ in range(3):  # the first call is interpreted
+        operation.weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x)
+            nn.functional.linear(x, operation.weight).float().sum().backward()
+        torch.testing.assert_close(operation.weight.grad, x.sum(0).expand(6, 6), rtol=0.01, atol=0.01)
+
+
 def test_autocast_of_another_device_changes_nothing():
     model, _ = pair()
     x = draw(33, 12, dtype=torch.float32)

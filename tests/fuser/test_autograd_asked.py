@@ -42,6 +42,25 @@ def test_gradients_are_those_of_the_whole_whichever_were_asked_for_before():
             assert torch.equal(grad, whole[name]), (names, name)
 
 
+class WrongBias(sf.BackwardFusion):
+    """Gives the gradient of the bias as one number."""
+
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def bwd(self, dy: Tensor, *, bias: Any, act: Any) -> Any:
+        dx = torch.where(act.y > 0, dy, 0)
+        return dx, {"bias.bias": dx.sum()}
+
+
+def test_a_gradient_is_checked_when_it_is_asked_for_though_others_were_before():
+    model, x = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=WrongBias), draw(3, 5).requires_grad_()
+    for _ in range(2):
+        torch.autograd.grad(model(x).sum(), x)
+    with pytest.raises(sf.PluginError, match=r"gradient 'bias\.bias' should be"):
+        model(x).sum().backward()
+
+
 Change = tuple[Any, Any]
 CONFIGURATION: dict[str, Change] = {
     "Dropout.p": (lambda: ops.Dropout(0.5), lambda op: setattr(op, "p", 0.1)),

@@ -195,6 +195,16 @@ def test_the_plan_tells_bytes_and_estimated_time_of_each_choice():
     assert "as memory=Budget(part=0.7) asks" in " ".join(lean)
 
 
+def test_what_a_frozen_operation_does_not_save_is_not_counted_nor_left_out_of_another_like_it():
+    branch = ops.LayerScale(16), ops.GeLU(), ops.LayerScale(16)
+    model = sf.Sequential(*branch, ops.LayerNorm(16), ops.Linear(16, 8), memory="lean")
+    for frozen in (0, 2):
+        model.requires_grad_(True)[frozen].requires_grad_(False)
+        plan = model.plan(tensor(64, 16))
+        (used,) = [choice for choice in plan.choices if choice.used]
+        assert used.saved == plan.memory.saved
+
+
 def test_a_measured_time_counts_also_where_it_is_longer(monkeypatch: pytest.MonkeyPatch):
     def measured(self: Known, fusion: Any, a: int, b: int) -> Measurement | None:
         return Measurement(9000, 5000) if type(fusion).__name__ == "RecomputeNorm" else None

@@ -586,6 +586,36 @@ def test_a_forward_is_checked_again_for_a_parameter_of_another_dtype() -> None:
         model(tensor(7, 5))
 
 
+class Windowed(sf.Pointwise):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = (1, 2)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("change", ["a frozen parameter", "a setting of several numbers"])
+def test_a_forward_is_checked_again_after(change: str) -> None:
+    class Narrow(sf.ForwardFusion):
+        bias: ops.Bias
+        act: Windowed
+
+        def fwd(self, x: Tensor, *, needs: frozenset[str]) -> Any:
+            z, bias = self.bias.fwd(x)
+            kept = z if "bias.bias" in needs and self.act.sizes == (1, 2) else z.half()
+            return torch.tanh(z), {"bias": bias, "act": Windowed.Saved(x=kept)}
+
+    model = sf.Sequential(ops.Bias(5), Windowed(), fusions=(Narrow,))
+    model(tensor(7, 5))
+    if change == "a frozen parameter":
+        model[0].requires_grad_(False)
+    else:
+        model[1].sizes = (2, 1)
+    with pytest.raises(sf.PluginError, match=r"field 'x' of slot 'act' should be float32\[7, 5\]"):
+        model(tensor(7, 5))
+
+
 def test_a_record_made_with_a_wrong_field_is_the_fusions_error() -> None:
     class Wrong(BiasGeLUForward):
         def fwd(self, x: Tensor) -> Any:

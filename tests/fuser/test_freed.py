@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import op_list
+from seqfuse.fuser import op_list, run
 from tests.fuser.fusions import PAIR, BiasReLU, BiasReLUBack, tensor
 
 
@@ -238,6 +238,37 @@ def test_a_fuser_of_its_own_holds_the_list() -> None:
     assert left() == []
 
 
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        ((ops.GeLU,), [False]),
+        ((lambda: ops.Fork("r"), ops.Tanh, Ellipsis, lambda: ops.Add("r"), ops.Tanh), [True, False]),
+    ],
+    ids=["saved by an operation", "a channel"],
+)
+def test_without_gradients_a_tensor_is_let_go_behind_its_last_reader(between: Any, expected: list[bool]) -> None:
+    made: list[Any] = []
+    alive: list[bool] = []
+
+    class Doubled(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            y = 2 * x
+            made.append(weakref.ref(y))
+            return y
+
+    class Looked(sf.Pointwise):
+        def reference(self, x: Tensor) -> Tensor:
+            alive.append(made[-1]() is not None)
+            return x + 1
+
+    inside = [Looked() if make is Ellipsis else make() for make in between]
+    model = sf.Sequential(Doubled(), *inside, Looked(), fusions=())
+    with torch.no_grad():
+        for _ in range(3):  # the first call is interpreted
+            model(tensor(4, 5))
+    assert alive == expected * 3
+
+
 def test_plans_for_many_shapes_are_let_go_once_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op_list, "KEPT_PROGRAMS", 3)
     model = sf.Sequential(ops.Tanh(), ops.GeLU())
@@ -247,3 +278,16 @@ def test_plans_for_many_shapes_are_let_go_once_there_are_too_many(monkeypatch: p
         (region,) = model._fuser.op_list().parts
         kept += [len(region.programs), len(region.states)]
     assert max(kept) == 3
+
+
+def test_sequences_as_they_were_in_other_modes_are_let_go_once_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "KEPT_LISTS", 3)
+    model, x = sf.Sequential(*(ops.Dropout(0.5) for _ in range(3))), tensor(4, 5)
+    for mode in range(8):
+        for i, dropout in enumerate(model):
+            dropout.train(bool(mode >> i & 1))
+        model(x)
+        assert len(model._fuser._op_lists) <= 3
+    assert len(model._fuser._op_lists) == 3

@@ -234,6 +234,26 @@ def test_complex_numbers_give_what_torch_gives() -> None:
     torch.testing.assert_close(got, expected)
 
 
+COMPLEX, REAL = torch.complex64, torch.float32
+
+
+@pytest.mark.parametrize(("x", "other", "own"), [(COMPLEX, REAL, REAL), (REAL, COMPLEX, REAL), (REAL, REAL, COMPLEX)])
+def test_real_tensors_beside_complex_ones_have_real_gradients(
+    x: torch.dtype, other: torch.dtype, own: torch.dtype
+) -> None:
+    model = sf.Sequential(ops.Bias(5, dtype=own), ops.Add("a"), ops.Multiply("m"), ops.LayerScale(5, 0.5, dtype=own))
+    given = [seeded_randn((7, 5), i, dtype=d).requires_grad_() for i, d in enumerate((x, other, other))]
+    leaves = [*given, *model.parameters()]
+    expected = ((given[0] + model[0].bias + given[1]) * given[2]) * model[3].gamma
+    dy = seeded_randn((7, 5), 3, dtype=COMPLEX)
+    for _ in range(2):
+        y = model(given[0], a=given[1], m=given[2])
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy, retain_graph=True)
+        )
+
+
 def test_complex_numbers_through_residuals_and_smooth_activations() -> None:
     model = sf.Sequential(ops.Residual(ops.Tanh(), ops.Scale(2)), ops.Sigmoid())
     x = torch.complex(seeded_randn((7, 5), 1), seeded_randn((7, 5), 2)).requires_grad_()
@@ -559,6 +579,39 @@ def test_a_tensor_subclass_runs_by_the_references_and_keeps_its_class() -> None:
     torch.testing.assert_close(y.b, its(b))
 
 
+class Twice(nn.Module):
+    """Gives a tensor of another class, here or not."""
+
+    now = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return TwoTensor(x, x + 1) if self.now else x
+
+
+def test_a_tensor_subclass_that_a_module_gives_runs_by_the_references() -> None:
+    module = Twice()
+    mine = sf.Sequential(ops.Linear(5, 6), module, ops.Linear(6, 6), ops.GeLU(), ops.Add("r"))
+    x, r = tensor(7, 5), tensor(7, 6, seed=8)
+
+    def expected(plus: int) -> Tensor:
+        return torch.nn.functional.gelu(mine[2](mine[0](x) + plus)) + r
+
+    for module.now in (True, False, True):
+        y = mine(x, r=r)
+        torch.testing.assert_close(y.a if module.now else y, expected(0))
+        if module.now:
+            assert type(y) is TwoTensor
+            torch.testing.assert_close(y.b, expected(1))
+            assert "Seqfuse" not in type(y.grad_fn).__name__
+
+
+def test_an_error_of_a_reference_names_its_place() -> None:
+    model = sf.Sequential(ops.Linear(5, 6), ops.Add("r"))
+    with pytest.raises(sf.InputError, match=r"SF101 position 2 \(Add\): adds tensors of one shape") as caught:
+        torch.func.vmap(lambda t: model(t, r=torch.zeros(3, 6)))(torch.zeros(2, 7, 5))
+    assert caught.value.position == 2
+
+
 def test_a_parameter_that_is_a_tensor_subclass_runs_by_the_references() -> None:
     mine, its = layers()
     x = tensor(7, 5)
@@ -649,6 +702,12 @@ def test_an_input_on_meta_gives_shapes_and_runs_nothing() -> None:
     y.sum().backward()
     assert (y.device.type, y.shape) == ("meta", (7, 3))
     assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_on_meta_a_product_takes_any_dtype_as_in_torch() -> None:
+    x = torch.empty(7, 5, device="meta", dtype=torch.bfloat16)
+    shape = nn.Linear(5, 4, device="meta")(x).shape
+    assert sf.Sequential(ops.Linear(5, 4, device="meta"), ops.Tanh())(x).shape == shape
 
 
 def test_two_devices_in_one_list_name_both_and_the_place() -> None:

@@ -620,6 +620,24 @@ def test_a_pattern_without_one_operation_in_the_middle_is_a_near_miss() -> None:
     assert plan.refused == ()
 
 
+def test_a_pattern_that_leaves_out_the_bias_of_a_linear_is_a_near_miss() -> None:
+    class LinearGeLU(sf.ForwardFusion):
+        linear: ops.Linear
+        act: ops.GeLU
+
+        def fwd(self, x: Tensor) -> Any:
+            raise NotImplementedError
+
+    model = sf.Sequential(ops.Tanh(), ops.Linear(5, 4), ops.GeLU(), fusions=(LinearGeLU,))
+    plan = model.plan(tensor(7, 5))
+    (refusal,) = plan.refused
+    assert (refusal.fusion, refusal.at) == ("LinearGeLU", 1)
+    assert refusal.reason == "near miss: a Bias follows Linear here, and its pattern has none"
+    assert f"not applied: LinearGeLU at 1: {refusal.reason}" in " ".join(str(plan).split())
+    for other in ([ops.Linear(5, 4), ops.Tanh()], [ops.Linear(5, 4)], [ops.Bias(5), ops.GeLU()]):
+        assert sf.Sequential(*other, fusions=(LinearGeLU,)).plan(tensor(7, 5)).refused == ()
+
+
 def test_what_lacks_its_first_or_last_operation_or_two_of_them_is_no_near_miss() -> None:
     rules = (LinearBiasGeLUForward,)
     alone, first = ops.Linear(5, 5, bias=False), [ops.Linear(5, 5)]

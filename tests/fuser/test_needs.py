@@ -439,3 +439,9 @@ def test_no_product_runs_for_a_frozen_layer_of_a_deep_list() -> None:
 def test_an_outcome_without_gradients_would_not_pass_unseen() -> None:
     x = tensor(3, 5)
     assert "d_x" in outcome(torch.tanh, {"x": x}, x)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_a_plan_wants_gradients_behind_a_barrier_only_where_something_before_it_is_trained(frozen: bool) -> None:
+    model = sf.Sequential(ops.Linear(5, 5, bias=False), nn.Softplus(), ops.GeLU()).requires_grad_(not frozen)
+    assert model.plan(tensor(7, 5, grad=False)).needs[-1] == ({"x"} if not frozen else set())

@@ -47,6 +47,17 @@ def test_what_keeps_its_output_is_refused():
     assert refusal.reason == "ReLU saves its output, which the GEMM after it does too"
 
 
+def test_where_nothing_is_saved_it_is_no_candidate():
+    model = sf.Sequential(ops.LayerNorm(6), ops.Linear(6, 8), fusions=RecomputeNorm, memory="lean")
+    x = seeded_randn((4, 6), 0)
+    assert model.plan(x).fused == (1, 0)
+    with torch.no_grad():
+        plan = model.plan(x)
+    assert (plan.fused, plan.refused) == ((0, 0), ())
+    model.requires_grad_(False).append(ops.Bias(8))
+    assert model.plan(x).refused == ()
+
+
 def test_what_is_set_or_trained_meanwhile_does_not_change_a_gradient_to_come():
     def grads(meddle: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -75,6 +75,66 @@ def test_sequences_may_differ_in_length(form: str, first: tuple[int, ...]):
     assert cache.lengths.tolist() == [n + 12 for n in first]
 
 
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_that_are_not_taken_do_not_need_room(int8: bool):
+    model, x = model_of("Llama"), tokens(2, 8)
+    found, wide = KVCache(2, 6, int8=int8), KVCache(2, 20, int8=int8)
+    for cache in (found, wide):
+        cache.feed(model, x[:, :3])
+    counts = torch.tensor([3, 0])  # of five rows: three fill the first sequence
+    close(found.feed(model, x[:, 3:], counts)[0, :3], wide.feed(model, x[:, 3:], counts)[0, :3])
+    full = torch.tensor([0, 1])
+    close(found.feed(model, x[:, 3:5], full)[1, :1], wide.feed(model, x[:, 3:5], full)[1, :1])
+    for mine, its in zip(found._layers, wide._layers, strict=True):
+        for a, b in zip(mine.tensors(), its.tensors(), strict=True):
+            close(a[0], b[0, :, :6])
+            close(a[1, :, :4], b[1, :, :4])
+
+
+def test_rows_that_are_not_taken_do_not_need_a_learned_position():
+    model = sf.Sequential(ops.PositionEmbedding(4, 24), ops.Attention(2, causal=True)).eval()
+    x = torch.randn(2, 4, 24)
+    cache = KVCache(2, 9)
+    cache.feed(model, x[:, :2])
+    found = cache.feed(model, x[:, [2, 3, 0, 0]], torch.tensor([2, 0]))
+    close(found[0, :2], model(x)[0, 2:].detach())
+    cache.feed(model, x, torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(int8: bool):
+    model, x = model_of("GPT"), tokens(1, 6)
+    with torch.inference_mode():
+        cache = KVCache(1, 8, int8=int8)
+        cache.feed(model, x[:, :3])
+        wide = cache.expand(2)
+    for one in (cache, wide):
+        one.feed(model, x[:, 3:4].expand(one.batch, 1))
+        one.reorder(torch.zeros(one.batch, dtype=torch.int64))
+        one.truncate(3)
+        with torch.inference_mode():
+            one.feed(model, x[:, 3:4].expand(one.batch, 1))
+
+
+def test_a_model_that_raises_leaves_no_keys_behind():
+    class Broken(nn.Module):
+        works = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.works:
+                raise RuntimeError("broken")
+            return x
+
+    broken = Broken()
+    attention = [ops.Linear(32, 96), ops.Attention(4, causal=True)]
+    model = sf.Sequential(ops.Embedding(41, 32), *attention, broken, *attention).eval()
+    cache, x = KVCache(2, 8), tokens(2, 4)
+    with pytest.raises(RuntimeError, match="broken"):
+        cache.feed(model, x)
+    broken.works = True
+    close(cache.feed(model, x), model(x).detach())
+
+
 def test_no_sequence_writes_into_another():
     model = model_of("Llama")
     cache = KVCache(3, 20)
@@ -273,6 +333,8 @@ def test_what_a_cache_cannot_hold_is_refused():
     cache.feed(model, x)
     with pytest.raises(sf.errors.StateError, match="attended 1 times, and 2 times before"):
         cache.feed(sf.Sequential(ops.Embedding(41, 96), ops.Attention(4, causal=True)), x)
+    with pytest.raises(sf.errors.StateError, match="attended 3 times, and 2 times before"):
+        cache.feed(model_of("GPT", 3), x)
     for other, said in (
         (model_of("GPT", kv_heads=2), "got 2 key heads of 8 in torch.float32"),
         (model_of("GPT").double(), "got 4 key heads of 8 in torch.float64"),

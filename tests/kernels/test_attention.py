@@ -24,6 +24,7 @@ from seqfuse.testing.traffic import counted, fewest
 from .conftest import DEVICE
 
 SEED = 0x1234_5678_9ABC
+TILE_OF = attention.tile_of
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEADS = [(2, 2, 32), (4, 2, 40), (3, 1, 33), (2, 1, 80)]
 Grads = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -249,6 +250,12 @@ def test_rows_and_keys_may_differ_in_number(device: torch.device) -> None:
         torch.testing.assert_close(found[1], sums.float())
 
 
+def test_a_window_as_wide_as_32_bits_hides_nothing(device: torch.device) -> None:
+    qkv, dy = drawn(1, 2, 1, 20, 8, torch.float32, device)
+    found, whole = (ours(qkv, dy, {"window": window}) for window in (2**31 - 1, None))
+    assert_bitwise_equal(found, whole)
+
+
 def test_drops_what_plain_torch_drops(device: torch.device) -> None:
     """Both passes are those of the path without kernels, element by element; keys in fours and not."""
     for rows in (52, 41):
@@ -426,6 +433,16 @@ def test_gradients_that_do_not_fit_are_refused(device: torch.device) -> None:
         attention.attention_bwd(q, q, q, q, y, lse, out)
     with pytest.raises(ValueError, match="y and lse are those of the forward"):
         attention.attention_bwd(y, q, q, q, y, lse[:, :1], out)
+
+
+def test_every_architecture_has_the_tiles_of_its_family() -> None:
+    def tiles(arch: str) -> list[Tile]:
+        return [TILE_OF(name, 128, torch.bfloat16, arch) for name in ("fwd", "dq", "dkv")]
+
+    assert tiles("sm_103") == tiles("sm_100")
+    assert tiles("gfx950") == tiles("gfx942")
+    assert tiles("sm_120") == tiles("sm_89") == tiles("sm_80")
+    assert len({tuple(tiles(arch)) for arch in ("sm_80", "sm_90", "sm_100", "gfx942")}) == 4
 
 
 def test_operations_know_what_the_kernels_take() -> None:

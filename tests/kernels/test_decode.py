@@ -236,6 +236,8 @@ def test_what_does_not_fit_is_refused() -> None:
         decode.decode_attention(tensors["q"], caches, caches, tensors["lengths"])
     with pytest.raises(ValueError, match=r"lengths must be int32 or int64 \(5,\)"):
         decode.decode_attention(**{**tensors, "lengths": tensors["lengths"].float()})
+    with pytest.raises(ValueError, match="lengths must be contiguous"):
+        decode.decode_attention(**{**tensors, "lengths": tensors["lengths"][:1].expand(len(LENGTHS))})
     with pytest.raises(ValueError, match="k_scale is given with an int8 cache"):
         decode.decode_attention(**{name: t.to(torch.int8) if name in "kv" else t for name, t in tensors.items()})
     with pytest.raises(ValueError, match="float32 queries of at most 128 elements, got 136"):

@@ -186,6 +186,16 @@ def test_a_launch_that_compiles_differently_has_its_own_entry(gpu: Kernel, name:
     assert len(gpu.launches) == 2
 
 
+def test_on_amd_tensors_in_more_than_2_gib_have_entries_of_their_own(
+    gpu: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_launch, "_SMALL", 2**31 - 1)
+    small, large = (torch.empty(count, dtype=torch.int8, device="meta") for count in (2**31 - 1, 2**31))
+    for x in (small, small, large, large, large[:64]):
+        launch(gpu, 1, (x,), {"B": 1})
+    assert len(gpu.launches) == 2
+
+
 @pytest.mark.parametrize("options", [{"num_warps": 8}, {"num_stages": 2}, {"maxnreg": 128}])
 def test_compiler_options_are_part_of_the_key(gpu: Kernel, options: dict[str, int]) -> None:
     launch(gpu, 1, (BUFFER,), {"B": 1})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -352,6 +352,8 @@ def test_a_row_that_cannot_be_written_is_refused() -> None:
         rope.rope_write(x, HEADS, KV, turn, cache, cache[:, :1], lengths)
     with pytest.raises(ValueError, match=r"lengths must be int64 \(2,\), got torch.int32"):
         rope.rope_write(x, HEADS, KV, turn, cache, cache, lengths.int())
+    with pytest.raises(ValueError, match="lengths must be contiguous"):
+        rope.rope_write(x, HEADS, KV, turn, cache, cache, lengths[:1].expand(2))
     with pytest.raises(ValueError, match="k_scale is given with an int8 cache, and only then"):
         rope.rope_write(x, HEADS, KV, turn, cache.to(torch.int8), cache.to(torch.int8), lengths)
 
@@ -542,3 +544,20 @@ def test_angles_made_while_tensors_are_fake_are_not_kept() -> None:
     found = rope._frequencies(rotation, device)
     assert type(found) is Tensor
     assert rope._frequencies(rotation, device) is found
+
+
+def test_angles_are_there_before_another_stream_may_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where what is kept was made on the stream of the first call and later ones do not wait for it."""
+    waited: list[Any] = []
+    arange = torch.arange
+    stream = SimpleNamespace(synchronize=lambda: waited.append(0))
+    monkeypatch.setattr(torch, "arange", lambda *args, device, **rest: arange(*args, **rest))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(rope, "_known", {})
+    for _ in range(2):
+        rope._frequencies(Rotation("half", 6), torch.device("cuda:0"))
+    assert waited == [0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    rope._frequencies(Rotation("half", 8), torch.device("cuda:0"))
+    assert waited == [0]

@@ -72,6 +72,14 @@ def test_passes_agree_with_the_reference(dtype: torch.dtype):
     check_needs(op, seeded_randn((9, 6 * 6), 1, dtype=dtype))
 
 
+def test_float32_gradients_of_half_inputs_are_rounded_to_no_half():
+    op = randomized(ops.QKNorm(6, 2, kind="layer", bias=True))
+    x = seeded_randn((90, 6 * 6), 1, dtype=torch.bfloat16).requires_grad_()
+    dy = seeded_randn((90, 6 * 6), 2, dtype=torch.bfloat16)
+    wanted = torch.autograd.grad(op.reference(x), [*op.parameters()], dy)
+    torch.testing.assert_close(torch.autograd.grad(op(x), [*op.parameters()], dy), wanted)
+
+
 def test_state_and_refusals():
     assert list(ops.QKNorm(4, 2).state_dict()) == ["q_weight", "k_weight"]
     assert not list(ops.QKNorm(4, 2, elementwise_affine=False).parameters())

@@ -214,6 +214,7 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "key heads": ({"2": "heads"}, r"SF101 position 12 \(Attention\): expects kv_heads .* got 2 .*is not held twice"),
     "no attention": ({"3": "heads"}, r"SF106 position 15 \(FeedForward\): style 'heads' needs .* it has 0 att"),
     "twice": ({"3": "features", "3.up": "column"}, r"SF106 position 15 \(Linear\): the plan names it twice"),
+    "heads as a column": ({"2.qkv": "column"}, r"position 10 \(Linear\): its column .* heads of Attention.*'2\.qkv'"),
     "a norm between": ({"4": "features"}, r"position 20 \(Sequential\): LayerNorm between its products cannot"),
 }
 
@@ -250,6 +251,45 @@ def test_a_module_in_two_places_has_its_share_in_both(group: Any) -> None:
     assert own.keys() == state.keys()
     for name, value in state.items():
         assert torch.equal(own[name], value.chunk(4)[1]), name
+
+
+class Wrapped(torch.nn.Module):
+    """A sequence within a module of torch."""
+
+    def __init__(self, *operations: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = sf.Sequential(*operations)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def gated(*between: torch.nn.Module) -> sf.Sequential:
+    return sf.Sequential(ops.Linear(6, 16), *between, ops.SwiGLU(), ops.Linear(8, 6))
+
+
+def hooked() -> sf.Sequential:
+    model = sf.Sequential(gated())
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (gated, "0"),
+        (lambda: gated(ops.Scale(2.0), ops.Dropout(0.1)), "0"),
+        (lambda: Wrapped(*gated()), "inner.0"),
+        (lambda: sf.Sequential(ops.LayerNorm(6), Wrapped(*gated())), "1.inner.0"),
+        (lambda: torch.nn.ModuleList([sf.Sequential(ops.ReLU()), gated()]), "1.0"),
+        (hooked, "0.0"),
+    ],
+    ids=("alone", "through element-wise operations", "in a module", "in a module of a sequence", "in a list", "hooked"),
+)
+def test_each_half_of_a_column_before_a_gated_unit_is_divided(make: Any, name: str, group: Any) -> None:
+    model = make()
+    parallel.parallelize(model, group, {name: "column"})
+    assert model.get_submodule(name).shares["weight"].parts == (8, 8)
 
 
 def test_learned_positions_cannot_tell_which_rows_they_see(group: Any) -> None:

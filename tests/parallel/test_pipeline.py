@@ -152,6 +152,7 @@ def outputs_say_what_they_are_everywhere() -> None:
             assert (y.shape, y.dtype, y.requires_grad) == (expected.shape, expected.dtype, grad)
             numbers = everywhere(y, staged)
             assert torch.equal(numbers, expected)
+            assert torch.equal(everywhere(y.t(), staged), expected.t())
             numbers += 1  # they are a copy
             assert not last or torch.equal(y, expected)
     with torch.inference_mode():

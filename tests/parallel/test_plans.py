@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqfuse as sf
 from seqfuse import nn, ops
+from seqfuse.fuser import dynamo
 from seqfuse.fuser.op_list import OpList
 from seqfuse.group import Group
 
@@ -86,6 +87,16 @@ def test_a_plan_prints_and_counts_without_sending(group: Any) -> None:
     assert plan.memory is not None
     assert alone.memory is not None
     assert plan.memory.saved < alone.memory.saved
+
+
+def test_what_exchanges_something_is_not_planned_for_a_compiler(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamo, "_kernels_run", lambda device: True)
+    x, summed = torch.randn(4, 8), ops.LayerNorm(8)
+    summed.sum_over = Group(group)
+    row = ops.Linear(32, 8, bias=False, parallel="row", group=group)
+    for operation, planned in ((ops.LayerNorm(8), True), (summed, False), (row, False)):
+        nodes = OpList(sf.Sequential(operation, ops.GeLU())).nodes
+        assert dynamo.plannable(nodes, x) == planned
 
 
 def test_the_bias_of_a_row_stands_after_the_sum(group: Any) -> None:

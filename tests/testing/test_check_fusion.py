@@ -10,7 +10,7 @@ import torch
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
-from seqfuse.testing import check_fusion, seeded_randn
+from seqfuse.testing import NotRun, check_fusion, seeded_randn
 from seqfuse.testing.patterns import described, example_lists, known_finals
 from tests.selection import few_cases as few_cases
 
@@ -107,6 +107,17 @@ def test_says_why_a_fusion_is_refused():
     reason = r"GeLULinear is never used; \[GeLU, Linear\] in .*it is not used: the recomputation knows the exact GeLU"
     with pytest.raises(AssertionError, match=reason):
         check_fusion(GeLULinear, X, ops.GeLU("tanh"), ops.Linear(6, 4, bias=False))
+
+
+def test_a_requires_that_raises_is_a_mistake_and_no_fusion_that_cannot_run_here():
+    class Mistaken(BiasNorm):
+        def requires(self, env):
+            yield env.cuda, "needs a GPU"
+
+    said = "requires raised AttributeError: 'Env' object has no attribute 'cuda'"
+    with pytest.raises(AssertionError, match=said) as error, pytest.warns(UserWarning, match=said):
+        check_fusion(Mistaken, X)
+    assert not isinstance(error.value, NotRun)
 
 
 def test_says_that_a_pattern_does_not_match():

@@ -187,6 +187,45 @@ def test_what_changed_is_named_and_put_back():
     assert GlobalState({}).changes() == []
 
 
+@pytest.fixture
+def _precisions():
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [backend.fp32_precision for backend in backends]
+    yield
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("_precisions")
+def test_tf32_is_watched_where_torch_raises_for_the_older_setting():
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    state = GlobalState({})
+    assert state.changes() == []
+    matmul.fp32_precision = conv.fp32_precision = "ieee"
+    assert state.changes()[-2:] == [
+        "changed TF32 in cuBLAS from tf32 to ieee",
+        "changed TF32 in cuDNN from tf32 to ieee",
+    ]
+    assert (matmul.fp32_precision, conv.fp32_precision) == ("tf32", "tf32")
+
+
+@pytest.mark.usefixtures("_precisions")
+def test_the_older_setting_of_tf32_is_put_back():
+    before = torch.backends.cuda.matmul.fp32_precision
+    state = GlobalState({})
+    torch.set_float32_matmul_precision("high")
+    assert [change.split(" from ")[0] for change in state.changes()] == [
+        "changed the precision of float32 products",
+        "changed TF32 in cuBLAS",
+    ]
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cuda.matmul.fp32_precision == before
+    assert GlobalState({}).changes() == []
+
+
 def test_an_observer_keeps_what_was_given_and_returned():
     class Passes:
         def fwd(self, x, *, seed):
