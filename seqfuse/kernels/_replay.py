@@ -46,6 +46,8 @@ Of each, whether tensors are like its own, and what does it for them; it gives `
 """
 
 _MISS = object()
+_OTHER = object()
+"""Given by what was recorded with a single number, such as a seed, that was aligned where the one given is not."""
 _STREAM = object()
 """Stands for the stream while a launch is recorded."""
 
@@ -75,7 +77,10 @@ def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tenso
         for check, again in entries:
             if check(*given):
                 result = again(*given)
-                return make(act, *others, *tensors) if result is _MISS else result
+                if result is _MISS:
+                    return make(act, *others, *tensors)
+                if result is not _OTHER:
+                    return result
     return _recorded(key, make, act, others, tensors)
 
 
@@ -85,8 +90,9 @@ def _recorded(
     """Do it, and keep how, or that it cannot be done again."""
     given = [t for t in tensors if t is not None]
     # Two tensors at one address cannot be told apart, nor can what was decided of them; one without elements has none.
+    # Seeds of several dropouts lie side by side: of two one is not aligned.
     addresses = {t.data_ptr() for t in given}
-    if len(addresses) < len(given) or 0 in addresses or any(at & 15 for at in addresses):
+    if len(addresses) < len(given) or 0 in addresses or any(t.data_ptr() & 15 for t in given if t.numel() > 1):
         return make(act, *others, *tensors)
     with _Recording() as recording:
         before = _launch.watch(recording)
@@ -234,15 +240,17 @@ def _written(recording: _Recording, given: list[Tensor], result: Any, alive: Any
     source = Source("again", ", ".join(f"t{i}" for i in range(len(given))))
     source.constants |= {
         "C": torch._C, "device": given[0].get_device(), "empty": empty, "hooks": _runtime,
-        "listening": _launch._ENTER, "leaving": _launch._LEAVE, "MISS": _MISS,
+        "listening": _launch._ENTER, "leaving": _launch._LEAVE, "MISS": _MISS, "OTHER": _OTHER,
         "named": tuple.__new__, "allow_scratch": _launch.allow_scratch,
         "alive": (alive, [entry for entry, _, _ in recording.launches]),
     }  # fmt: skip
-    addresses = [f"at{i}" for i in range(len(given))]
+    aligned = ["0"] + [f"at{i}" for i, t in enumerate(given) if t.numel() > 1]
+    numbers = [f"{'' if t.data_ptr() & 15 else 'not '}at{i} & 15" for i, t in enumerate(given) if t.numel() == 1]
     source.add(
-        *(f"{at} = t{i}.data_ptr()" for i, at in enumerate(addresses)),
-        f"if ({' | '.join(addresses)}) & 15 or C._cuda_getDevice() != device or listening.calls or leaving.calls:",
+        *(f"at{i} = t{i}.data_ptr()" for i in range(len(given))),
+        f"if ({' | '.join(aligned)}) & 15 or C._cuda_getDevice() != device or listening.calls or leaving.calls:",
         "    return MISS",
+        *([f"if not ({' and '.join(numbers)}):", "    return OTHER"] if numbers else []),
         "if hooks.launch_enter_hook is not listening or hooks.launch_exit_hook is not leaving:",
         "    return MISS",
         "stream = C._cuda_getCurrentRawStream(device)",

@@ -317,6 +317,19 @@ def test_tensors_that_are_not_aligned_are_decided_each_time(seen: Seen) -> None:
     assert not _replay._entries
 
 
+def test_seeds_that_lie_side_by_side_are_replayed_each(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    recorded = _replay._recorded
+    monkeypatch.setattr(_replay, "_recorded", lambda *args: made.append(args) or recorded(*args))
+    chain = p.Chain(p.dropout(0.1))
+    for _ in range(3):
+        for seed in torch.arange(4):
+            p.pointwise(X, chain, (seed,))
+            assert seen[-1][2][2] in ((seed.data_ptr(),), (seed,))
+    assert len(made) == 2
+    assert len(seen) == 12
+
+
 def test_tensors_at_one_address_are_decided_each_time(seen: Seen) -> None:
     chain = p.Chain(p.add())
     for _ in range(2):
