@@ -30,7 +30,7 @@ class GraphedStep:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         for _ in range(_WARM):
-            with cache.rehearsal(), torch.cuda.stream(aside):
+            with torch.cuda.stream(aside), cache.rehearsal():  # on which the lengths are put back, too
                 cache.feed(model, self._tokens)
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..env import bucket
 from ..errors import InputError, StateError
 from ..ops import Attention, _cache
 from ..ops._attention import QKV, Scores, attend, kernels_run, numbers
@@ -143,8 +144,7 @@ class KVCache:
         if y is not None:
             return y
         q, k, v = attention.heads_of(x)
-        layer = self._next(k)
-        positions = self.positions(x)
+        layer, positions = self._next(k), self.positions(x)
         layer.write(k, v, positions, self._taken(positions))
         rows, first = x.shape[1], not self._most
         if first and self._counts is None and not self._fixed and not self.int8:
@@ -176,7 +176,8 @@ class KVCache:
         from ..kernels.decode import decode_attention
 
         turn, layer = self._turn, self._next(k)
-        total = self.max_length if self._fixed else min(self._most + 1, self.max_length)
+        # Rounded up, so that the next step is a replay of this one; the kernels know the lengths.
+        total = self.max_length if self._fixed else min(bucket(self._most + 1), self.max_length)
         kept = {"k": layer.keys, "v": layer.values, "k_scale": layer.key_scales, "v_scale": layer.value_scales}
         named = {name: None if t is None else t[:, :, :total] for name, t in kept.items()}
         caches: dict[str, Any] = {n: t.squeeze(-1) if t is not None and "scale" in n else t for n, t in named.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.inference import KVCache
+from seqfuse.inference import KVCache, _graph
 from seqfuse.inference._graph import GraphedStep
 from seqfuse.nn import TransformerStack
 from seqfuse.testing import assert_bitwise_equal
@@ -469,6 +470,46 @@ def test_a_cache_of_any_length_can_be_filled_to_its_end(most: int):
 def test_a_graph_is_refused_where_there_is_no_gpu():
     with pytest.raises(ValueError, match="a CUDA graph needs a cache on a GPU, got one on cpu"):
         GraphedStep(model_of("GPT"), KVCache(2, 9))
+
+
+def test_a_rehearsal_before_a_capture_puts_the_lengths_back_on_its_own_stream(monkeypatch: pytest.MonkeyPatch):
+    """Put back on another one, which does not wait, they would be counted up behind that."""
+    streams = ["main"]
+
+    class Aside:
+        def wait_stream(self, stream: object) -> None: ...
+
+    class On:
+        """Stands for `torch.cuda.stream` and `torch.cuda.graph`."""
+
+        def __init__(self, of: object) -> None:
+            self.stream = "aside" if isinstance(of, Aside) else "capture"
+
+        def __enter__(self) -> None:
+            streams.append(self.stream)
+
+        def __exit__(self, *exception: object) -> None:
+            streams.pop()
+
+    for name, value in (("stream", On), ("graph", On), ("CUDAGraph", mock.MagicMock())):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "Stream", Aside)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+    monkeypatch.setattr(_graph, "_on_gpu", lambda lengths: True)
+    written: list[tuple[str, str]] = []
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func._schema.is_mutable and args[0] is cache.lengths:
+                written.append((streams[-1], func.overloadpacket.__name__))
+            return func(*args, **(kwargs or {}))
+
+    model, cache = model_of("GPT"), KVCache(2, 9)
+    cache.feed(model, tokens(2, 3))
+    with Writes():
+        GraphedStep(model, cache)
+    assert written == [*[("aside", "add_"), ("aside", "copy_")] * 3, ("capture", "add_"), ("main", "copy_")]
+    assert cache.lengths.tolist() == [3, 3]
 
 
 def test_the_repr_says_what_is_in_it():

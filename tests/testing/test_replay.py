@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+import seqfuse as sf
+from seqfuse.inference import KVCache
 from seqfuse.kernels import _launch, _replay, gemm, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
@@ -20,6 +22,7 @@ from seqfuse.kernels.decode import cache_write, decode_attention
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
+from seqfuse.ops import _attention
 from seqfuse.testing import stub_driver as stubs
 from seqfuse.testing.stub_driver import stub_driver
 
@@ -328,6 +331,24 @@ def test_seeds_that_lie_side_by_side_are_replayed_each(seen: Seen, monkeypatch: 
             assert seen[-1][2][2] in ((seed.data_ptr(),), (seed,))
     assert len(made) == 2
     assert len(seen) == 12
+
+
+def test_steps_of_decoding_are_replayed_until_the_sequence_has_doubled(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    recorded = _replay._recorded
+    monkeypatch.setattr(_replay, "_recorded", lambda *args: made.append(args[1]) or recorded(*args))
+    monkeypatch.setattr(_attention, "interpreting", True)
+    model = sf.Sequential(sf.ops.RotaryEmbedding(2, style="half"), sf.ops.Attention(2, causal=True))
+    cache, counts = KVCache(1, 100), list[int]()
+    cache.feed(model, torch.randn(1, 30, 96))
+    for _ in range(6):
+        made.clear()
+        cache.feed(model, torch.randn(1, 1, 96))
+        counts.append(len(made))
+    assert counts[0] > 0 < counts[2]
+    assert [counts[1], *counts[3:]] == [0, 0, 0, 0]
 
 
 def test_tensors_at_one_address_are_decided_each_time(seen: Seen) -> None:
