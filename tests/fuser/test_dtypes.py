@@ -139,3 +139,10 @@ def test_on_an_accelerator_all_that_is_saved_has_the_dtype_that_operations_give_
     alike = {key for key in fused if key in unfused}
     assert len(alike) >= 20
     assert {key: fused[key] for key in alike} == {key: unfused[key] for key in alike}
+
+
+def test_autocast_leaves_float64_and_integers_as_they_are():
+    env = sf.Env(autocast=torch.bfloat16)
+    for dtype in (torch.float64, torch.int64, torch.bool):
+        assert env.cast(dtype) is dtype
+    assert env.cast(torch.float32) is env.cast(torch.float16) is torch.bfloat16

@@ -344,3 +344,11 @@ def test_a_parameter_that_an_operation_cannot_do_without_is_missed_by_name(
     model[0]._parameters[name] = None
     with pytest.raises(sf.errors.InputError, match=rf"SF106.*{type(model[0]).__name__}.*{name} is None"):
         run(x)
+
+
+def test_members_put_in_another_order_run_in_that_order() -> None:
+    model, x = sf.Sequential(ops.Scale(2.0), ops.Tanh()), seeded_randn((7, 5), 0)
+    model(x)
+    model._modules["0"] = model._modules.pop("0")
+    model.eval()  # children that change place tell nobody
+    torch.testing.assert_close(model(x), 2 * torch.tanh(x))

@@ -518,6 +518,14 @@ def test_forward_mode_outside_a_transform_works() -> None:
     torch.testing.assert_close(*tangents)
 
 
+def test_what_a_call_has_left_serves_none_under_vmap() -> None:
+    model, _ = pair()
+    xs = torch.randn(3, 7, 5)
+    for fn in (model, sf.Sequential(ops.Tanh(), ops.GeLU())):
+        each = torch.stack([fn(x) for x in xs])
+        torch.testing.assert_close(vmap(fn)(xs), each)
+
+
 def test_dropout_under_vmap_draws_for_every_sample_or_once() -> None:
     mine = sf.Sequential(ops.Scale(1.0), ops.Dropout(0.5))
     x = torch.ones(6, 3, 40)

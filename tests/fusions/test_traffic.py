@@ -104,6 +104,16 @@ def test_where_no_operation_says_how_many_features_there_are_launches_alone_coun
     assert (found.launches, found.bytes) == (1, 0)
 
 
+def test_what_stands_before_a_gemm_is_a_kernel_of_its_own():
+    class Two(sf.ForwardFusion):
+        act: ops.GeLU
+        linear: ops.Linear
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+    assert bound(Two, act="gelu", linear="down").saves(TRAIN) == sf.Savings(STEP)
+
+
 def test_a_dropout_that_drops_nothing_is_a_step_less_and_no_kernel():
     fusion = bound(fusions.LinearBiasActivation, linear="up", act="gelu", dropout="dropout")
     for operation in fusion.operations():

@@ -113,6 +113,7 @@ def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(int8: bool):
         one.feed(model, x[:, 3:4].expand(one.batch, 1))
         one.reorder(torch.zeros(one.batch, dtype=torch.int64))
         one.truncate(3)
+        assert "at most 3 rows" in repr(one)
         with torch.inference_mode():
             one.feed(model, x[:, 3:4].expand(one.batch, 1))
 
