@@ -215,7 +215,7 @@ class Fuser:
         given = {c: channels[c] for c in region.channels}
         # Fake tensors measure what plain ones would do. Beside a complex tensor a real one gets a gradient from torch.
         several = (*parameters, *given.values()) if x.__class__ in plain else parameters
-        exact = all(t.__class__ in plain for t in several) and not has_own_graph(self.root)
+        exact = all(t.__class__ in plain or is_fake(x) for t in several) and not has_own_graph(self.root)
         exact = exact and len({t.is_complex() for t in (x, *several)}) == 1
         for node in op_list.nodes[region.start : region.stop]:
             check_devices(op_list.nodes, node, x)

@@ -483,22 +483,24 @@ def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone()
     assert repr(conversion) == "<Conversion of WithASequence, 1 graphs, undone>"
 
 
-def test_the_report_counts_the_bytes_that_a_chain_saves_under_autocast():
+@pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "and saves the least"])
+def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))
     model[3].requires_grad_(False)
-    conversion, kept = sf.convert(model), dict[int, int]()
+    conversion, kept = sf.convert(model, memory="save" if lowered else "lean"), dict[int, int]()
 
     def pack(t: Tensor) -> Tensor:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, lowered):
         model(X.float())
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             y = model(X.float())
     saved = sum(size for place, size in kept.items() if place not in {p.data_ptr() for p in model.parameters()})
     assert y.requires_grad
     assert f"; saved for backward {saved:,} B, unfused " in str(conversion)
+    assert lowered or f"unfused {saved:,} B" not in str(conversion)
 
 
 def test_an_operation_that_runs_is_not_said_to_be_superseded():
