@@ -34,6 +34,13 @@ import inspect
 import re
 from typing import Any
 
+import torch
+
+# As the launcher of Triton says it, by a RuntimeError.
+_LOST = re.compile(
+    r"Triton Error .*(illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch)"
+)
+
 
 class SeqfuseError(Exception):
     """Base of every error raised by seqfuse; carries `code`, `operation`, `position` and `hint`."""
@@ -92,6 +99,11 @@ class FallbackWarning(UserWarning):
 
 class CacheWarning(UserWarning):
     """A cache on disk could not be used."""
+
+
+def device_is_lost(error: BaseException) -> bool:
+    """Whether a device reported what nothing can run after."""
+    return isinstance(error, torch.AcceleratorError) or _LOST.match(str(error)) is not None
 
 
 def author_line(subject: Any, needle: str = "") -> str:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError
+from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError, device_is_lost
 from ..maingrad import MainGrads
 from ..saved import Saved
 from .fake import is_fake
@@ -103,7 +103,7 @@ def may_fall_back(segment: Segment, step: Step, error: Exception, tensor: Any, a
         raise error
     if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
         raise PluginError(f"fwd built a wrong Saved: {error}", code="SF302", **where) from error
-    if isinstance(error, torch.AcceleratorError):
+    if device_is_lost(error):
         message = f"the device reported {error}; its state is lost and nothing can run after it"
         raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error
     context = segment.context

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FallbackWarning
+from ..errors import FallbackWarning, device_is_lost
 from ..kernels import triton_installed
 
 _LOW = 0xFFFFFFFF
@@ -98,9 +98,11 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
         from ..kernels import pointwise
 
         return pointwise.pointwise(x.contiguous(), _chain(p, upscale), (seed,))[0]
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if device_is_lost(error):
+            raise
         _failures.append(f"{type(error).__name__}: {error}")
         message = f"the kernel of Dropout failed ({_failures[0]}); its mask is made by torch, in many launches"
         warnings.warn(message, FallbackWarning, stacklevel=2)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cost_table import Measurement
-from ..errors import KernelError
+from ..errors import KernelError, device_is_lost
 from .clock import OnDevice
 
 LIMIT = 30.0
@@ -70,9 +70,9 @@ def compare(
         timed = clock(device)
         fused, unfused = make()
         unfused()
-    except torch.AcceleratorError:
-        raise
     except Exception as error:
+        if device_is_lost(error):
+            raise
         raise Unmeasurable(f"what it would replace raised {_said(error)}") from error
     fused()
     compiled()
@@ -137,7 +137,7 @@ def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
         return result
     if isinstance(result, Unmeasurable):
         raise result
-    if isinstance(result, torch.AcceleratorError) or isinstance(result.__cause__, torch.AcceleratorError):
+    if device_is_lost(result) or (result.__cause__ is not None and device_is_lost(result.__cause__)):
         message = f"the device reported {result}; its state is lost and nothing can run after it"
         raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer") from result
     return Measurement(failed=_said(result)[:200])

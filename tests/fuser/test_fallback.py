@@ -403,7 +403,13 @@ def test_a_backward_may_fail_in_one_of_two_walks_over_a_graph():
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("out of memory"), ZeroDivisionError(), TypeError("bad"), AssertionError()],
+    [
+        torch.OutOfMemoryError("out of memory"),
+        ZeroDivisionError(),
+        TypeError("bad"),
+        AssertionError(),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
     ids=lambda e: type(e).__name__,
 )
 def test_any_ordinary_error_falls_back(error: Exception):
@@ -415,10 +421,19 @@ def test_any_ordinary_error_falls_back(error: Exception):
         assert_same(passes(model, x), want)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [HIP]:  Code: 700, Messsage: an illegal memory access was encountered"),
+    ],
+    ids=["torch", "Triton", "Triton on AMD"],
+)
 @CASES
-def test_an_error_of_the_device_is_never_hidden(fusion: Any, where: str):
+def test_an_error_of_the_device_is_never_hidden(fusion: Any, where: str, error: Exception):
     model = model_of(fusion)
-    Faults.always(where, torch.AcceleratorError("an illegal memory access was encountered"))
+    Faults.always(where, error)
     with pytest.raises(KernelError, match="illegal memory access") as caught:
         model(draw(3, 5)).sum().backward()
     assert "compute-sanitizer" in str(caught.value)

@@ -425,13 +425,18 @@ def test_want_of_memory_for_scratch_says_nothing_of_the_fusion(monkeypatch: pyte
     assert pair(Slow).plan(X).count("Slow") == 1
 
 
-def test_a_lost_device_ends_it_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"), [(torch.AcceleratorError, ""), (RuntimeError, "Triton Error [CUDA]: ")], ids=["torch", "Triton"]
+)
+def test_a_lost_device_ends_it_and_is_remembered(
+    kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Breaks(kit._Pair, sf.ForwardFusion):
         bias: ops.Bias
         halve: Halve
 
         def fwd(self, x: Tensor) -> Any:
-            raise torch.AcceleratorError("an illegal memory access was encountered")
+            raise kind(f"{said}an illegal memory access was encountered")
 
     with pytest.raises(sf.KernelError, match="its state is lost"):
         sf.tune(pair(Breaks), X, modes="train")
