@@ -205,6 +205,39 @@ def test_what_a_frozen_operation_does_not_save_is_not_counted_nor_left_out_of_an
         assert used.saved == plan.memory.saved
 
 
+class SigmoidTanh(sf.JointFusion):
+    """Saves its input, too."""
+
+    first: ops.Sigmoid
+    second: ops.Tanh
+
+    class Saved(sf.Saved):
+        x: Tensor
+        h: Tensor
+        y: Tensor
+
+    def saves(self, env: sf.Env) -> sf.Savings:
+        return sf.Savings(launches=5)
+
+    def fwd(self, x: Tensor) -> Any:
+        h = torch.sigmoid(x)
+        y = torch.tanh(h)
+        return y, self.Saved(x=x, h=h, y=y)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy * (1 - saved.y**2) * saved.h * (1 - saved.h), {}
+
+
+def test_a_fusion_of_both_passes_counts_with_what_it_saves_itself():
+    branch = ops.Linear(16, 16, bias=False), ops.Sigmoid(), ops.Tanh()
+    rules = SigmoidTanh, sf.fusions.RecomputeNorm
+    model = sf.Sequential(*branch, ops.LayerNorm(16), ops.Linear(16, 8, bias=False), fusions=rules)
+    plan = model.plan(tensor(64, 16))
+    assert plan.count("SigmoidTanh") == 1
+    (used,) = [choice for choice in plan.choices if choice.used]
+    assert used.saved == plan.memory.saved
+
+
 def test_a_measured_time_counts_also_where_it_is_longer(monkeypatch: pytest.MonkeyPatch):
     def measured(self: Known, fusion: Any, a: int, b: int) -> Measurement | None:
         return Measurement(9000, 5000) if type(fusion).__name__ == "RecomputeNorm" else None

@@ -217,3 +217,32 @@ def test_a_joint_fusion_may_save_nothing(calls: int) -> None:
             (dx,) = torch.autograd.grad(model(x).sum(), x)
             assert torch.equal(dx, torch.full_like(x, 6.0))
     assert fused_names(model.plan(x)) == (["ScaleScale"], ["ScaleScale"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_zeros_that_stand_for_a_gradient_have_the_dtype_of_the_output(dtype: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+
+    class Copied(sf.UnfusedOperation):
+        outputs = ("copy",)
+
+        class Saved(sf.Saved):
+            pass
+
+        def reference(self, x: Tensor) -> Any:
+            return 2 * x, {"copy": 3 * x}
+
+        def fwd(self, x: Tensor) -> Any:
+            return *self.reference(x), self.Saved()
+
+        def bwd(self, dy: Tensor, saved: Any, *, d_copy: Tensor | None) -> Any:
+            seen.append(dy.dtype)
+            return 2 * dy if d_copy is None else 2 * dy + 3 * d_copy, {}
+
+    x = tensor(7, 5, dtype=dtype)
+    model = sf.Sequential(ops.Scale(1.0), Copied())
+    for _ in range(2):
+        _, copy = model(x)
+        (dx,) = torch.autograd.grad(copy.sum(), x)
+        assert (seen.pop(), dx.dtype) == (dtype, dtype)
+        assert (dx == 3).all()

@@ -118,6 +118,14 @@ def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(int8: bool):
             one.feed(model, x[:, 3:4].expand(one.batch, 1))
 
 
+def test_copies_of_a_sequence_that_took_a_part_of_its_rows_see_no_others():
+    model, x = model_of("GPT"), tokens(1, 6)
+    cache = KVCache(1, 8)
+    cache.feed(model, x[:, :5], torch.tensor([3]))
+    wide = cache.expand(2)
+    close(wide.feed(model, x[:, 3:4].expand(2, 1))[:, 0], model(x[:, :4])[:, 3].expand(2, -1).detach())
+
+
 def test_a_model_that_raises_leaves_no_keys_behind():
     class Broken(nn.Module):
         works = False
