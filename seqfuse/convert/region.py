@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 
+from ..env import autocast_of
 from ..fuser.budget import Mode
 from ..fuser.op_list import Region as Stretch
 from ..fuser.plan import Plan
@@ -131,7 +132,7 @@ def why_not(region: Region, chain: Chain) -> str | None:
     hand gives float32: what is read outside is cast then.
     """
     modes = [node.args for node in chain.state.autocast]
-    lowered = bool(modes) or torch.is_autocast_enabled(region.device)
+    lowered = bool(modes) or autocast_of(region.device) is not None
     with FakeTensorMode(), contextlib.ExitStack() as stack:
         for args in modes:
             stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]

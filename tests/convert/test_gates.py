@@ -115,3 +115,29 @@ def test_under_autocast_a_converted_model_has_the_steps_of_the_model_in_16_bits(
         mixed = steps(model, family.inputs(), captured)
     assert mixed == steps(low, family.inputs(), captured)
     assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_a_layer_of_llama_on_a_gpu_takes_nine_steps_each_way_and_eight_with_epilogues_of_gemms():
+    config = transformers.LlamaConfig(
+        intermediate_size=14336, num_hidden_layers=2, num_key_value_heads=8,
+        **{**_SIZES, "num_attention_heads": 32, "hidden_size": 4096},
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaModel(config).bfloat16()
+        conversion = sf.convert(model)
+        model(input_ids=TOKENS.to("meta"))
+    ((region,),) = (graph.regions for graph in conversion.graphs)
+    env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    found: dict[bool, list[list[str]]] = {}
+    for unmeasured in (False, True):
+        with sf.fusing(unmeasured=unmeasured):
+            plan = region.model.plan(env=env)
+        found[unmeasured] = [[s.name for s in cover if s.name != "Fork"] for cover in (plan.forward, plan.backward)]
+    assert conversion.graphs[0].left == ()
+    # Beside those of each layer there is the norm before the first.
+    assert [len(names) for names in found[False]] == [2 * 9 + 1] * 2
+    assert [len(names) for names in found[True]] == [2 * 8 + 1] * 2
+    assert found[True][0][1:9] == [
+        "MergedLinear", "BiasQKNormRotary", "Attention", "Linear", "BlockBoundary", "MergedLinearGated", "Linear",
+        "BlockBoundary",
+    ]  # fmt: skip
