@@ -112,7 +112,7 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
         how["scale"] = q.factor * (q.size**-0.5 if how.get("scale") is None else how["scale"])
     dtypes = {e.dtype for t in (node, *(h.source for h in parts)) if (e := example(t)) is not None}
     if len(dtypes) != 1:
-        return "it computes in another dtype than the products before it"
+        return "it computes in another dtype than the GEMMs before it"
     out = _joined(node, took)
     if out is None:
         return "its heads are not laid side by side"
@@ -184,11 +184,11 @@ def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> Raised | str:
         place += p.heads * p.size
     e = example(sources[0])
     if len(set(sources)) != 1 or e is None or not same_size(e.shape[-1], place):
-        return "queries, keys and values are not made by one product"
+        return "queries, keys and values are not made by one GEMM"
     source = sources[0]
     found = product_ending_at(source)
     if not isinstance(found, list):
-        return "queries, keys and values are not made by a product of a parameter"
+        return "queries, keys and values are not made by a GEMM with a parameter"
     (r,) = found
     took += r.took
     r.out, r.took = out, r.took

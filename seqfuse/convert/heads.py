@@ -68,9 +68,9 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
             node = node.args[0]
             break
         elif name == "getitem" and part_of(node, []) is not None:
-            return "queries, keys and values lie within each head of one product, not side by side"
+            return "queries, keys and values lie within each head of one GEMM's result, not side by side"
         else:
-            return f"made by {name or 'the model'}, not by a product whose last dimension is split into heads"
+            return f"made by {name or 'the model'}, not by a GEMM whose last dimension is split into heads"
     if norm is None and (found := _norm_ending_at(back(node, took))) is not None:
         norm = found
         took += found.took

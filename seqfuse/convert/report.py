@@ -81,15 +81,23 @@ def _chain(region: Region) -> list[str]:
     plan = region.planned()
     if plan is None:
         return [*lines, "    not called yet"]
-    memory = plan.memory
-    saved = ""
-    if memory is not None:
-        saved = f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
-    counted = [sum(step.fused or not _is_view(step) for step in steps) for steps in (plan.forward, plan.backward)]
-    steps = f"{_of(counted[0], 'step')} forward, {_of(counted[1], 'step')} backward"
-    lines.append(f"    {steps}, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}")
-    if (eager := region.launches) is not None:
-        lines.append(f"    eager torch launches {_of(eager[0], 'kernel')} forward, {eager[1]} backward for them")
+    forward, backward = (
+        _of(sum(step.fused or not _is_view(step) for step in steps), "step") for steps in (plan.forward, plan.backward)
+    )
+    eager = region.launches
+    if plan.env.grad:
+        saved = ""
+        if (memory := plan.memory) is not None:
+            saved = f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
+        lines.append(
+            f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}"
+        )
+        if eager is not None:
+            lines.append(f"    eager torch launches {_of(eager[0], 'kernel')} forward, {eager[1]} backward for them")
+    else:
+        lines.append(f"    {forward}, {plan.fused[0]} of them fused; without gradients")
+        if eager is not None:
+            lines.append(f"    eager torch launches {_of(eager[0], 'kernel')} for them")
     return lines
 
 

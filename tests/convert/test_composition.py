@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -501,6 +502,10 @@ def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
     assert y.requires_grad
     assert f"; saved for backward {saved:,} B, unfused " in str(conversion)
     assert lowered or f"unfused {saved:,} B" not in str(conversion)
+    with torch.no_grad():
+        model(X.float())
+    said = r"\n +\d steps?, \d of them fused; without gradients\n +eager torch launches \d+ kernels for them\n"
+    assert re.search(said, str(conversion))
 
 
 def test_an_operation_that_runs_is_not_said_to_be_superseded():
