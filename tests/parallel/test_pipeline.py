@@ -826,6 +826,26 @@ def test_channels_are_cut_into_micro_batches_as_the_batch_is(one: Any):
     assert len(made) == 2
 
 
+def test_stages_that_are_made_again_begin_with_the_first_micro_batch(one: Any):
+    alone, x = model_of(dropout=0.5), batch(0, 4)[0]
+    staged = pipeline(copy.deepcopy(alone), one, stages=("3",))
+    for cut_off in (True, False):
+        first, second = (made.submod for made in stages(staged, x, microbatches=2))
+        torch.manual_seed(3 + cut_off)
+        crossing = first(x[:2])
+    torch.manual_seed(3)
+    assert torch.equal(second(*crossing), alone(x[:2]))
+
+
+def test_what_stands_for_a_stage_has_a_gradient_only_where_gradients_are_recorded(one: Any):
+    staged, x = pipeline(model_of(), one, stages=("2.1",)), batch(0)[0].requires_grad_()
+    wanted = [[t.requires_grad for t in leaving] for leaving in staged._fuser.infer(x, {})]
+    with torch.no_grad():
+        found = [[t.requires_grad for t in leaving] for leaving in staged._fuser.infer(x, {})[1:]]
+    assert all(map(all, wanted))
+    assert not any(map(any, found))
+
+
 def test_norms_of_two_dtypes_are_added_in_the_wider_one():
     model = nn.Sequential(nn.Linear(64, 1, bias=False).bfloat16(), nn.Linear(64, 1, bias=False))
     for i, p in enumerate(model.parameters()):
