@@ -181,7 +181,7 @@ class QKNorm(sf.UnfusedOperation):
         if q is None or k is None:
             return None
         each = ((q, self.heads), (k, self.kv_heads))
-        return torch.cat([t.view(-1, self.head_dim).expand(count, -1) for t, count in each]).to(stats)
+        return torch.cat([t.to(stats).view(-1, self.head_dim).expand(count, -1) for t, count in each])
 
     @property
     def features(self) -> tuple[int, int]:

@@ -118,7 +118,10 @@ class RMSNorm(Norm):
         sizes = self.normalized_shape
         dx, dweight, _ = layer_norm_backward(dy, x, sizes, torch.zeros_like(rstd), rstd, unread, None, wanted)
         if wanted[0]:
-            mean = dy.mean(-1) if gain is None else dy.matmul(gain).div_(sizes[0])
+            if gain is None or autocast_of("cpu") is not None:  # which would make the product in 16 bits
+                mean = (dy if gain is None else dy * gain).mean(-1)
+            else:
+                mean = dy.matmul(gain).div_(sizes[0])
             dx = dx.add_(mean.mul_(rstd).unsqueeze_(-1))
             dx = dx if dx.dtype is like else dx.to(like)
         grads: sf.Grads = {"weight": self.as_parameter(dweight, "weight")} if wanted[1] else {}

@@ -80,6 +80,13 @@ def test_float32_gradients_of_half_inputs_are_rounded_to_no_half():
     torch.testing.assert_close(torch.autograd.grad(op(x), [*op.parameters()], dy), wanted)
 
 
+def test_half_weights_may_be_of_another_half_than_autocast():
+    op, x = randomized(ops.QKNorm(6, 2, dtype=torch.float16)), seeded_randn((9, 6 * 6), 1)
+    wanted = op(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(op(x), wanted)
+
+
 def test_state_and_refusals():
     assert list(ops.QKNorm(4, 2).state_dict()) == ["q_weight", "k_weight"]
     assert not list(ops.QKNorm(4, 2, elementwise_affine=False).parameters())

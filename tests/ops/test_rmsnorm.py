@@ -42,6 +42,15 @@ def test_a_gradient_that_is_one_number_for_all_loses_no_digits(affine: bool):
     torch.testing.assert_close(dx.double(), wanted, rtol=1e-5, atol=1e-3)
 
 
+def test_a_float32_gradient_under_autocast_is_that_without():
+    op, x = randomized(ops.RMSNorm(24)), seeded_randn((9, 24), 1).requires_grad_()
+    dy = seeded_randn((9, 24), 2)
+    wanted = torch.autograd.grad(op(x), [x, op.weight], dy)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = op(x)
+    torch.testing.assert_close(torch.autograd.grad(y, [x, op.weight], dy), wanted)
+
+
 # torch warns that it does not fuse mixed dtypes.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
