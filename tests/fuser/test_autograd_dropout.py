@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fuser.reference import random_seeds
 from seqfuse.testing import laid_out
 
 from .kit_b import assert_same, draw, passes, randomize
@@ -326,3 +327,9 @@ def test_a_fusion_takes_the_seeds_of_all_its_operations():
     dropped = (results[0]["out"] == 0).double().mean()
     assert 0.6 < dropped < 0.84, "1 - 0.7 * 0.4 of them"
     sf.testing.check_fusion(Several, x.float(), ops.Dropout(0.4), ops.Scale(3.0), ops.Dropout(0.2))
+
+
+def test_seeds_have_63_bits():
+    seeds = random_seeds(100, torch.zeros(1))
+    assert seeds.min() >= 0
+    assert seeds.max() >= 2**62

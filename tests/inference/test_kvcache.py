@@ -126,6 +126,22 @@ def test_copies_of_a_sequence_that_took_a_part_of_its_rows_see_no_others():
     close(wide.feed(model, x[:, 3:4].expand(2, 1))[:, 0], model(x[:, :4])[:, 3].expand(2, -1).detach())
 
 
+def test_sequences_cut_to_several_lengths_go_on_from_their_own():
+    model, x = model_of("GPT"), tokens(2, 5)
+    cache = KVCache(2, 8)
+    cache.feed(model, x[:, :4])
+    cache.truncate(torch.tensor([2, 4]))
+    found = cache.feed(model, x[:, 4:])[:, 0]
+    close(found[0], model(x[:1, [0, 1, 4]])[0, -1].detach())
+    close(found[1], model(x[1:])[0, -1].detach())
+
+
+def test_int8_rows_fed_together_see_the_keys_that_they_see_one_by_one():
+    model, x = model_of("GPT"), tokens(2, 5)
+    together, apart = (KVCache(2, 8, int8=True) for _ in range(2))
+    close(together.feed(model, x), torch.cat([apart.feed(model, x[:, i : i + 1]) for i in range(5)], 1))
+
+
 def test_a_model_that_raises_leaves_no_keys_behind():
     class Broken(nn.Module):
         works = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import cost_table, ops
-from seqfuse.fuser import cost_lookup
+from seqfuse.fuser import cost_lookup, flatten
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, timing
 from seqfuse.tune.shadow import Shadow
@@ -917,3 +917,17 @@ def test_a_copy_of_a_model_holds_real_numbers_within_the_block_only() -> None:
         assert torch.equal(bias.bias, model[0].bias)
         assert bias.bias is not model[0].bias
     assert bias.bias is fake
+
+
+def test_settings_of_every_plain_kind_tell_operations_apart():
+    class Configured(sf.Pointwise):
+        def __init__(self, value: Any) -> None:
+            super().__init__()
+            self.value = value
+
+        def reference(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    values: list[Any] = [1, 1.0, True, 1j, "1", b"1", None, (1,), (1, 2), torch.float32, torch.float64]
+    known = {cost_lookup.describe(node) for node in flatten(sf.Sequential(*map(Configured, values)))}
+    assert len(known) == len(values)
