@@ -124,6 +124,7 @@ def _check(
         lists: list[tuple[Sequence[nn.Module], Tensor]] = [(ops, x)] if ops else [*example_lists(fusion, x)]
     checked: list[str] = []
     skipped: list[str] = []
+    unused: dict[str, list[str]] = {}
     count, matched = 0, False
     for i, (operations, x) in enumerate(lists):
         where = f"{name} on {described(operations)}"
@@ -145,8 +146,10 @@ def _check(
             else:
                 matched = matched or isinstance(refused, NotRun)
                 skipped.append(f"{described(operations)} in {dtype}: {refused}")
+                unused.setdefault(str(refused), []).append(f"{described(operations)} in {dtype}")
     if not checked and env is None:
-        raise (NotRun if matched else AssertionError)(f"{name} is never used; {'; '.join(skipped)}")
+        why = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in unused.items())
+        raise (NotRun if matched else AssertionError)(f"{name} is never used; {why}")
     return Checked(name, tuple(checked), count, tuple(skipped))
 
 

@@ -26,14 +26,14 @@ def test_the_sum_and_mish_are_one() -> None:
         (sf.fusions.PointwiseChainBackward, (ops.Bias(6), Mish())),
         (sf.fusions.LinearBiasActivation, (ops.Linear(6, 4), Mish())),
     ],
-    ids=["value", "derivative", "product"],
+    ids=["value", "derivative", "linear"],
 )
 def test_mish_fuses(fusion: type[sf.FusedOperation], operations: tuple[sf.UnfusedOperation, ...]) -> None:
     testing.check_fusion(fusion, X, *(operation.to(DEVICE) for operation in operations), dtypes=[torch.float32])
 
 
 def test_the_entry_point_gives_the_fusions() -> None:
-    assert "mish" in [plugin.name for plugin in sf.plugins.available()]
+    assert "mish" in [plugin.name for plugin in sf.plugins.available()], "install the package: pip install -e ."
     assert sf.plugins.load("mish") == fusions
 
 
