@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 
 from ..env import autocast_of
@@ -125,15 +126,19 @@ def _lent(slots: Sequence[tuple[dict[str, Any], str, Tensor]], tensors: Sequence
             parameters[name] = placeholder
 
 
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
 def why_not(region: Region, chain: Chain) -> str | None:
     """Why a region cannot stand for its chain: what it returns has other shapes or dtypes.
 
     Under autocast a norm may give its result in the dtype that the next product reads, where a model that writes it by
-    hand gives float32: what is read outside is cast then.
+    hand gives float32: what is read outside is cast then. Hooks of the caller's for saved tensors see none of this.
     """
     modes = [node.args for node in chain.state.autocast]
     lowered = bool(modes) or autocast_of(region.device) is not None
-    with FakeTensorMode(), contextlib.ExitStack() as stack:
+    with FakeTensorMode(), saved_tensors_hooks(_itself, _itself), contextlib.ExitStack() as stack:
         for args in modes:
             stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
         order = region.order

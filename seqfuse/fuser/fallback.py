@@ -24,7 +24,6 @@ def recovered(
     segment: Segment,
     step: Step,
     error: Exception,
-    tensor: Any,
     records: Mapping[int, Saved],
     buffers: MainGrads | None,
 ) -> dict[int, Saved]:
@@ -39,7 +38,7 @@ def recovered(
         raise KernelError(
             message, hint="define unfused(saved) -> {slot: Saved} to let it fall back", **where
         ) from error
-    may_fall_back(segment, step, error, tensor)
+    may_fall_back(segment, step, error)
     if not convertible:
         return {}
     try:
@@ -74,14 +73,16 @@ def warn(segment: Segment, failures: Sequence[tuple[Step, str | None]], tensor: 
             warnings.warn(message, FallbackWarning, stacklevel=2)
 
 
-def may_fall_back(segment: Segment, step: Step, error: Exception, tensor: Any, again: Sequence[Step] = ()) -> None:
+def may_fall_back(
+    segment: Segment, step: Step, error: Exception, tensor: Any = None, again: Sequence[Step] = ()
+) -> None:
     """Return if the operations may run in place of a failed fusion; else raise an error that names the step.
 
     Args:
         segment: what it is in.
         step: the fusion; of an operation the error goes on to the caller.
         error: what it raised.
-        tensor: its input.
+        tensor: its input in a forward pass, which may be on another device than its parameters.
         again: the steps that ran before it and have to run again.
     """
     clear = clearer(segment.context.nodes, step.covers, error, tensor)

@@ -133,7 +133,7 @@ def backward(
                 raise failed.pop()[1]
             dx, grads = _call_back(segment, step, records, d, came, like, buffers, asked)
         except Exception as error:
-            records |= recovered(segment, step, error, d, records, buffers)
+            records |= recovered(segment, step, error, records, buffers)
             left += reversed(step.unfused(backward=True))
             failures.append((step, reason_of(error)))
             continue

@@ -153,7 +153,7 @@ def _failed_back(
         return _interpret_backward(ctx, segment, douts, tensors)
     step, again = segment.backward[at], segment.backward[:at]
     if step.fused or not all(s.repeatable for s in again):
-        may_fall_back(segment, step, error, douts[0], again)
+        may_fall_back(segment, step, error, again=again)
     failed = [(step, error)]
     del error
     return _interpret_backward(ctx, segment, douts, tensors, failed)

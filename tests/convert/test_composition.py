@@ -208,6 +208,23 @@ def test_a_converted_model_may_be_checkpointed(reentrant: bool):
     assert_equal([y.detach(), x.grad, *(p.grad for p in model.parameters())], wanted)
 
 
+def test_a_fusion_that_fails_in_the_backward_pass_falls_back():
+    model, plain, _ = pair(depth=1)
+    found, wanted = (
+        torch.autograd.grad(m(X), list(m.parameters()), seeded_randn((2, 3, 8), 4).double(), is_grads_batched=True)
+        for m in (model, plain)
+    )
+    assert_equal(list(found), list(wanted))
+
+
+def test_saved_tensors_may_be_hooked_in_the_first_call():
+    model, plain = Net(depth=1), Net(depth=1)
+    conversion = sf.convert(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
+        assert_equal(passes(model, X), passes(plain, X))
+    assert chains(conversion)
+
+
 def test_saved_tensors_may_be_moved_away():
     model, plain, _ = pair()
     with torch.autograd.graph.save_on_cpu():
