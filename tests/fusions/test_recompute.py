@@ -47,6 +47,35 @@ def test_what_keeps_its_output_is_refused():
     assert refusal.reason == "ReLU saves its output, which the GEMM after it does too"
 
 
+class KeepsBoth(sf.Pointwise):
+    class Saved(sf.Saved):
+        x: torch.Tensor
+        y: torch.Tensor
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+    def fwd(self, x: torch.Tensor):
+        y = torch.tanh(x)
+        return y, self.Saved(x=x, y=y)
+
+
+def test_what_keeps_its_output_beside_its_input_is_refused():
+    model = sf.Sequential(KeepsBoth(), ops.Linear(8, 8), fusions=RecomputeActivation, memory="lean")
+    (refusal,) = model.plan(seeded_randn((4, 8), 0).requires_grad_()).refused
+    assert refusal.reason == "KeepsBoth saves its output, which the GEMM after it does too"
+
+
+@pytest.mark.parametrize(
+    ("fusion", "first"), [(RecomputeNorm, ops.LayerNorm(8)), (RecomputeActivation, ops.GeLU())], ids=lambda of: ""
+)
+def test_a_bias_of_another_dtype_is_refused(fusion: type[sf.FusedOperation], first: nn.Module):
+    model = sf.Sequential(first, ops.Linear(8, 8), fusions=fusion, memory="lean")
+    model[1].bias = nn.Parameter(model[1].bias.detach().double())
+    (refusal,) = model.plan(seeded_randn((4, 8), 0).requires_grad_()).refused
+    assert refusal.reason == "weight and bias must have one dtype"
+
+
 def test_where_nothing_is_saved_it_is_no_candidate():
     model = sf.Sequential(ops.LayerNorm(6), ops.Linear(6, 8), fusions=RecomputeNorm, memory="lean")
     x = seeded_randn((4, 6), 0)

@@ -114,6 +114,14 @@ def test_what_stands_before_a_gemm_is_a_kernel_of_its_own():
     assert bound(Two, act="gelu", linear="down").saves(TRAIN) == sf.Savings(STEP)
 
 
+def test_a_gemm_that_is_made_again_starts_from_its_bias():
+    heads = {"norm": ops.RMSNorm(H), "linear": made("up"), "attention": ops.Attention(2, 1)}
+    plain, biased = (
+        fusions.RecomputeHeads(bias=bias, qk_norm=None, rotary=None, **heads) for bias in (None, made("bias"))
+    )
+    assert biased.saves(TRAIN) - plain.saves(TRAIN) == sf.Savings(launches=1, bytes=2.0 * 4096 * F * 2)
+
+
 def test_a_dropout_that_drops_nothing_is_a_step_less_and_no_kernel():
     fusion = bound(fusions.LinearBiasActivation, linear="up", act="gelu", dropout="dropout")
     for operation in fusion.operations():

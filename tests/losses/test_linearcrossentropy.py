@@ -285,6 +285,20 @@ def test_without_gradients_one_product_is_computed(monkeypatch: pytest.MonkeyPat
     assert [(m.dx, m.dweight, m.dbias) for m in made] == [(None, None, None)]
 
 
+def test_the_gradient_of_a_bias_is_summed_in_float32_where_that_of_logits_is_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def half(how: Any, logits: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return logits.new_zeros(logits.shape[0]), logits.new_zeros(2, logits.shape[0]), torch.full_like(logits, 0.01)
+
+    monkeypatch.setattr(_chunks, "_in_torch", half)
+    x, weight, bias = (torch.randn(size, dtype=torch.bfloat16) for size in ((1000, 8), (50, 8), (50,)))
+    targets, how = torch.zeros(1000, dtype=torch.int64), LinearCrossEntropy(8, 50)._how()
+    made = _chunks.walk(how, torch.bfloat16, x, weight, targets, bias, (False, False, True))
+    expected = 1000 * torch.tensor(0.01, dtype=torch.bfloat16).double().expand(50)
+    torch.testing.assert_close(made.dbias.double(), expected, rtol=1e-6, atol=0)
+
+
 class Alive(TorchDispatchMode):
     """Counts the memories of at least so many elements that are alive together."""
 
