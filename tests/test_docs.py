@@ -141,6 +141,8 @@ def test_troubleshooting_has_every_error_with_a_cause_and_a_remedy() -> None:
     stated = re.findall(r"^\| (SF\d+) \| (\w+) ", sf.errors.__doc__ or "", re.MULTILINE)
     assert stated
     assert [(code, kind) for code, kind, _, _ in rows] == stated
+    sources = "".join(path.read_text() for path in (ROOT / "seqfuse").rglob("*.py"))
+    assert {code for code, _ in stated} == {*re.findall(r"\bSF\d{3}\b", sources)}
     assert all(len(cell) > 10 for row in rows for cell in row[2:])
 
 
