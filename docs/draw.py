@@ -103,7 +103,7 @@ def layer() -> str:
                 _steps(p, side, pass_, left, step, y)
         p.text(right, top + 10, f"{len(side['forward'])} + {len(side['backward'])}", "word bold")
         p.text(right, top + 26, "kernel launches", "small soft")
-        bars = (("eager", "eager", ""),)
+        bars = (("eager", "torch", ""),)
         if side is planned:
             bars = (("save", "save", ""), ("lean", "lean", 'with memory="lean"'))
         for i, (choice, color, how) in enumerate(bars):
@@ -125,7 +125,7 @@ def layer_narrow() -> str:
     p.text(16, 50, f"Llama 3 8B, {row['x'][0] * row['x'][1]:,} tokens, bfloat16, forward and backward.", "small soft")
     p.text(16, 66, "Counted from the plan for an H100, not measured.", "small soft")
     names = "Hugging Face, eager PyTorch", "seqfuse", 'seqfuse, memory="lean"'
-    kinds = "eager", "save", "lean"
+    kinds = "torch", "save", "lean"
     y = 92.0
     for title, values, form in (("kernel launches", launches, "{:,}"), ("saved for backward", saved, "{:,.0f} MiB")):
         p.text(16, y, title, "word bold")
@@ -210,7 +210,7 @@ def memory() -> str:
     """Bytes saved by feed-forward blocks: eager torch and the choices, as benchmarks/bench_memory.py counted them."""
     rows = json.loads((RESULTS / "memory.json").read_text())["memory"]
     shown = {"llama3-8b": "Llama 3 8B", "gpt2-xl": "GPT-2 XL"}
-    names = {"eager": ("PyTorch, eager", "eager")}
+    names = {"eager": ("PyTorch, eager", "torch")}
     for name, choice in (("", "save"), (" balanced", "balanced"), (" lean", "lean")):
         names[f"seqfuse{name}"] = f'memory="{choice}"', choice
     least = {row["model"]: row["kept"]["seqfuse lean"] / row["kept"]["eager"] for row in rows}

@@ -14,7 +14,7 @@ STYLE = (
     ".sf-plan .kept rect{fill:var(--sf-card);stroke:var(--sf-faint);stroke-dasharray:4 3}"
     ".sf-plan .save rect,.sf-plan .balanced rect,.sf-plan .lean rect{fill:var(--sf-joint-edge);"
     "stroke:var(--sf-joint-edge)}.sf-plan .save rect{fill-opacity:.3}.sf-plan .balanced rect{fill-opacity:.6}"
-    ".sf-plan .eager rect{fill:var(--sf-faint);stroke:var(--sf-faint);fill-opacity:.5}"
+    ".sf-plan .torch rect{fill:var(--sf-faint);stroke:var(--sf-faint);fill-opacity:.5}"
     + "".join(
         f".sf-plan .tick.{kind}{{fill:var(--sf-{name});stroke:none}}"
         for kind, name in (("plain", "faint"), ("forward", "forward-edge"), ("backward", "backward-edge"))
