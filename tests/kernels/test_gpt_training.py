@@ -1,4 +1,4 @@
-"""Thirty steps of training a small GPT with its loss, fused and unfused, from one seed on the same tokens."""
+"""Some steps of training a small GPT with its loss, fused and unfused, from one seed on the same tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seqfuse.ops import _attention
 
 from .conftest import DEVICE
 
-STEPS, BATCH, LENGTH, DIM, VOCABULARY = 30, 6, 7, 16, 29
+STEPS, BATCH, LENGTH, DIM, VOCABULARY = 12, 6, 7, 16, 29
 TOKENS = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 

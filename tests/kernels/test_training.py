@@ -1,4 +1,4 @@
-"""Thirty steps of training, fused and unfused, from one seed on the same data."""
+"""Some steps of training, fused and unfused, from one seed on the same data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from seqfuse.testing import seeded_randn
 
 from .conftest import DEVICE
 
-STEPS, ROWS, H, F = 30, 24, 16, 32
+STEPS, ROWS, H, F = 15, 24, 16, 32
 
 
 def _model(eps: float = 1e-2) -> sf.Sequential:
