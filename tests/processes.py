@@ -28,12 +28,13 @@ SECONDS = 280.0
 """After these a group of processes or a script is killed; conftest.py sets it by pytest's --timeout. A collective fails
 after a quarter of them: on a busy machine, where everything takes longer, a longer --timeout lengthens all of it."""
 
-# A process that starts anew imports torch for two seconds, and Dynamo, which most models reach, for one more; one
-# forked from a server that did so starts at once.
+# A process that starts anew imports torch for two seconds, and Dynamo, which most models reach, and what it compiles
+# with for two more; one forked from a server that did so starts at once.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
     "pytest", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-    "torch.distributed.tensor.parallel", "torch.nn.parallel", "seqfuse.parallel", "seqfuse.testing", "tests.processes",
+    "torch.distributed.tensor.parallel", "torch.nn.parallel", "functorch.compile", "torch._dynamo.backends.debugging",
+    "torch._functorch.partitioners", "networkx", "seqfuse.parallel", "seqfuse.testing", "tests.processes",
 ])  # fmt: skip
 # For what imports this library or Triton in its own way.
 BARE = forkserver.ForkServer()

@@ -33,9 +33,14 @@ def cases(dtype: torch.dtype) -> list[Case]:
     return [case for case in rows.cases(few) if "tuned" not in case.group and "optimizer" not in case.group]
 
 
-# Interpreted, each row in one dtype in turn; under --full in both.
+def later(case: Case, number: int) -> bool:
+    """Whether a row waits for --full where it is interpreted: all but one dtype in turn, and whole layers as they are
+    tuned, whose parts are tuned in others."""
+    return not HERE and (number % 2 == 1 or case.group == "layer forward + backward, tuned")
+
+
 ALL = [
-    pytest.param(case, id=f"{case.key} {case.dtype}", marks=[pytest.mark.full] * (not HERE and (i + at) % 2))
+    pytest.param(case, id=f"{case.key} {case.dtype}", marks=[pytest.mark.full] * later(case, i + at))
     for at, dtype in enumerate(DTYPES)
     for i, case in enumerate(cases(dtype))
 ]

@@ -16,7 +16,7 @@ from seqfuse import ops, parallel
 from tests.processes import Facts
 
 from .sharded import draw, results
-from .test_parallelize import PLAN, LanguageModel, stack
+from .test_parallelize import BY_HAND, PLAN, LanguageModel, by_hand, stack
 
 MAKERS: dict[str, Callable[[Any], sf.UnfusedOperation]] = {
     "AllReduce": ops.AllReduce,
@@ -97,18 +97,26 @@ def transforms_see_the_references() -> None:
             torch.testing.assert_close(plain[name], grad, msg=lambda m, n=f"{dim} {name}": f"{n}: {m}")
 
 
+def a_compiler_traces_a_divided_model() -> None:
+    assert_traced(by_hand, BY_HAND, 6, -2)
+
+
 def a_compiler_traces_a_divided_stack() -> None:
-    x, dy = draw(2, 8, 16), draw(2, 8, 16, seed=3)
     for dim in (None, -2):
-        model = parallel.parallelize(stack(layers=1), dist.group.WORLD, PLAN, sequence_dim=dim)
-        y, grads = results(model, x, dy)
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        y_compiled, traced = results(compiled, x, dy)
-        torch.testing.assert_close(y_compiled, y)
-        traced = {name.removeprefix("_orig_mod."): grad for name, grad in traced.items()}
-        assert traced.keys() == grads.keys()
-        for name, grad in grads.items():
-            torch.testing.assert_close(traced[name], grad, msg=lambda m, n=f"{dim} {name}": f"{n}: {m}")
+        assert_traced(functools.partial(stack, layers=1), PLAN, 16, dim)
+
+
+def assert_traced(make: Callable[[], sf.Sequential], plan: dict[str, str], width: int, dim: int | None) -> None:
+    x, dy = draw(2, 8, width), draw(2, 8, width, seed=3)
+    model = parallel.parallelize(make(), dist.group.WORLD, plan, sequence_dim=dim)
+    y, grads = results(model, x, dy)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y_compiled, traced = results(compiled, x, dy)
+    torch.testing.assert_close(y_compiled, y)
+    traced = {name.removeprefix("_orig_mod."): grad for name, grad in traced.items()}
+    assert traced.keys() == grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(traced[name], grad, msg=lambda m, n=f"{dim} {name}": f"{n}: {m}")
 
 
 def autocast_agrees() -> None:
@@ -129,16 +137,23 @@ FACTS = Facts(
             passes_are_adjoint_along_every_dimension,
             half_numbers_and_no_rows,
             transforms_see_the_references,
-            a_compiler_traces_a_divided_stack,
+            a_compiler_traces_a_divided_model,
             autocast_agrees,
         ],
     }
 )
+WHOLE = Facts({2: [a_compiler_traces_a_divided_stack]})
 
 
 @pytest.mark.parametrize(("world", "work"), FACTS.cases)
 def test_in_several_processes(world: int, work: str) -> None:
     FACTS.check(world, work)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "work"), WHOLE.cases)
+def test_in_several_processes_at_length(world: int, work: str) -> None:
+    WHOLE.check(world, work)
 
 
 def test_between_collectives_of_one_process_all_is_as_without_them() -> None:
