@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,11 @@ MAY_IMPORT["__main__"] = {"cli"}
 MAY_NAME_IN_TYPES: dict[str, set[str]] = {"operation": {"env"}}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int, bool]]:
     """Each absolute dotted name that a file of `package` imports, its line, and whether it is imported for types only.
 
@@ -93,7 +99,7 @@ def upward(root: Path) -> list[str]:
         parts = path.relative_to(root).with_suffix("").parts
         package = ("seqfuse", *parts[:-1])
         room = "seqfuse" if parts == ("__init__",) else parts[0]
-        for name, line, types_only in imports(ast.parse(path.read_text()), package):
+        for name, line, types_only in imports(tree_of(path), package):
             if name[0] != "seqfuse":
                 continue
             inner = name[1:]
@@ -135,7 +141,7 @@ def circles(root: Path) -> list[list[str]]:
             parts = path.relative_to(root).with_suffix("").parts
             package = ("seqfuse", *parts[:-1])
             inner = needs.setdefault(".".join(parts[:-1] if parts[-1] == "__init__" else parts), set())
-            for name, _, _ in imports(ast.parse(path.read_text()), package):
+            for name, _, _ in imports(tree_of(path), package):
                 # `from .a import b` is of the file a.b where there is one, else of a.
                 for module in (name[1:], name[1:-1]):
                     inside = name[0] == "seqfuse" and module[:1] == (room.name,)

@@ -156,7 +156,7 @@ def test_language_model_refuses_options_that_cannot_work(
 
 @pytest.mark.slow
 def test_generation_is_the_same_with_and_without_a_cache(tmp_path: Path) -> None:
-    options = ["--seconds", "3", "--bytes", "24", "--prompt", "def f("]
+    options = ["--seconds", "1", "--bytes", "24", "--prompt", "def f("]
     lines = run(str(EXAMPLES / "generate.py"), *options, folder=tmp_path)
     assert any(line.startswith("def f(") for line in lines)
     rates = re.fullmatch(r"generate: cached (\d+) tokens/s, cache-less (\d+) tokens/s, the same tokens: yes", lines[-1])
