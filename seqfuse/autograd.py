@@ -29,7 +29,7 @@ class Once(torch.autograd.Function):
         led_to = [t.grad_fn for t in links]
         if present and not all(hasattr(fn, "variable") or any(fn is other for other in led_to) for fn in nodes):
             raise _twice()
-        if not present or not links:
+        if not present:
             return tuple(grads)
         guarded: Iterator[Any] = iter(Once.apply(len(present), *present, *links))  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         return tuple(None if g is None else next(guarded) for g in grads)

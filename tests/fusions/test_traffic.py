@@ -114,6 +114,12 @@ def test_what_stands_before_a_gemm_is_a_kernel_of_its_own():
     assert bound(Two, act="gelu", linear="down").saves(TRAIN) == sf.Savings(STEP)
 
 
+def test_a_factor_behind_a_bias_spares_a_call_more_on_a_cpu_alone():
+    operations = {"first": made("up"), "bias": made("bias"), "second": made("scale")}
+    fusion = fusions.BackwardLinearScale(**operations)
+    assert [fusion.saves(env).launches for env in (TRAIN, sf.Env(rows=4096))] == [1, 2]
+
+
 def test_a_gemm_that_is_made_again_starts_from_its_bias():
     heads = {"norm": ops.RMSNorm(H), "linear": made("up"), "attention": ops.Attention(2, 1)}
     plain, biased = (

@@ -1008,3 +1008,12 @@ CHECKS: dict[str, Callable[[Any, torch.device, torch.dtype], None]] = {
     "runs": _check_runs,
     "root": _check_root,
 }
+
+
+def test_a_product_has_a_program_for_each_tile_up_to_what_the_processors_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    grids: list[int] = []
+    monkeypatch.setattr(gemm, "launch", lambda kernel, grid, *_, **__: grids.append(grid))
+    for rows in (1, 16, 8192, 16384):
+        gemm.linear(torch.ones(rows, 16), torch.ones(16, 16))
+    one, small, many, more = grids
+    assert one == small == 1 < many == more

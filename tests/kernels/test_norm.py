@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse.kernels import _norm, _rstd
+from seqfuse.kernels._launch import cdiv, processors
 from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
@@ -686,3 +687,39 @@ def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
         tile = _norm.backward_tile(columns, 2, False)
         assert (tile.n, tile.chunks, tile.stages) == (columns, 1, 2)
     assert _norm.backward_tile(8192, 2, True).stages == 1
+
+
+@pytest.mark.parametrize("columns", [64, 16384], ids=["one pass", "two passes"])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_a_backward_has_a_program_for_each_share_of_the_rows_and_none_without(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[Any, int, tuple[Any, ...]]] = []
+    monkeypatch.setattr(_norm, "launch", lambda kernel, grid, args, *_, **__: launched.append((kernel, grid, args)))
+    x, rstd, weight = torch.ones(rows, columns), torch.ones(rows), torch.ones(columns)
+    _norm.backward(False, x, x, None, rstd, weight, dweight=torch.float32)
+    tile, s = _norm.backward_tile(columns, 4, False), _norm.sums_tile(4, None)
+    across = cdiv(columns, s.n)
+    first = _norm._norm_bwd_kernel, tile.m, 1, processors(x.device) * tile.per_processor
+    second = _norm._norm_sums_kernel, s.m, across, max(1, 8 * processors(x.device) // across)
+    expected = [first, second][: 1 + (tile.chunks > 1)]
+    assert [kernel for kernel, *_ in launched] == [kernel for kernel, *_ in expected]
+    for (_, grid, args), (_, rows_at_a_time, side_by_side, most) in zip(launched, expected, strict=True):
+        shares, programs, steps = cdiv(rows, rows_at_a_time), grid // side_by_side, args[-1]
+        assert (programs - 1) * steps < shares <= programs * steps
+        assert programs <= most
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kernels"),
+    [({}, ["sums"]), ({"dbranch": True}, ["bwd", "sums"]), ({"dpre_bias": torch.float32}, ["bwd", "sums"])],
+    ids=["weight", "branch", "bias before"],
+)
+def test_a_wide_backward_makes_no_pass_for_what_is_not_wanted(
+    wanted: dict[str, Any], kernels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(_norm, "launch", lambda kernel, *_, **__: launched.append(kernel))
+    x, rstd = torch.ones(4, 16384), torch.ones(4)
+    _norm.backward(False, x, x, None, rstd, torch.ones(16384), dx=False, dweight=torch.float32, **wanted)
+    assert launched == [getattr(_norm, f"_norm_{kernel}_kernel") for kernel in kernels]
