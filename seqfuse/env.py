@@ -102,7 +102,7 @@ class Env:
             if given is not None and not isinstance(given, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"{what} must be a torch.dtype, not {given!r}", code="SF106")
         named = bool(arch) and not arch.isdigit()
-        if isinstance(device, str) and kind == "cuda" and not named and not torch.cuda.is_available():
+        if isinstance(device, str) and kind == "cuda" and not named and int(arch or 0) >= torch.cuda.device_count():
             hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
             raise InputError(f"there is no {device} here", code="SF106", hint=hint)
         if rows is not None and type(rows) is not int:

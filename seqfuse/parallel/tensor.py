@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -195,16 +196,24 @@ def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:
 
 
 def _on_rows(model: nn.Module, acts: Sequence[_Act], inside: Sequence[nn.Module]) -> list[UnfusedOperation]:
-    """The operations with parameters of which each process sees a share of the rows."""
-    divided = {id(act.module) for act in acts} | {id(m) for region in inside for m in region.modules()}
+    """The operations with parameters of which each process sees a share of the rows; other modules it warns of."""
+    known = {id(act.module) for act in acts} | {id(m) for region in inside for m in region.modules()}
     found: list[UnfusedOperation] = []
     for path, module in _named(model):
-        if id(module) in divided or not isinstance(module, UnfusedOperation) or not module.parameter_slots():
+        if id(module) in known or not isinstance(module, UnfusedOperation) or not module.parameter_slots():
             continue
         if isinstance(module, ops.PositionEmbedding) and module.positions is None:
             message = "on a share of the rows it cannot tell their positions"
             raise _placed(InputError(message, code="SF106", hint="give it positions"), model, module, path)
         found.append(module)
+    known |= {id(m) for operation in found for m in operation.modules()}
+    others = [
+        path for path, m in _named(model) if id(m) not in known and any(p.requires_grad for p in m.parameters(False))
+    ]
+    if others:
+        listed = ", ".join(map(repr, others[:4])) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        message = "no operation of this library; where it sees a share of the rows, the gradients of its parameters are"
+        warnings.warn(f"{listed}: {message} parts of a sum over the processes", UserWarning, stacklevel=3)
     return found
 
 

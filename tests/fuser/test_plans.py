@@ -631,6 +631,13 @@ def test_a_device_that_is_not_here_cannot_be_planned_for(name: str):
         sf.Env.of(name)
 
 
+def test_a_number_that_no_device_here_has_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(sf.InputError, match="SF106: there is no cuda:2 here"):
+        sf.Env.of("cuda:2")
+
+
 @pytest.mark.parametrize(
     ("rows", "says"), [(-3, "not be negative, got -3"), ("8", "be a whole number, not '8'"), (2.5, "number, not 2.5")]
 )

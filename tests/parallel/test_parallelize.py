@@ -292,6 +292,12 @@ def test_each_half_of_a_column_before_a_gated_unit_is_divided(make: Any, name: s
     assert model.get_submodule(name).shares["weight"].parts == (8, 8)
 
 
+def test_modules_whose_gradients_nobody_sums_over_shards_of_the_rows_are_named(group: Any) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(6), gated(), torch.nn.Linear(6, 2).requires_grad_(False))
+    with pytest.warns(UserWarning, match="^'0': no operation of this library; .* its parameters are parts of a sum"):
+        parallel.parallelize(model, group, {"1": "features"}, sequence_dim=-2)
+
+
 def test_learned_positions_cannot_tell_which_rows_they_see(group: Any) -> None:
     model = sf.Sequential(ops.Embedding(8, 16), ops.PositionEmbedding(8, 16), nn.FeedForward(16, 16))
     with pytest.raises(sf.InputError, match=r"position 1 \(PositionEmbedding\): on a share of the rows"):
