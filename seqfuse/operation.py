@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from .errors import definition_error
 from .group import Group, Meeting, Share
 from .maingrad import Accumulated
-from .saved import Layout, Saved, always_saved, field
+from .saved import Layout, Saved, always_saved, field, maker
 from .signature import Signature
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ class UnfusedOperation(FusableOperation):
     shares: Mapping[str, Share] = MappingProxyType({})
     is_open: ClassVar[bool] = True
     is_final: ClassVar[bool] = False
+    _saved: ClassVar[Callable[..., Any]]  # `Saved` with its fields by position
     forward_signature: ClassVar[Signature] = Signature()
     backward_signature: ClassVar[Signature] = Signature()
 
@@ -207,6 +208,7 @@ class UnfusedOperation(FusableOperation):
         if cls.layout not in typing.get_args(Layout):
             known = ", ".join(typing.get_args(Layout))
             raise definition_error(cls, f"layout must be one of {known}, not {cls.layout!r}", "layout")
+        cls._saved = staticmethod(maker(cls.Saved))
         cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
         allowed = frozenset(f"d_{name}" for name in cls.outputs)
         cls.backward_signature = Signature.of(cls, "bwd", ("dy", "saved"), allowed)

@@ -24,7 +24,7 @@ SURPRISES = 2
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
-_attributes = operator.attrgetter("__dict__")
+_attributes, _first = operator.attrgetter("__dict__"), operator.itemgetter(0)
 
 
 class Seqfuse(torch.autograd.Function):
@@ -161,18 +161,17 @@ def _failed_back(
 
 def _is_usual(ctx: Any, segment: Segment) -> bool:
     """Whether every gradient is asked for, and none is added to a buffer of its parameter's own."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # as compiled autograd does
         return False
-    nodes = [fn for fn, _ in ctx.next_functions if fn is not None]
     try:
-        if not all(map(executes, nodes)):
+        if not all(map(executes, filter(None, map(_first, ctx.next_functions)))):
             return False
     except RuntimeError:  # there is a leaf whose gradient is to be returned
-        if not all(map(_will_run, nodes)):
+        if not all(map(_will_run, filter(None, map(_first, ctx.next_functions)))):
             return False
     if ctx.leaves is not None:
         return not any(map(_attributes, ctx.leaves)) or not any("main_grad" in p.__dict__ for p in ctx.leaves)
-    return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn in nodes)
+    return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn, _ in ctx.next_functions)
 
 
 def _asked(ctx: Any, segment: Segment) -> Asked | None:

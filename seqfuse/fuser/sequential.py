@@ -149,7 +149,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         fuser = self._fuser
         if fuser.owner() is not self:
             fuser = self._own()
-        return fuser(x, **channels)
+        return fuser(x, **channels) if channels else fuser(x)
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
         """What is fused for this input (or in this environment), forward and backward, and what was refused and why.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from ..hardware import STEP
 from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
-from ..ops.linear import weight_grad
+from ..ops.linear import saved_linear, weight_grad
 from ._gemm import kernel_takes, like, tf32
 from ._linear import as_rows, one_dtype
 
@@ -33,7 +34,7 @@ class LinearBias(ForwardFusion):
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
         weight = self.linear.weight_for(x)
         y = F.linear(x, weight, self.bias.read())
-        return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING}
+        return y, {"linear": saved_linear(x, weight), "bias": Bias.NOTHING}
 
 
 class LinearBiasBackward(BackwardFusion):
@@ -64,17 +65,19 @@ class LinearBiasBackward(BackwardFusion):
         needs: frozenset[str],
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
-        rows = as_rows(dy)
+        flat = dy.ndim == 2
+        rows = dy if flat else as_rows(dy)
         dx: Tensor | None = None
         grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
             dx = rows.mm(linear.weight)
-            dx = dx if rows is dy else dx.view(*dy.shape[:-1], dx.shape[1])
+            dx = dx if flat else dx.view(*dy.shape[:-1], dx.shape[1])
         if "bias.bias" in needs:
-            grads["bias.bias"] = rows.sum(0)
+            grads["bias.bias"] = torch.sum(rows, 0)
         if "linear.weight" in needs:  # last: what fails before it may fall back
-            x = linear.x if rows is dy else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
-            grads["linear.weight"] = weight_grad(rows, x, main_grads.pop("linear.weight", None))
+            x = linear.x if flat else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
+            buffer = main_grads.pop("linear.weight", None) if main_grads else None
+            grads["linear.weight"] = rows.mT.mm(x) if buffer is None else weight_grad(rows, x, buffer)
         return dx, grads
 
 

@@ -15,6 +15,7 @@ from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..hardware import ONEDNN_WORTHWHILE, STEP
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from ..ops._read import parameter
+from ..ops.linear import saved_linear
 from ..pointwise import Gated, Pointwise
 from ._gemm import around_saved, epilogue, epilogue_takes, mask
 from ._linear import epilogue_keeps_nan, in_place, linear_epilogue, one_dtype
@@ -121,7 +122,7 @@ class LinearBiasAct(ForwardFusion):
             y = F.linear(x, weight, None if bias is None else bias.read())
             y = _IN_PLACE[type(act)](y)
         record = act.Saved(y=y)  # pyright: ignore[reportCallIssue]
-        saved: dict[str, Any] = {"linear": Linear.Saved(x=x, weight=weight), "act": record}
+        saved: dict[str, Any] = {"linear": saved_linear(x, weight), "act": record}
         return y, saved if bias is None else {**saved, "bias": Bias.NOTHING}
 
 

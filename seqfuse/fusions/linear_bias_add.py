@@ -10,6 +10,7 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Linear
+from ..ops.linear import saved_linear
 from ._linear import in_place, one_dtype
 
 
@@ -41,5 +42,7 @@ class LinearBiasAdd(ForwardFusion):
             y.add_(add_other)
         else:
             y, _ = self.add.fwd(y, other=add_other)
-        saved = {"linear": Linear.Saved(x=x, weight=weight), "add": Add.NOTHING}
-        return y, saved if bias is None else {**saved, "bias": Bias.NOTHING}
+        saved: dict[str, Any] = {"linear": saved_linear(x, weight), "add": Add.NOTHING}
+        if bias is not None:
+            saved["bias"] = Bias.NOTHING
+        return y, saved

@@ -96,7 +96,10 @@ class Bias(sf.UnfusedOperation):
     def read(self) -> Tensor:
         """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
         owner = self._owner
-        bias = required(owner[0]() if owner else self, "bias")  # pyright: ignore[reportArgumentType]
+        module: Any = owner[0]() if owner else self
+        bias = module._parameters.get("bias")
+        if bias is None:
+            bias = required(module, "bias")
         if self._parts > 1:
             bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]
         return bias

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from .. import operation as sf
 from ._aten import layer_norm_backward
 from ._norm import Norm, rounded, stats_dtype
-from ._read import parameter
 from ._takes import floating
 
 
@@ -79,7 +78,9 @@ class LayerNorm(Norm):
         return rounded(F.layer_norm(x.to(stats), self.normalized_shape, gain, bias, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        weight, bias, sizes = parameter(self, "weight"), parameter(self, "bias"), self.normalized_shape
+        found, sizes = self._parameters, self.normalized_shape
+        weight, bias = found.get("weight"), found.get("bias")
+        weight, bias = self.weight if weight is None else weight, self.bias if bias is None else bias
         fit, gain, stats = x, weight, torch.float32
         exact = x.dtype is stats and weight is not None and weight.dtype is stats and not self.zero_centered
         if not exact:
@@ -96,7 +97,7 @@ class LayerNorm(Norm):
             y = rounded(y, x)
             if mean.dtype is not stats:  # fake tensors take it from x
                 mean, rstd = mean.to(stats), rstd.to(stats)
-        return y, self.Saved(x=x, mean=mean, rstd=rstd, weight=weight)
+        return y, self._saved(x, mean, rstd, weight)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         if needs <= {"bias"}:

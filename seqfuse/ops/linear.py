@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..group import Group, Share
 from ..hardware import FLOAT32_SLOWER
 from ..maingrad import Accumulated, accumulated
+from ..saved import maker
 from ._read import divide, initial, required
 from .allgather import AllGather
 from .allreduce import AllReduce
@@ -181,7 +182,7 @@ class Linear(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = self.weight_for(x)
-        return F.linear(x, weight), self.Saved(x=x, weight=weight)
+        return F.linear(x, weight), self._saved(x, weight)
 
     def weight_for(self, x: Tensor, always: bool = False) -> Tensor:
         """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
@@ -226,6 +227,10 @@ class Linear(sf.UnfusedOperation):
         return text + (f", parallel={self.parallel!r}" if self.parallel else "")
 
 
+saved_linear = maker(Linear.Saved)
+"""`saved_linear(x, weight)`: what a `Linear` saves."""
+
+
 def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: float = 1.0) -> Tensor | Accumulated:
     """The gradient of a weight, factor dy^T x over all rows, or `accumulated` where it was added to `main_grad`.
 
@@ -234,7 +239,7 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
     """
     dy, x = _rows(dy), _rows(x)
     if main_grad is None:
-        return dy.t().mm(x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
+        return dy.mT.mm(x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
     device, dtype = dy.device.type, main_grad.dtype
     cast = autocast_of(device)
     if cast is not None:  # it does not reach a GEMM in place

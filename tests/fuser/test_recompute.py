@@ -310,12 +310,17 @@ def test_a_bad_field_name_is_an_error_where_the_record_is_defined(name: str):
 def test_a_field_may_have_any_public_name_that_is_no_method_of_the_record():
     class Sides(sf.Saved):
         sides: Tensor
+        d: Tensor
+        self: Tensor
+        type: Tensor
+        late: float
         has_data: Tensor | None = None
 
     x = draw(3, 4)
-    saved = Sides(sides=x)
-    assert saved.sides is x
-    assert saved.has_data is None
+    saved = Sides(sides=x, d=x, self=x, type=sf.Recompute(torch.clone, x), late=1.5)
+    assert saved.sides is saved.d is saved.self is x
+    assert torch.equal(saved.type, x)
+    assert (saved.late, saved.has_data) == (1.5, None)
     with pytest.raises(PluginError, match="must be a public identifier"):
         type("Bad", (sf.Saved,), {"__annotations__": {"kept": Tensor}, "__module__": __name__})
 
