@@ -4,6 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,10 +59,19 @@ def test_the_mask_under_a_compiler_or_transform_is_the_same(shape: tuple[int, ..
 
 def test_the_mask_of_a_large_tensor_begins_with_that_of_a_small_one():
     large = drop_mask(torch.tensor(11), torch.Size((40_009 * 7,)), 0.3)
+    assert torch.equal(large, _traceable_mask(torch.tensor(11), large.shape, 0.3))  # which is made in one piece
     small = drop_mask(torch.tensor(11), torch.Size((1001,)), 0.3)
     assert torch.equal(large[:1001], small)
     tail = drop_mask(torch.tensor(11), torch.Size((40_009 * 7 - 3,)), 0.3)
     assert torch.equal(large[:-3], tail)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("mode", ["upscale_in_train", "downscale_in_infer"])
+def test_it_says_that_it_is_a_view_where_it_gives_x_itself(mode: Any, p: float, training: bool):
+    x, dropout = torch.ones(5), ops.Dropout(p, mode).train(training)
+    assert dropout.is_view == (dropout.reference(x, seed=torch.tensor(3)) is x)
 
 
 TRITON = """

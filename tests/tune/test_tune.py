@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.fuser import cost_lookup, flatten
 from seqfuse.testing.cases import Bench
-from seqfuse.tune import TuneReport, timing
+from seqfuse.tune import TuneReport, _Search, timing
+from seqfuse.tune.ranks import Ranks
 from seqfuse.tune.shadow import Shadow
 from tests.tune import kit
 from tests.tune.kit import (
@@ -931,3 +933,21 @@ def test_settings_of_every_plain_kind_tell_operations_apart():
     values: list[Any] = [1, 1.0, True, 1j, "1", b"1", None, (1,), (1, 2), torch.float32, torch.float64]
     known = {cost_lookup.describe(node) for node in flatten(sf.Sequential(*map(Configured, values)))}
     assert len(known) == len(values)
+
+
+def test_a_model_in_another_mode_is_copied_in_the_one_that_is_measured() -> None:
+    model = sf.Sequential(ops.Dropout(0.5), ops.Tanh())
+    for training in (True, False):
+        model.train(training)
+        assert [Shadow(model, mode).model.training for mode in ("train", "eval")] == [True, False]
+        assert model.training == training
+
+
+def test_a_fusion_in_which_one_operation_exchanges_something_is_not_measured() -> None:
+    nodes = [SimpleNamespace(operation=SimpleNamespace(meeting=meeting)) for meeting in (None, object())]
+    site = SimpleNamespace(op_list=SimpleNamespace(nodes=nodes))
+    found = [SimpleNamespace(name="Both", start=0, stop=2, fusion=None)]
+    search: Any = _Search(None, None, Ranks(None, torch.device("cpu")), False)
+    search._take(SimpleNamespace(env=sf.Env(), site=site, found=found))
+    assert search._skipped == ["Both: processes exchange tensors in it, and one alone measures"]
+    assert not search._jobs
