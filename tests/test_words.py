@@ -39,6 +39,7 @@ WORDS = {
     r"gradients? (?:is|are|was) wanted|wanted gradients?|wants? a gradient|nobody wants": "needed gradients",
     r"kept for (?:its|the) backward(?: pass)?": "saved for backward",
     r"whoever asks": "say who",
+    r"figures?": "numbers, results, plots",
 }
 # Where a word means something else: the words around it.
 MEANT_OTHERWISE = {
