@@ -72,3 +72,25 @@ def test_whoever_asks_for_them_unmeasured_has_them():
 def test_a_cpu_whose_kernels_are_interpreted_measures_nothing_first():
     model = sf.Sequential(ops.Linear(64, 256), ops.GeLU(), fusions=fusions.LinearBiasActivation).bfloat16()
     assert model.plan(env=sf.Env(triton=True, rows=64, dtype=torch.bfloat16)).count("LinearBiasActivation") == 1
+
+
+class Widened(sf.Pointwise):
+    """Keeps its result, which autocast has in float32."""
+
+    reads, autocast = "output", "float32"
+    value, derivative = ops.Tanh.value, ops.Tanh.derivative
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+    def derivative_reference(self, y: torch.Tensor) -> torch.Tensor:
+        return 1 - y * y
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_an_activation_that_keeps_a_wide_result_is_no_epilogue_under_autocast(autocast: torch.dtype | None) -> None:
+    model = sf.Sequential(ops.Linear(16, 16), Widened(), fusions=fusions.LinearBiasActivation)
+    with sf.fusing(unmeasured=True):
+        plan = model.plan(env=sf.Env.of("cuda:sm_90", autocast=autocast, rows=4096))
+    reasons = [refusal.reason for refusal in plan.refused]
+    assert reasons == ["Widened keeps its result, which is float32 under autocast"] * (autocast is not None)

@@ -11,6 +11,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fusions import _heads
 from seqfuse.fusions import bias_qk_norm_rotary as module
 from seqfuse.testing import check_fusion, seeded_randn
 
@@ -169,3 +170,20 @@ def test_a_mutant_is_found(mutant: Callable[[ModuleType, str, str], ModuleType],
     made = [op.to(device) for op in operations("bias", "norm", "rotary")]
     with pytest.raises((AssertionError, sf.SeqfuseError)):
         check_fusion(changed, seeded_randn((5, 32), 0).to(device), *made, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize("needs", [{"rotary.cos"}, {"rotary.sin", "x"}])
+def test_a_gradient_of_angles_is_left_to_the_operation(needs: set[str]):
+    cos = sin = torch.ones(4, 8)
+    assert _heads.angles(None, cos, sin, frozenset({"x"}))["cos"] is cos
+    with pytest.raises(sf.InputError, match="the kernel makes no gradients of cos and sin"):
+        _heads.angles(None, cos, sin, frozenset(needs))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (2, 1), (4, 1)])
+def test_a_norm_and_a_rotation_of_other_heads_are_not_one(heads: int, kv_heads: int):
+    rotary = ops.RotaryEmbedding(heads, kv_heads, style="half")
+    model = sf.Sequential(ops.QKNorm(8, 2, 2), rotary, fusions=module.BiasQKNormRotary)
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", rows=4096))
+    refused = "the norm and the rotation must be of the same heads" in [refusal.reason for refusal in plan.refused]
+    assert refused == ((heads, kv_heads) != (2, 2))
