@@ -101,7 +101,7 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        if device_is_lost(error):
+        if device_is_lost(error) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             raise
         _failures.append(f"{type(error).__name__}: {error}")
         message = f"the kernel of Dropout failed ({_failures[0]}); its mask is made by torch, in many launches"

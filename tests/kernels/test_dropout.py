@@ -108,6 +108,24 @@ def test_a_kernel_that_cannot_run_leaves_it_to_torch_and_says_so(
     assert len(said) == 1
 
 
+def test_a_kernel_that_is_not_compiled_before_a_capture_is_an_error_and_runs_afterwards(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(*_: Any) -> None:
+        raise RuntimeError("launched for the first time while a CUDA graph is captured")
+
+    op, x = ops.Dropout(0.5), seeded_randn((4, 8), 0).to(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(pointwise, "launch", first)
+        patch.setattr(Tensor, "is_cuda", True, raising=False)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="for the first time while a CUDA graph is captured"):
+            both(op, x, x)
+    with running(monkeypatch) as ran:
+        both(op, x, x)
+    assert ran.names.count("kernel") == 2
+
+
 def test_transforms_and_references_keep_their_graph(device: torch.device) -> None:
     op, x, seed = ops.Dropout(0.5), seeded_randn((4, 8), 0).to(device), torch.tensor(3, device=device)
     expected = op.bwd(torch.ones_like(x), op.Saved(seed=seed, p=0.5))[0]
