@@ -77,6 +77,7 @@ def _decode_kernel(
     most = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    unit = tl.full((), 0.0, tl.float32)
     for at in tl.range(start, stop, BLOCK_N):
         row = tl.cast(at, tl.int64) + tl.arange(0, BLOCK_N)
         seen = row < stop
@@ -100,9 +101,16 @@ def _decode_kernel(
         weights = tl.exp2(scores - origin[:, None])
         shrink = tl.exp2(most - origin)
         total = total * shrink + tl.sum(weights, 1)
-        acc *= shrink[:, None]
         if v_scale is not None:
-            weights *= tl.load(value_scales + row, mask=seen, other=0.0)[None, :]
+            # In units of the largest so far: the product of a weight and a small scale has few digits in float16, or
+            # none. Units are small enough to use the range of that.
+            scales = tl.load(value_scales + row, mask=seen, other=0.0)
+            before = unit
+            unit = tl.maximum(unit, tl.max(scales, 0) * 2.0**-14)
+            one = tl.where(unit == 0.0, 1.0, unit)
+            weights *= (scales / one)[None, :]
+            shrink *= before / one
+        acc *= shrink[:, None]
         weights = weights.to(query.dtype)
         if INTERPRET:
             acc += tl.dot(weights.to(tl.float32), value.to(tl.float32))
@@ -110,6 +118,8 @@ def _decode_kernel(
             acc = tl.dot(weights, value, acc, input_precision=PRECISION)
         most = larger
     whole = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        whole *= unit
     out = batch * heads + queries
     if partials is None:
         tl.store(y + out[:, None] * D + cols[None, :], whole.to(y.dtype.element_ty), mask=taken)

@@ -130,6 +130,13 @@ def test_any_regime_of_numbers(regime: str, dtype: torch.dtype) -> None:
     check(forget(tensors), {"softcap": 4.0} if regime == "heavy" else {})
 
 
+def test_small_values_of_an_int8_cache_keep_their_digits_in_float16() -> None:
+    tensors = drawn(4, 2, 32, torch.float16, int8=True)
+    tensors["v_scale"] *= 1e-3
+    right = truth(**tensors)
+    assert (decode.decode_attention(**forget(tensors)) - right).norm() < 1e-3 * right.norm()
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("of", ["q", "k", "v"])
 def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float) -> None:
@@ -264,7 +271,7 @@ MUTANTS = {
     "soft-cap to the digits of 1": ("bend(scores, query.dtype == tl.float32)", "bend(scores, False)", "wide softcap"),
     "shares": ("part * shares[:, None])", "part)", "plain"),
     "an empty split": ("most + tl.log2(total)", "tl.log2(total)", "plain"),
-    "scale of values": ("weights *= tl.load(value_scales", "weights *= tl.load(key_scales", "plain"),
+    "scale of values": ("tl.load(value_scales + row, mask=seen", "tl.load(key_scales + row, mask=seen", "plain"),
     "scale of keys": ("scores *= tl.load(key_scales", "scores *= tl.load(value_scales", "plain"),
     "rounded towards zero": ("tl.where(t < 0.0, t - 0.5, t + 0.5)", "t", "write"),
     "a row too far": (
