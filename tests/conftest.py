@@ -35,10 +35,8 @@ KERNELS = tuple(HERE / folder for folder in ("kernels", "fusions/triton", "gpu")
 """Folders whose tests run Triton kernels, in its interpreter where there is no GPU. A process runs these or the others:
 Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what the engine plans on a CPU."""
 
-ONE_DTYPE = ("kernels", "fusions", "gpu", "losses", "ops")
-"""Folders in which cases that differ in a dtype alone are many."""
-DTYPES = {str(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-DTYPES |= {"fp16", "bf16", "fp32", "fp64", "float16", "bfloat16", "float32", "float64"}
+IN_TURN = ("kernels", "fusions", "gpu", "losses", "ops")
+"""Folders in which cases that differ in a dtype or the fusion alone are many."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -119,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skips = {}
     if not config.getoption("--full"):
         skips["full"] = pytest.mark.skip(reason="whole numeric matrix: pytest --full")
-        for item in _of_other_dtypes(items):
+        for item in _left_out(items):
             item.add_marker(skips["full"])
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
@@ -130,22 +128,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skips[name])
 
 
-def _of_other_dtypes(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of cases that differ in a dtype alone all but one, which is another one for other cases; what is to be found
-    wrong is looked for in every dtype."""
-    alike: dict[str, list[pytest.Item]] = {}
+def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of cases that differ in a dtype alone all but one, the next one in turn each time; where there is no dtype, the
+    same of fusions, if each is then in some case. What is to be found wrong is looked for in all of them."""
+    alike: dict[tuple[str, bool], dict[str, list[pytest.Item]]] = {}
     for item in items:
         given: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-        one = sum(isinstance(value, torch.dtype) for value in given.values()) == 1
+        test, _, case = item.name.rstrip("]").partition("[")
+        words = case.split("-")
+        dtypes = {name for value in given.values() if isinstance(value, torch.dtype) for name in _names(value)} & {
+            *words
+        }
+        names = dtypes or {value.__name__ for value in given.values() if _is_fusion(value)} & {*words}
         everywhere = "mutant" in getattr(item, "fixturenames", ()) or "wrong" in item.name
-        if not one or everywhere or not any(item.path.is_relative_to(HERE / folder) for folder in ONE_DTYPE):
+        if not names or everywhere or not any(item.path.is_relative_to(HERE / folder) for folder in IN_TURN):
             continue
         if not {mark.name for mark in item.iter_markers()} & {"full", "gpu", "skip", "skipif"}:
-            words = [word for word in item.name.replace("[", "-").rstrip("]").split("-") if word not in DTYPES]
-            alike.setdefault(f"{item.path.name} {words}", []).append(item)
-    for name, cases in alike.items():
-        cases.pop(zlib.crc32(name.encode()) % len(cases))
-        yield from cases
+            others = str([word for word in words if word not in names])
+            alike.setdefault((f"{item.path.name} {test}", bool(dtypes)), {}).setdefault(others, []).append(item)
+    for (test, of_dtypes), groups in alike.items():
+        for turn, cases in enumerate(groups.values(), zlib.crc32(test.encode())):
+            if of_dtypes or len(groups) >= len(cases):
+                cases.pop(turn % len(cases))
+                yield from cases
+
+
+def _names(dtype: torch.dtype) -> tuple[str, ...]:
+    """By which a dtype may be called in the name of a case."""
+    name = str(dtype).removeprefix("torch.")
+    return str(dtype), name, name.replace("bfloat", "bf").replace("float", "fp")
+
+
+def _is_fusion(value: Any) -> bool:
+    return isinstance(value, type) and "FusedOperation" in {base.__name__ for base in value.__mro__}
 
 
 @pytest.fixture

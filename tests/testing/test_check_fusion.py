@@ -49,8 +49,14 @@ def test_passes_a_correct_fusion(fusion: type[sf.FusedOperation]):
     assert str(checked).startswith(f"{fusion.__name__}: {checked.cases} cases on [")
 
 
+# Found in one case of many; the others in whichever is run.
+IN_ONE_CASE = ("ReturnsDyAsAGradient", "IgnoresNeeds", "ReadsADroppedField", "SwallowsNaN", "IgnoresStrides")
+
+
 @pytest.mark.parametrize(("fusion", "message"), MUTANTS, ids=[fusion.__name__ for fusion, _ in MUTANTS])
-def test_catches(fusion: type[sf.FusedOperation], message: str):
+def test_catches(fusion: type[sf.FusedOperation], message: str, request: pytest.FixtureRequest):
+    if fusion.__name__ not in IN_ONE_CASE:
+        request.getfixturevalue("few_cases")
     state = torch.get_default_dtype(), torch.get_float32_matmul_precision(), torch.get_rng_state()
     operations = [ops.Scale(1.0)] if fusion is ReturnsAView else []
     with pytest.raises((AssertionError, PluginError), match=message) as error:

@@ -11,6 +11,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
 from seqfuse.testing import check_op, seeded_randn
+from tests.selection import few_cases as few_cases
 
 from .spoiled import SPOILED
 from .spoiled.operations import Affine
@@ -76,8 +77,22 @@ def test_a_backward_that_does_not_ask_what_is_wanted_may_compute_all():
     check_op(Whole(), X)
 
 
+# Found in one case of many; the others in whichever is run.
+IN_ONE_CASE = (
+    "SwallowsInfinity",
+    "OverflowsOnItsWay",
+    "ReadsStridedGradientsAsIfContiguous",
+    "NeedsTwoDimensions",
+    "IgnoresNeeds",
+    "ComputesDifferentlyWithFewerNeeds",
+    "ReadsADroppedField",
+)
+
+
 @pytest.mark.parametrize(("operation", "message"), MUTANTS, ids=[operation.__name__ for operation, _ in MUTANTS])
-def test_catches(operation: type[sf.UnfusedOperation], message: str):
+def test_catches(operation: type[sf.UnfusedOperation], message: str, request: pytest.FixtureRequest):
+    if operation.__name__ not in IN_ONE_CASE:
+        request.getfixturevalue("few_cases")
     with pytest.raises((AssertionError, PluginError), match=message) as error:
         check_op(operation(), X)
     assert operation.__name__ in str(error.value)
