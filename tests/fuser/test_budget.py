@@ -238,6 +238,14 @@ def test_a_fusion_of_both_passes_counts_with_what_it_saves_itself():
     assert used.saved == plan.memory.saved
 
 
+def test_the_cost_of_a_plan_is_that_of_all_its_regions():
+    def cost(*operations: nn.Module) -> int:
+        return sf.Sequential(*operations).plan(env=sf.Env(rows=64)).cost
+
+    first, second = (ops.Linear(16, 16), ops.ReLU()), (ops.LayerNorm(16), ops.Linear(16, 8))
+    assert cost(*first, nn.Softplus(), *second) == cost(*first) + cost(*second) < min(cost(*first), cost(*second)) < 0
+
+
 def test_a_measured_time_counts_also_where_it_is_longer(monkeypatch: pytest.MonkeyPatch):
     def measured(self: Known, fusion: Any, a: int, b: int) -> Measurement | None:
         return Measurement(9000, 5000) if type(fusion).__name__ == "RecomputeNorm" else None

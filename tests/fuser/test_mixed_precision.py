@@ -273,3 +273,31 @@ def test_a_fusion_written_without_autocast_in_mind_may_keep_the_parameter_itself
         grads += [leaf.grad, m[0].weight.grad]
     assert torch.equal(grads[0], grads[2])
     assert torch.equal(grads[1], grads[3])
+
+
+@pytest.mark.parametrize("takes_any", [True, False])
+def test_a_gradient_is_cast_for_what_takes_no_other_dtype(takes_any: bool):
+    seen: list[torch.dtype] = []
+
+    class Doubled(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            pass
+
+        autocast, any_dy = "same", takes_any
+
+        def reference(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+        def fwd(self, x: Tensor) -> Any:
+            return 2 * x, self.Saved()
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            seen.append(dy.dtype)
+            return 2 * dy.float(), {}
+
+    model = sf.Sequential(Doubled(), ops.Linear(6, 6, bias=False))
+    for _ in range(2):
+        with torch.autocast("cpu", HALF):
+            y = model(torch.randn(4, 6, requires_grad=True))
+        y.sum().backward()
+    assert seen == [HALF if takes_any else torch.float32] * 2
