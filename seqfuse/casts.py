@@ -1,4 +1,4 @@
-"""Casts of parameters under autocast: what a GEMM takes, made once in a call."""
+"""Dtypes of parameters, and their casts under autocast: what a GEMM takes, made once in a call."""
 
 from __future__ import annotations
 
@@ -8,9 +8,24 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .env import autocast_of
+
+
+def dtype_of(owner: nn.Module, name: str) -> Any:
+    """The dtype of a parameter, `None` where that is `None`.
+
+    Reading a parametrized one would make it, and some parametrizations step when they do: it has the dtype of what it
+    is made from, unless it may have another.
+    """
+    known: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+    if known is None and parametrize.is_parametrized(owner, name):
+        made: Any = getattr(owner.parametrizations, name)
+        known = None if made.unsafe else next(made.parameters(), None)
+    known = getattr(owner, name) if known is None else known
+    return None if known is None else known.dtype
 
 
 class _Call(threading.local):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..casts import dtype_of
 from ..env import Env
-from .dtypes import dtype_of
 from .step import Step
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import Tensor
 
+from ..casts import dtype_of
 from ..env import Env
 from .flatten import Node
 from .inputs import dtypes_of
@@ -35,15 +35,6 @@ class Border(NamedTuple):
 def recast(t: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor in a dtype, if it is to have a certain one."""
     return t if dtype is None or t.dtype is dtype else t.to(dtype)
-
-
-def dtype_of(owner: nn.Module, name: str) -> torch.dtype:
-    """The dtype of a parameter; of a parametrized one that of what it is made from, since reading it would make it."""
-    known = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
-    if known is None and parametrize.is_parametrized(owner, name):
-        known = next(getattr(owner.parametrizations, name).parameters(), None)
-    found: Tensor = getattr(owner, name) if known is None else known
-    return found.dtype
 
 
 def along_of(borders: Sequence[Border], absorbs: bool) -> tuple[torch.dtype | None, ...]:

@@ -91,7 +91,7 @@ def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tup
         elif f"{slot}.bias" in needs:
             steps.append(("column_sum", ()))
             summed.append((f"{slot}.bias", part))
-    dtypes = [bias.read().dtype for _, bias in summed]
+    dtypes = [bias.dtype for _, bias in summed]
     dx, *sums = pointwise_kernel()(dy, made(steps), operands, dtypes=dtypes, result="x" in needs)
     return dx, {name: total for (name, _), total in zip(summed, sums, strict=True)}
 

@@ -22,7 +22,7 @@ def kernels_run(env: Env) -> Requirements:
 
 def bias_fits(bias: Bias | None, env: Env) -> bool:
     """Whether x + bias has the dtype of x: else torch promotes it, but under autocast."""
-    return bias is None or env.autocast is not None or bias.bias.dtype == env.dtype
+    return bias is None or env.autocast is not None or bias.dtype == env.dtype
 
 
 def kernel_takes_act(act: Pointwise) -> Requirements:

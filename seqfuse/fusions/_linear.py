@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
+from ..casts import dtype_of
 from ..env import Env, Savings, autocast_of, constant_under_compile
 from ..fusion import Requirements
 from ..hardware import STEP
@@ -23,7 +24,7 @@ _gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
 
 def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
     """Whether a GEMM can start from the bias: torch promotes in `x + bias`, not in `linear(x, weight, bias)`."""
-    return bias is None or env.autocast is not None or linear.weight.dtype == bias.bias.dtype
+    return bias is None or env.autocast is not None or dtype_of(linear, "weight") == bias.dtype
 
 
 def output_bytes(linear: Linear, env: Env) -> float:
@@ -75,7 +76,7 @@ def as_rows(t: Tensor) -> Tensor:
 def gemm_takes(linear: Linear, bias: Bias | None, env: Env) -> Requirements:
     """What a GEMM with a factor or an addend asks of its operands."""
     yield not env.dtype.is_complex, "gradients of complex numbers need conjugates"
-    one = env.cast(linear.weight.dtype) == env.dtype and one_dtype(linear, bias, env)
+    one = env.cast(dtype_of(linear, "weight")) == env.dtype and one_dtype(linear, bias, env)
     yield one, "input, weight and bias must have one dtype"
 
 

@@ -95,11 +95,11 @@ def branch_bwd(
         if not sums or bias is None:
             return dy if branch else None, None
         # By itself this sum is no better made by another kernel than torch's.
-        return dy if branch else None, as_rows(dy).sum(0, dtype=bias.read().dtype)
+        return dy if branch else None, as_rows(dy).sum(0, dtype=bias.dtype)
     if not (branch or sums):
         return None, None
     steps = _chain(False, saved.p, dropout.mode == "upscale_in_train", False, sums)
-    dtypes = (bias.read().dtype,) if sums and bias is not None else ()
+    dtypes = (bias.dtype,) if sums and bias is not None else ()
     dx, *totals = pointwise(dy, steps, (saved.seed,), dtypes=dtypes, result=branch)
     return dx, totals[0] if totals else None
 

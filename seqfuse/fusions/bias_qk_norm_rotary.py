@@ -165,7 +165,7 @@ def _backward(
     of: Any = norm if norm is not None else rotary
     around: dict[str, Any] = {}
     if bias is not None and "bias.bias" in needs:
-        around["dbias"] = bias.read().dtype
+        around["dbias"] = bias.dtype
     if norm is not None and kept is not None:
         around |= {"x": kept.x, "rstd": kept.rstd, "zero_centered": norm.zero_centered}
         if "x" in needs or "bias.bias" in needs:

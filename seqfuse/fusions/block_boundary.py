@@ -89,7 +89,7 @@ class BlockBoundaryBackward(BackwardFusion):
         around = branch_around(vars(norm).get("x"), seed, p, branch, dtype)
         if summed:
             assert self.bias is not None
-            around["dpre_bias"] = self.bias.read().dtype
+            around["dpre_bias"] = self.bias.dtype
         dx = branch or summed or "add.other" in needs
         out, grads = recorded_bwd(self.norm, dy, norm, needs, dx=dx, dstream=d_fork_out, **around)
         if out is None:

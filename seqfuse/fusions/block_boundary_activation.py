@@ -86,7 +86,7 @@ class BlockBoundaryActivation(JointFusion):
         around |= branch_around(saved.z, saved.seed, saved.p, branch, dtype)
         if summed:
             assert self.bias is not None
-            around["dpre_bias"] = self.bias.read().dtype
+            around["dpre_bias"] = self.bias.dtype
         statistics = saved.mean, saved.rstd, saved.weight, saved.shift
         out, grads = norm_bwd(self.norm, dy, saved.z, *statistics, needs, **around)
         if summed:

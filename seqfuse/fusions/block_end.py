@@ -71,7 +71,7 @@ class BlockEndBackward(BackwardFusion):
         multiplied = not needs.isdisjoint({"x", "bias.bias"}) and not isinstance(self.act, Gated)
         if sums and multiplied and (dropout is None or dropout.seed is None):
             assert self.out_bias is not None
-            sums, inside = False, self.out_bias.read().dtype
+            sums, inside = False, self.out_bias.dtype
         d, total = branch_bwd(dy, self.out_bias, self.dropout, dropout, branch, sums)
         dx, grads = unit_bwd(d, linear, self.act, act, self.act_dropout, act_dropout, needs, main_grads, inside)
         return dx, {"out_bias.bias": total, **grads, "add.other": dy if "add.other" in needs else None}

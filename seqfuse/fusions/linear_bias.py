@@ -115,19 +115,19 @@ class LinearBiasBackwardTriton(BackwardFusion):
             dx = like(rows, linear.weight).mm(linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
         summed = "bias.bias" in needs
         if "linear.weight" not in needs:
-            return dx, {"bias.bias": rows.sum(0, dtype=self.bias.read().dtype) if summed else None}
+            return dx, {"bias.bias": rows.sum(0, dtype=self.bias.dtype) if summed else None}
         # Last: what fails before it may fall back.
         buffer, d = main_grads.pop("linear.weight", None), like(rows, linear.x)
         if summed and (buffer is None or buffer.is_contiguous()):
             from ..kernels.gemm import linear_wgrad_bias
 
-            dtype = self.bias.read().dtype
+            dtype = self.bias.dtype
             made, grads["bias.bias"] = linear_wgrad_bias(
                 d, as_rows(linear.x), main_grad=buffer, sums_dtype=dtype, tf32=tf32()
             )
             grads["linear.weight"] = made if buffer is None else accumulated
             return dx, grads
         if summed:
-            grads["bias.bias"] = rows.sum(0, dtype=self.bias.read().dtype)
+            grads["bias.bias"] = rows.sum(0, dtype=self.bias.dtype)
         grads["linear.weight"] = weight_grad(d, linear.x, buffer)
         return dx, grads

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..casts import lowered
+from ..casts import dtype_of, lowered
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..hardware import ONEDNN_WORTHWHILE, STEP
@@ -143,7 +143,7 @@ class LinearBiasGeLU(InferenceFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield env.autocast is None, "under autocast weight and bias would have to be cast"
-        one = self.linear.weight.dtype == env.dtype and one_dtype(self.linear, self.bias, env)
+        one = dtype_of(self.linear, "weight") == env.dtype and one_dtype(self.linear, self.bias, env)
         yield one, "input, weight and bias must have one dtype"
         made = "tanh" if env.device == "cuda" else "none"
         yield self.act.approximate == made, f'the call makes approximate="{made}" on this device'
@@ -170,7 +170,7 @@ class LinearBiasActOneDNN(InferenceFusion):
     act: GeLU | SiLU | Sigmoid | Tanh
 
     def requires(self, env: Env) -> Requirements:
-        linear, dtype = self.linear, self.linear.weight.dtype
+        linear, dtype = self.linear, dtype_of(self.linear, "weight")
         yield env.device == "cpu", "oneDNN runs on the CPU"
         available = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
         yield available, "oneDNN is not built in, or off"

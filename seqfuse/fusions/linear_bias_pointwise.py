@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..casts import dtype_of
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..hardware import STEP
@@ -37,7 +38,7 @@ class LinearBiasPointwise(ForwardFusion):
     def requires(self, env: Env) -> Requirements:
         yield from kernels_run(env)
         yield from kernel_takes_act(self.act)
-        one = env.cast(self.linear.weight.dtype) == env.dtype and one_dtype(self.linear, self.bias, env)
+        one = env.cast(dtype_of(self.linear, "weight")) == env.dtype and one_dtype(self.linear, self.bias, env)
         yield one, "input, weight and bias must have one dtype"
         keeps = self.act.reads == "input" or env.leaving is env.dtype
         yield keeps, f"{type(self.act).__name__} keeps y, which is cast for what comes next"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..casts import dtype_of
 from ..env import Env, autocast_of
-from ._read import parameter
 
 
 class Norm(sf.UnfusedOperation):
@@ -45,8 +45,8 @@ class Norm(sf.UnfusedOperation):
 
     def converts(self, env: Env) -> bool:
         """Whether ATen needs x in float32: its kernels for half inputs take parameters of their dtype only."""
-        weight = parameter(self, "weight")
-        return env.dtype.itemsize == 2 and weight is not None and (self.zero_centered or weight.dtype is not env.dtype)
+        own = dtype_of(self, "weight")
+        return env.dtype.itemsize == 2 and own is not None and (self.zero_centered or own is not env.dtype)
 
     def y_is_cast(self, env: Env) -> bool:
         """Whether y is cast for what comes next."""
@@ -79,8 +79,8 @@ class Norm(sf.UnfusedOperation):
 
     def as_parameter(self, gradient: Tensor, name: str) -> Tensor:
         """A gradient summed in the dtype of the statistics, rounded once to the dtype of its parameter."""
-        owner = parameter(self, name)
-        return gradient if owner is None or owner.dtype is gradient.dtype else gradient.to(owner.dtype)
+        own = dtype_of(self, name)
+        return gradient if own is None or own is gradient.dtype else gradient.to(own)
 
     def extra_repr(self) -> str:
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"

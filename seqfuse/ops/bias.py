@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..casts import dtype_of
 from ..env import Env, autocast_of
 from ._read import required
 
@@ -103,6 +104,11 @@ class Bias(sf.UnfusedOperation):
         if self._parts > 1:
             bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]
         return bias
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of `bias`, which is not read for it."""
+        return dtype_of(self._holder(), "bias")
 
     def _addend(self, x: Tensor) -> Tensor:
         bias = self.read()

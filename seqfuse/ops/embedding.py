@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..casts import dtype_of
 from ..errors import InputError
 from ..group import Group, Share, vocabulary_share
 from ._norm import stats_dtype
@@ -104,7 +105,7 @@ class Embedding(sf.UnfusedOperation):
 
     @property
     def y_dtype(self) -> torch.dtype:
-        return required(self, "weight").dtype
+        return dtype_of(self, "weight")
 
     @property
     def _rows(self) -> range:

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..casts import dtype_of
 from ._cache import current
 from ._norm import stats_dtype
-from ._read import parameter, required
+from ._read import required
 from ._takes import real, rows_of_table
 
 
@@ -72,8 +73,8 @@ class PositionEmbedding(sf.UnfusedOperation):
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         dx, dweight = dy if "x" in needs else None, None
-        owner = parameter(self, "weight")
-        if "weight" in needs and owner is not None:
+        own = dtype_of(self, "weight") if "weight" in needs else None
+        if own is not None:
             fit = dy.to(stats_dtype(dy))
             dweight = fit.new_zeros(self.max_positions, self.embedding_dim)
             if saved.positions is None:
@@ -81,7 +82,7 @@ class PositionEmbedding(sf.UnfusedOperation):
             else:
                 positions = saved.positions.long().expand(dy.shape[:-1]).reshape(-1)
                 dweight.index_add_(0, positions, fit.flatten(0, -2))
-            dweight = dweight.to(owner.dtype)
+            dweight = dweight.to(own)
         return dx, {"weight": dweight}
 
     def _rows(self, weight: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import operation as sf
+from ..casts import dtype_of
 from ..env import Env
 from ._attention import unflatten
 from ._norm import rows_summed, stats_dtype
@@ -141,8 +142,8 @@ class QKNorm(sf.UnfusedOperation):
         over = 2 if self.full_width else 1
         for prefix, part in (("q", slice(self.heads)), ("k", slice(self.heads, known))):
             for name, t in ((f"{prefix}_weight", product), (f"{prefix}_bias", d)):
-                if name in needs and (owner := parameter(self, name)) is not None:
-                    grads[name] = rows_summed(t[..., part, :].to(rstd.dtype), over).flatten().to(owner.dtype)
+                if name in needs and (own := dtype_of(self, name)) is not None:
+                    grads[name] = rows_summed(t[..., part, :].to(rstd.dtype), over).flatten().to(own)
         if "x" not in needs:
             return None, grads
         gain = self._gain(saved.q_weight, saved.k_weight, rstd.dtype)

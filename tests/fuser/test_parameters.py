@@ -604,6 +604,55 @@ def test_parametrized_parameters_train_their_originals(register: Callable[[nn.Mo
     both(mine, its, x)
 
 
+class Counted(nn.Module):
+    """Gives what it gets, in another dtype if it is told so, and counts."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.calls, self.dtype = 0, dtype
+
+    def forward(self, w: Tensor) -> Tensor:
+        self.calls += 1
+        return w.to(self.dtype or w.dtype)
+
+
+COUNTED: dict[str, tuple[Callable[[], Any], str]] = {
+    "Linear": (lambda: ops.Linear(12, 12), "weight"),
+    "Linear's bias": (lambda: ops.Linear(12, 12), "bias"),
+    "LayerNorm": (lambda: ops.LayerNorm(12), "weight"),
+    "RMSNorm": (lambda: ops.RMSNorm(12), "weight"),
+    "QKNorm": (lambda: ops.QKNorm(2, 2), "q_weight"),
+    "PositionEmbedding": (lambda: ops.PositionEmbedding(12, 12), "weight"),
+    "Embedding": (lambda: ops.Embedding(12, 12), "weight"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_parametrization_runs_once_in_a_step_and_not_where_it_is_planned(name: str, dtype: torch.dtype) -> None:
+    make, attribute = COUNTED[name]
+    model = sf.Sequential(make(), ops.GeLU()).to(dtype)
+    x = torch.arange(7) if name == "Embedding" else tensor(7, 12, dtype=dtype)
+    counted = Counted()
+    parametrize.register_parametrization(model[0], attribute, counted)
+    counted.calls = 0
+    str(model.plan(x))
+    assert counted.calls == 0
+    for step in (1, 2):
+        model(x).sum().backward()
+        assert counted.calls == step
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm", "PositionEmbedding"])
+def test_a_parametrization_may_give_another_dtype_than_it_is_made_from(name: str) -> None:
+    make, attribute = COUNTED[name]
+    model, x = sf.Sequential(make(), ops.GeLU()), tensor(7, 12, dtype=torch.bfloat16)
+    parametrize.register_parametrization(model[0], attribute, Counted(torch.bfloat16), unsafe=True)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert model[0].parametrizations[attribute].original.grad.dtype is torch.float32
+
+
 def test_a_second_parameter_parametrized_after_a_call_is_seen() -> None:
     mine, its = pair()
     x = tensor(7, 5)
