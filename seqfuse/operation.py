@@ -135,8 +135,11 @@ class Traffic(NamedTuple):
     flops: float = 0
 
 
-def _unstated(self: Any, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(f"{type(self).__name__} does not state this")
+def _unstated(name: str) -> Callable[..., Any]:
+    def missing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} states no {name}")
+
+    return missing
 
 
 class UnfusedOperation(FusableOperation):
@@ -216,13 +219,13 @@ class UnfusedOperation(FusableOperation):
         if missing:
             raise definition_error(cls, f"bwd must take {', '.join(sorted(missing))} by keyword", "def bwd")
 
-    reference: ClassVar[Callable[..., Any]] = _unstated
+    reference: ClassVar[Callable[..., Any]] = _unstated("reference")
     """`reference(x, ...)`: the math in plain, differentiable torch; `(y, {output: tensor})` with declared outputs."""
 
-    fwd: ClassVar[Callable[..., Any]] = _unstated
+    fwd: ClassVar[Callable[..., Any]] = _unstated("fwd")
     """`fwd(x, ...)`: `(y, Saved)`, or `(y, {output: tensor}, Saved)`."""
 
-    bwd: ClassVar[Callable[..., Any]] = _unstated
+    bwd: ClassVar[Callable[..., Any]] = _unstated("bwd")
     """`bwd(dy, saved, ...)`: `(dx, Grads)`."""
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:

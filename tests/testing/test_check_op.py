@@ -180,6 +180,14 @@ def test_the_generators_of_the_caller_stay_where_they_were():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_what_a_class_does_not_state_is_named():
+    class Nothing(sf.Pointwise):
+        """States no math."""
+
+    with pytest.raises(AssertionError, match="NotImplementedError: Nothing states no reference"):
+        check_op(Nothing(), X)
+
+
 def test_refuses_a_container():
     with pytest.raises(AssertionError, match="cannot be fused or checked"):
         check_op(torch.nn.ReLU(), X)
