@@ -11,7 +11,7 @@ import pytest
 
 from seqfuse.testing import operations, probe
 
-SHARE = 12 if os.environ.get("TRITON_INTERPRET") == "1" else 8
+SHARE = 12 if os.environ.get("TRITON_INTERPRET") == "1" else 4
 """Every list gets the first case, those without gradients, and one of this many of the others, another list others."""
 
 
