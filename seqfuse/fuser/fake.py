@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..casts import casts_apart
+from ..env import Env
 
 
 @contextlib.contextmanager
@@ -35,6 +36,19 @@ def faking(mode: Any = None) -> Generator[Any]:
             yield entered
     finally:
         torch.set_autocast_cache_enabled(kept)
+
+
+def placed(t: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor, or one like it of another device and dtype."""
+    same = t.device == device and t.dtype is dtype
+    return t if same else torch.empty_like(t, device=device, dtype=dtype, requires_grad=t.requires_grad)
+
+
+def autocasting(env: Env, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The autocast of an environment, on the device of fake tensors."""
+    if not torch.amp.is_autocast_available(device.type):  # as on meta
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, env.autocast, env.autocast is not None)
 
 
 @contextlib.contextmanager

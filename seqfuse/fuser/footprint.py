@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,11 +14,11 @@ from ..fusion import FusedOperation
 from ..saved import Recompute, Saved
 from .budget import Kept
 from .cost_lookup import describe
-from .dtypes import Border, recast
-from .fake import faking
+from .dtypes import Border
+from .fake import autocasting, faking, placed
 from .fallback import at as found_at
 from .flatten import Node
-from .interpret import drawn, fit
+from .interpret import call, returned
 from .schedule import Candidate
 from .step import Step
 from .wants import Wants
@@ -60,7 +59,7 @@ class Footprint:
         """What is saved with these candidates, or why it is not known; it is found once."""
         if self._found is None:
             try:
-                with torch.no_grad(), self._cast(), faking() as mode, cast_once():
+                with torch.no_grad(), autocasting(self._env, self._place), faking() as mode, cast_once():
                     self._found = self._look(candidates, mode)
             except Exception as error:
                 self._found = f"{type(error).__name__}: {error}"
@@ -71,17 +70,9 @@ class Footprint:
         """What was found."""
         return self._found if isinstance(self._found, Kept) else None
 
-    def _cast(self) -> contextlib.AbstractContextManager[Any]:
-        kind, dtype = self._place.type, self._env.autocast
-        if not torch.amp.is_autocast_available(kind):  # as on meta
-            return contextlib.nullcontext()
-        return torch.autocast(kind, dtype, dtype is not None)
-
     def _look(self, candidates: Sequence[Candidate], mode: Any) -> Kept | str:
         def like(t: Tensor, dtype: torch.dtype) -> Tensor:
-            fake: Tensor = mode.from_tensor(t.detach())
-            same = fake.device == self._place and fake.dtype is dtype
-            return fake if same else torch.empty_like(fake, device=self._place, dtype=dtype)
+            return placed(mode.from_tensor(t.detach()), self._place, dtype)
 
         x = like(self._x, self._env.dtype if self._x.is_floating_point() else self._x.dtype)
         channels = {name: like(t, t.dtype) for name, t in self._channels.items()}
@@ -180,13 +171,8 @@ class _Tried:
     def _run(
         self, step: Step, x: Tensor, channels: Mapping[str, Tensor], env: Env
     ) -> tuple[Tensor, dict[str, Tensor], Any]:
-        operation = step.operation
-        given = step.constants(env)
-        given |= {name: fit(channels[channel], operation.layout) for name, channel in step.reads}
-        given |= {name: drawn(self._seeds, index) for name, index in step.seeds}
-        y, *rest = operation.fwd(fit(recast(x, step.cast), operation.layout), **given)
-        made: Mapping[str, Tensor] = rest.pop(0) if operation.outputs else {}
-        return y, {channel: made[name] for name, channel in step.writes}, rest[0]
+        y, made, saved = returned(step, call(step, env, x, channels, self._seeds)[0])
+        return y, {channel: made[name] for name, channel in step.writes}, saved
 
 
 def _storage(t: Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..env import Env
 from ..errors import PluginError
 from ..fusion import BackwardFusion
 from ..maingrad import MainGrads, accumulated
@@ -86,14 +87,26 @@ def forward(
 def _call(
     segment: Segment, step: Step, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Tensor], Any]:
-    layout: Layout = step.operation.layout
-    given = step.constants(segment.context.env)
-    given |= {name: fit(channels[channel], layout) for name, channel in step.reads}
-    given |= {name: drawn(seeds, index) for name, index in step.seeds}
-    x = fit(recast(x, step.cast), layout)
-    out = step.operation.fwd(x, **given)
+    out, x, given = call(step, segment.context.env, x, channels, seeds)
     if (step.key, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
         segment.checked.add((step.key, False))
+    return returned(step, out)
+
+
+def call(
+    step: Step, env: Env, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
+) -> tuple[Any, Tensor, dict[str, Any]]:
+    """What the forward of a step returns, and what it was given: x and keyword arguments."""
+    layout: Layout = step.operation.layout
+    given = step.constants(env)
+    given |= {name: fit(channels[channel], layout) for name, channel in step.reads}
+    given |= {name: _drawn(seeds, index) for name, index in step.seeds}
+    x = fit(recast(x, step.cast), layout)
+    return step.operation.fwd(x, **given), x, given
+
+
+def returned(step: Step, out: Any) -> tuple[Tensor, Mapping[str, Tensor], Any]:
+    """Of what a forward returned, y, the extra outputs and what is saved."""
     none: dict[str, Any] = {}
     results = iter(out) if step.operation.outputs or not step.inference else iter((out,))
     y = next(results)
@@ -188,10 +201,10 @@ def _call_back(
     return out
 
 
-def drawn(seeds: Tensor | None, index: Drawn) -> Any:
+def _drawn(seeds: Tensor | None, index: Drawn) -> Any:
     """The seed at an index, or `None`; a tuple of them for a tuple."""
     if isinstance(index, tuple):
-        return tuple(drawn(seeds, i) for i in index)
+        return tuple(_drawn(seeds, i) for i in index)
     return None if index is None or seeds is None else seeds[index]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from ..env import Env
 from ..settings import fusing
-from .fake import faking
+from .fake import autocasting, faking, placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +65,14 @@ def measure(
             return t
 
         with faking() as mode, flop_counter.FlopCounterMode(display=False, custom_mapping=extra) as counter:
-            given = {name: _placed(mode.from_tensor(value), place, value.dtype) for name, value in channels.items()}
-            entering = _placed(mode.from_tensor(x), place, env.dtype if x.is_floating_point() else x.dtype)
+            given = {name: placed(mode.from_tensor(value), place, value.dtype) for name, value in channels.items()}
+            entering = placed(mode.from_tensor(x), place, env.dtype if x.is_floating_point() else x.dtype)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
                 run(entering, given, planned)
         return sum(storage.nbytes() for storage in kept.values()), counter.get_total_flops()
 
-    cast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if torch.amp.is_autocast_available(place.type):  # not on meta
-        cast = torch.autocast(place.type, env.autocast, env.autocast is not None)
     try:
-        with torch.set_grad_enabled(env.grad), cast:
+        with torch.set_grad_enabled(env.grad), autocasting(env, place):
             with fusing(on_error="raise"):
                 saved, _ = once(True)
             with fusing(False):
@@ -84,9 +80,3 @@ def measure(
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return Memory(saved, unfused, flops)
-
-
-def _placed(t: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A fake tensor, or one like it of another device and dtype."""
-    same = t.device == device and t.dtype is dtype
-    return t if same else torch.empty_like(t, device=device, dtype=dtype, requires_grad=t.requires_grad)

@@ -153,16 +153,12 @@ class Step:
             return ()
         return tuple(record for record in self.records if record.kept)
 
-    @property
-    def _own_record(self) -> tuple[Record, ...]:
-        cls: type[Saved] = self.operation.Saved
-        return (Record((), ~self.start, cls, cls.kept(self.needed)),)
-
     @cached_property
     def records(self) -> tuple[Record, ...]:
         """The records of the operations, in order; of a joint fusion its own."""
         if self.joint:
-            return self._own_record
+            own: type[Saved] = self.operation.Saved
+            return (Record((), ~self.start, own, own.kept(self.needed)),)
         found: list[Record] = []
         for place, _, position, node, needs in self.members:
             cls: type[Saved] = node.operation.Saved  # pyright: ignore[reportAssignmentType]
