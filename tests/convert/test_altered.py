@@ -514,6 +514,15 @@ def test_weights_that_are_dropped_without_a_number_are_dropped_by_half():
     assert [op.dropout for op in found if isinstance(op, ops.Attention)] == [0.5]
 
 
+def test_a_norm_without_a_number_has_that_of_torch():
+    model = Layers(lambda m, x: m.b(F.layer_norm(m.a(x), (8,), m.w))).double()
+    graph, _ = recorded(model, torch.randn(2, 4, 8, dtype=torch.float64), renames=True, tensors=lambda y: [y])
+    for node in graph.graph.find_nodes(op="call_function", target=F.layer_norm):
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != "eps"}  # as Dynamo captures it
+    found = [op for graph in rewrite(graph, Options()) for region in graph.regions for op in region.order.operations]
+    assert [op.eps for op in found if isinstance(op, ops.LayerNorm)] == [1e-5]
+
+
 def test_parameters_are_lent_for_a_call():
     replayed = assert_same_recorded(*altered("another eps"))
     regions = [region for graph in replayed.graphs for region in graph.regions]

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fuser import interpret
-from seqfuse.fuser.dtypes import under_autocast
+from seqfuse.fuser.dtypes import Border, along_of, under_autocast
 from seqfuse.fuser.fake import recorded
 from seqfuse.fuser.flatten import flatten
 
@@ -146,3 +146,11 @@ def test_autocast_leaves_float64_and_integers_as_they_are():
     for dtype in (torch.float64, torch.int64, torch.bool):
         assert env.cast(dtype) is dtype
     assert env.cast(torch.float32) is env.cast(torch.float16) is torch.bfloat16
+
+
+def test_a_fusion_gives_what_comes_next_takes_only_where_it_makes_the_cast():
+    wide, narrow = torch.float32, torch.bfloat16
+    borders = Border(wide, narrow), Border(narrow, narrow), Border(wide, narrow)
+    assert along_of(borders, True) == (narrow, narrow, narrow)
+    assert along_of(borders, False) == (narrow, narrow, wide)
+    assert along_of((), False) == ()

@@ -778,6 +778,11 @@ def test_stages_of_a_count_are_balanced_where_a_single_tensor_crosses(one: Any):
     assert [*staged._modules].index("boundary1") == 6  # the last operation has most of the parameters
 
 
+def test_operations_without_parameters_are_balanced_by_their_number(one: Any):
+    staged = pipeline(sf.Sequential(*(ops.Tanh() for _ in range(6))), one, stages=2)
+    assert [*staged._modules].index("boundary1") == 3
+
+
 def test_a_stage_may_begin_where_a_module_is_met_again(one: Any):
     tanh = ops.Tanh()
     alone = sf.Sequential(ops.Linear(4, 6), tanh, ops.Linear(6, 6), tanh, ops.Linear(6, 3)).double()

@@ -923,9 +923,9 @@ def test_a_copy_of_a_model_holds_real_numbers_within_the_block_only() -> None:
 
 def test_settings_of_every_plain_kind_tell_operations_apart():
     class Configured(sf.Pointwise):
-        def __init__(self, value: Any) -> None:
+        def __init__(self, setting: Any) -> None:
             super().__init__()
-            self.value = value
+            self.setting = setting
 
         def reference(self, x: Tensor) -> Tensor:
             return torch.tanh(x)
