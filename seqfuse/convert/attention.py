@@ -120,9 +120,9 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
     if isinstance(first, str):
         across = _across(parts, mask, how, out, took)
         return first if across is None else across
-    raised = [first]
+    raised = first
     if q.norm is not None and k.norm is not None:
-        normed = _normed(q, k, first.out, node)
+        normed = _normed(q, k, raised[-1].out, node)
         if isinstance(normed, str):
             return normed
         raised.append(normed)
@@ -169,17 +169,18 @@ def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took:
     return [Raised(operation, q.source, out, [*took, out], out, {}, given)]
 
 
-def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> Raised | str:
-    """The product, or the merged products, that make queries, keys and values side by side."""
+def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> list[Raised] | str:
+    """The product, or the merged products, that make queries, keys and values side by side, or what lays them so."""
     sources = [p.source for p in parts]
     sizes = [e.shape[-1] for s in sources if (e := example(s)) is not None]
     whole = all(same_size(size, p.heads * p.size) and p.start == 0 for size, p in zip(sizes, parts, strict=False))
     if all(spelled(s) == "linear" for s in sources) and whole and len(set(sources)) == 3:
         found = merged(sources, out, [])
-        return found if found is not None else "queries, keys and values are made of different tensors"
-    starts, place = [p.start for p in parts], 0
-    for p, start in zip(parts, starts, strict=True):
-        if start != place:
+        return [found] if found is not None else "queries, keys and values are made of different tensors"
+    interleaved = [(p.part, p.of, p.heads) for p in parts] == [(i, 3, parts[0].heads) for i in range(3)]
+    place = 0
+    for p in parts:
+        if (p.start, p.of) != ((0, 3) if interleaved else (place, 1)):
             return "queries, keys and values do not lie side by side"
         place += p.heads * p.size
     e = example(sources[0])
@@ -191,8 +192,14 @@ def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> Raised | str:
         return "queries, keys and values are not made by a GEMM with a parameter"
     (r,) = found
     took += r.took
-    r.out, r.took = out, r.took
-    return r
+    if not interleaved:
+        r.out = out
+        return found
+    heads, size, made = parts[0].heads, parts[0].size, [Inner() for _ in range(3)]
+    laid = (ops.Reshape(heads, 3, size), ops.Transpose(-3, -2), ops.Reshape(3 * heads * size, dims=3))
+    r.out = made[0]
+    steps = zip(laid, made, (*made[1:], out), strict=True)
+    return [r, *(Raised(operation, x, y, [], source) for operation, x, y in steps)]
 
 
 def _normed(q: Heads, k: Heads, x: Value, node: Node) -> Raised | str:

@@ -28,6 +28,7 @@ class Heads:
         rope: cosines, sines, how many elements of a head are turned, and the style.
         norm: of each head, or before they are heads.
         factor: what they are multiplied by.
+        part: which of the `of` parts of each head of the source they are, where queries, keys and values interleave.
     """
 
     seen: Node
@@ -38,6 +39,8 @@ class Heads:
     rope: tuple[Any, Any, int, str] | None
     norm: Norm | None
     factor: float
+    part: int = 0
+    of: int = 1
 
 
 def heads_of(node: Any, took: list[Node]) -> Heads | str:
@@ -50,6 +53,7 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
     seen, factor = node, 1.0
     rope, norm = None, None
     transposed = False
+    part, of, cut = 0, 1, None
     while True:
         node = narrow_of(node, took)
         name = spelled(node)
@@ -62,11 +66,17 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
             norm = found
             took += found.took
             node = found.x
-        elif transposed and name in ("view", "reshape", "unflatten") and _splits_heads(node, size):
+        elif transposed and name in ("view", "reshape", "unflatten") and _splits_heads(node, size * of):
             took.append(node)
             heads: Any = example(node).shape[-2]  # pyright: ignore[reportOptionalMemberAccess]
             node = node.args[0]
             break
+        elif transposed and of == 1 and cut is None and (cut := _cut(node)) is not None:
+            took.append(node)
+            node = node.args[0]
+        elif name == "getitem" and of == 1 and cut is None and (third := _third(node, size, took)) is not None:
+            node, part = third
+            of = 3
         elif name == "getitem" and part_of(node, []) is not None:
             return "queries, keys and values lie within each head of one GEMM's result, not side by side"
         else:
@@ -79,9 +89,41 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
     if norm is None and (found := scaled(node)) is not None:
         took.append(node)
         node, factor = narrow_of(found[0], took), found[1]
-    part = part_of(node, took)
-    source, start = (node, 0) if part is None else (back(part[0], took), part[1])
-    return Heads(seen, source, start, heads, size, rope, norm, factor)
+    stretch = part_of(node, took)
+    source, start = (node, 0) if stretch is None else (back(stretch[0], took), stretch[1])
+    if cut is not None:
+        start, heads = start + cut[0] * size, cut[1]
+    return Heads(seen, source, start, heads, size, rope, norm, factor, part, of)
+
+
+def _cut(node: Any) -> tuple[int, int] | None:
+    """The first of some heads that are taken of [B, S, H, D], and how many they are."""
+    e = example(node)
+    if spelled(node) != "getitem" or e is None or e.ndim != 4 or not isinstance(node.args[1], tuple):
+        return None
+    *before, index, after = cast("tuple[Any, ...]", node.args[1])
+    whole = example(node.args[0])
+    every = before == [Ellipsis] or before == [slice(None), slice(None)]
+    if not every or after != slice(None) or whole is None or whole.ndim != 4 or not is_fixed(whole.shape[2]):
+        return None
+    heads: list[int] = list(range(whole.shape[2]))
+    if isinstance(index, slice) and all(n is None or isinstance(n, int) for n in (index.start, index.stop)):
+        found = heads[index] if index.step in (None, 1) else []
+    else:
+        one = isinstance(index, list) and len(cast("list[Any]", index)) == 1 and isinstance(index[0], int)
+        found = [heads[index[0]]] if one else []
+    return (found[0], len(found)) if found else None
+
+
+def _third(node: Any, size: int, took: list[Node]) -> tuple[Any, int] | None:
+    """What a node is the first, second or third part of, along the last dimension, and which of them."""
+    own: list[Node] = []
+    found = part_of(node, own)
+    e = None if found is None else example(found[0])
+    if found is None or e is None or found[2] != size or not same_size(e.shape[-1], 3 * size) or found[1] % size:
+        return None
+    took += own
+    return found[0], found[1] // size
 
 
 def _ungrouped(node: Node, took: list[Node]) -> Node:

@@ -57,8 +57,8 @@ def _unflattened(flat: Any, node: Node, took: list[Node]) -> tuple[Any, Node]:
 
 def product_ending_at(node: Node) -> Found:
     """The `Linear` whose result a node is."""
-    if spelled(node) == "linear":
-        return raise_linear(node)
+    if spelled(node) in ("linear", "matmul"):
+        return raise_linear(node) if spelled(node) == "linear" else raise_matmul(node)
     if spelled(node) in ("view", "reshape") and spelled(node.args[0]) == "addmm":
         found = raise_addmm(node.args[0])  # pyright: ignore[reportArgumentType]
         return found if isinstance(found, list) and found[0].out is node else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from torch.fx import Graph, Node
 
@@ -13,8 +13,10 @@ class CannotOrder(Exception):
     """No order of the nodes keeps modes and changes in place where they were."""
 
 
-def sort(graph: Graph, state: Mapping[Node, State]) -> None:
+def sort(graph: Graph, state: Mapping[Node, State], dead: Container[Node]) -> None:
     """Move every node behind those whose values it reads, otherwise keeping the order.
+
+    Nodes that are `dead` will not run, and so change nothing in place.
 
     Nodes are moved, not copied, because Dynamo and Inductor keep notes on them.
 
@@ -23,13 +25,13 @@ def sort(graph: Graph, state: Mapping[Node, State]) -> None:
     """
     nodes = list(graph.nodes)
     last = nodes[0].prev  # the root of the list
-    for node in _sorted(nodes, state):
+    for node in _sorted(nodes, state, dead):
         last.append(node)
         last = node
 
 
-def _sorted(nodes: Sequence[Node], state: Mapping[Node, State]) -> list[Node]:
-    units = _units(nodes, state)
+def _sorted(nodes: Sequence[Node], state: Mapping[Node, State], dead: Container[Node]) -> list[Node]:
+    units = _units(nodes, state, dead)
     of = {node: i for i, unit in enumerate(units) for node in unit}
     before: list[set[int]] = []
     barrier, since = None, list[int]()
@@ -38,7 +40,7 @@ def _sorted(nodes: Sequence[Node], state: Mapping[Node, State]) -> list[Node]:
         if barrier is not None:
             reads.add(barrier)
         since.append(i)
-        if any(map(in_place, unit)) or unit[0].op == "output":
+        if any(in_place(node) and node not in dead for node in unit) or unit[0].op == "output":
             reads |= set(since) - {i}
             barrier, since = i, []
         before.append(reads)
@@ -53,7 +55,7 @@ def _sorted(nodes: Sequence[Node], state: Mapping[Node, State]) -> list[Node]:
     return order
 
 
-def _units(nodes: Sequence[Node], state: Mapping[Node, State]) -> list[list[Node]]:
+def _units(nodes: Sequence[Node], state: Mapping[Node, State], dead: Container[Node]) -> list[list[Node]]:
     """Nodes one by one, those under another mode than the first as one unit, sorted in itself."""
     base = _mode(state[nodes[0]])
     units: list[list[Node]] = []
@@ -62,7 +64,7 @@ def _units(nodes: Sequence[Node], state: Mapping[Node, State]) -> list[list[Node
         if _mode(state[node]) != base:
             block.append(node)
         elif block:
-            inner = _sorted(block[1:], state) if len(block) > 1 else []
+            inner = _sorted(block[1:], state, dead) if len(block) > 1 else []
             units.append([block[0], *inner, node] if is_state(node) else [block[0], *inner])
             block = []
             if not is_state(node):
@@ -70,7 +72,7 @@ def _units(nodes: Sequence[Node], state: Mapping[Node, State]) -> list[list[Node
         else:
             units.append([node])
     if block:
-        units.append([block[0], *(_sorted(block[1:], state) if len(block) > 1 else [])])
+        units.append([block[0], *(_sorted(block[1:], state, dead) if len(block) > 1 else [])])
     return units
 
 

@@ -170,7 +170,7 @@ def _replace(gm: GraphModule, regions: list[tuple[Chain, Region]], dead: set[Nod
             if user not in dead and user is not holder:
                 user.replace_input_with(value, holder)
     try:
-        sort(graph, state)
+        sort(graph, state, dead)
     except CannotOrder:
         for value, holder in holders.items():
             holder.replace_all_uses_with(value)

@@ -345,6 +345,26 @@ short("attention between rows of heads", lambda m, x: S(*(t.transpose(1, 2) for 
 short("values first", lambda m, x: joined(S(*[heads(t) for t in m.qkv(x).chunk(3, -1)[::-1]])))
 short("one tensor for all", lambda m, x: joined(S(k := heads(m.b(x)), k, k)))
 short("heads by heads", lambda m, x: joined(S(*heads(m.qkv(x)).chunk(3, -1))))
+short("heads by heads, values first", lambda m, x: joined(S(*heads(m.qkv(x)).chunk(3, -1)[::-1])))
+short("heads by heads, keys again", lambda m, x: joined(S(*[heads(m.qkv(x)).chunk(3, -1)[i] for i in (0, 1, 1)])))
+
+
+def cut(name: str, *parts: Any, **how: Any) -> None:
+    """Six heads of four elements, some of them queries, some keys, some values."""
+
+    def call(m: Layers, x: Tensor) -> Tensor:
+        h = m.qkv(x).view(2, 4, 6, 4)
+        return joined(S(*(h[..., part, :].transpose(1, 2) for part in parts), **how))
+
+    short(name, call)
+
+
+cut("heads cut", slice(0, 2), slice(2, 4), slice(4, None))
+cut("heads cut for one of keys", slice(None, -2), [-2], [-1], enable_gqa=True)
+cut("heads cut in another order", slice(2, 4), slice(0, 2), slice(4, 6))
+cut("heads cut twice", slice(0, 2), slice(1, 3), slice(4, 6))
+cut("heads cut with a step", slice(0, 6, 3), slice(1, 6, 3), slice(2, 6, 3))
+cut("heads cut by a list", [0, 1], [3, 2], [4, 5])
 short("a row less", lambda m, x: joined(S(heads(m.a(x)), heads(m.b(x)[:, :3]), heads(m.c(x)[:, :3]))))
 short("part of a product", lambda m, x: joined(S(heads(m.qkv(x)[..., :8]), heads(m.b(x)), heads(m.c(x)))))
 short("queries with a bias", lambda m, x: joined(S((t := qkv(m, x))[0] + m.w[:4], *t[1:])))
