@@ -101,12 +101,12 @@ def states(nodes: Iterable[Node], functional: Any = (), touched: Iterable[Node] 
     return found
 
 
-def returned(graph: Graph) -> set[object]:
+def returned(graph: Graph) -> set[Node]:
     """Values with a gradient that leave a graph, where somebody may ask for that gradient.
 
     It is complete only if no call that makes such a value also reads it.
     """
-    found: set[object] = set()
+    found: set[Node] = set()
     for node in graph.find_nodes(op="output")[0].all_input_nodes:
         if (e := example(node)) is not None and e.requires_grad:
             same = [node]

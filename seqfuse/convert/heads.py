@@ -107,11 +107,14 @@ def _cut(node: Any) -> tuple[int, int] | None:
     if not every or after != slice(None) or whole is None or whole.ndim != 4 or not is_fixed(whole.shape[2]):
         return None
     heads: list[int] = list(range(whole.shape[2]))
-    if isinstance(index, slice) and all(n is None or isinstance(n, int) for n in (index.start, index.stop)):
-        found = heads[index] if index.step in (None, 1) else []
-    else:
-        one = isinstance(index, list) and len(cast("list[Any]", index)) == 1 and isinstance(index[0], int)
-        found = [heads[index[0]]] if one else []
+    found: list[int] = []
+    if isinstance(index, slice):
+        stretch = cast("slice[Any, Any, Any]", index)
+        fixed = all(n is None or isinstance(n, int) for n in (stretch.start, stretch.stop))
+        found = heads[stretch] if fixed and stretch.step in (None, 1) else []
+    elif isinstance(index, list):
+        several = cast("list[Any]", index)
+        found = [heads[several[0]]] if len(several) == 1 and isinstance(several[0], int) else []
     return (found[0], len(found)) if found else None
 
 

@@ -130,7 +130,7 @@ def raised(
                     reasons.setdefault(node, "between its calls a mode or a tensor changes, or nobody reads it")
 
 
-def _inner(found: list[Raised], took: set[Node]) -> set[object]:
+def _inner(found: list[Raised], took: set[Node]) -> set[Node]:
     """The values that operations replace, but for those that they read, return or have a view of."""
     views = {view.node for r in found if isinstance(r.out, Inner) for view in r.out.views}
     known = {*(n for r in found for n in r.inputs), *(r.out for r in found), *views}
