@@ -6,8 +6,10 @@ import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..env import Env
+from ..errors import InputError
 from ..fusion import Requirements
 from ..ops import Bias
 from ..pointwise import Gated, Pointwise
@@ -23,6 +25,18 @@ def kernels_run(env: Env) -> Requirements:
 def bias_fits(bias: Bias | None, env: Env) -> bool:
     """Whether x + bias has the dtype of x: else torch promotes it, but under autocast."""
     return bias is None or env.autocast is not None or bias.dtype == env.dtype
+
+
+def sum_dtype(*summed: Tensor) -> torch.dtype:
+    """The dtype that torch promotes a sum to.
+
+    Raises:
+        InputError: for float64, since kernels of a narrower input sum in float32; the operations then run unfused.
+    """
+    dtype = functools.reduce(torch.promote_types, [t.dtype for t in summed])
+    if dtype is torch.float64:
+        raise InputError("its kernel sums in float32, not in float64", code="SF102", operation="Add")
+    return dtype
 
 
 def kernel_takes_act(act: Pointwise) -> Requirements:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout
+from ._kernels import sum_dtype
 from ._linear import as_rows
 from ._pointwise import kernel_takes_chain
 
@@ -54,7 +54,7 @@ class BiasDropoutAdd(ForwardFusion):
                 self.add.fwd(x, other=add_other)  # raises, saying what does not fit
             operands.append(add_other)
             saved["add"] = Add.NOTHING
-            dtype = torch.promote_types(dtype, add_other.dtype)
+            dtype = sum_dtype(x, add_other)
         steps = _chain(self.bias is not None, drop.p, drop.mode == "upscale_in_train", self.add is not None, False)
         y: Any = pointwise(x, steps, operands, dtype=dtype)[0]
         return y, saved

@@ -11,6 +11,7 @@ from ..env import Env, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
+from ._kernels import sum_dtype
 from ._norm import Record, kernels_take, norm_fwd, recorded_bwd
 
 if TYPE_CHECKING:
@@ -122,12 +123,12 @@ def boundary_fwd(
     **around: Any,
 ) -> tuple[Forward, Record, Tensor | None]:
     """Slots `bias` to `norm`, the norm's record, and the seed if it was read; `around` is for the kernel."""
-    stream = torch.promote_types(x.dtype, other.dtype)
+    stream = sum_dtype(x, other)
     around["residual"] = other
     if bias is not None:
         row = bias.read()
         if row.dtype is not x.dtype and autocast_of(x.device.type) is None:  # under it the bias takes the dtype of x
-            stream = torch.promote_types(stream, row.dtype)
+            stream = sum_dtype(x, other, row)
         around["pre_bias"] = row.contiguous()
     if dropout is None or not dropout.random:
         seed = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import saved as context
@@ -25,7 +24,7 @@ from ._gemm import (
     tf32,
     weight_of,
 )
-from ._kernels import device
+from ._kernels import device, sum_dtype
 from ._linear import as_rows
 from .bias_dropout_add import branch_bwd
 from .block_end import drops
@@ -112,7 +111,7 @@ class LinearActivationLinear(JointFusion):
             shape = (*x.shape[:-1], out.shape[0])
             if add_other.shape != shape:
                 self.add.fwd(x.new_empty(shape), other=add_other)  # raises, saying what does not fit
-            dtype = torch.promote_types(dtype, add_other.dtype)
+            dtype = sum_dtype(x, add_other)
         drop = mask(self.out_dropout, out_seed)
         bias = bias_of(self.out_bias)
         return gemm.linear(h, out, bias, dropout=drop, residual=add_other, dtype=dtype, tf32=tf32())[0], record

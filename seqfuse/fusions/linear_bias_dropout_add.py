@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..env import Env
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Dropout, Linear
 from ._gemm import bias_of, kernel_takes, kernel_takes_dropout, mask, tf32, weight_of
+from ._kernels import sum_dtype
 
 
 class LinearBiasDropoutAdd(ForwardFusion):
@@ -49,6 +49,6 @@ class LinearBiasDropoutAdd(ForwardFusion):
             seed = dropout_seed if drop.random else None
             saved["dropout"] = Dropout.Saved(seed=seed, p=drop.p)
             dropout = mask(drop, seed)
-        dtype = torch.promote_types(x.dtype, add_other.dtype)
+        dtype = sum_dtype(x, add_other)
         y, _ = gemm.linear(x, weight, bias_of(self.bias), dropout=dropout, residual=add_other, dtype=dtype, tf32=tf32())
         return y, saved

@@ -78,3 +78,22 @@ def test_a_wrong_fusion_is_found(name: str, device: torch.device, mutant: Callab
     list_ = (bias(8).to(device), ops.Dropout(0.3), ops.Add("other"))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(getattr(changed, fusion), seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
+
+
+@pytest.mark.parametrize("norm", [(), (ops.LayerNorm(8, dtype=torch.float64),)], ids=["", "before a norm"])
+def test_a_sum_in_float64_is_left_to_the_operations(norm: tuple[ops.LayerNorm, ...], device: torch.device):
+    model = sf.Sequential(bias(8), ops.Dropout(0.3), ops.Add("other"), *norm).to(device)
+
+    def passes() -> list[torch.Tensor]:
+        x, other = seeded_randn((5, 8), 0).to(device), seeded_randn((5, 8), 1, dtype=torch.float64).to(device)
+        torch.manual_seed(0)
+        y = model(x.requires_grad_(), other=other.requires_grad_())
+        return [y, *torch.autograd.grad(y.square().sum(), (x, other, *model.parameters()))]
+
+    x = seeded_randn((5, 8), 0).to(device)
+    assert model.plan(x, other=x).forward[0].name in ("BiasDropoutAdd", "BlockBoundary")
+    fused = passes()
+    with sf.fusing(False):
+        unfused = passes()
+    torch.testing.assert_close(fused[0], unfused[0], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(fused[1:], unfused[1:])
