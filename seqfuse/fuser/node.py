@@ -164,10 +164,11 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
     if torch.compiler.is_dynamo_compiling():  # as compiled autograd does
         return False
     try:
-        if not all(map(executes, filter(None, map(_first, ctx.next_functions)))):
+        nodes: Iterable[Any] = filter(None, map(_first, ctx.next_functions))
+        if not all(map(executes, nodes)):
             return False
     except RuntimeError:  # there is a leaf whose gradient is to be returned
-        if not all(map(_will_run, filter(None, map(_first, ctx.next_functions)))):
+        if not all(fn is None or _will_run(fn) for fn, _ in ctx.next_functions):
             return False
     if ctx.leaves is not None:
         return not any(map(_attributes, ctx.leaves)) or not any("main_grad" in p.__dict__ for p in ctx.leaves)
