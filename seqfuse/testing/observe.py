@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ _PROCESS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "deterministic mode": (torch.get_deterministic_debug_mode, _set_deterministic),
     "the precision of float32 products": (_products, _set_products),
     "TF32 in cuBLAS": _backend(torch.backends.cuda.matmul, "fp32_precision"),
-    "TF32 in cuDNN": _backend(torch.backends.cudnn.conv, "fp32_precision"),
+    "TF32 in cuDNN": _backend(cast(Any, torch.backends.cudnn).conv, "fp32_precision"),
     "autocast on the CPU": _autocast("cpu"),
     "autocast on CUDA": _autocast("cuda"),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
