@@ -136,9 +136,10 @@ def _left_out(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         given: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         test, _, case = item.name.rstrip("]").partition("[")
         words = case.split("-")
-        dtypes = {name for value in given.values() if isinstance(value, torch.dtype) for name in _names(value)} & {
-            *words
-        }
+        kinds = [value for value in given.values() if isinstance(value, torch.dtype)]
+        if any(kind.is_complex for kind in kinds):  # conjugates are of complex numbers alone
+            continue
+        dtypes = {name for kind in kinds for name in _names(kind)} & {*words}
         names = dtypes or {value.__name__ for value in given.values() if _is_fusion(value)} & {*words}
         everywhere = "mutant" in getattr(item, "fixturenames", ()) or "wrong" in item.name
         if not names or everywhere or not any(item.path.is_relative_to(HERE / folder) for folder in IN_TURN):

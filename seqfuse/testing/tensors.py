@@ -29,7 +29,10 @@ def seeded_randn(shape: Shape, seed: Seed, *, dtype: torch.dtype = torch.float32
     columns = shape[-1:]
     mean = 0.5 * _normal(columns, draw)
     deviation = torch.exp(0.3 * _normal(columns, draw))
-    return (mean + deviation * _normal(shape, draw)).to(dtype)
+    found = mean + deviation * _normal(shape, draw)
+    if dtype.is_complex:  # of real numbers nothing shows that a conjugate is missing
+        found = torch.complex(found, _normal(shape, draw))
+    return found.to(dtype)
 
 
 def _constant_rows(shape: Shape, seed: Seed) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from seqfuse.cli.inputs import cast, spec, surroundings, vocabulary
+from seqfuse.cli.target import Unable
 
 
 def test_indices_are_drawn_from_the_smallest_table_of_a_model() -> None:
@@ -14,6 +16,13 @@ def test_indices_are_drawn_from_the_smallest_table_of_a_model() -> None:
     assert vocabulary(model[3:]) == 2
     assert spec("50:int64").draw("cpu", 0, vocabulary(model)).unique().tolist() == [0, 1, 2]
     assert spec("50:int32").draw("cpu", 0).dtype == torch.int32
+
+
+def test_a_tensor_is_refused_for_its_bytes_not_for_its_elements() -> None:
+    assert spec(f"{2**58}x4").shape == (2**58, 4)
+    for text in (f"{2**58}x8", f"{2**58}x16:bf16"):
+        with pytest.raises(Unable, match="more bytes than a tensor can have"):
+            spec(text)
 
 
 def test_a_model_takes_the_dtype_of_its_input_but_where_autocast_does() -> None:

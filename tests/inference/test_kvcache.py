@@ -142,6 +142,13 @@ def test_int8_rows_fed_together_see_the_keys_that_they_see_one_by_one():
     close(together.feed(model, x), torch.cat([apart.feed(model, x[:, i : i + 1]) for i in range(5)], 1))
 
 
+def test_keys_of_another_size_are_refused():
+    model, cache = sf.Sequential(ops.Attention(2, causal=True)), KVCache(1, 8)
+    cache.feed(model, torch.randn(1, 2, 48))
+    with pytest.raises(sf.errors.StateError, match=r"2 key heads of 8 in torch\.float32, got 2 key heads of 16"):
+        cache.feed(model, torch.randn(1, 1, 96))
+
+
 def test_a_model_that_raises_leaves_no_keys_behind():
     class Broken(nn.Module):
         works = False

@@ -110,3 +110,11 @@ def test_a_specification_builds_the_same_leaf_again():
         assert x.is_leaf
         assert x.requires_grad
         assert torch.equal(bits(x), bits(spec.build()))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_numbers_have_two_parts_that_differ(dtype: torch.dtype) -> None:
+    t = seeded_randn((5, 6), 0, dtype=dtype)
+    assert t.dtype is dtype
+    assert (t.imag != 0).all()
+    assert not torch.equal(t.real, t.imag)
