@@ -71,9 +71,15 @@ def operations_for(fusion: type[sf.FusedOperation], x: torch.Tensor) -> tuple[li
     return next(iter(example_lists(fusion, x))) if found is None else (found, x)
 
 
+# Interpreted, each fusion in one dtype in turn; under --full in both.
 PAIRS = [
-    pytest.param(fusion, dtype, id=f"{fusion.__name__} {dtype}")
-    for fusion in EVERY
+    pytest.param(
+        fusion,
+        dtype,
+        id=f"{fusion.__name__} {dtype}",
+        marks=[pytest.mark.full] * (not HERE and (i + (dtype is torch.float32)) % 2),
+    )
+    for i, fusion in enumerate(EVERY)
     for dtype in (torch.bfloat16, torch.float32)
     # In float32 ATen makes one pass as well, and the fusion is refused.
     if (fusion, dtype) != (fusions.NormForward, torch.float32)
