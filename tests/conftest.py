@@ -75,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if interpreted():  # with numpy, which reports what a GPU does not
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:seqfuse.testing.interpreter")
+    processes.FULL = bool(config.getoption("--full"))
     if limit := config.getoption("timeout", None):
         processes.SECONDS = 0.93 * limit  # and their test still says what hangs
     hypothesis.settings.load_profile("full" if config.getoption("--full") else "ci")

@@ -43,6 +43,9 @@ BARE.set_forkserver_preload(["tests.processes"])
 COMPILING = forkserver.ForkServer()
 COMPILING.set_forkserver_preload(["tests.compiling"])
 
+FULL = False
+"""Whether pytest runs with --full, as conftest.py sets it: for lists of work made when a module is imported."""
+
 
 class Facts:
     """Facts that hold in several processes: `works` by how many of them there are, run once for all tests.
