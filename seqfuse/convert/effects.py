@@ -147,6 +147,10 @@ class Effects:
                 memory.update(map(_memory, needing))
         return found
 
+    def stays(self, node: Node) -> bool:
+        """Whether nothing changes what a node makes in place."""
+        return not any(_meet({_memory(node)}, changed) for _, _, changed in self._changes)
+
     def allow(self, nodes: Iterable[Node]) -> bool:
         """Whether nodes run in one mode, and what they read and make is not changed between them."""
         taken = {node for node in nodes if node.op not in ("placeholder", "get_attr")}

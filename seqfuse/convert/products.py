@@ -99,6 +99,7 @@ def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
     for r in operations:
         plain = type(r.operation) is ops.Linear and spelled(r.out) == "linear" and r.out not in read
         plain = plain and all(_reads_in_place(user, r.out) for user in r.out.users)  # pyright: ignore
+        plain = plain and effects.stays(r.out)  # pyright: ignore[reportArgumentType]  # one tensor for all has one version
         if plain and all(isinstance(p, Node) and p.op in ("placeholder", "get_attr") for p in r.parameters.values()):
             groups.setdefault((r.x, r.reached), []).append(r)
     gone: dict[Raised, Raised | None] = {}

@@ -168,6 +168,14 @@ def changes_a_result(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def changes_one_of_two_products(m: Layers, x: Tensor) -> Tensor:
+    y, z = m.a(x), m.b(x)
+    h = m.c(F.gelu(y)) * y.exp()
+    z[..., 0] += 1
+    return h + z
+
+
+@spelling
 def writes_into_a_buffer(m: Layers, x: Tensor) -> Tensor:
     with torch.no_grad():
         scaled, summed, bent = (torch.zeros_like(x) for _ in range(3))
