@@ -364,7 +364,8 @@ def forward_tile(columns: int, itemsize: int) -> Tile:
     n = next_power_of_2(columns)
     chunk = n if n <= widest else widest // 4
     m = max(1, (1024 if columns % 16 else 2048) // chunk)
-    return Tile(m, chunk, cdiv(columns, chunk), max(4, min(16, m * chunk // 512)))
+    warps, limited = max(4, min(16, m * chunk // 512)), chunk < n and columns % 16 == 0 and itemsize < 8
+    return Tile(m, chunk, cdiv(columns, chunk), warps, registers=128 if limited else None)
 
 
 def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
@@ -383,10 +384,12 @@ def backward_tile(columns: int, itemsize: int, heavy: bool) -> Tile:
     warps = max(4, min(16, m * chunk // (128 if crowded else 256)))
     if stages == 2 and m * chunk <= 2048:
         return Tile(m, chunk, cdiv(columns, chunk), warps, stages, 24 // warps, 80)
-    programs = max(1, min(8, 8192 // columns))
-    # As many as 16 warps may have: else the compiler spills to make room for a second program.
-    limited = crowded or (heavy and warps == 16)
-    return Tile(m, chunk, cdiv(columns, chunk), warps, stages, programs, 128 if limited else None)
+    parts = cdiv(columns, chunk)
+    # With fewer than all registers, or room for more programs than there are, the compiler spills.
+    if crowded and parts > 1 and warps == 8:
+        return Tile(m, chunk, parts, warps, stages, 1, 255)
+    limited = crowded or (heavy and (warps == 16 or (parts > 1 and itemsize < 8)))
+    return Tile(m, chunk, parts, warps, stages, max(1, min(8, 8192 // columns)), 128 if limited else None)
 
 
 def sums_tile(itemsize: int, act: Any = None) -> Tile:
@@ -482,6 +485,7 @@ def _decided_forward(
             tile, eps, centered, zero_centered, None if seed is None else p, act, N % 4 == 0, triton_compute
         ),
         tile.num_warps,
+        **register_limit(tile.registers, architecture(x.device)),
     )  # fmt: skip
     return Forward(y, stream, mean, rstd)
 
