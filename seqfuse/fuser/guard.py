@@ -31,6 +31,7 @@ _FIXED: Mapping[str, Any] = {
     "taken": taken,
     "summed": summed_gradient,
     "grad": torch._C.is_grad_enabled,  # pyright: ignore
+    "inference": torch.is_inference_mode_enabled,
     "tracing": torch._C._get_tracing_state,  # pyright: ignore[reportPrivateUsage]
     "functorch": peek_interpreter_stack,
     "forward_ad": forward_ad,
@@ -88,6 +89,7 @@ def bind(
         f"x.device != {s.put(x.device)}",
         f"x.requires_grad is not {x.requires_grad}",
         f"grad() is not {grad}",
+        *(["inference()"] if grad else []),
         f"(fusing() or default_fusing()) is not {s.put(fusing)}",
         f"deterministic() is not {deterministic}",
         f"(autocast_of({s.put(x.device.type)}) if any_autocast() else None) is not {s.put(autocast)}",

@@ -116,6 +116,9 @@ class Fuser:
 
     def run(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """Run the planned list on plain tensors."""
+        if torch.is_inference_mode_enabled() and torch.is_grad_enabled():  # where torch records nothing, either
+            with torch.no_grad():
+                return self.run(op_list, x, channels)
         if op_list.whole is not None and not channels:
             try:
                 return self.run_region(op_list, op_list.whole, x, channels, None)

@@ -221,3 +221,17 @@ def test_a_state_is_not_that_of_the_others(fresh: dict[str, dict[str, Any]]) -> 
     """Else it would prove nothing."""
     same = [name for name in fresh if not differing(fresh[name], fresh["as it is"])]
     assert same == ["as it is"]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_gradient_mode_within_inference_mode_records_nothing_as_in_torch(trained: bool):
+    model, x = sf.Sequential(ops.Linear(8, 8), ops.GeLU(), ops.Linear(8, 8)), torch.randn(3, 8)
+    for _ in range(3 * trained):
+        model(x).sum().backward()
+    wanted = model(x)
+    with torch.inference_mode(), torch.enable_grad():
+        for _ in range(3):
+            y = model(x)
+            assert y.is_inference() and not y.requires_grad
+            torch.testing.assert_close(y, wanted.detach())
+    model(x).sum().backward()
