@@ -232,6 +232,7 @@ def test_gradient_mode_within_inference_mode_records_nothing_as_in_torch(trained
     with torch.inference_mode(), torch.enable_grad():
         for _ in range(3):
             y = model(x)
-            assert y.is_inference() and not y.requires_grad
+            assert y.is_inference()
+            assert not y.requires_grad
             torch.testing.assert_close(y, wanted.detach())
     model(x).sum().backward()
