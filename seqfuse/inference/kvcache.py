@@ -133,9 +133,10 @@ class KVCache:
     def positions(self, x: Tensor) -> Tensor:
         """The positions of the rows of x [B, S, C], int64 [B, S]."""
         positions = self.lengths.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
+        if self._counts is None:
+            return positions.clamp_(max=self.max_length - 1)
         # A row that is not taken has the position of the last one that is there.
-        last = self.max_length - 1 if self._counts is None else (self.lengths + self._counts - 1).unsqueeze(1)
-        return positions.clamp_(max=last).clamp_(min=0)
+        return positions.clamp_(max=(self.lengths + self._counts - 1).unsqueeze(1)).clamp_(min=0)
 
     def attend(self, attention: Attention, x: Tensor) -> Tensor:
         """The result [B, S, H D] of packed x [B, S, C] over all rows so far, which it keeps."""
