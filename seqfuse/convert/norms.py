@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch.fx import Node
 
@@ -12,10 +13,16 @@ from .graph import ahead, argument, back, example, is_same, narrow_of, operands,
 from .raising import META, Found, matcher, one
 
 
+def _shape(node: Node) -> tuple[Any, ...]:
+    """The sizes that a norm is given; none if they are read from a tensor."""
+    shape = argument(node, 1, "normalized_shape")
+    return tuple(cast("Sequence[Any]", shape)) if isinstance(shape, list | tuple) else ()
+
+
 @matcher("layer_norm")
 def raise_layer_norm(node: Node) -> Found:
     """F.layer_norm(x, shape, weight, bias, eps)."""
-    x, shape = argument(node, 0, "input"), tuple(argument(node, 1, "normalized_shape"))
+    x, shape = argument(node, 0, "input"), _shape(node)
     weight, bias, eps = argument(node, 2, "weight"), argument(node, 3, "bias"), argument(node, 4, "eps", 1e-5)
     if len(shape) != 1 or not isinstance(shape[0], int) or (weight is None and bias is not None):
         return None
@@ -29,7 +36,7 @@ def raise_layer_norm(node: Node) -> Found:
 @matcher("rms_norm")
 def raise_rms_norm(node: Node) -> Found:
     """F.rms_norm(x, shape, weight, eps)."""
-    x, shape = argument(node, 0, "input"), tuple(argument(node, 1, "normalized_shape"))
+    x, shape = argument(node, 0, "input"), _shape(node)
     weight, eps = argument(node, 2, "weight"), argument(node, 3, "eps")
     if len(shape) != 1 or not isinstance(shape[0], int) or isinstance(eps, Node):
         return None
