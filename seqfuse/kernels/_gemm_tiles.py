@@ -171,7 +171,7 @@ def stored_singly(weight: Weight, candidates: tuple[Tile, ...]) -> tuple[Tile, .
     if weight == "light":
         return tuple(tile._replace(split=4) for tile in candidates if tile.m * tile.n <= 128 * 128)
     last = candidates[-1]
-    m, n = min(last.m, 64), min(last.n, 64)
+    m, n = min(last.m, 64), min(last.n, 32 if weight == "dgated" and last.descriptors else 64)
     return (last._replace(m=m, n=n, num_warps=max(4, n // 8), split=4 if n > 16 else 1, flatten=False),)
 
 

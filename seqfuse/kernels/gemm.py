@@ -1090,10 +1090,11 @@ def variants() -> Iterator[Variant]:
             yield _variant(family_of, number, tile, _HEAVIEST[weight][0], loads=not odd, moved=False)
         if number == "half":
             # A number that is 1 is a constant to the compiler.
+            tile = stored_singly(weight, candidates)[0] if odd else candidates[0]
             ones = (("M",), ("K",), ("N", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")) if odd else (("M",),)
             for one in ones:
                 kind = _HEAVIEST[weight][0]
-                yield _variant(family_of, number, candidates[0], kind, loads=not odd, moved=not odd, one=one)
+                yield _variant(family_of, number, tile, kind, loads=not odd, moved=not odd, one=one)
 
 
 def _variant(
