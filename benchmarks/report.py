@@ -322,7 +322,8 @@ def speed() -> str:
 def claims() -> str | None:
     """What README.md claims, each with how it is known."""
     blocks, bytes_of, calls, counted = read("layers"), read("memory"), read("host"), read("layer_counts")
-    if blocks is None or bytes_of is None or calls is None or counted is None:
+    converted = read("convert")
+    if blocks is None or bytes_of is None or calls is None or counted is None or converted is None:
         return None
 
     def saved(model: str, choice: str) -> str:
@@ -369,6 +370,8 @@ def claims() -> str | None:
         ),
         f"a block on a CPU takes {times(' 1024')} times as long as in eager PyTorch for 1,024 tokens, {times(' 64')} "
         "for 64": "measured on a CPU",
+        f"a training step of a tiny converted model takes {between(row['step']['ratio'] for row in converted['rows'])} "
+        "times the CPU time of eager PyTorch's": "measured on a CPU",
         f"the CPU overhead of a call is {overhead} of `torch.nn.Sequential`'s": "measured in instructions",
     }
     return text(table(("what", "status"), rows.items(), left=2))

@@ -18,11 +18,13 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 from ..errors import InputError
 from ..fuser.budget import MODES, Mode
 from ..fuser.sequential import Fusions, Sequential
+from ..fusion import checked
 from ..operation import UnfusedOperation
 from .report import GraphReport, text_of
 from .rewriting import Options, rewrite
 
 _dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
+_frames = itertools.count()
 
 
 class Backend:
@@ -149,8 +151,8 @@ def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
 def _frame_of(backend: Backend) -> Callable[..., Any]:
     """What Dynamo captures: a frame of ours, because it skips those of torch.nn.
 
-    With the module as an argument layers share a graph. The code object is its own: Dynamo keeps graphs by code object,
-    up to a limit that models would share.
+    With the module as an argument layers share a graph. The code object and its name are its own: Dynamo keeps graphs by
+    code object, up to a limit, and by file, line and name which sizes differed, which it then takes for symbols.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +160,8 @@ def _frame_of(backend: Backend) -> Callable[..., Any]:
             backend.missed += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
 
-    return types.FunctionType(call.__code__.replace(), call.__globals__, "call", None, call.__closure__)
+    code = call.__code__.replace(co_name=f"call_{next(_frames)}")
+    return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
 
 
 def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +200,7 @@ def start(
     if regions not in ("model", "layers"):
         raise InputError(f'regions must be "model" or "layers", got {regions!r}', **wrong)
     _check_then(then)
+    checked(() if fusions is None else fusions)
     if memory not in MODES:
         budget = "a budget in bytes is for a Sequential of your own"
         raise InputError(f"memory must be one of {', '.join(MODES)}, got {memory!r}", hint=budget, **wrong)

@@ -129,6 +129,7 @@ class Attention(sf.UnfusedOperation):
         cache = current()
         if cache is not None:
             return cache.attend(self, x)
+        self._check_dtypes(x, attn_mask)
         x = self._cast(x)
         dropping = seed is not None and self.random
         mask = self._limits(x, attn_mask, cu_seqlens)
@@ -250,11 +251,14 @@ class Attention(sf.UnfusedOperation):
             return seen if mask is None else mask if mask.is_floating_point() else mask != 0
         return mask.masked_fill(~seen, -torch.inf) if mask.is_floating_point() else (mask != 0) & seen
 
-    def _check(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    def _check_dtypes(self, x: Tensor, mask: Tensor | None) -> None:
         if not x.is_floating_point() or (mask is not None and mask.is_complex()):
             got = x.dtype if mask is None else f"{x.dtype} and a mask of {mask.dtype}"
             message = f"expects floating-point x, and a mask of real numbers, if any, got {got}"
             raise InputError(message, code="SF101", operation="Attention")
+
+    def _check(self, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        self._check_dtypes(x, mask)
         if mask is not None:
             whole = (*x.shape[:-2], self.heads, x.shape[-2], x.shape[-2])
             if not broadcasts(mask.shape, whole):

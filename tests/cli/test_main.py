@@ -222,8 +222,9 @@ def on_a_terminal(*arguments: str) -> str:
 
 def test_colors_are_for_terminals_only(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert "\x1b[1m" in on_a_terminal("-m", "seqfuse", "cache")
-    assert "\x1b" not in cli("cache").out
+    heading = "from seqfuse.cli.output import tell; tell('a heading', 'bold')"
+    assert "\x1b[1m" in on_a_terminal("-c", heading)
+    assert "\x1b" not in subprocess.check_output([sys.executable, "-c", heading], text=True)
     assert "\x1b" not in cli("--help").out
 
 

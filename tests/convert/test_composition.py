@@ -519,6 +519,9 @@ def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
     assert y.requires_grad
     assert f"; saved for backward {saved:,} B, unfused " in str(conversion)
     assert lowered or f"unfused {saved:,} B" not in str(conversion)
+    plan = conversion.graphs[0].regions[0].plan
+    assert plan is not None
+    assert plan.fused != (0, 0), "a report leaves the plan of the last call as it was"
     with torch.no_grad():
         model(X.float())
     said = r"\n +\d steps?, \d of them fused; without gradients\n +eager torch launches \d+ kernels for them\n"
@@ -531,3 +534,12 @@ def test_an_operation_that_runs_is_not_said_to_be_superseded():
     used = {(step.name, step.start) for step in (*plan.forward, *plan.backward)}
     assert ("RecomputeNorm", 0) in used
     assert not {(refusal.fusion, refusal.at) for refusal in plan.refused} & used
+
+
+def test_sizes_of_one_converted_model_are_not_those_of_another():
+    for width in (8, 12):
+        model = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))
+        conversion = sf.convert(model)
+        model(torch.randn(width // 2, width))
+    ((region,),) = (graph.regions for graph in conversion.graphs)
+    assert all(type(size) is int for size in region.order.x.meta["example_value"].shape)

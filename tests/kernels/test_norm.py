@@ -682,6 +682,18 @@ def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Calla
         check(CASES["layernorm"], tensors, changed)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("1.0 / count", "1.0001 / count"), ("tl.rsqrt(mean)", "0.9999 * tl.rsqrt(mean)")]
+)
+def test_a_statistic_that_a_gpu_approximates_is_corrected(
+    old: str, new: str, mutant: Callable[..., ModuleType]
+) -> None:
+    statistic = mutant(_rstd, old, new)
+    changed = mutant(_norm, "from ._rstd import", f"from {statistic.__name__} import")
+    tensors = apart(drawn(CASES["layernorm"], (7,), 24, torch.float32, "normal"))
+    check(CASES["layernorm"], tensors, changed)
+
+
 def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
     for columns in (4096, 8192):
         tile = _norm.backward_tile(columns, 2, False)
