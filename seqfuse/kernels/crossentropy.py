@@ -219,7 +219,7 @@ def _decided(
         ),
         constexprs(block(V, logits.element_size(), amd), label_smoothing, z_loss, softcap, gradient, triton_compute),
         warps,
-        **register_limit(_registers(warps), arch),
+        **register_limit(_registers(warps, logits.element_size()), arch),
     )  # fmt: skip
     return loss, made
 
@@ -251,9 +251,12 @@ def num_warps(classes: int, itemsize: int, amd: bool = False) -> int:
     return max(4, block(classes, itemsize, amd) * itemsize // 512)
 
 
-def _registers(warps: int) -> int | None:
-    """Of 32 warps each thread may have 64; unasked the compiler makes room for a second program, and spills."""
-    return 64 if warps == 32 else None
+def _registers(warps: int, itemsize: int) -> int | None:
+    """Of 32 warps each thread may have 64; unasked the compiler makes room for a second program, and spills.
+
+    So it does where float64 has 16 warps, of which each thread may have 128.
+    """
+    return 64 if warps == 32 else 128 if itemsize == 8 else None
 
 
 def variants() -> Iterator[Variant]:
@@ -291,7 +294,7 @@ def _variant(dtype: str, classes: int, full: bool, way: str, ones: tuple[str, ..
         constexprs=values | dict.fromkeys(absent) | dict.fromkeys(ones, 1),
         divisible=(*pointers, *aligned),
         num_warps=warps,
-        options=register_limit(_registers(warps), "gfx" if amd else "sm_"),
+        options=register_limit(_registers(warps, itemsize), "gfx" if amd else "sm_"),
         targets=("gfx",) if amd else ("sm_",),
     )
 
