@@ -151,8 +151,8 @@ def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
 def _frame_of(backend: Backend) -> Callable[..., Any]:
     """What Dynamo captures: a frame of ours, because it skips those of torch.nn.
 
-    With the module as an argument layers share a graph. The code object and its name are its own: Dynamo keeps graphs by
-    code object, up to a limit, and by file, line and name which sizes differed, which it then takes for symbols.
+    With the module as an argument layers share a graph. The code object and its name are its own: Dynamo keeps graphs
+    by code object, up to a limit, and by file, line and name which sizes differed, which it then takes for symbols.
     """
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
