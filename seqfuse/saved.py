@@ -121,7 +121,8 @@ class Saved:
                 operation=type(self).__qualname__,
                 hint="ask `needs` before reading it",
             )
-        raise AttributeError(f"{type(self).__qualname__} has no field {name!r}")
+        known = ", ".join(self.fields) or "none"
+        raise AttributeError(f"{type(self).__qualname__} has no field {name!r}; it has {known}")
 
     @classmethod
     def kept(cls, needs: frozenset[str]) -> tuple[str, ...]:
