@@ -131,11 +131,10 @@ class KVCache:
             raise StateError(message, code="SF505", hint="make it with a larger max_length")
 
     def positions(self, x: Tensor) -> Tensor:
-        """The positions of the rows of x [B, S, C], int64 [B, S]."""
+        """The positions of the rows of x [B, S, C], int64 [B, S]; of a row that is not taken, that of the last one."""
         positions = self.lengths.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
         if self._counts is None:
             return positions.clamp_(max=self.max_length - 1)
-        # A row that is not taken has the position of the last one that is there.
         return positions.clamp_(max=(self.lengths + self._counts - 1).unsqueeze(1)).clamp_(min=0)
 
     def attend(self, attention: Attention, x: Tensor) -> Tensor:
