@@ -204,7 +204,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
                     reasons += [r.reason for r in plan.refused]
             except Exception as error:
                 reasons.append(f"no example could be planned: {type(error).__name__}: {error}")
-    return reasons[0] if reasons else "its examples need to be given: it is not planned alone"
+    return reasons[0] if reasons else "it matches none of the examples that were made for it"
 
 
 def show(report: Report) -> None:

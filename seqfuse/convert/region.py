@@ -79,9 +79,11 @@ class Region(nn.Module):
         # Parameters are on the device of the call, since autocast casts nothing on meta.
         with self._lock, FakeTensorMode(allow_non_fake_inputs=True), _lent(self._slots, self.stand_ins(self.given)):
             ran = stretch.program, stretch.latest
-            plan = self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
-            _ = plan.memory  # it is measured while there are parameters, by runs that are none of the model's
-            stretch.program, stretch.latest = ran
+            try:
+                plan = self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
+                _ = plan.memory  # it is measured while there are parameters, by runs that are none of the model's
+            finally:
+                stretch.program, stretch.latest = ran
         return plan
 
     def stand_ins(self, values: Iterable[Given]) -> list[Tensor]:

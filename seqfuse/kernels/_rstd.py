@@ -27,4 +27,4 @@ def rstd_of(squares, count, EPS: tl.constexpr):
 
 @triton.jit
 def _corrected(value, short):
-    return value + tl.where(short == short, short, 0.0)  # not a number beside 0 and infinity
+    return value + tl.where(short == short, short, 0.0)  # where the value is 0 or infinite, it is NaN
