@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import threading
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
@@ -25,6 +26,8 @@ from .rewriting import Options, rewrite
 
 _dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
 _frames = itertools.count()
+_SHORTCUTS = ("skip_nnmodule_hook_guards", "use_recursive_dict_tags_for_guards")
+_local = threading.local()
 
 
 class Backend:
@@ -138,9 +141,12 @@ def _own(model: nn.Module) -> list[str]:
 
 
 def _captured(backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    # Read when Dynamo makes the guards of this graph, right after this, so that hooks that are set later are noticed;
-    # `_guarded` sets it back.
-    _dynamo.skip_nnmodule_hook_guards = False
+    # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set later;
+    # the second, where it is the default (torch 2.11), another class and another requires_grad. `_guarded` sets them
+    # back.
+    vars(_local).setdefault("shortcuts", {name: getattr(_dynamo, name) for name in _SHORTCUTS})
+    for name in _SHORTCUTS:
+        setattr(_dynamo, name, False)
     return backend(gm, example_inputs)
 
 
@@ -169,12 +175,12 @@ def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwar
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_any_global_hook():  # pyright: ignore
         return module._call_impl(*args, **kwargs)  # pyright: ignore
     _mark_growing(kwargs.get("past_key_values"))
-    skipped = _dynamo.skip_nnmodule_hook_guards
     try:
         return compiled(module, *args, **kwargs)
     finally:
-        if skipped is not _dynamo.skip_nnmodule_hook_guards:
-            _dynamo.skip_nnmodule_hook_guards = skipped
+        if shortcuts := vars(_local).pop("shortcuts", None):
+            for name in _SHORTCUTS:
+                setattr(_dynamo, name, shortcuts[name])
 
 
 def _mark_growing(cache: Any) -> None:

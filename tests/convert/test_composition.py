@@ -469,6 +469,16 @@ def test_graph_breaks_numbers_and_modes_within_a_model_stay():
     assert chains(conversion)
 
 
+@pytest.mark.parametrize("shortcut", ["skip_nnmodule_hook_guards", "use_recursive_dict_tags_for_guards"])
+@pytest.mark.parametrize("value", [True, False])
+def test_settings_of_dynamo_are_after_a_capture_what_they_were(shortcut: str, value: bool):
+    with torch._dynamo.config.patch({shortcut: value}):
+        conversion = sf.convert(Broken())
+        conversion.model(X)
+        assert len(conversion.graphs) > 1
+        assert getattr(torch._dynamo.config, shortcut) is value
+
+
 def test_the_rest_may_go_through_inductor():
     model = nn.Sequential(Block(), nn.Softmax(-1)).float()
     x = X.float()
