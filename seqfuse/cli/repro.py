@@ -80,7 +80,6 @@ def write(failure: Failure, target: Target, file: Path | None) -> Path:
         while file is None and os.path.lexists(path) and not (path.is_file() and path.read_bytes() == text):
             number += 1
             path = Path(f"{stem}_{number}.py")
-        check(path)
         path.write_bytes(text)
     except OSError as error:
         raise Unable(f"{path} cannot be written: {error.strerror}") from error

@@ -715,7 +715,7 @@ def _checked(
     if cu_seqlens is not None and (cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point() or rows != keys):
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} for {rows} rows and {keys} keys"
         raise ValueError(f"cu_seqlens must be integers [n + 1] of as many rows as keys, got {got}")
-    if (seed is None) if p else (p != 0):
+    if p and seed is None:
         raise ValueError("a seed is needed where weights are dropped")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         inner_contiguous(name, tensor)

@@ -58,7 +58,7 @@ class Reshape(sf.UnfusedOperation):
         if -1 in new:
             # Reckoned here, not by torch: it cannot infer a size of an empty tensor.
             known = math.prod([size for size in new if size != -1])
-            if known and total % known == 0:
+            if known:  # the product says whether it fits
                 new = tuple(total // known if size == -1 else size for size in new)
         if -1 in new or math.prod(new) != total:
             last = f"last dimension {old[0]}" if self.dims == 1 else f"last dimensions {tuple(old)}"

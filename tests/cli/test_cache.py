@@ -59,12 +59,13 @@ def test_files_that_are_not_sound_are_said_to_be_so(cli: Cli, folder: Path) -> N
     (folder / f"{e}.json").symlink_to("/etc/passwd")
     (folder / f"{e}.json.new").symlink_to("nowhere")
     (folder / f"{a}.json.new").write_text("{}")
+    (folder / f"{a}.json.mine").write_text("kept by hand")
     states = {f["file"]: f["state"] for f in json.loads(cli("cache", "--json").out)["files"]}
     assert states.pop(f"{a}.json").startswith("cannot be read")
     assert states.pop(f"{a}.json.new") == "of a writer"
     assert states == {f"{b}.json": "of another form", f"{c}.json": "corrupt", f"{d}.json.bad": "corrupt"}
     cli("cache", "clear")
-    assert [*folder.iterdir()] == []
+    assert [path.name for path in folder.iterdir()] == [f"{a}.json.mine"]
     assert Path("/etc/passwd").exists()
 
 

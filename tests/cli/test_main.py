@@ -130,6 +130,8 @@ def test_a_file_whose_name_is_taken_is_not_mistaken_for_another_module(cli: Cli,
     done = cli("plan", "json.py:build")
     assert done.status == 2
     assert "that name is taken by" in done.err
+    (tmp_path / "this.py").write_text("from seqfuse import Sequential as build\n")  # of Python, too
+    assert cli("plan", "this.py:build").status == 0
 
 
 def test_a_traceback_is_shown_to_who_asks(cli: Cli) -> None:
