@@ -6,6 +6,7 @@ of a GPU in `docs/figures/`, and prints the targets.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import re
@@ -181,6 +182,38 @@ def converted() -> str | None:
     return text([where(found["about"]), "", *table(head, rows)])
 
 
+def checkpoint() -> str | None:
+    """Saving less beside activation checkpointing: bytes and time of a training step, of the model as it is."""
+    found = read("checkpoint")
+    if found is None:
+        return None
+    eager = found["rows"][0]["saved"]
+    rows = []
+    for row in found["rows"]:
+        step = row["step"]
+        saved, held = (f"{row[when] / 2**20:.1f} MiB ({row[when] / eager:.2f})" for when in ("saved", "held"))
+        taken = "1.00" if row["side"] == "eager" else f"{step['ratio']:.2f} ({step['low']:.2f} to {step['high']:.2f})"
+        rows.append((_SIDES[row["side"]], saved, "the same" if held == saved else held, taken))
+    count, length = found["tokens"]
+    model = f"A Llama of {found['layers']} layers of width {found['width']} on {count} x {length} tokens in float32."
+    head = (
+        "model",
+        "saved for backward",
+        "in the backward pass, once a layer has run again",
+        "CPU time of a training step",
+    )
+    return text([where(found["about"]), model, "", *table(head, rows)])
+
+
+_SIDES = {
+    "eager": "eager PyTorch",
+    "eager, checkpointed": "eager PyTorch, each layer checkpointed",
+    "save": "`sf.convert(model)`",
+    "lean": '`sf.convert(model, memory="lean")`',
+    "lean, checkpointed": '`memory="lean"`, each layer checkpointed',
+}
+
+
 def layers() -> str | None:
     """Whole blocks on a CPU."""
     found = read("layers")
@@ -319,6 +352,18 @@ def speed() -> str:
     return text([*lines, f"{verdict.count('met')} of {len(verdict)} targets that were measured are met."])
 
 
+def families() -> int:
+    """How many models the tests convert, which need more than this to be imported."""
+    tree = ast.parse((ROOT / "tests" / "convert" / "families.py").read_text())
+    (table,) = (
+        statement.value
+        for statement in tree.body
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == "FAMILIES"
+    )
+    assert isinstance(table, ast.Dict)
+    return len(table.keys)
+
+
 def claims() -> str | None:
     """What README.md claims, each with how it is known."""
     blocks, bytes_of, calls, counted = read("layers"), read("memory"), read("host"), read("layer_counts")
@@ -347,9 +392,8 @@ def claims() -> str | None:
     ours, theirs = (len(layer[side]["forward"]) + len(layer[side]["backward"]) for side in ("planned", "eager"))
     kept, least = (f"{layer['planned']['saved'][choice] / layer['eager']['saved']:.2f}" for choice in ("save", "lean"))
     rows = {
-        "`sf.convert` gives the same outputs and gradients: 26 small models, such as Llama, BERT, ViT and T5": (
-            "tested on a CPU"
-        ),
+        f"`sf.convert` gives the same outputs and gradients: {families()} small models, such as Llama, BERT, ViT and "
+        "T5": "tested on a CPU",
         f"a layer of Llama 3 8B in bfloat16 on an H100 takes {ours} kernel launches, Hugging Face's in eager PyTorch "
         f"{theirs}": "counted from plans",
         f'that layer saves {kept} of the bytes of Hugging Face\'s for backward, {least} with `memory="lean"`': (
@@ -410,6 +454,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "traffic": traffic,
     "memory": memory,
     "convert": converted,
+    "checkpoint": checkpoint,
     "layers": layers,
     "layer_counts": layer_counts,
     "parallel": parallel,

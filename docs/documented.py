@@ -5,8 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import types
+import typing
+from collections.abc import Iterator
 from typing import Any
+
+import seqfuse as sf
 
 
 def docstring(module: types.ModuleType, name: str) -> str:
@@ -35,3 +40,18 @@ def _of_value(module: types.ModuleType, name: str) -> str:
                 return inspect.cleandoc(str(following.value.value))
             return ""
     return ""
+
+
+def fields_of(record: type[sf.Saved]) -> Iterator[tuple[str, str]]:
+    """The fields of a `Saved`, as `name: type`, each with its comment and the gradients that it is read for."""
+    source, hints = inspect.getsource(record), typing.get_type_hints(record)
+    for name in record.fields:
+        comment = re.search(rf"^ *{name}:[^#\n]*# *(.*)$", source, re.MULTILINE)
+        hint = hints[name]
+        shown = hint.__name__ if inspect.isclass(hint) and not isinstance(hint, types.GenericAlias) else str(hint)
+        of = sorted(record._for.get(name, ()))
+        readers = ", ".join(of if len(of) < 4 else [of[0], "...", of[-1]])
+        about = [comment[1]] if comment else []
+        about += [f"read for the gradient of {readers}"] if readers else []
+        shown = re.sub(r"\b(torch|typing|_tensor)\.", "", shown)
+        yield f"{name}: {shown}", "; ".join(about)

@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import types
-import typing
 from typing import Any
 
 import formulas
-from documented import docstring, is_value
+from documented import docstring, fields_of, is_value
 from docutils import nodes
 from docutils.statemachine import StringList
 from latex2mathml.converter import convert
@@ -77,7 +75,7 @@ def describe(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
         lines += _of_fusion(obj)
     record = vars(obj).get("Saved")
     if isinstance(record, type) and issubclass(record, sf.Saved) and record.fields:
-        lines += [":Record:", *(f"   * {field}" for field in _of_record(record)), ""]
+        lines += [":Record:", *(f"   * {_field(*field)}" for field in fields_of(record)), ""]
 
 
 def _of_fusion(fusion: type[FusedOperation]) -> list[str]:
@@ -88,25 +86,13 @@ def _of_fusion(fusion: type[FusedOperation]) -> list[str]:
     return [*lines, *([f":In: {', '.join(f'``fusions.{rule}``' for rule in rules)}"] if rules else []), ""]
 
 
+def _field(field: str, about: str) -> str:
+    return f"``{field}``" + (f", {formulas.plain(about)}" if about else "")
+
+
 def _slot(slot: Any) -> str:
     kinds = " | ".join(each.__name__ for each in slot.types)
     return f"tuple[{kinds}, ...]" if slot.variadic else kinds + " | None" * slot.optional
-
-
-def _of_record(record: type[sf.Saved]) -> list[str]:
-    source = inspect.getsource(record)
-    hints = typing.get_type_hints(record)
-    found: list[str] = []
-    for name in record.fields:
-        comment = re.search(rf"^ *{name}:[^#\n]*# *(.*)$", source, re.MULTILINE)
-        hint = hints[name]
-        shown = hint.__name__ if inspect.isclass(hint) and not isinstance(hint, types.GenericAlias) else str(hint)
-        shown = re.sub(r"\b(torch|typing|_tensor)\.", "", shown)
-        readers = ", ".join(sorted(record._for.get(name, ())))
-        about = [comment[1]] if comment else []
-        about += [f"read for the gradient of {readers}"] if readers else []
-        found.append(f"``{name}: {shown}``" + (f", {formulas.plain('; '.join(about))}" if about else ""))
-    return found
 
 
 def skip_record(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:

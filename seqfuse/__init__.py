@@ -14,7 +14,7 @@ except ModuleNotFoundError as _missing:
     ) from None
 
 from . import errors, fusions, ops, plugins
-from .convert import convert
+from .convert import conversion, convert
 from .env import Env, Savings
 from .errors import (
     CacheWarning,
@@ -71,6 +71,7 @@ __all__ = [
     "Traffic",
     "UnfusedOperation",
     "accumulated",
+    "conversion",
     "convert",
     "errors",
     "field",

@@ -44,5 +44,5 @@ class Once(torch.autograd.Function):
 
 
 def _twice() -> StateError:
-    hint = "differentiate under torch.func, or run the operations' reference"
+    hint = "differentiate under torch.func, run the operations' reference, or undo() the conversion of the model"
     return StateError("double backward is not supported", code="SF501", hint=hint)

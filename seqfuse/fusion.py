@@ -13,7 +13,7 @@ from .env import Env, Savings
 from .errors import PluginError, definition_error
 from .operation import Grads, UnfusedOperation
 from .saved import Layout, Saved, always_saved, class_hints
-from .signature import Signature
+from .signature import Signature, check_pass_names
 from .slots import Slot as Slot
 from .slots import slot_of
 from .traffic import gain
@@ -67,6 +67,7 @@ class FusedOperation:
         cls.is_contract = contract
         if contract:
             return
+        check_pass_names(cls)
         kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not FusedOperation]
         if len(kinds) > 1:
             several = ", ".join(kinds)

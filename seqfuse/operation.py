@@ -16,7 +16,7 @@ from .errors import definition_error
 from .group import Group, Meeting, Share
 from .maingrad import Accumulated
 from .saved import Layout, Saved, always_saved, field, maker
-from .signature import Signature
+from .signature import Signature, check_pass_names
 
 if TYPE_CHECKING:
     from .env import Env
@@ -200,6 +200,8 @@ class UnfusedOperation(FusableOperation):
         cls.native = bool(own.get("native"))  # a subclass may have a forward of its own
         if "reference" in own and "autocast" not in own and any(base.is_final for base in bases):
             cls.autocast = None
+        if not any(base.is_final for base in bases):  # else an override of `forward`: it runs through that
+            check_pass_names(cls)
         if cls.is_open:
             return
         cls.is_final = all(base.is_open for base in bases)

@@ -19,11 +19,11 @@ _NO_PARAMETERS = (
 )
 
 
-class _SavedInput(Saved):
+class SavedInput(Saved):
     x: Tensor  # [*, H]
 
 
-class _SavedOutput(Saved):
+class SavedOutput(Saved):
     y: Tensor  # [*, H]
 
 
@@ -57,7 +57,7 @@ class Pointwise(UnfusedOperation, open=True):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "Saved" not in vars(cls):
-            cls.Saved = _SavedInput if cls.reads == "input" else _SavedOutput
+            cls.Saved = SavedInput if cls.reads == "input" else SavedOutput
         super().__init_subclass__(**kwargs)
         if cls.reads not in ("input", "output"):
             raise definition_error(cls, f'reads must be "input" or "output", not {cls.reads!r}', "reads")
@@ -98,7 +98,7 @@ class Pointwise(UnfusedOperation, open=True):
         return dx, {}
 
 
-class _SavedPacked(Saved):
+class SavedPacked(Saved):
     x: Tensor  # [*, 2 F], packed [gate; up]
 
 
@@ -113,7 +113,7 @@ class Gated(UnfusedOperation, open=True):
         activation: a `Pointwise` instance; left out where the class names its own.
     """
 
-    Saved = _SavedPacked
+    Saved = SavedPacked
     narrows = 2
     unit: ClassVar[type[Pointwise] | None] = None
 

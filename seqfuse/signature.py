@@ -65,6 +65,17 @@ class Signature:
         )
 
 
+def check_pass_names(cls: type) -> None:
+    """Raise for a class that calls a pass as torch does, and states none under the name that the engine knows.
+
+    Raises:
+        PluginError: (SF301) quoting the author's line.
+    """
+    for name, known in (("forward", "fwd"), ("backward", "bwd")):
+        if name in vars(cls) and known not in vars(cls):
+            raise definition_error(cls, f"a pass is called {known} here, not {name}", f"def {name}")
+
+
 def check_device_functions(cls: type, takes_numbers: bool) -> None:
     """Raise unless `value` and `derivative` of a class are both there or neither, and take what kernels pass.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .capture import Conversion, backend
     from .report import GraphReport, Left
 
-__all__ = ["Conversion", "GraphReport", "Left", "backend", "convert"]
+__all__ = ["Conversion", "GraphReport", "Left", "backend", "conversion", "convert"]
 
 _LATE = {"Conversion": "capture", "backend": "capture", "GraphReport": "report", "Left": "report"}
 
@@ -47,7 +47,7 @@ def convert(
             makes it fastest, `"balanced"` or `"lean"`.
 
     Returns:
-        The conversion: `print` it after a call, `undo()` ends it.
+        The conversion: `print` it after a call, `undo()` ends it. `conversion(model)` returns it again.
 
     Raises:
         InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert.
@@ -55,6 +55,20 @@ def convert(
     from .capture import start  # here, because what it needs of torch takes long to import
 
     return start(model, regions, then, fusions, filter_fn, memory)
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """The conversion of a model that `convert` was given, to print it or to undo it.
+
+    Args:
+        model: the model, or one of the layers that `regions="layers"` converted.
+
+    Raises:
+        InputError: (SF106) for a model that is not converted, or only as a part of a larger one.
+    """
+    from .capture import find
+
+    return find(model)
 
 
 def __getattr__(name: str) -> Any:

@@ -50,7 +50,9 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrite a graph; the callable that runs it."""
         reports = rewrite(gm, self.options, f"graph {next(self._numbers)}")
-        self.graphs += [dataclasses.replace(report, limit=_limit_reached()) for report in reports]
+        before = _captured_before()
+        limit: int | None = _dynamo.recompile_limit if before + 1 >= _dynamo.recompile_limit else None
+        self.graphs += [dataclasses.replace(report, limit=limit, again=before > 0) for report in reports]
         if self.then is None:
             return gm.forward
         from .rest import compiled_rest  # what it needs takes long to import
@@ -86,11 +88,10 @@ def backend(
     return Backend(Options(fusions), then)(gm, example_inputs)
 
 
-def _limit_reached() -> int | None:
-    """Dynamo's limit of graphs for one piece of code, where the graph that it captures now is the last."""
-    now, limit = CompileContext.current_compile_id(), _dynamo.recompile_limit
-    attempts = None if now is None else now.frame_compile_id
-    return limit if attempts is not None and attempts + 1 >= limit else None
+def _captured_before() -> int:
+    """How often Dynamo captured the code before that it captures now."""
+    now = CompileContext.current_compile_id()
+    return (now and now.frame_compile_id) or 0
 
 
 class Conversion:
@@ -106,7 +107,9 @@ class Conversion:
         compiled = torch.compile(_frame_of(backend), backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
         self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
-            place._compiled_call_impl = functools.partial(_guarded, compiled, place)  # pyright: ignore[reportPrivateUsage]
+            call = functools.partial(_guarded, compiled, place)
+            vars(call)["conversion"] = self
+            place._compiled_call_impl = call  # pyright: ignore[reportPrivateUsage]
 
     @property
     def graphs(self) -> tuple[GraphReport, ...]:
@@ -211,9 +214,9 @@ def start(
         budget = "a budget in bytes is for a Sequential of your own"
         raise InputError(f"memory must be one of {', '.join(MODES)}, got {memory!r}", hint=budget, **wrong)
     for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        if getattr(_call_impl(module), "func", None) is _guarded:
+        if _conversion_at(module) is not None:
             name = name or type(model).__name__
-            raise InputError(f"{name} is converted already", hint="end that with undo()", **wrong)
+            raise InputError(f"{name} is converted already", hint="sf.conversion(it).undo() ends that", **wrong)
     places = [model] if regions == "model" else _layers(model)
     if not places:
         raise InputError(
@@ -230,6 +233,22 @@ def start(
         return filter_fn(module, path)
 
     return Conversion(model, places, Backend(Options(fusions, allowed, memory), then))
+
+
+def find(model: nn.Module) -> Conversion:
+    """`conversion`, whose argument this is."""
+    for module in model.modules():
+        found = _conversion_at(module)
+        if found is not None and (module is model or found.model is model):
+            return found
+    paths = [path for path, module in model.named_modules() if _conversion_at(module) is not None]
+    message = f"{type(model).__name__} is not converted by itself"
+    hint = f"its {paths[0]} is" if paths else "ask for the model that sf.convert was given"
+    raise InputError(message, code="SF106", operation="conversion", hint=hint)
+
+
+def _conversion_at(module: nn.Module) -> Conversion | None:
+    return getattr(_call_impl(module), "conversion", None)
 
 
 def _check_then(then: Any) -> None:

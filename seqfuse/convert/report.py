@@ -39,6 +39,7 @@ class GraphReport:
         left: the GEMMs, norms, activations, attentions and convolutions that run as before.
         beside: how many calls that launch a kernel run as before; calls of chains are not among them.
         limit: Dynamo's limit of graphs for one piece of code, if this graph is the last within it.
+        again: whether the same code had been captured before, for calls that differed from this one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class GraphReport:
     left: tuple[Left, ...]
     beside: int = 0
     limit: int | None = None
+    again: bool = False
 
     @property
     def operations(self) -> int:
@@ -110,8 +112,17 @@ def _of(count: int, noun: str) -> str:
 
 
 def text_of(graphs: Sequence[GraphReport], missed: int, undone: bool) -> str:
-    """The reports of all graphs, and how many calls none of them served."""
-    text = list(map(str, graphs)) if graphs else [] if undone else ["nothing captured yet: call the model"]
+    """The reports of all graphs, those that are alike once, and how many calls none of them served."""
+    alike: dict[str, list[GraphReport]] = {}
+    for graph in graphs:
+        alike.setdefault(str(graph).removeprefix(graph.name), []).append(graph)
+    text = [] if graphs or undone else ["nothing captured yet: call the model"]
+    for body, (first, *others) in alike.items():
+        text.append(first.name + body)
+        if others:
+            why = "; captured again because a call differed, TORCH_LOGS=recompiles says in what"
+            again = why if any(graph.again for graph in others) else ""
+            text.append(f"  alike: {', '.join(graph.name for graph in others)}{again}")
     if undone:
         text.insert(0, "undone; what had been converted:" if graphs else "undone; nothing had been captured")
     if missed:

@@ -102,7 +102,8 @@ class Matcher:
             window = kinds[a - start : a - start + self._reach + 1]
             known_here = self._matches.get(window)
             if known_here is None:
-                known_here = self._matches[window] = tuple(self._matching(window)), tuple(self._nearly(window))
+                exact = tuple(self._matching(window))
+                known_here = self._matches[window] = exact, tuple(self._nearly(window, exact))
             matches, near = known_here
             for cls, sentence in near:
                 b = a + len(cls.slots) - 1
@@ -145,8 +146,11 @@ class Matcher:
             for lengths in _lengths(cls.slots, 0, window, 0):
                 yield cls, rank, lengths, sum(lengths)
 
-    def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:
-        """Fusions of a few fixed operations that begin these kinds but for one between them, or for a Bias too many."""
+    def _nearly(self, window: tuple[type, ...], exact: tuple[_Match, ...]) -> Iterator[_Near]:
+        """Fusions of a few fixed operations that begin these kinds but for one between them, or for one too many.
+
+        Of these a Bias is said, and a Dropout where no fusion of the set takes it in.
+        """
         for cls in self.fusions:
             slots = cls.slots
             if len(slots) > MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
@@ -156,8 +160,12 @@ class Matcher:
                 if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, window, 0)] and k < len(slots) - 1:
                     if len(absent) == 1 and not absent[0].is_open:
                         yield cls, f"near miss: a {absent[0].__name__} between {between} would let it apply"
-                elif window[k].__name__ == "Bias" and [*_lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)]:
-                    yield cls, f"near miss: a Bias follows {window[k - 1].__name__} here, and its pattern has none"
+                elif (more := window[k].__name__) in ("Bias", "Dropout"):
+                    if more == "Dropout" and any(length > k for *_, length in exact):
+                        continue
+                    if [*_lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)]:
+                        said = f"a {more} follows {window[k - 1].__name__} here, and its pattern has none"
+                        yield cls, f"near miss: {said}"
 
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..env import Env
+from ..errors import KernelError
 from ..fusion import JointFusion, Requirements
 from ..fusions._kernels import kernel_takes_act
 from ..operation import Grads
@@ -19,7 +21,7 @@ from ..saved import Saved as Record
 from .cases import HUGE, Case, Specimen, cases
 from .interpreter import as_on_a_gpu
 from .judge import assert_stays_finite, judge, met, saying
-from .numerics import assert_fused_close
+from .numerics import FusedMismatch, assert_fused_close
 from .probe import Probe
 from .structure import index_of
 
@@ -40,15 +42,38 @@ class DeviceFunctions(JointFusion):
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         from ..kernels.pointwise import Chain, act, pointwise
 
-        (y,) = pointwise(x, Chain(act(self.act)))
+        with _calling("value"):
+            (y,) = pointwise(x, Chain(act(self.act)))
         assert y is not None
         return y, self.Saved(t=x if self.act.reads == "input" else y)
 
     def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Grads]:
         from ..kernels.pointwise import Chain, dact, pointwise
 
-        (dx,) = pointwise(dy, Chain(dact(self.act)), [saved.t])
+        with _calling("derivative"):
+            (dx,) = pointwise(dy, Chain(dact(self.act)), [saved.t])
         return dx, {}
+
+
+@contextlib.contextmanager
+def _calling(function: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{function} raised {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _of_its_functions(note: str) -> Generator[None]:
+    """Failures of `DeviceFunctions` as those of the function that the author wrote."""
+    try:
+        yield
+    except KernelError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, AssertionError) else error) from None
+    except FusedMismatch as error:
+        failed = {check.tensor for check in error.report.failures}
+        what = "value differs from fwd" if "y" in failed else "derivative differs from bwd"
+        raise FusedMismatch(error.report, what, note if error.report.not_finite else "") from None
 
 
 def activations(specimen: Specimen) -> Iterator[Pointwise]:
@@ -85,7 +110,7 @@ def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequenc
         for case in (*cases(shapes, dtype), Case(shapes[0], dtype, dy_infinite=True)):
             if not case.grad or (case.layout, case.dy_layout) != ("contiguous", "contiguous"):
                 continue  # what a kernel does with memory is not the activation's
-            with saying(f"value and derivative, {case}"), as_on_a_gpu():
+            with saying(f"value and derivative, {case}"), _of_its_functions(met(case)), as_on_a_gpu():
                 if case.regime == HUGE or case.dy_infinite:
                     assert_stays_finite(*probe.measure(case, seed), met(case))
                 else:

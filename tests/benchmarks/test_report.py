@@ -150,3 +150,27 @@ def test_committed_results_can_be_drawn() -> None:
         shown = draw()
         assert shown is None or shown.endswith("\n"), name
     assert report.host()
+
+
+def test_the_number_of_converted_models_is_that_of_the_tests() -> None:
+    pytest.importorskip("transformers")
+    from tests.convert.families import FAMILIES
+
+    assert report.families() == len(FAMILIES)
+    assert f"outputs and gradients: {len(FAMILIES)} small models" in str(report.claims())
+
+
+def test_checkpointing_stands_beside_saving_less(results: Path) -> None:
+    import bench_checkpoint
+
+    assert report.checkpoint() is None
+    step = {"ratio": 1.25, "low": 1.1, "high": 1.5}
+    sides = {side: {"saved": 2**20 * (4 - i), "held": 2**20 * 4} for i, side in enumerate(bench_checkpoint.SIDES)}
+    rows = [{"side": side, **held, "step": step} for side, held in sides.items()]
+    made = {"about": ABOUT, "layers": 4, "width": 8, "tokens": [2, 16], "rows": rows}
+    (results / "checkpoint.json").write_text(json.dumps(made))
+    shown = str(report.checkpoint())
+    assert "A Llama of 4 layers of width 8 on 2 x 16 tokens in float32." in shown
+    assert "| eager PyTorch | 4.0 MiB (1.00) | the same | 1.00 |" in shown
+    checkpointed = "| eager PyTorch, each layer checkpointed | 3.0 MiB (0.75) | 4.0 MiB (1.00) | 1.25 (1.10 to 1.50) |"
+    assert checkpointed in shown

@@ -263,6 +263,62 @@ def test_undo_gives_the_model_back_bit_for_bit():
         sf.convert(model)
 
 
+def test_a_conversion_that_was_not_kept_is_found_by_its_model():
+    model, plain, conversion = pair(depth=1)
+    assert sf.conversion(model) is conversion
+    for other, hint in ((model.layers[0], "ask for the model that sf.convert was given"), (nn.ReLU(), "ask for")):
+        with pytest.raises(sf.InputError, match=rf"is not converted by itself \[{hint}"):
+            sf.conversion(other)
+    with pytest.raises(sf.InputError, match=r"Sequential is not converted by itself \[its 1 is\]"):
+        sf.conversion(nn.Sequential(plain, model))
+    with pytest.raises(sf.InputError, match=r"Net is converted already \[sf\.conversion\(it\)\.undo\(\) ends that\]"):
+        sf.convert(model)
+    sf.conversion(model).undo()
+    with pytest.raises(sf.InputError, match="is not converted"):
+        sf.conversion(model)
+    layered = sf.convert(plain, regions="layers")
+    assert sf.conversion(plain) is layered
+    assert sf.conversion(plain.layers[0]) is layered
+
+
+def test_a_part_of_a_converted_model_may_be_converted_for_calls_of_its_own():
+    model, plain, whole = pair()
+    part = sf.convert(model.layers[0])
+    assert (sf.conversion(model), sf.conversion(model.layers[0])) == (whole, part)
+    assert_equal(passes(model, X), passes(plain, X))
+    assert (len(whole.graphs), len(part.graphs)) == (1, 0)  # a call of the model is the model's
+    assert_equal(passes(model.layers[0], X), passes(plain.layers[0], X))
+    assert (len(whole.graphs), len(part.graphs)) == (1, 1)
+    whole.undo()
+    assert sf.conversion(model.layers[0]) is part
+    with pytest.raises(sf.InputError, match=r"layers\.0 is converted already"):
+        sf.convert(model)
+    part.undo()
+    assert_equal(passes(model, X), passes(plain, X), 0)
+
+
+class Settled(Net):
+    """Sets what it reads in its first call, as a classifier of Hugging Face does with its `problem_type`."""
+
+    kind: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "one"
+        return super().forward(x)
+
+
+def test_graphs_that_are_alike_are_printed_once():
+    model = Settled(depth=1)
+    conversion = sf.convert(model)
+    passes(model, X)
+    once = str(conversion)
+    passes(model, X)
+    assert [graph.again for graph in conversion.graphs] == [False, True]
+    why = "captured again because a call differed, TORCH_LOGS=recompiles says in what"
+    assert str(conversion) == f"{once}\n  alike: graph 1; {why}"
+
+
 def test_undo_leaves_what_compile_did():
     model = Net()
     model.compile(backend="eager")
@@ -342,7 +398,9 @@ def test_a_second_derivative_is_an_error():
     model, _, _ = pair()
     x = X.clone().requires_grad_()
     (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward is not supported"):
+    with pytest.raises(
+        RuntimeError, match=r"double backward is not supported.*or undo\(\) the conversion of the model"
+    ):
         dx.sum().backward()
 
 

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import seqfuse as sf
+from docs import documented
 from seqfuse import fusions, ops
 from seqfuse.testing import operations as operations_of_the_kit
 
@@ -24,6 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPERATIONS = "ops/test_*.py", "parallel/test_*.py"
 COMPARES = frozenset(("check_op", "check_passes", "assert_close", "assert_bitwise_equal", "assert_fused_close"))
 """Those of an operation with its reference or with torch."""
+SHAPE = re.compile(r"\[.*?\]")
 TAKEN = {"check_op": (*operations_of_the_kit.DTYPES, torch.float64), "check_fusion": operations_of_the_kit.DTYPES}
 """The dtypes of these where none are given; `check_op` runs `gradcheck` as well, in float64."""
 
@@ -147,6 +150,17 @@ def matrix() -> str:
         cells = [("tested" if dtype in known else "runs") if runs(operation, dtype) else "-" for dtype in DTYPES]
         groups = fused_in(operation, fusions.aten), fused_in(operation, fusions.triton)
         lines.append(f"| `{operation.__name__}` | {' | '.join((*cells, *groups))} |")
+    return "\n".join(lines) + "\n"
+
+
+def saved() -> str:
+    """What each operation saves, by field, as `Saved` says it."""
+    lines = ["| operation | saved for backward |", "| --- | --- |"]
+    for operation in operations():
+        found = documented.fields_of(operation.Saved)
+        fields = [" ".join((f"`{field}`", SHAPE.sub(r"`\g<0>`", about))).strip() for field, about in found]
+        cell = "<br>".join(fields).replace("|", r"\|") or "nothing"
+        lines.append(f"| `{operation.__name__}` | {cell} |")
     return "\n".join(lines) + "\n"
 
 

@@ -389,7 +389,7 @@ def test_a_fusion_that_misses_its_pass_is_refused_when_it_is_given() -> None:
         bias: ops.Bias
         act: ops.ReLU
 
-        def forward(self, x: Tensor) -> Any: ...
+        def run(self, x: Tensor) -> Any: ...
 
     with pytest.raises(sf.PluginError, match="Misnamed"):
         sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(Misnamed,))

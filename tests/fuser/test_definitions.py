@@ -280,6 +280,39 @@ def a_forward_that_is_no_function() -> None:
         fwd = 3
 
 
+@bad("def forward(self, x: Tensor) -> Any: ...", "a pass is called fwd here, not forward")
+def a_forward_by_the_name_of_torch() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+
+        def forward(self, x: Tensor) -> Any: ...
+
+
+@bad("def backward(self, dy: Tensor, *, bias: Any) -> Any: ...", "a pass is called bwd here, not backward")
+def a_backward_by_the_name_of_torch() -> None:
+    class Fusion(sf.BackwardFusion):
+        bias: ops.Bias
+
+        def backward(self, dy: Tensor, *, bias: Any) -> Any: ...
+
+
+@bad("def forward(self, x: Tensor) -> Any: ...", "a pass is called fwd here, not forward")
+def an_operation_with_a_forward() -> None:
+    class Operation(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def forward(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any: ...
+
+
+@bad("def forward(self, x: Tensor) -> Tensor: ...", "a pass is called fwd here, not forward")
+def a_pointwise_with_a_forward() -> None:
+    class Operation(sf.Pointwise):
+        def forward(self, x: Tensor) -> Tensor: ...
+
+
 @bad('layout = "contiguous"', "inner_contig")
 def an_unknown_layout() -> None:
     class Fusion(sf.ForwardFusion):

@@ -188,18 +188,18 @@ def test_right_ones_pass(op: sf.UnfusedOperation, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("act", "case", "tensor"),
     [
-        (WrongDerivative(), "normal: fused differs", "d_x: max"),
-        (WrongValue(), "normal: fused differs", "y: max"),
-        (SwallowsNaN(), "one_nan: fused differs", r"y: structure.*\(x holds a NaN here: pass it on"),
-        (DerivativeSwallowsNaN(), "one_nan: fused differs", "d_x: structure"),
+        (WrongDerivative(), "normal: derivative differs from bwd", "d_x: max"),
+        (WrongValue(), "normal: value differs from fwd", "y: max"),
+        (SwallowsNaN(), "one_nan: value differs from fwd", r"y: structure.*\(x holds a NaN here: pass it on"),
+        (DerivativeSwallowsNaN(), "one_nan: derivative differs from bwd", "d_x: structure"),
         (
             Multiplies(),
             "normal, dy infinite: d_x: nan",
             r"where the operations give 0\n  \(every dy is Inf here, and Inf \* 0 is NaN: .*tl.where",
         ),
         (Overflows(), "huge: y: inf", "where the operations give"),
-        (OutputForInput(), "normal: fused differs", "y: max"),
-        (Power(3.0), "normal: fused differs", "d_x: max"),
+        (OutputForInput(), "normal: value differs from fwd", "y: max"),
+        (Power(3.0), "normal: derivative differs from bwd", "d_x: max"),
     ],
     ids=lambda given: type(given).__name__ if isinstance(given, sf.Pointwise) else "",
 )
@@ -210,6 +210,32 @@ def test_wrong_ones_are_caught_with_case_and_tensor(
         expected = rf"(?s){name}: value and derivative, float32, x \(33, 8\), {case}.*{tensor}"
         with pytest.raises(AssertionError, match=expected):
             check_op(op, X.to(device))
+
+
+class RaisingValue(Square):
+    derivative = twice
+
+    @triton.jit
+    def value(x):
+        return tl.no_such_function(x)
+
+
+class RaisingDerivative(Square):
+    value = square
+
+    @triton.jit
+    def derivative(x):
+        return tl.no_such_function(x)
+
+
+@pytest.mark.parametrize(("act", "name"), [(RaisingValue(), "value"), (RaisingDerivative(), "derivative")])
+def test_one_that_raises_is_named_and_not_the_fusion_that_calls_it(
+    act: sf.Pointwise, name: str, device: torch.device
+) -> None:
+    with pytest.raises(AssertionError, match=rf"normal: {name} raised .*no_such_function") as caught:
+        check_op(act, X.to(device), dtypes=(torch.float32,))
+    assert "DeviceFunctions" not in str(caught.value)
+    assert "unfused" not in str(caught.value)
 
 
 def test_half_dtypes_are_compared_too(device: torch.device) -> None:
