@@ -16,7 +16,7 @@ from ..fuser.fake import is_fake
 from ..fuser.match import Matcher, Refusal
 from ..fuser.op_list import Region
 from ..fuser.plan import Step
-from ..fuser.reference import draw, random_positions, run_eagerly, walk_reference
+from ..fuser.reference import draw, number_seeds, run_eagerly, walk_reference
 from ..fuser.schedule import Candidate
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
@@ -230,8 +230,8 @@ def _walked(
 ) -> tuple[Tensor, ...]:
     """Run the references, each on a view of its own, so that the gradient of what enters it is its own."""
     nodes = flatten(model)
-    random = random_positions(nodes)
-    seeds = draw(nodes, random, x) if random else None
+    number_seeds(nodes)
+    seeds = draw(nodes, x)
 
     def border(t: Tensor) -> Tensor:
         if low is None or not t.is_floating_point():
@@ -246,7 +246,7 @@ def _walked(
         if node.eager is not None:
             x = run_eagerly(nodes, at, x, made)
         else:
-            x = walk_reference(nodes, range(at, at + 1), random, x, made, seeds)
+            x = walk_reference(nodes, range(at, at + 1), x, made, seeds)
         made.update({channel: border(made[channel]) for _, channel in node.outputs})
         values[Place.y(at)] = x.detach()
     read = {channel for node in nodes for _, channel in node.inputs}

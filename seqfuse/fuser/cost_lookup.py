@@ -15,45 +15,27 @@ import torch
 from torch import nn
 
 from ..cost_table import Machine, Measurement, table
-from ..env import Env, bucket, rows_of
+from ..env import bucket, rows_of
 from ..fusion import FusedOperation
-from .dtypes import Border
 from .flatten import Node, plain_type
-from .wants import Wants
+from .stretch import Stretch
 
 _OWN, _FOREIGN = "seqfuse", ("torch", "triton", "builtins", "typing", "abc")
 _OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}
 
 
 class Known:
-    """Looks up measurements for candidates of one region.
+    """Looks up measurements for candidates of one stretch."""
 
-    Args:
-        nodes: the sequence.
-        wants: which gradients are needed.
-        env: of the tensor that enters the region.
-        shapes: of the tensors that enter its positions, from `start` on; `None` where they are not known.
-        borders: dtypes at its positions, where they differ.
-    """
-
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        wants: Wants,
-        env: Env,
-        start: int,
-        shapes: Sequence[tuple[int, ...]] | None,
-        borders: tuple[Border, ...] = (),
-    ) -> None:
-        self.borders = borders
-        self._items, self._wants, self._env, self._start, self.shapes = nodes, wants, env, start, shapes
+    def __init__(self, stretch: Stretch) -> None:
+        self._stretch = stretch
         self._table: Mapping[str, Measurement] | None = None
         self._described: dict[int, str] = {}
 
     def __call__(self, fusion: FusedOperation, a: int, b: int) -> Measurement | None:
         """What was measured for a fusion on positions `a..b`."""
         if self._table is None:  # looked up where there is a candidate, and nowhere else
-            machine = Machine.of(self._env)
+            machine = Machine.of(self._stretch.env)
             self._table = {} if machine is None else table(machine)
         if not self._table:
             return None
@@ -62,13 +44,13 @@ class Known:
 
     def key(self, fusion: FusedOperation, a: int, b: int) -> str | None:
         """What a measurement of this candidate is known by; `None` where too little is known of its input."""
-        live = b > self._wants.live_from
+        stretch, env = self._stretch, self._stretch.env
+        live = b > stretch.wants.live_from
         extent = self._extent(a, b)
         if extent is None:
             return None
         parts = [identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
-        env = self._env
-        parts.append(_short(self.borders[a - self._start].taken if self.borders else env.dtype))
+        parts.append(_short(stretch.around(a, a)[0].taken if stretch.borders else env.dtype))
         if env.autocast is not None:
             parts.append(f"autocast {_short(env.autocast)}")
         if env.deterministic:
@@ -76,18 +58,21 @@ class Known:
         return " | ".join(parts)
 
     def _extent(self, a: int, b: int) -> str | None:
-        shape = None if self.shapes is None else self.shapes[a - self._start]
-        rows = self._env.rows if shape is None else bucket(rows_of(shape))
+        stretch = self._stretch
+        shape = None if stretch.shapes is None else stretch.shapes[a - stretch.start]
+        if shape is not None and any(type(n) is not int for n in shape):  # a compiler leaves it open
+            return None
+        rows = stretch.env.rows if shape is None else bucket(rows_of(shape))
         if rows is None:
             return None
-        if any(node.slots for node in self._items[a:b]):
+        if any(node.slots for node in stretch.nodes[a:b]):
             return f"{rows} rows"  # parameters say how wide they are
         return None if shape is None else f"{rows} rows of {shape[-1] if shape else 1}"
 
     def _operation(self, position: int, live: bool) -> str:
         if position not in self._described:
-            self._described[position] = describe(self._items[position])
-        wanted = self._wants.needs[position] if live else ()
+            self._described[position] = describe(self._stretch.nodes[position])
+        wanted = self._stretch.wants.needs[position] if live else ()
         return self._described[position] + (f" d({', '.join(sorted(wanted))})" if wanted else "")
 
 

@@ -45,7 +45,6 @@ def along_of(borders: Sequence[Border], absorbs: bool) -> tuple[torch.dtype | No
 
 def borders_of(
     nodes: Sequence[Node],
-    random: Mapping[int, int],
     positions: range,
     x: Tensor,
     channels: Mapping[str, Tensor],
@@ -53,7 +52,7 @@ def borders_of(
     env: Env,
 ) -> tuple[Border, ...]:
     """The borders of a region for the tensors that enter it; none where all of them have one dtype."""
-    run = functools.cache(lambda: dtypes_of(nodes, random, positions, x, channels)[positions.start :])
+    run = functools.cache(lambda: dtypes_of(nodes, positions, x, channels)[positions.start :])
     if env.autocast is not None:
         return under_autocast(nodes, positions, env, {c: t.dtype for c, t in channels.items()}, run)
     if all(t.dtype is x.dtype for t in (*parameters, *channels.values())):

@@ -8,7 +8,7 @@ operators. Importing this module imports the compiler, so it is imported by call
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -56,7 +56,6 @@ def plannable(nodes: Sequence[Node], x: Tensor) -> bool:
 def run_planned(
     name: str,
     nodes: Sequence[Node],
-    random: Mapping[int, int],
     inputs: Sequence[str],
     outputs: Sequence[str],
     x: Tensor,
@@ -64,7 +63,7 @@ def run_planned(
 ) -> Any:
     """Run a sequence that is being traced, one node for each stretch between barriers."""
     check_channels(nodes, inputs, channels)
-    seeds = draw(nodes, random, x) if random else None
+    seeds = draw(nodes, x)
     for start, stop in stretches(nodes):
         inside = nodes[start:stop]
         if not nodes[start].fusable:
@@ -128,7 +127,7 @@ def _recorded(
     if any(isinstance(step.operation, FusedOperation) and step.operation.triton for step in steps):
         return program.run(x, channels, seeds, parameters)
     # Without kernels to call, a compiler sees more in the references.
-    return walk_reference(op_list.nodes, range(region.start, region.stop), op_list.random, x, channels, seeds)
+    return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
 
 
 @contextmanager

@@ -14,52 +14,32 @@ from ..fusion import FusedOperation
 from ..saved import Recompute, Saved
 from .budget import Kept
 from .cost_lookup import describe
-from .dtypes import Border
 from .fake import autocasting, faking, placed
 from .fallback import at as found_at
 from .flatten import Node
 from .interpret import call, returned
 from .schedule import Candidate
 from .step import Step
-from .wants import Wants
+from .stretch import Stretch
 
 
 class Footprint:
-    """Finds what the operations of a region and candidate fusions would save.
+    """Finds what the operations of a stretch and candidate fusions would save."""
 
-    Args:
-        nodes: the sequence.
-        start: the first position of the region, `stop` the one after its last.
-        wants: the needed gradients.
-        env: the environment that is planned for, `place` the device on which it is tried.
-        random: how many operations draw a seed.
-        x: what enters the region, and `channels` the extra inputs.
-        borders: the dtypes along it, where they differ.
-    """
-
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        start: int,
-        stop: int,
-        wants: Wants,
-        env: Env,
-        place: torch.device,
-        random: int,
-        x: Tensor,
-        channels: Mapping[str, Tensor],
-        borders: tuple[Border, ...],
-    ) -> None:
-        self._nodes, self._span, self._wants, self._env = nodes, range(start, stop), wants, env
-        self._place, self._random, self._x, self._channels = place, random, x, channels
-        self._borders = borders
+    def __init__(self, stretch: Stretch) -> None:
+        self._stretch = stretch
         self._found: Kept | str | None = None
 
     def __call__(self, candidates: Sequence[Candidate]) -> Kept | str:
         """What is saved with these candidates, or why it is not known; it is found once."""
         if self._found is None:
             try:
-                with torch.no_grad(), autocasting(self._env, self._place), faking() as mode, cast_once():
+                with (
+                    torch.no_grad(),
+                    autocasting(self._stretch.env, self._stretch.place),
+                    faking() as mode,
+                    cast_once(),
+                ):
                     self._found = self._look(candidates, mode)
             except Exception as error:
                 self._found = f"{type(error).__name__}: {error}"
@@ -71,39 +51,36 @@ class Footprint:
         return self._found if isinstance(self._found, Kept) else None
 
     def _look(self, candidates: Sequence[Candidate], mode: Any) -> Kept | str:
-        def like(t: Tensor, dtype: torch.dtype) -> Tensor:
-            return placed(mode.from_tensor(t.detach()), self._place, dtype)
+        stretch, given_x = self._stretch, self._stretch.x
+        if given_x is None:
+            return "the shape of the input"
 
-        x = like(self._x, self._env.dtype if self._x.is_floating_point() else self._x.dtype)
-        channels = {name: like(t, t.dtype) for name, t in self._channels.items()}
-        own_channels = {c for at in self._span for _, c in self._nodes[at].outputs}
-        for at in self._span:
-            for name, channel in self._nodes[at].inputs:
+        def like(t: Tensor, dtype: torch.dtype) -> Tensor:
+            return placed(mode.from_tensor(t.detach()), stretch.place, dtype)
+
+        x = like(given_x, stretch.env.dtype if given_x.is_floating_point() else given_x.dtype)
+        channels = {name: like(t, t.dtype) for name, t in stretch.channels.items()}
+        own_channels = {c for node in stretch.inside for _, c in node.outputs}
+        for node in stretch.inside:
+            for name, channel in node.inputs:
                 if channel not in own_channels and channel not in channels:
-                    return f"{self._nodes[at].name} reads {name} from {channel!r}, which is not given to plan()"
+                    return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
         entering, given, own = [x], [dict(channels)], list[frozenset[int]]()
-        tried = _Tried(torch.empty(self._random, dtype=torch.int64, device=self._place))
-        for at in self._span:
-            x, made, saved = tried(self._step(at, at + 1), x, channels, self._env)
+        tried = _Tried(torch.empty(len(stretch.nodes), dtype=torch.int64, device=stretch.place))
+        for at in stretch.positions:
+            x, made, saved = tried(stretch.step(at, at + 1), x, channels, stretch.env)
             channels.update(made)
             own.append(saved)
             entering.append(x)
             given.append(dict(channels))
         fused: dict[tuple[int, FusedOperation], frozenset[int]] = {}
-        first = self._span.start
         for c in candidates:
-            if (c.fusion.saves_memory or c.fusion.has_record) and c.stop > self._wants.live_from:
-                a, b = c.start - first, c.stop - first
-                step = self._step(c.start, c.stop, c.fusion)
-                _, _, saved = tried(step, entering[a], given[a], self._env, (entering[b], given[b]))
+            if (c.fusion.saves_memory or c.fusion.has_record) and c.stop > stretch.wants.live_from:
+                a, b = c.start - stretch.start, c.stop - stretch.start
+                step = stretch.step(c.start, c.stop, c.fusion)
+                _, _, saved = tried(step, entering[a], given[a], stretch.env, (entering[b], given[b]))
                 fused[c.start, c.fusion] = saved
         return Kept(own, fused, tried.sizes)
-
-    def _step(self, a: int, b: int, fusion: FusedOperation | None = None) -> Step:
-        needs = tuple(self._wants.needs[at] for at in range(a, b))
-        around = self._borders[a - self._span.start : b - self._span.start + 1]
-        operation = self._nodes[a].operation if fusion is None else fusion
-        return Step(operation, range(a, b), "", fusion is not None, tuple(self._nodes[a:b]), needs, around)
 
 
 class _Tried:

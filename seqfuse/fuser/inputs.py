@@ -112,7 +112,7 @@ def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tenso
 
 
 def dtypes_of(
-    nodes: Sequence[Node], random: Mapping[int, int], positions: range, x: Tensor, channels: Mapping[str, Tensor]
+    nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]
 ) -> list[torch.dtype | None]:
     """Dtype of the tensor entering each position, and of the last result, from a run of the references on fake tensors;
     `None` from where they cannot run so.
@@ -125,10 +125,10 @@ def dtypes_of(
         with faking(own) if own is not None or not fake else contextlib.nullcontext() as mode, torch.no_grad():
             convert: Callable[[Tensor], Tensor] = (lambda t: t) if fake or mode is None else mode.from_tensor
             y, given = convert(x), {name: convert(value) for name, value in channels.items()}
-            seeds = torch.zeros(len(random), dtype=torch.int64, device=x.device)
+            seeds = torch.zeros(len(nodes), dtype=torch.int64, device=x.device)
             for position in positions:
                 found.append(y.dtype)
-                y = walk_reference(nodes, range(position, position + 1), random, y, given, seeds)
+                y = walk_reference(nodes, range(position, position + 1), y, given, seeds)
             found.append(y.dtype)
     except Exception:
         found += [None] * (positions.stop + 1 - len(found))

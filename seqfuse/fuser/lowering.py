@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..operation import FusableOperation, configured
-from .dtypes import Border
 from .flatten import Node
 from .inputs import Like, check_dtypes, dtypes_of
 from .plan import Plan
 from .step import Step
+from .stretch import Stretch
 from .wants import Wants
 
 Slot = tuple[nn.Module, str]
@@ -54,33 +54,30 @@ class Context:
     @classmethod
     def of(
         cls,
-        nodes: Sequence[Node],
-        random: Mapping[int, int],
-        positions: range,
+        stretch: Stretch,
         slots: Sequence[Slot],
-        x: Tensor,
-        channels: Mapping[str, Tensor],
         parameters: Sequence[Tensor],
-        shapes: Sequence[tuple[int, ...]],
-        borders: Sequence[Border],
-        wants: Wants,
-        env: Env,
         on_error: str,
         note: Callable[[], Callable[[str, int, str], None] | None],
     ) -> Context:
-        """The context of a region for the tensors that enter it; `shapes` are those at its positions."""
+        """The context of a stretch for the tensors that enter it, without a hold on them."""
+        nodes, positions, env, x = stretch.nodes, stretch.positions, stretch.env, stretch.x
+        assert x is not None
+        assert stretch.shapes is not None
         if env.autocast is None:
-            check_dtypes(nodes, positions, [border.given for border in borders])
+            check_dtypes(nodes, positions, [border.given for border in stretch.borders])
         likes = {(id(owner), name): Like.of(p) for (owner, name), p in zip(slots, parameters, strict=True)}
-        entering = {positions.start + i: Like(torch.Size(s), x.dtype, x.device) for i, s in enumerate(shapes)}
-        channel_likes = {c: Like.of(t) for c, t in channels.items()}
+        shapes = enumerate(stretch.shapes, positions.start)
+        entering = {at: Like(torch.Size(shape), x.dtype, x.device) for at, shape in shapes}
+        channel_likes = {c: Like.of(t) for c, t in stretch.channels.items()}
 
         @functools.cache
         def dtypes_now() -> list[torch.dtype | None]:
             blank = {c: like.empty() for c, like in channel_likes.items()}
-            return dtypes_of(nodes, random, positions, entering[positions.start].empty(), blank)
+            return dtypes_of(nodes, positions, entering[positions.start].empty(), blank)
 
-        return cls(nodes, wants, env, bool(borders), likes, entering, dtypes_now, on_error == "fallback", note)
+        mixed, falls_back = bool(stretch.borders), on_error == "fallback"
+        return cls(nodes, stretch.wants, env, mixed, likes, entering, dtypes_now, falls_back, note)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

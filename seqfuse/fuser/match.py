@@ -18,6 +18,7 @@ from ..settings import Fusing
 from .dtypes import Border, along_of
 from .flatten import Node
 from .schedule import Candidate
+from .stretch import Stretch
 
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 """What was measured of a fusion on positions `a..b`."""
@@ -75,29 +76,21 @@ class Matcher:
         return count == MAX_FAILURES
 
     def find(
-        self,
-        nodes: Sequence[Node],
-        start: int,
-        stop: int,
-        live_from: int,
-        env: Env,
-        fusing: Fusing,
-        known: Lookup | None = None,
-        borders: tuple[Border, ...] = (),
-        lean: bool = False,
+        self, stretch: Stretch, known: Lookup | None = None, lean: bool = False
     ) -> tuple[list[Candidate], list[Refusal]]:
-        """Candidates and refusals on `nodes[start:stop]`; operations before `live_from` need no gradient.
+        """Candidates and refusals on a stretch.
 
-        What is `known` of a candidate by measurement takes the place of the cost that it declares. Where dtypes differ
-        along the sequence, at these `borders`, each is asked about the environment between its own. Fusions that save
+        What is `known` of a candidate by measurement takes the place of the cost that it declares. Fusions that save
         memory for time are no candidates but where memory is to be saved, which is `lean`.
         """
+        nodes, start, env, fusing = stretch.nodes, stretch.start, stretch.env, stretch.fusing
+        live_from = stretch.wants.live_from
         _check_named(fusing)
         found: list[Candidate] = []
         refused: list[Refusal] = []
         still = dataclasses.replace(env, grad=False)
-        kinds = tuple(node.derives or node.kind for node in nodes[start:stop])
-        for a in range(start, stop):
+        kinds = tuple(node.derives or node.kind for node in stretch.inside)
+        for a in stretch.positions:
             # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
             window = kinds[a - start : a - start + self._reach + 1]
             known_here = self._matches.get(window)
@@ -119,7 +112,7 @@ class Matcher:
                     reason = f"{inexact.name} derives from {base}, and only exact types match"
                     refused.append(Refusal(cls.__name__, a, reason))
                     continue
-                around = borders[a - start : b - start + 1]
+                around = stretch.around(a, b)
                 excluded = self._excludes(cls, a, b, live_from, env, fusing)
                 reason, expected = excluded or (_refuses_dtypes(cls, nodes, a, around), False)
                 if reason is None:

@@ -22,7 +22,7 @@ from .guard import Call
 from .lowering import Segment
 from .node import apply
 from .plan import Plan
-from .reference import random_positions
+from .reference import number_seeds
 from .sharding import tell_apart
 
 KEPT_PROGRAMS = 512
@@ -85,7 +85,7 @@ class OpList:
         tell_apart(self.nodes)
         self.fingerprint = Fingerprint(modules, root)
         self.inputs, self.outputs = public_channels(self.nodes)
-        self.random = random_positions(self.nodes)
+        self.random = number_seeds(self.nodes)
         # Operations as they were configured for a forward, by position: their backward runs on these.
         self.configured: dict[int, Any] = {}
         self.parametrized = any(map(parametrize.is_parametrized, modules))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -12,17 +11,16 @@ from typing import Any
 from .. import pictures
 from ..env import Env
 from ..pictures import PlanData
-from ..settings import Fusing
 from .budget import Choice, Kept, MemoryChoice, chosen_for
 from .casts import Cast, casts_of
+from .cost_lookup import Known
 from .describe import describe
-from .dtypes import Border
 from .flatten import Node
-from .match import Lookup, Matcher, Refusal
+from .match import Matcher, Refusal
 from .memory import Memory
 from .schedule import Candidate, cheapest
 from .step import Step
-from .wants import Wants
+from .stretch import Stretch
 
 SEGMENT = 8
 
@@ -166,23 +164,10 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env, no
     )
 
 
-def plan_region(
-    nodes: Sequence[Node],
-    start: int,
-    stop: int,
-    wants: Wants,
-    env: Env,
-    fusing: Fusing,
-    matcher: Matcher,
-    known: Lookup | None = None,
-    borders: tuple[Border, ...] = (),
-    look: Look | None = None,
-    memory: Choice = "save",
-) -> Plan:
-    """Plan positions `start..stop`, which hold operations only; `look` finds what candidates would save."""
-    live = wants.live_from
-    lean = memory != "save" and look is not None
-    found, refused = matcher.find(nodes, start, stop, live, env, fusing, known=known, borders=borders, lean=lean)
+def plan_region(stretch: Stretch, matcher: Matcher, look: Look | None = None, memory: Choice = "save") -> Plan:
+    """Plan a stretch; `look` finds what candidates would save."""
+    start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
+    found, refused = matcher.find(stretch, Known(stretch), lean=memory != "save" and look is not None)
     kept = None
     if memory != "save":
         kept = "the shape of the input" if look is None else look(found)
@@ -190,7 +175,7 @@ def plan_region(
         found = found if kept is None else [c for c in found if not c.fusion.saves_memory]
         forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     else:
-        forward, backward = chosen_for(memory, start, stop, found, live, kept, env)
+        forward, backward = chosen_for(memory, start, stop, found, live, kept, stretch.env)
     if isinstance(kept, str):
         refused.append(Refusal(f"memory={memory}", start, f"what would be saved is not known: {kept}"))
     used = {id(c) for c in (*forward, *backward)}
@@ -212,12 +197,11 @@ def plan_region(
                 )
             )
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
-    within = functools.partial(_steps, nodes, start, stop, wants=wants, borders=borders)
-    ahead, back = within(forward), within(backward, live=live)
+    ahead, back, inside = _steps(stretch, forward), _steps(stretch, backward, live), stretch.inside
     return Plan(
-        env, ahead, back, _segments(nodes, ahead, back, start, stop), tuple(refused), (),
-        tuple(node.name for node in nodes[start:stop]), tuple(node.path for node in nodes[start:stop]),
-        tuple(wants.needs[i] for i in range(start, stop)),
+        stretch.env, ahead, back, _segments(stretch.nodes, ahead, back, start, stop), tuple(refused), (),
+        tuple(node.name for node in inside), tuple(node.path for node in inside),
+        tuple(stretch.wants.needs[i] for i in stretch.positions),
         cost=sum(c.cost for c in {id(c): c for c in (*forward, *backward)}.values()),
     )  # fmt: skip
 
@@ -238,27 +222,15 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) 
     return "superseded by another match of the same fusion"
 
 
-def _steps(
-    nodes: Sequence[Node],
-    start: int,
-    stop: int,
-    chosen: Sequence[Candidate],
-    wants: Wants,
-    borders: tuple[Border, ...],
-    live: int = 0,
-) -> tuple[Step, ...]:
-    def step(a: int, b: int, c: Candidate | None = None) -> Step:
-        what = (nodes[a].operation, nodes[a].name) if c is None else (c.fusion, c.name)
-        needs, around = tuple(wants.needs[p] for p in range(a, b)), borders[a - start : b - start + 1]
-        return Step(what[0], range(a, b), what[1], c is not None, tuple(nodes[a:b]), needs, around)
-
+def _steps(stretch: Stretch, chosen: Sequence[Candidate], live: int = 0) -> tuple[Step, ...]:
     steps: list[Step] = []
-    at = max(start, live)
+    at = max(stretch.start, live)
     for c in chosen:
         if c.stop > live:
-            steps += [*(step(i, i + 1) for i in range(at, c.start)), step(c.start, c.stop, c)]
+            steps += [stretch.step(i, i + 1) for i in range(at, c.start)]
+            steps.append(stretch.step(c.start, c.stop, c.fusion))
             at = c.stop
-    return (*steps, *(step(i, i + 1) for i in range(at, stop)))
+    return (*steps, *(stretch.step(i, i + 1) for i in range(at, stretch.positions.stop)))
 
 
 def _segments(

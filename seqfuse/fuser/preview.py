@@ -13,9 +13,7 @@ from torch import Tensor
 from ..env import Env, tokens_of
 from ..errors import InputError
 from ..operation import UnfusedOperation
-from ..settings import fusing_now
 from .budget import MODES, Budget, Choice, MemoryChoice
-from .cost_lookup import Known
 from .dtypes import Border, borders_of, under_autocast
 from .flatten import Node
 from .footprint import Footprint
@@ -25,6 +23,7 @@ from .memory import Memory, measure
 from .op_list import OpList, Region, Runner
 from .plan import Plan, merge, plan_region
 from .reference import check_channels, check_surplus, draw, walk_reference
+from .stretch import Stretch
 from .wants import Wants
 
 
@@ -60,13 +59,12 @@ def plan_ahead(
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
             shape = None if shapes is None else shapes[-1]
             borders = _borders(op_list, part, x if part.start == 0 else None, channels, here)
-            look_up = Known(op_list.nodes, wants, here, part.start, shapes, borders)
-            stretch = op_list.nodes, part.start, part.stop
             first = x if part is op_list.parts[0] else None
             first = _entering(op_list.nodes[part.start : part.stop], here, shapes) if first is None else first
-            look = look_in(op_list, part, wants, here, places[0], first, channels, borders)
-            about = *stretch, wants, here, fusing_now(), matcher, look_up, borders, look
-            planners.append((functools.partial(_planned, op_list, part, about), look))
+            about = op_list.nodes, part.positions, here, wants, shapes, borders, first, channels, places[0]
+            stretch = Stretch(*about)
+            look = None if first is None else Footprint(stretch)
+            planners.append((functools.partial(_planned, op_list, part, stretch, matcher, look), look))
             wanted = wanted or wants.live_from < part.stop
             last: Any = op_list.nodes[part.stop - 1].operation
             if follows and last.y_dtype is not None and shape is not None:
@@ -119,26 +117,10 @@ def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
     return memory.over(len(region.positions) / planned)
 
 
-def look_in(
-    op_list: OpList,
-    region: Region,
-    wants: Wants,
-    env: Env,
-    place: torch.device,
-    x: Tensor | None,
-    channels: Mapping[str, Tensor],
-    borders: tuple[Border, ...],
-) -> Footprint | None:
-    """What finds the bytes that steps of a region would save; `None` where what enters is not known."""
-    if x is None:
-        return None
-    stretch, size = (op_list.nodes, region.start, region.stop), len(op_list.random)
-    return Footprint(*stretch, wants, env, place, size, x, channels, borders)
-
-
-def _planned(op_list: OpList, region: Region, about: tuple[Any, ...], memory: Choice) -> Plan:
-    planner: Any = plan_region
-    return planner(*about, choice_in(memory, op_list, region))
+def _planned(
+    op_list: OpList, region: Region, stretch: Stretch, matcher: Matcher, look: Footprint | None, memory: Choice
+) -> Plan:
+    return plan_region(stretch, matcher, look, choice_in(memory, op_list, region))
 
 
 def _entering(nodes: Sequence[Node], env: Env, shapes: Sequence[Sequence[int]] | None) -> Tensor | None:
@@ -163,7 +145,7 @@ def _borders(
     given = {c: channels[c] for c in region.channels if c in channels}
     if x is not None and env == Env.like(x):
         parameters = [getattr(owner, name) for owner, name in region.slots] if not op_list.parametrized else []
-        return borders_of(op_list.nodes, op_list.random, region.positions, x, given, parameters, env)
+        return borders_of(op_list.nodes, region.positions, x, given, parameters, env)
     if env.autocast is None:
         return ()
     return under_autocast(op_list.nodes, region.positions, env, {c: t.dtype for c, t in given.items()})
@@ -182,7 +164,7 @@ def _validate(op_list: OpList, x: Tensor, channels: Mapping[str, Tensor]) -> Non
             if node.inputs and all(channel in given for _, channel in node.inputs):
                 entering, run = torch.empty(shape, dtype=x.dtype, device=device), range(position, position + 1)
                 try:
-                    walk_reference(op_list.nodes, run, op_list.random, entering, {**given}, None)
+                    walk_reference(op_list.nodes, run, entering, {**given}, None)
                 except InputError as error:
                     raise clearer(op_list.nodes, run, error, entering) from None
                 except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
@@ -200,7 +182,7 @@ def _run_regions(
 ) -> None:
     """Run these plans, or what would be run now, and nothing else: a barrier is taken to return what it got."""
     left = iter(plans)
-    seeds = draw(op_list.nodes, op_list.random, x) if op_list.random else None
+    seeds = draw(op_list.nodes, x)
     for part in op_list.parts:
         if isinstance(part, Region):
             plan = next(left)

@@ -30,13 +30,13 @@ def transformed() -> bool:
 _interpreter: Callable[[], Any] = peek_interpreter_stack
 
 
-def random_positions(nodes: Sequence[Node]) -> dict[int, int]:
-    """Position to index into the seed vector, for the operations that read a seed now; each node is told its own."""
-    random: dict[int, int] = {}
-    for position, node in enumerate(nodes):
+def number_seeds(nodes: Sequence[Node]) -> int:
+    """How many operations read a seed now; each node is told the index of its own."""
+    count = 0
+    for node in nodes:
         if node.eager is None and isinstance(node.operation, UnfusedOperation) and node.operation.random:
-            random[position] = node.seed = len(random)
-    return random
+            node.seed, count = count, count + 1
+    return count
 
 
 def random_seeds(count: int, x: Tensor) -> Tensor:
@@ -44,21 +44,23 @@ def random_seeds(count: int, x: Tensor) -> Tensor:
     return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=x.device)
 
 
-def draw(nodes: Sequence[Node], random: Mapping[int, int], x: Tensor) -> Tensor:
-    """One 63-bit seed per active random operation, on x's device, from torch's generator.
+def draw(nodes: Sequence[Node], x: Tensor) -> Tensor | None:
+    """One 63-bit seed for each random operation, on x's device, from torch's generator; `None` where there is none.
 
     Processes with one state of it draw the same; where they have different rows or features, their seeds differ.
     """
-    seeds = random_seeds(len(random), x)
-    for position, index in random.items():
-        if nodes[position].rank:
-            seeds[index].bitwise_xor_(nodes[position].rank)
+    drawing = [node for node in nodes if node.seed is not None]
+    if not drawing:
+        return None
+    seeds = random_seeds(len(drawing), x)
+    for node in drawing:
+        if node.rank:
+            seeds[node.seed].bitwise_xor_(node.rank)
     return seeds
 
 
 def by_reference(
     nodes: Sequence[Node],
-    random: Mapping[int, int],
     inputs: Sequence[str],
     outputs: Sequence[str],
     x: Tensor,
@@ -66,8 +68,7 @@ def by_reference(
 ) -> Any:
     """Run every operation's reference under plain autograd."""
     check_channels(nodes, inputs, channels)
-    seeds = draw(nodes, random, x) if random else None
-    x = walk_reference(nodes, range(len(nodes)), random, x, channels, seeds)
+    x = walk_reference(nodes, range(len(nodes)), x, channels, draw(nodes, x))
     return (x, *[channels[name] for name in outputs]) if outputs else x
 
 
@@ -140,12 +141,7 @@ def _call_module(node: Node, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
 
 
 def walk_reference(
-    nodes: Sequence[Node],
-    positions: range,
-    random: Mapping[int, int],
-    x: Tensor,
-    channels: dict[str, Tensor],
-    seeds: Tensor | None,
+    nodes: Sequence[Node], positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
 ) -> Tensor:
     """Run the references at `positions`; `channels` gains what they make."""
     for position in positions:
@@ -156,7 +152,7 @@ def walk_reference(
         operation: Any = node.operation
         extras: dict[str, Any] = {name: channels[channel] for name, channel in node.inputs}
         if operation.forward_signature.seed:
-            extras["seed"] = seeds[random[position]] if seeds is not None and position in random else None
+            extras["seed"] = None if seeds is None or node.seed is None else seeds[node.seed]
         try:
             with _summing(node):
                 out = operation.reference(x, **extras)

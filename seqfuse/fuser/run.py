@@ -18,10 +18,9 @@ from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
 from .budget import Budget, Choice, choice_of
-from .cost_lookup import Known
-from .dtypes import borders_of
 from .fake import is_fake
 from .flatten import flatten, has_own_graph, public_channels
+from .footprint import Footprint
 from .guard import Call, device, dtype, requires
 from .guard import bind as bind_call
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate
@@ -29,11 +28,11 @@ from .lowering import Context, lower
 from .match import Matcher
 from .op_list import CompiledRegion, OpList, Region, collecting_later, with_entry
 from .plan import Plan, plan_region
-from .preview import choice_in, look_in, plan_ahead
-from .reference import by_reference, check_channels, draw, random_positions, run_eagerly, transformed, walk_reference
+from .preview import choice_in, plan_ahead
+from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
 from .registry import enroll
 from .sharding import compare, tell_apart
-from .wants import Wants
+from .stretch import Stretch
 
 KEPT_LISTS = 8
 _PLAIN = (Tensor, nn.Parameter)
@@ -111,7 +110,7 @@ class Fuser:
                 op_list = self._changed()
             if op_list.nodes and op_list.nodes[0].fusable:
                 expect_tensor(op_list.nodes[0], x)
-            return by_reference(op_list.nodes, op_list.random, op_list.inputs, op_list.outputs, x, channels)
+            return by_reference(op_list.nodes, op_list.inputs, op_list.outputs, x, channels)
         return self.run(op_list, x, channels)
 
     def run(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor]) -> Any:
@@ -126,7 +125,7 @@ class Fuser:
                 return self.run(self._changed(), x, channels)
         if channels or op_list.inputs:
             check_channels(op_list.nodes, op_list.inputs, channels)
-        seeds = draw(op_list.nodes, op_list.random, x) if op_list.random else None
+        seeds = draw(op_list.nodes, x) if op_list.random else None
         if op_list.parametrized:
             # The cache is the process's, so that one thread would read tensors of another's graph.
             with _one_at_a_time, parametrize.cached():
@@ -157,7 +156,7 @@ class Fuser:
         if region.latest is not None and (y := region.latest(x, channels, seeds)) is not None:
             return y
         if x.__class__ not in _PLAIN and not is_fake(x):  # a module before gave it
-            return walk_reference(op_list.nodes, region.positions, op_list.random, x, channels, seeds)
+            return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
         try:
             parameters: list[Tensor] = [getattr(owner, name) for owner, name in region.slots]
             signature = _signature(parameters)
@@ -176,13 +175,13 @@ class Fuser:
                 region.states = with_entry(region.states, (x.shape, *about), known)
         program, call = known
         if settings().debug and not region.compared:
-            compare(op_list.nodes, region.positions, program.plan, op_list.random, x, seeds)
+            compare(op_list.nodes, region.positions, program.plan, x, seeds)
             region.compared = True
         region.program, region.latest = known  # not before: plans that differ are told in every call
         if call is not None and (y := call(x, channels, seeds)) is not None:
             return y
         if program.by_reference:
-            return walk_reference(op_list.nodes, region.positions, op_list.random, x, channels, seeds)
+            return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
         return program.run(x, channels, seeds, parameters)  # of tensors without data: nothing is exchanged
 
     def _planned(
@@ -214,7 +213,7 @@ class Fuser:
         plan: Plan | None = None,
     ) -> CompiledRegion:
         """Plan a region for these tensors, or take a plan of it; what is not `plain` goes by reference."""
-        env, fusing = Env.like(x) if plan is None else plan.env, fusing_now()
+        env = Env.like(x) if plan is None else plan.env
         given = {c: channels[c] for c in region.channels}
         # Fake tensors measure what plain ones would do. Beside a complex tensor a real one gets a gradient from torch.
         several = (*parameters, *given.values()) if x.__class__ in plain else parameters
@@ -223,20 +222,13 @@ class Fuser:
         for node in op_list.nodes[region.start : region.stop]:
             check_devices(op_list.nodes, node, x)
         check_channel_devices(op_list.nodes, region.positions, x, given)
-        required = {c: t.requires_grad for c, t in given.items()}
-        wants = Wants.of(op_list.nodes, region.start, region.stop, x.requires_grad, required, env.grad)
-        shapes = validate(op_list.nodes, region.positions, x.shape)
-        borders = borders_of(op_list.nodes, op_list.random, region.positions, x, given, parameters, env)
+        stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, env)
         if plan is None:
-            known = Known(op_list.nodes, wants, env, region.start, None if env.rows is None else shapes, borders)
-            seen = x if x.__class__ in _PLAIN else None  # a compiler that follows the call decides what is saved
-            look = look_in(op_list, region, wants, env, x.device, seen, channels, borders)
-            memory = "save" if seen is None else choice_in(self.memory, op_list, region)
-            stretch = op_list.nodes, region.start, region.stop
-            plan = plan_region(*stretch, wants, env, fusing, self._matcher, known, borders, look, memory)
+            # A compiler that follows the call decides what is saved.
+            memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
+            plan = plan_region(stretch, self._matcher, Footprint(stretch), memory)
         note = weakref.WeakMethod(self._note_failure)
-        about = op_list.nodes, op_list.random, region.positions, region.slots, x, given, parameters
-        context = Context.of(*about, shapes, borders, wants, env, fusing.on_error, note)
+        context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
         bound = lower(plan, context, op_list.configured) if exact else []
         segments = [(s, [index[id(owner), name] for owner, name in s.parameters]) for s in bound]
@@ -288,12 +280,12 @@ class Fuser:
 
         nodes = flatten(self.root)
         tell_apart(nodes)
-        random = random_positions(nodes)
+        number_seeds(nodes)
         inputs, outputs = public_channels(nodes)
         # The name last, and given to nobody else: a graph that has read it is this list's alone.
         if type(self) is Fuser and plannable(nodes, x) and self._name and not has_graph_inside(self._name):
-            return run_planned(self._name, nodes, random, inputs, outputs, x, channels)
-        return by_reference(nodes, random, inputs, outputs, x, channels)
+            return run_planned(self._name, nodes, inputs, outputs, x, channels)
+        return by_reference(nodes, inputs, outputs, x, channels)
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

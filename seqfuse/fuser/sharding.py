@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,9 +63,7 @@ def _expect_to_know(node: Node, position: int, rows: bool) -> None:
         raise PlanError(message, hint="set its sum_over", **where)
 
 
-def compare(
-    nodes: Sequence[Node], positions: range, plan: Plan, random: Mapping[int, int], x: Tensor, seeds: Tensor | None
-) -> None:
+def compare(nodes: Sequence[Node], positions: range, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
     """Compare the plan of a region, and the seeds of its list, with those of the processes it meets.
 
     Once, when it first runs: a process may later go on without a fusion that failed there.
@@ -78,7 +76,7 @@ def compare(
     met = [getattr(nodes[position].operation, "meeting", None) for position in positions]
     groups = {m.group.name: m.group for m in met if m is not None and m.group.size > 1}
     steps = [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
-    common = [] if seeds is None else [int(seeds[i]) ^ nodes[position].rank for position, i in random.items()]
+    common = [] if seeds is None else [int(seeds[n.seed]) ^ n.rank for n in nodes if n.seed is not None]
     about = (str((tuple(x.shape), str(plan.env), steps, plan.segments)), str(common))
     digests = [torch.frombuffer(bytearray(hashlib.sha256(t.encode()).digest()), dtype=torch.uint8) for t in about]
     for group in groups.values():

@@ -210,7 +210,7 @@ class StagedFuser(Fuser):
         """What stands for what enters the first stage, and for what leaves each."""
         op_list = self.op_list()
         check_channels(op_list.nodes, op_list.inputs, channels)
-        seeds = torch.zeros(len(op_list.random), dtype=torch.int64, device="meta")
+        seeds = torch.zeros(op_list.random, dtype=torch.int64, device="meta")
         found = [[_leaf(x, "nowhere")]]
         for stage in self.stages(op_list):
             leaves = [_leaf(t, "nowhere") for t in found[-1]]
@@ -221,20 +221,20 @@ class StagedFuser(Fuser):
         """Run one of this rank's stages by itself on one of several micro-batches."""
         op_list = self.op_list()
         given = {name: value for name, value in given.items() if name in op_list.inputs}
-        seeds = self._draw(index, op_list, tensors[0]) if op_list.random else None
+        seeds = self._draw(index, op_list, tensors[0])
         with parametrize.cached() if op_list.parametrized else contextlib.nullcontext():
             return self._own(op_list, self.stages(op_list)[index], tensors, given, seeds)
 
     def forget_draws(self) -> None:
         """Begin anew with micro-batches: each stage's n-th call reads the n-th draw."""
-        self._drawn, self._ran = dict[int, Tensor](), dict[int, int]()
+        self._drawn, self._ran = dict[int, Tensor | None](), dict[int, int]()
 
-    def _draw(self, index: int, op_list: OpList, x: Tensor) -> Tensor:
+    def _draw(self, index: int, op_list: OpList, x: Tensor) -> Tensor | None:
         """The seeds of the micro-batch that a stage now runs: one vector for all stages, as in one process."""
         batch = self._ran.get(index, 0)
         self._ran[index] = batch + 1
         if batch not in self._drawn:
-            self._drawn[batch] = draw(op_list.nodes, op_list.random, x)
+            self._drawn[batch] = draw(op_list.nodes, x)
         own = [s for s in range(self.placement.stages) if self.placement.own(s)]
         done = all(self._ran.get(s, 0) > batch for s in own)
         return self._drawn.pop(batch) if done else self._drawn[batch]
@@ -249,7 +249,7 @@ def _walk(op_list: OpList, positions: range, x: Tensor, channels: dict[str, Tens
     """Run references and modules on what stands for their inputs."""
     for at in positions:
         try:
-            x = walk_reference(op_list.nodes, range(at, at + 1), op_list.random, x, channels, seeds)
+            x = walk_reference(op_list.nodes, range(at, at + 1), x, channels, seeds)
         except StateError as error:
             if error.code == "SF508":
                 error.operation, error.position = op_list.nodes[at].name, at

@@ -64,7 +64,7 @@ class Bench(Fuser):
     def references(self, x: Tensor, **channels: Tensor) -> Any:
         """Run every operation's `reference` under plain autograd, with the seeds that a call would draw."""
         op_list = self.op_list()
-        return by_reference(op_list.nodes, op_list.random, op_list.inputs, op_list.outputs, x, channels)
+        return by_reference(op_list.nodes, op_list.inputs, op_list.outputs, x, channels)
 
 
 @contextlib.contextmanager

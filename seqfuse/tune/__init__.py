@@ -158,7 +158,7 @@ class _Search:
         self._skipped = list(dict.fromkeys(self._skipped))
 
     def _take(self, stretch: Stretch) -> None:
-        machine = Machine.of(stretch.env)
+        machine = Machine.of(stretch.entered.env)
         nodes = stretch.site.op_list.nodes
         for candidate in stretch.found:
             inside: list[Any] = [node.operation for node in nodes[candidate.start : candidate.stop]]

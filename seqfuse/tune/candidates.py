@@ -15,17 +15,15 @@ from ..casts import cast_once
 from ..env import Env
 from ..fuser import interpret
 from ..fuser.cost_lookup import Known
-from ..fuser.dtypes import borders_of
 from ..fuser.flatten import has_own_graph
-from ..fuser.inputs import validate
+from ..fuser.footprint import Footprint
 from ..fuser.lowering import Context, Segment, lower
 from ..fuser.match import Matcher
 from ..fuser.op_list import Region
 from ..fuser.plan import Plan, plan_region
-from ..fuser.preview import choice_in, look_in
+from ..fuser.preview import choice_in
 from ..fuser.schedule import Candidate
-from ..fuser.step import Step
-from ..fuser.wants import Wants
+from ..fuser.stretch import Stretch as Entered
 from ..fusion import BackwardFusion, JointFusion
 from ..settings import fusing_now
 from .shadow import Site
@@ -34,29 +32,28 @@ from .timing import Passes, scratch_like
 
 @dataclasses.dataclass(eq=False)
 class Stretch:
-    """A region of a container as it was called: everything a plan of it is made from."""
+    """A region of a container as it was called, and its candidates."""
 
     site: Site
     region: Region
-    env: Env
-    wants: Wants
-    known: Known
+    entered: Entered
     context: Context
     found: list[Candidate]
 
+    @property
+    def known(self) -> Known:
+        """What is known of candidates by measurement, now."""
+        return Known(self.entered)
+
     def plan(self) -> Plan:
         """Its plan, with what is known now."""
-        stretch = self.site.op_list.nodes, self.region.start, self.region.stop
-        # Made anew: what a table holds is looked up when it is made.
-        borders = self.known.borders
-        known = Known(stretch[0], self.wants, self.env, self.region.start, self.known.shapes, borders)
         x, channels = self.site.entering[self.region.start]
         x, *given = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (x, *channels.values()))
-        named = dict(zip(channels, given, strict=True))
-        op_list, fuser = self.site.op_list, self.site.fuser
-        look = look_in(op_list, self.region, self.wants, self.env, x.device, x, named, borders)
-        choice, matcher = choice_in(fuser.memory, op_list, self.region), Matcher(fuser.fusions)
-        return plan_region(*stretch, self.wants, self.env, fusing_now(), matcher, known, borders, look, choice)
+        named, fuser = dict(zip(channels, given, strict=True)), self.site.fuser
+        about = {"x": x, "channels": named, "place": x.device, "fusing": fusing_now()}
+        entered = dataclasses.replace(self.entered, **about)
+        choice = choice_in(fuser.memory, self.site.op_list, self.region)
+        return plan_region(entered, Matcher(fuser.fusions), Footprint(entered), choice)
 
 
 def stretches(site: Site) -> Generator[Stretch | str]:
@@ -88,25 +85,19 @@ def _modules(site: Site, region: Region) -> list[nn.Module]:
 def _stretch(
     site: Site, region: Region, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
 ) -> Stretch:
-    nodes, start, stop = site.op_list.nodes, region.start, region.stop
-    env = Env.like(x)
-    given = {c: channels[c].requires_grad for c in region.channels}
-    wants = Wants.of(nodes, start, stop, x.requires_grad, given, env.grad)
-    shapes = validate(nodes, region.positions, x.shape)
-    entering = {c: channels[c] for c in region.channels}
-    about = nodes, site.op_list.random, region.positions, region.slots, x, entering, parameters
-    borders = borders_of(*about[:3], x, entering, parameters, env)
-    context = Context.of(*about, shapes, borders, wants, env, "raise", lambda: None)
+    given = {c: channels[c] for c in region.channels}
+    entered = Entered.of(site.op_list.nodes, region.positions, x, given, parameters, Env.like(x))
+    context = Context.of(entered, region.slots, parameters, "raise", lambda: None)
     fusing = dataclasses.replace(fusing_now(), unmeasured=True)
-    matcher, live, lean = Matcher(site.fuser.fusions), wants.live_from, site.fuser.memory != "save"
-    found, _ = matcher.find(nodes, start, stop, live, env, fusing, borders=borders, lean=lean)
-    return Stretch(site, region, env, wants, Known(nodes, wants, env, start, shapes, borders), context, found)
+    unmeasured = dataclasses.replace(entered, fusing=fusing)
+    found, _ = Matcher(site.fuser.fusions).find(unmeasured, lean=site.fuser.memory != "save")
+    return Stretch(site, region, entered, context, found)
 
 
 def passes(stretch: Stretch, candidate: Candidate) -> Passes:
     """The pass or passes that a candidate replaces, by itself and by its operations, on scratch tensors."""
     site, (a, b) = stretch.site, (candidate.start, candidate.stop)
-    live = stretch.wants.live_from < b
+    live = stretch.entered.wants.live_from < b
     x, channels = site.entering[a]
     y, after = site.entering[b]
     generator = torch.Generator(x.device)
@@ -121,7 +112,7 @@ def passes(stretch: Stretch, candidate: Candidate) -> Passes:
     entering, dy = scratch(x), scratch(y)
     sides = {c: scratch(channels[c]) for c in fused.inputs}
     d_sides = {c: scratch(after[c]) for c in fused.outputs}
-    count = len(site.op_list.random)
+    count = site.op_list.random
     seeds = torch.randint(2**63 - 1, (count,), device=x.device, generator=generator) if count else None
 
     def forward(segment: Segment) -> interpret.Forward:
@@ -141,13 +132,10 @@ def passes(stretch: Stretch, candidate: Candidate) -> Passes:
 
 def _segment(stretch: Stretch, a: int, b: int, candidate: Candidate, ahead: bool, back: bool) -> Segment:
     """A segment of a candidate's positions alone, covered by it in the passes that are asked for."""
-    nodes, needs = tuple(stretch.site.op_list.nodes[a:b]), tuple(stretch.wants.needs[p] for p in range(a, b))
-    first = stretch.region.start
-    borders = tuple(stretch.known.borders[a - first : b - first + 1])
-    own = Step(candidate.fusion, range(a, b), candidate.name, True, nodes, needs, borders)
+    own = stretch.entered.step(a, b, candidate.fusion)
     forward = (own,) if ahead else own.unfused()
     backward = (own,) if back else own.unfused(backward=True)[::-1]
-    plan = Plan(stretch.env, forward, backward, (range(a, b),), (), (), (), ())
+    plan = Plan(stretch.entered.env, forward, backward, (range(a, b),), (), (), (), ())
     (segment,) = lower(plan, stretch.context, stretch.site.op_list.configured)
     return segment
 

@@ -51,14 +51,14 @@ class _Recorder(Fuser):
         op_list = self.op_list()
         nodes = op_list.nodes
         check_channels(nodes, op_list.inputs, channels)
-        seeds = draw(op_list.nodes, op_list.random, x) if op_list.random else None
+        seeds = draw(op_list.nodes, x)
         site = Site(*self._about, self, op_list, [(x, dict(channels))])
         self._sites.append(site)
         starts = {part.start: part for part in op_list.parts if isinstance(part, Region)}
         for position in range(len(nodes)):
             if position in starts:
                 validate(nodes, starts[position].positions, x.shape)
-            x = walk_reference(nodes, range(position, position + 1), op_list.random, x, channels, seeds)
+            x = walk_reference(nodes, range(position, position + 1), x, channels, seeds)
             site.entering.append((x, dict(channels)))
         return (x, *[channels[name] for name in op_list.outputs]) if op_list.outputs else x
 

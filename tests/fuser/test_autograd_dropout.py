@@ -221,9 +221,10 @@ def test_one_seed_vector_per_call_whatever_the_number_of_dropouts(monkeypatch: p
     drawn: list[int] = []
     draw_seeds = running.draw
 
-    def counted(items: Any, random: Any, x: Tensor) -> Tensor:
-        drawn.append(len(random))
-        return draw_seeds(items, random, x)
+    def counted(nodes: Any, x: Tensor) -> Tensor:
+        seeds = draw_seeds(nodes, x)
+        drawn.append(len(seeds))
+        return seeds
 
     monkeypatch.setattr(running, "draw", counted)
     model = sf.Sequential(

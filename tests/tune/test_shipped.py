@@ -14,7 +14,7 @@ import torch
 import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.cost_table import Machine
-from seqfuse.fuser import preview
+from seqfuse.fuser import plan as planning
 from seqfuse.fuser.cost_lookup import Known
 
 HERE = Machine("NVIDIA H200", "sm_90", "580.1", None, True, "2.13.0", "3.7.1", "0.1.0")
@@ -45,7 +45,7 @@ def plant(model: sf.Sequential, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
                 keys[str(self.key(fusion, a, b))] = {"fused_ns": 1e5 * part * (b - a), "unfused_ns": 1e5 * (b - a)}
 
         with monkeypatch.context() as recording, sf.fusing(unmeasured=True):
-            recording.setattr(preview, "Known", Recording)
+            recording.setattr(planning, "Known", Recording)
             model.plan(env=ENV)
         path = tmp_path / "nvidia-h200.json"
         machine = {**dataclasses.asdict(HERE), "driver": "570.2", **about}

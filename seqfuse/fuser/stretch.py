@@ -1,0 +1,80 @@
+"""A stretch of operations with what enters it: everything that a plan of it is made from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..env import Env
+from ..fusion import FusedOperation
+from ..settings import Fusing, fusing_now
+from .dtypes import Border, borders_of
+from .flatten import Node
+from .inputs import validate
+from .step import Step
+from .wants import Wants
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Operations between barriers, and what is known of the tensors that enter them.
+
+    Attributes:
+        nodes: the whole sequence; `positions` are those of the stretch.
+        shapes: of what enters each position and of what leaves the last, and `borders` the dtypes there where they
+            differ; `None`, or none, where they are not known.
+        x: what enters, or a tensor like it, with `channels` beside it; `None` where nothing is known of it.
+        place: the device on which its steps can be tried.
+    """
+
+    nodes: Sequence[Node]
+    positions: range
+    env: Env
+    wants: Wants
+    shapes: Sequence[tuple[int, ...]] | None
+    borders: tuple[Border, ...]
+    x: Tensor | None
+    channels: Mapping[str, Tensor]
+    place: torch.device
+    fusing: Fusing = dataclasses.field(default_factory=fusing_now)
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Sequence[Node],
+        positions: range,
+        x: Tensor,
+        channels: Mapping[str, Tensor],
+        parameters: Sequence[Tensor],
+        env: Env,
+    ) -> Stretch:
+        """The one that these tensors enter."""
+        required = {c: t.requires_grad for c, t in channels.items()}
+        wants = Wants.of(nodes, positions.start, positions.stop, x.requires_grad, required, env.grad)
+        shapes = validate(nodes, positions, x.shape)
+        borders = borders_of(nodes, positions, x, channels, parameters, env)
+        return cls(nodes, positions, env, wants, shapes, borders, x, channels, x.device)
+
+    @property
+    def start(self) -> int:
+        """The first position."""
+        return self.positions.start
+
+    @property
+    def inside(self) -> Sequence[Node]:
+        """Its own nodes."""
+        return self.nodes[self.start : self.positions.stop]
+
+    def around(self, a: int, b: int) -> tuple[Border, ...]:
+        """The borders of positions `a..b`."""
+        return self.borders[a - self.start : b - self.start + 1]
+
+    def step(self, a: int, b: int, fusion: FusedOperation | None = None) -> Step:
+        """What a schedule runs at positions `a..b`: a fusion, or the operation there."""
+        node, needs = self.nodes[a], tuple(self.wants.needs[p] for p in range(a, b))
+        operation, name = (node.operation, node.name) if fusion is None else (fusion, type(fusion).__name__)
+        nodes = tuple(self.nodes[a:b])
+        return Step(operation, range(a, b), name, fusion is not None, nodes, needs, self.around(a, b))
