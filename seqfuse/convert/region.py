@@ -74,16 +74,10 @@ class Region(nn.Module):
         if plan is None:
             return None
         x, *given = (fake(node, "meta") for node in (self.order.x, *self.order.channels.values()))
-        (stretch,) = self._fuser.op_list().parts
-        assert isinstance(stretch, Stretch)
         # Parameters are on the device of the call, since autocast casts nothing on meta.
         with self._lock, FakeTensorMode(allow_non_fake_inputs=True), _lent(self._slots, self.stand_ins(self.given)):
-            ran = stretch.program, stretch.latest
-            try:
-                plan = self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
-                _ = plan.memory  # it is measured while there are parameters, by runs that are none of the model's
-            finally:
-                stretch.program, stretch.latest = ran
+            plan = self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
+            _ = plan.memory  # it is measured while there are parameters
         return plan
 
     def stand_ins(self, values: Iterable[Given]) -> list[Tensor]:

@@ -103,7 +103,7 @@ class Kept:
 
     def saved_by(self, forward: Sequence[Step]) -> int:
         """Bytes that the steps of a forward schedule save."""
-        first, tensors = forward[0].start, set[int]()
+        first, tensors = forward[0].start if forward else 0, set[int]()
         for step in forward:
             own = self.fused.get((step.start, step.operation)) if step.fused else None
             tensors = tensors.union(*self.own[step.start - first : step.stop - first]) if own is None else tensors | own

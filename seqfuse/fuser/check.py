@@ -14,6 +14,7 @@ from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..maingrad import accumulated
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
+from .cost_lookup import describe
 from .dtypes import recast
 from .fake import faking, is_fake
 from .inputs import Like
@@ -35,39 +36,38 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
     fusion: FusedOperation = step.operation
     if is_fake(x):
         return False
-    key = _key(context, step, x)
+    about = tuple(map(describe, step.nodes)), step.needs, context.env.autocast
+    key = type(fusion), *about, x.shape[1:], x.dtype, x.device
     if key in _passed:
         return True
-    y, extra, saved = _unpack(fusion, step, out)
+    y, extra, saved = _unpack(step, out)
     expected = _expected(context, step, x, {name: given[name] for name, _ in step.reads})
     if expected is None:
         return True
     y_own, extra_own, records = expected
-    _compare(fusion, step, "its output", y, y_own)
+    _compare(step, "its output", y, y_own)
     for name in fusion.outputs:
         if name in extra_own:
-            _compare(fusion, step, f"its output {name!r}", extra.get(name), extra_own[name])
+            _compare(step, f"its output {name!r}", extra.get(name), extra_own[name])
     if not isinstance(fusion, InferenceFusion | JointFusion):
         unknown = sorted(set(saved) - {slot.name for slot in fusion.slots})
         if unknown:
-            raise _wrong(fusion, step, f"it saved records for unknown slots: {', '.join(map(repr, unknown))}")
+            raise _wrong(step, f"it saved records for unknown slots: {', '.join(map(repr, unknown))}")
         found = dict(records_of(fusion, saved))
         for place, own in records.items():
             record = found.pop(place, None)
             if type(record) is not type(own):
                 got = "nothing" if record is None else f"a {type(record).__qualname__}"
                 kind = type(dict(fusion.named_operations())[place]).__name__
-                raise _wrong(fusion, step, f"slot {place!r} needs a {kind}.Saved, it saved {got}")
+                raise _wrong(step, f"slot {place!r} needs a {kind}.Saved, it saved {got}")
             for field in own.fields:
                 kept = _raw(record, field)
                 # Parameters may be kept as they are where the operation keeps what autocast makes of them.
                 parts = kept if _is_tuple(kept) else (kept,)
                 if context.env.autocast is None or not all(isinstance(part, nn.Parameter) for part in parts):
-                    _compare(fusion, step, f"field {field!r} of slot {place!r}", kept, _raw(own, field))
+                    _compare(step, f"field {field!r} of slot {place!r}", kept, _raw(own, field))
         if found:
-            raise _wrong(
-                fusion, step, f"it saved more records than there are operations: {', '.join(map(repr, found))}"
-            )
+            raise _wrong(step, f"it saved more records than there are operations: {', '.join(map(repr, found))}")
     if len(_passed) < 4096:
         _passed.add(key)
     return True
@@ -99,26 +99,16 @@ def _form(out: Any) -> str:
     return f"({', '.join(type(o).__name__ for o in out)})" if _is_tuple(out) else type(out).__name__
 
 
-def _unpack(fusion: FusedOperation, step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
-    none: dict[str, Any] = {}
-    parts: tuple[Any, Any, Any] | None
-    if isinstance(fusion, InferenceFusion) and not fusion.outputs:
-        form, parts = "y", (out, none, none)
-    elif isinstance(fusion, InferenceFusion):
-        form, parts = "(y, outputs)", (out[0], out[1], none) if _is_tuple(out, 2) else None
-    elif fusion.outputs:
-        form, parts = "(y, outputs, saved)", (out[0], out[1], out[2]) if _is_tuple(out, 3) else None
-    else:
-        form, parts = "(y, saved)", (out[0], none, out[1]) if _is_tuple(out, 2) else None
-    if parts is None or not isinstance(parts[0], Tensor):
-        message = f"fwd must return {form}"
-        raise PluginError(message, code="SF302", operation=step.name, position=step.start)
-    joint, saved = isinstance(fusion, JointFusion), parts[2]
-    if not isinstance(fusion, InferenceFusion) and not (isinstance(saved, Saved) if joint else _is_mapping(saved)):
-        what = "its own Saved record" if joint else "a dictionary {slot: Saved}"
-        message = f"fwd must return {what} last, not a {type(saved).__name__}"
-        raise PluginError(message, code="SF302", operation=step.name, position=step.start)
-    return parts
+def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
+    form = ["y", *["outputs"] * bool(step.operation.outputs), *["saved"] * (not step.inference)]
+    right = len(form) == 1 or _is_tuple(out, len(form))
+    y, made, saved = step.returned(out) if right else (None, dict[str, Any](), None)
+    if not isinstance(y, Tensor):
+        raise _wrong(step, f"fwd must return {'y' if len(form) == 1 else '(' + ', '.join(form) + ')'}")
+    if not step.inference and not (isinstance(saved, Saved) if step.joint else _is_mapping(saved)):
+        what = "its own Saved record" if step.joint else "a dictionary {slot: Saved}"
+        raise _wrong(step, f"fwd must return {what} last, not a {type(saved).__name__}")
+    return y, made, saved
 
 
 def _expected(
@@ -130,25 +120,12 @@ def _expected(
     try:
         with faking() as mode:
             y: Tensor = mode.from_tensor(x)
-            given = {name: mode.from_tensor(value) for name, value in inputs.items()}
-            made: dict[str, Tensor] = {}
-            for place, prefix, position, node, needs in step.members:
-                operation: Any = node.operation
-                y = recast(y, step.borders[position - step.start].cast if step.borders else None)
-                extras: dict[str, Any] = {n: made[c] if c in made else given[prefix + n] for n, c in node.inputs}
-                signature = operation.forward_signature
-                if signature.needs:
-                    extras["needs"] = needs
-                if signature.env:
-                    extras["env"] = context.env
-                if signature.seed:
-                    active = node.seed is not None
-                    extras["seed"] = torch.zeros((), dtype=torch.int64, device=x.device) if active else None
-                y, *rest = operation.fwd(y, **extras)
-                records[place] = rest[-1]
-                if operation.outputs:
-                    made.update({c: rest[0][n] for n, c in node.outputs})
-                    outputs.update({prefix + n: rest[0][n] for n, _ in node.outputs})
+            channels = {channel: mode.from_tensor(inputs[name]) for name, channel in step.reads}
+            seeds = torch.zeros(len(context.nodes), dtype=torch.int64, device=x.device)
+            for (place, prefix, *_), one in zip(step.members, step.unfused(), strict=True):
+                y, made, records[place] = one.returned(one.call(context.env, y, channels, seeds)[0])
+                channels.update((c, made[n]) for n, c in one.writes)
+                outputs.update((prefix + n, made[n]) for n, _ in one.writes)
             y = recast(y, step.y_dtype)
     except Exception:
         return None
@@ -160,17 +137,16 @@ def _raw(record: Saved, field: str) -> Any:
     return late[field]() if field in late else record.__dict__.get(field)
 
 
-def _compare(fusion: FusedOperation, step: Step, what: str, got: Any, own: Any) -> None:
+def _compare(step: Step, what: str, got: Any, own: Any) -> None:
     if _is_tuple(own) and _is_tuple(got, len(own)):
         for a, b in zip(got, own, strict=True):
-            _compare(fusion, step, what, a, b)
+            _compare(step, what, a, b)
         return
-    if isinstance(own, Tensor) != isinstance(got, Tensor):
-        raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
-    if isinstance(own, Tensor) and (own.shape != got.shape or own.dtype != got.dtype or own.device != got.device):
-        raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
-    if not isinstance(own, Tensor) and type(own) is not type(got):
-        raise _wrong(fusion, step, f"{what} should be {_describe(own)}, not {_describe(got)}")
+    same = type(own) is type(got)
+    if isinstance(own, Tensor) and isinstance(got, Tensor):
+        same = own.shape == got.shape and own.dtype == got.dtype and own.device == got.device
+    if not same:
+        raise _wrong(step, f"{what} should be {_describe(own)}, not {_describe(got)}")
 
 
 def _describe(value: Any) -> str:
@@ -179,23 +155,8 @@ def _describe(value: Any) -> str:
     return repr(value)
 
 
-def _wrong(fusion: FusedOperation, step: Step, message: str) -> PluginError:
-    return PluginError(message, code="SF302", operation=type(fusion).__name__, position=step.start)
-
-
-def _key(context: Context, step: Step, x: Tensor) -> Any:
-    configs = tuple(_config(op) for op in step.operation.operations())
-    return type(step.operation), configs, step.needs, x.shape[1:], x.dtype, x.device, context.env.autocast
-
-
-def _config(operation: UnfusedOperation) -> Any:
-    plain = tuple(
-        (k, repr(v))  # pyright: ignore[reportUnknownArgumentType]
-        for k, v in vars(operation).items()
-        if not k.startswith("_") and isinstance(v, str | int | float | tuple)
-    )
-    shapes = ((n, getattr(o, a)) for n, (o, a) in operation.parameter_slots().items())
-    return type(operation), plain, tuple((n, p.shape, p.dtype) for n, p in shapes)
+def _wrong(step: Step, message: str) -> PluginError:
+    return PluginError(message, code="SF302", operation=step.name, position=step.start)
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:

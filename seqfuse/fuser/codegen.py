@@ -15,9 +15,9 @@ import torch
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
 from ..saved import has_data, packing
-from .interpret import Kept, fit, fit_record, look
+from .interpret import Kept, fit_record, look
 from .lowering import Segment
-from .step import Drawn
+from .step import Drawn, fit
 
 
 class _Locals:

@@ -21,7 +21,7 @@ from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import recorded
 from .flatten import Node, attributes, has_own_graph
-from .op_list import OpList, Region, Runner, stretches
+from .op_list import OpList, Region, stretches
 from .reference import check_channels, draw, run_eagerly, walk_reference
 from .registry import fusers
 
@@ -100,7 +100,7 @@ def _planned(
     parameters: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """Run the stretch that begins at `start`, with these parameters and this configuration."""
-    fuser: Runner = fusers[name]
+    fuser: Any = fusers[name]
     with _one_at_a_time:
         nodes = fuser.op_list().nodes[start : start + len(state)]
         slots = [slot for node in nodes for slot in node.slots.values()]
@@ -119,7 +119,7 @@ def _planned(
 
 
 def _recorded(
-    fuser: Runner, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
+    fuser: Any, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
 ) -> Tensor:
     parameters: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
     program = fuser.bind(op_list, region, x, channels, parameters, recorded())

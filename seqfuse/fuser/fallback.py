@@ -10,12 +10,13 @@ from typing import Any, cast
 import torch
 
 from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError, device_is_lost
+from ..fusion import records_of
 from ..maingrad import MainGrads
 from ..saved import Saved
 from .fake import is_fake
 from .inputs import clearer
 from .lowering import Segment
-from .step import Step, path_of
+from .step import Step
 
 _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 
@@ -42,9 +43,10 @@ def recovered(
     if not convertible:
         return {}
     try:
-        saved, found = step.operation.unfused(records[~step.start]), dict[int, Saved]()
+        saved = dict(records_of(step.operation, step.operation.unfused(records[~step.start])))
+        found = dict[int, Saved]()
         for name, _, position, node, _ in step.members:
-            one, wanted = at(saved, path_of(name)), cast(Any, node.operation.Saved)
+            one, wanted = saved[name], cast(Any, node.operation.Saved)
             if type(one) is not wanted:
                 raise TypeError(f"slot {name!r} needs a {wanted.__qualname__}, not a {type(one).__qualname__}")
             found[position] = one
@@ -114,10 +116,3 @@ def may_fall_back(
 
 def _capturing(device: str) -> bool:
     return device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def at(saved: Any, place: tuple[Any, ...]) -> Any:
-    """A record among those that a fusion saved."""
-    for key in place:
-        saved = saved[key]
-    return saved

@@ -1,86 +1,131 @@
-"""What steps would save for the backward pass: found by running them on fake tensors, where a plan has a choice."""
+"""The bytes that steps save for the backward pass: found by running them on fake tensors."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..casts import cast_once
 from ..env import Env
-from ..fusion import FusedOperation
+from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .budget import Kept
 from .cost_lookup import describe
-from .fake import autocasting, faking, placed
-from .fallback import at as found_at
+from .fake import autocasting, faking, is_fake, placed
 from .flatten import Node
-from .interpret import call, returned
+from .inputs import check_dtypes
 from .schedule import Candidate
 from .step import Step
 from .stretch import Stretch
 
 
-class Footprint:
-    """Finds what the operations of a stretch and candidate fusions would save."""
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
 
-    def __init__(self, stretch: Stretch) -> None:
-        self._stretch = stretch
-        self._found: Kept | str | None = None
+    Of what is planned: a module that runs through its own `__call__` is not run, and not counted.
+    """
 
-    def __call__(self, candidates: Sequence[Candidate]) -> Kept | str:
-        """What is saved with these candidates, or why it is not known; it is found once."""
-        if self._found is None:
-            try:
-                with (
-                    torch.no_grad(),
-                    autocasting(self._stretch.env, self._stretch.place),
-                    faking() as mode,
-                    cast_once(),
-                ):
-                    self._found = self._look(candidates, mode)
-            except Exception as error:
-                self._found = f"{type(error).__name__}: {error}"
-        return self._found
+    saved: int
+    saved_unfused: int
+    flops: int
 
-    @property
-    def kept(self) -> Kept | None:
-        """What was found."""
-        return self._found if isinstance(self._found, Kept) else None
 
-    def _look(self, candidates: Sequence[Candidate], mode: Any) -> Kept | str:
-        stretch, given_x = self._stretch, self._stretch.x
-        if given_x is None:
-            return "the shape of the input"
+def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
+    """What the operations of a stretch and these candidates save, or why it is not known."""
+    if not stretch.is_entered:
+        return "the shape of the input"
+    live = [c for c in candidates if c.stop > stretch.wants.live_from]
+    steps = [stretch.step(c.start, c.stop, c.fusion) for c in live if c.fusion.saves_memory or c.fusion.has_record]
+    kept = footprint((*stretch.before, stretch), steps)
+    return kept if isinstance(kept, str) else dataclasses.replace(kept, own=kept.own[-len(stretch.positions) :])
 
-        def like(t: Tensor, dtype: torch.dtype) -> Tensor:
-            return placed(mode.from_tensor(t.detach()), stretch.place, dtype)
 
-        x = like(given_x, stretch.env.dtype if given_x.is_floating_point() else given_x.dtype)
-        channels = {name: like(t, t.dtype) for name, t in stretch.channels.items()}
-        own_channels = {c for node in stretch.inside for _, c in node.outputs}
-        for node in stretch.inside:
+def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], env: Env, place: torch.device) -> Memory | str:
+    """What a forward schedule saves and computes, or why it is not known.
+
+    The device is `place`, where the parameters are, also where the plan is for a machine that is not here: on fake
+    tensors a Triton fusion makes what it saves and launches nothing.
+    """
+    if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
+        return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
+    from torch.utils import flop_counter
+
+    count: Any = flop_counter.sdpa_flop_count  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+    def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+        return int(count(q, k, v))
+
+    # Torch has a formula for each of its kernels of attention but this one.
+    extra = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
+    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=extra)
+    kept = footprint(parts, forward, counter)
+    return kept if isinstance(kept, str) else Memory(kept.saved_by(forward), kept.unfused, counter.get_total_flops())
+
+
+def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], counter: Any = None) -> Kept | str:
+    """What the operations of consecutive parts save, and the fusions of these steps, or why it is not known.
+
+    A module that runs by itself is taken to return what it got, as wide as the next operation takes it. A `counter`
+    sees the operations alone.
+    """
+    entered = next((part for part in parts if isinstance(part, Stretch)), None)
+    if entered is None:
+        return Kept([frozenset[int]()] * len(parts), {}, {})
+    inside = entered.nodes[entered.start - parts.index(entered) :]
+    known = {*entered.channels, *(c for node in inside for _, c in node.outputs)}
+    for part in parts:
+        for node in part.inside if isinstance(part, Stretch) else ():
             for name, channel in node.inputs:
-                if channel not in own_channels and channel not in channels:
+                if channel not in known:
                     return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
-        entering, given, own = [x], [dict(channels)], list[frozenset[int]]()
-        tried = _Tried(torch.empty(len(stretch.nodes), dtype=torch.int64, device=stretch.place))
-        for at in stretch.positions:
-            x, made, saved = tried(stretch.step(at, at + 1), x, channels, stretch.env)
-            channels.update(made)
-            own.append(saved)
-            entering.append(x)
-            given.append(dict(channels))
-        fused: dict[tuple[int, FusedOperation], frozenset[int]] = {}
-        for c in candidates:
-            if (c.fusion.saves_memory or c.fusion.has_record) and c.stop > stretch.wants.live_from:
-                a, b = c.start - stretch.start, c.stop - stretch.start
-                step = stretch.step(c.start, c.stop, c.fusion)
-                _, _, saved = tried(step, entering[a], given[a], stretch.env, (entering[b], given[b]))
-                fused[c.start, c.fusion] = saved
-        return Kept(own, fused, tried.sizes)
+    try:
+        with torch.no_grad(), autocasting(entered.env, entered.place), faking() as mode, cast_once():
+            return _footprint(parts, entered, steps, counter, mode)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _footprint(
+    parts: Sequence[Stretch | Node], entered: Stretch, steps: Sequence[Step], counter: Any, mode: Any
+) -> Kept:
+    def like(t: Tensor, dtype: torch.dtype) -> Tensor:
+        return placed(mode.from_tensor(t.detach()), entered.place, dtype)
+
+    env, nodes, x = entered.env, entered.nodes, entered.x
+    assert x is not None
+    x = like(x, env.dtype if x.is_floating_point() else x.dtype)
+    channels = {name: like(t, t.dtype) for name, t in entered.channels.items()}
+    own, before = list[frozenset[int]](), [(x, dict(channels))]
+    seeds = torch.empty(len([n for n in nodes if n.seed is not None]), dtype=torch.int64, device=entered.place)
+    tried = _Tried(_owned(nodes), seeds, counter is None)
+    first = at = entered.start - parts.index(entered)
+    with counter or contextlib.nullcontext():
+        for part in parts:
+            last = part.positions.stop if isinstance(part, Stretch) else at + 1
+            while at < last:
+                if isinstance(part, Stretch):
+                    if env.autocast is None:
+                        check_dtypes(nodes, range(at, at + 1), [x.dtype])
+                    x, made, saved = tried(part.step(at, at + 1), x, channels, part.env)
+                else:
+                    x, saved = _beside(part, x, nodes[at + 1 :]), frozenset[int]()
+                    made = {c: x for _, c in part.outputs}
+                at += 1
+                channels.update(made)
+                own.append(saved)
+                before.append((x, dict(channels)))
+    fused: dict[tuple[int, Any], frozenset[int]] = {}
+    for step in steps:
+        if step.fused:
+            entering, after = before[step.start - first], before[step.stop - first]
+            fused[step.start, step.operation] = tried(step, *entering, env, after)[2]
+    return Kept(own, fused, tried.sizes)
 
 
 class _Tried:
@@ -90,8 +135,8 @@ class _Tried:
         sizes: bytes of each tensor that a step saves.
     """
 
-    def __init__(self, seeds: Tensor) -> None:
-        self._seeds, self.sizes = seeds, dict[int, int]()
+    def __init__(self, owned: set[int], seeds: Tensor, shares: bool) -> None:
+        self._owned, self._seeds, self._shares, self.sizes = owned, seeds, shares, dict[int, int]()
         self._numbers: dict[int, int] = {}  # by storage
         self._held: list[Tensor] = []  # so that no storage takes the place of one that went
         # What y is like, unless it is x, and what is saved: "x", "y", "seeds", or a tensor of so many bytes.
@@ -107,7 +152,7 @@ class _Tried:
         same: tuple[Tensor, Mapping[str, Tensor]] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor], frozenset[int]]:
         """y, the channels it makes and the numbers of what it saves; `same` are y and channels of its operations."""
-        alone = not any(node.inputs or node.outputs for node in step.nodes)
+        alone = self._shares and not any(node.inputs or node.outputs for node in step.nodes)
         about = (*map(self._about, step.nodes, step.covers), x.shape, x.dtype, x.stride(), step.needs, step.borders)
         key: Any = (type(step.operation), about) if alone else None
         if key in self._known:
@@ -115,14 +160,16 @@ class _Tried:
             y = x if like is None else torch.empty_strided(*like[:2], dtype=like[2], device=x.device)
             places = {"x": x, "y": y if same is None else same[0], "seeds": self._seeds}
             return y, {}, frozenset(self._fresh(n) if isinstance(n, int) else self._number(places[n]) for n in found)
-        y, made, saved = self._run(step, x, channels, env)
+        y, named, saved = step.returned(step.call(env, x, channels, self._seeds)[0])
+        made = {channel: named[name] for name, channel in step.writes}
         if same is not None:
             # What it gives is what its operations give: another step that saves it saves the same tensor.
             for mine, theirs in ((y, same[0]), *((t, same[1][channel]) for channel, t in made.items())):
                 self._numbers[_storage(mine)] = self._number(theirs)
                 self._held.append(mine)
-        records = ((record, found_at(saved, record.path)) for record in step.saves)
-        tensors = [t for record, value in records for t in _tensors(value, record.kept)]
+        records = ((record, record.among(saved)) for record in step.saves)
+        tensors = [t for record, value in records for t in _tensors(value, record.kept) if is_fake(t)]
+        tensors = [t for t in tensors if _storage(t) not in self._owned]
         if key is not None and (y is x or _storage(y) != _storage(x)):
             names: dict[int, str | int] = {_storage(self._seeds): "seeds", _storage(y): "y", _storage(x): "x"}
             several = {_storage(t): names.get(_storage(t), t.untyped_storage().nbytes()) for t in tensors}
@@ -145,12 +192,6 @@ class _Tried:
         self.sizes[len(self.sizes)] = size
         return len(self.sizes) - 1
 
-    def _run(
-        self, step: Step, x: Tensor, channels: Mapping[str, Tensor], env: Env
-    ) -> tuple[Tensor, dict[str, Tensor], Any]:
-        y, made, saved = returned(step, call(step, env, x, channels, self._seeds)[0])
-        return y, {channel: made[name] for name, channel in step.writes}, saved
-
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
@@ -161,4 +202,30 @@ def _tensors(record: Saved, kept: Sequence[str]) -> Iterator[Tensor]:
     for name in kept:
         value: Any = late[name].tensors if name in late else vars(record).get(name)
         several: tuple[Any, ...] = cast(Any, value) if isinstance(value, tuple) else (value,)
-        yield from (t for t in several if isinstance(t, Tensor) and not isinstance(t, nn.Parameter))
+        yield from (t for t in several if isinstance(t, Tensor))
+
+
+def _owned(nodes: Sequence[Node]) -> set[int]:
+    """The storages of parameters, which are fake, too, where nothing has data."""
+    parameters = [owner._parameters.get(name) for node in nodes for owner, name in node.slots.values()]  # pyright: ignore[reportPrivateUsage]
+    return {_storage(p) for p in parameters if is_fake(p)}
+
+
+def _beside(node: Node, x: Tensor, after: Sequence[Node]) -> Tensor:
+    """What stands for the result of what runs by itself: what it got, as wide as the next operation takes it."""
+    if isinstance(node.operation, UnfusedOperation):
+        return x.new_empty(node.operation.infer(tuple(x.shape)))
+    width = entering_width(after)
+    return x if width is None or x.shape[-len(width) :] == width else x.new_empty(*x.shape[: -len(width)], *width)
+
+
+def entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:
+    """The last dimensions of what enters, as the first operation with parameters says them; `None` if it does not."""
+    for node in nodes:
+        operation: Any = node.operation
+        last: Any = getattr(operation, "in_features", None) or getattr(operation, "normalized_shape", None)
+        if last is not None:
+            return (last,) if isinstance(last, int) else tuple(last)
+        if not isinstance(operation, UnfusedOperation) or operation.parameter_slots():
+            return None
+    return None

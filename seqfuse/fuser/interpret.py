@@ -11,16 +11,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..env import Env
 from ..errors import PluginError
 from ..fusion import BackwardFusion
 from ..maingrad import MainGrads, accumulated
 from ..saved import Layout, Saved, packing
 from .check import check_backward, check_forward
 from .dtypes import recast
-from .fallback import at, may_fall_back, reason_of, recovered, warn
+from .fallback import may_fall_back, reason_of, recovered, warn
 from .lowering import Asked, Segment
-from .step import Drawn, Record, Step
+from .step import Record, Step, fit
 
 # A record that was saved, and where its fields are among the saved tensors.
 Kept = tuple[Record, tuple[Any, ...]]
@@ -68,7 +67,7 @@ def forward(
                 run.like[step.stop] = look(y, {c: made[n] for n, c in step.writes})
             for record in step.saves if segment.live else ():
                 pack, _ = packing(record.cls, record.kept)
-                run.kept.append((record, pack(at(saved, record.path), memo, run.tensors)))
+                run.kept.append((record, pack(record.among(saved), memo, run.tensors)))
             channels.update((c, made[n]) for n, c in step.writes)
             del made, saved  # before the next step runs
         except Exception as error:
@@ -87,31 +86,10 @@ def forward(
 def _call(
     segment: Segment, step: Step, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Tensor], Any]:
-    out, x, given = call(step, segment.context.env, x, channels, seeds)
+    out, x, given = step.call(segment.context.env, x, channels, seeds)
     if (step.key, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
         segment.checked.add((step.key, False))
-    return returned(step, out)
-
-
-def call(
-    step: Step, env: Env, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
-) -> tuple[Any, Tensor, dict[str, Any]]:
-    """What the forward of a step returns, and what it was given: x and keyword arguments."""
-    layout: Layout = step.operation.layout
-    given = step.constants(env)
-    given |= {name: fit(channels[channel], layout) for name, channel in step.reads}
-    given |= {name: _drawn(seeds, index) for name, index in step.seeds}
-    x = fit(recast(x, step.cast), layout)
-    return step.operation.fwd(x, **given), x, given
-
-
-def returned(step: Step, out: Any) -> tuple[Tensor, Mapping[str, Tensor], Any]:
-    """Of what a forward returned, y, the extra outputs and what is saved."""
-    none: dict[str, Any] = {}
-    results = iter(out) if step.operation.outputs or not step.inference else iter((out,))
-    y = next(results)
-    made = next(results) if step.operation.outputs else none
-    return y, made, none if step.inference else next(results)
+    return step.returned(out)
 
 
 def backward(
@@ -199,22 +177,6 @@ def _call_back(
     if unchecked and check_backward(segment.context, step, d, out, given) and asked is None:
         segment.checked.add((step.key, True))
     return out
-
-
-def _drawn(seeds: Tensor | None, index: Drawn) -> Any:
-    """The seed at an index, or `None`; a tuple of them for a tuple."""
-    if isinstance(index, tuple):
-        return tuple(_drawn(seeds, i) for i in index)
-    return None if index is None or seeds is None else seeds[index]
-
-
-def fit(x: Tensor, layout: Layout) -> Tensor:
-    """A tensor in the layout that a pass accepts."""
-    if layout == "any":
-        return x
-    if layout == "inner_contig" and x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1) and 0 not in x.stride():
-        return x
-    return x.contiguous()
 
 
 def fit_record(record: Saved, layout: Layout) -> Saved:

@@ -153,7 +153,7 @@ class Segment:
             needs[position] = wants.needs[position] & wanted
             x = bool(needs[position])
             carries.update((channel, x) for _, channel in node.outputs)
-        steps = [s.narrowed(needs) for s in self.backward]
+        steps = [dataclasses.replace(s, needs=tuple(needs[p] for p in s.covers)) for s in self.backward]
         return tuple(s for s in steps if any(s.needs))
 
 

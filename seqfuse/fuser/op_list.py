@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,38 +118,6 @@ class OpList:
         over = {slot: node.sum_over for node in inside for slot in node.slots.values() if node.sum_over is not None}
         summed = [(slots.index(slot), group) for slot, group in over.items() if group.size > 1]
         return Region(start, stop, slots, plain, channels, summed)
-
-
-class Runner(Protocol):
-    """What plans ahead of a call and traced calls ask of the fuser."""
-
-    @property
-    def root(self) -> Any:
-        """The container, or the one operation."""
-        ...
-
-    def op_list(self) -> OpList:
-        """The sequence as it is now."""
-        ...
-
-    def bind(
-        self,
-        op_list: OpList,
-        region: Region,
-        x: Tensor,
-        channels: dict[str, Tensor],
-        parameters: Sequence[Tensor],
-        plain: tuple[type[Tensor], ...] = ...,
-        plan: Plan | None = None,
-    ) -> CompiledRegion:
-        """A region, compiled for these tensors."""
-        ...
-
-    def run_region(
-        self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
-    ) -> Tensor:
-        """Run a region as it is planned for these tensors."""
-        ...
 
 
 def stretches(nodes: Sequence[Node]) -> list[tuple[int, int]]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from .. import pictures
 from ..env import Env
 from ..pictures import PlanData
-from .budget import Choice, Kept, MemoryChoice, chosen_for
+from .budget import Choice, MemoryChoice, chosen_for
 from .casts import Cast, casts_of
 from .cost_lookup import Known
 from .describe import describe
 from .flatten import Node
+from .footprint import Memory, look
 from .match import Matcher, Refusal
-from .memory import Memory
 from .schedule import Candidate, cheapest
 from .step import Step
 from .stretch import Stretch
@@ -32,9 +32,6 @@ class Eager:
     at: int
     name: str
     reason: str
-
-
-Look = Callable[[Sequence[Candidate]], Kept | str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +161,11 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env, no
     )
 
 
-def plan_region(stretch: Stretch, matcher: Matcher, look: Look | None = None, memory: Choice = "save") -> Plan:
-    """Plan a stretch; `look` finds what candidates would save."""
+def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> Plan:
+    """Plan a stretch."""
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
-    found, refused = matcher.find(stretch, Known(stretch), lean=memory != "save" and look is not None)
-    kept = None
-    if memory != "save":
-        kept = "the shape of the input" if look is None else look(found)
+    found, refused = matcher.find(stretch, Known(stretch), lean=memory != "save" and stretch.is_entered)
+    kept = None if memory == "save" else look(stretch, found)
     if kept is None or isinstance(kept, str):
         found = found if kept is None else [c for c in found if not c.fusion.saves_memory]
         forward, backward = cheapest(start, stop, found, live) if found else ([], [])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,23 +11,22 @@ from torch import Tensor
 
 from ..env import Env, tokens_of
 from ..errors import InputError
-from ..operation import UnfusedOperation
+from ..operation import FusableOperation
 from .budget import MODES, Budget, Choice, MemoryChoice
 from .dtypes import Border, borders_of, under_autocast
 from .flatten import Node
-from .footprint import Footprint
+from .footprint import Memory, entering_width, footprint, measure
 from .inputs import clearer, expect_tensor, validate
 from .match import Matcher
-from .memory import Memory, measure
-from .op_list import OpList, Region, Runner
+from .op_list import OpList, Region
 from .plan import Plan, merge, plan_region
-from .reference import check_channels, check_surplus, draw, walk_reference
+from .reference import check_channels, check_surplus, walk_reference
 from .stretch import Stretch
 from .wants import Wants
 
 
 def plan_ahead(
-    fuser: Runner,
+    root: FusableOperation,
     matcher: Matcher,
     op_list: OpList,
     x: Tensor | None,
@@ -36,7 +34,7 @@ def plan_ahead(
     channels: dict[str, Tensor],
     memory: Choice = "save",
 ) -> Plan:
-    """The plan of a whole sequence, for an input or for an environment; the fuser only measures what it keeps."""
+    """The plan of a whole sequence, for an input or for an environment."""
     if x is not None:
         if op_list.nodes:
             expect_tensor(op_list.nodes[0], x)
@@ -51,7 +49,8 @@ def plan_ahead(
     known = {name: value.requires_grad for name, value in channels.items()}
     places = list(dict.fromkeys(p.device for node in op_list.nodes for p in node.operation.parameters()))
     places = places or [torch.device("cpu") if x is None else x.device]
-    planners: list[tuple[Callable[[Choice], Plan], Footprint | None]] = []
+    stretches: list[tuple[Region, Stretch]] = []
+    parts: list[Stretch | Node] = []
     eager: list[tuple[int, Node]] = []
     for part in op_list.parts:
         if isinstance(part, Region):
@@ -59,12 +58,11 @@ def plan_ahead(
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
             shape = None if shapes is None else shapes[-1]
             borders = _borders(op_list, part, x if part.start == 0 else None, channels, here)
-            first = x if part is op_list.parts[0] else None
-            first = _entering(op_list.nodes[part.start : part.stop], here, shapes) if first is None else first
-            about = op_list.nodes, part.positions, here, wants, shapes, borders, first, channels, places[0]
-            stretch = Stretch(*about)
-            look = None if first is None else Footprint(stretch)
-            planners.append((functools.partial(_planned, op_list, part, stretch, matcher, look), look))
+            entering = _entering(op_list.nodes[part.start : part.stop], here) if x is None else x
+            entering, before = (None if x is not None and stretches else entering), () if x is None else tuple(parts)
+            about = op_list.nodes, part.positions, here, wants, shapes, borders, entering, channels, places[0], before
+            stretches.append((part, Stretch(*about)))
+            parts.append(stretches[-1][1])
             wanted = wanted or wants.live_from < part.stop
             last: Any = op_list.nodes[part.stop - 1].operation
             if follows and last.y_dtype is not None and shape is not None:
@@ -74,39 +72,44 @@ def plan_ahead(
         else:
             node, shape = op_list.nodes[part], None
             eager.append((part, node))
+            parts.append(node)
             wanted = wanted or (env.grad and any(p.requires_grad for p in node.operation.parameters()))
             known.update((channel, wanted) for _, channel in node.outputs)
-    plans = [planner(memory) for planner, _ in planners]
-    plan = merge(plans, eager, env, op_list.nodes)
-    plan = plan if x is None else dataclasses.replace(plan, tokens=tokens_of(x))
+
+    def planned(choice: Choice) -> Plan:
+        plans = [plan_region(stretch, matcher, choice_in(choice, op_list, part)) for part, stretch in stretches]
+        return merge(plans, eager, env, op_list.nodes)
+
+    plan = planned(memory)
     if x is None or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
-
     parameters = [t for node in op_list.nodes for t in node.operation.parameters()]
     tensors = [x, *channels.values(), *parameters]
     asked = [t.requires_grad for t in tensors]
 
-    def measured(_: Plan, held: Any = fuser.root) -> Memory | str | None:  # the plan holds the model
+    def measured(plan: Plan, held: Any = root) -> Memory | str | None:  # the plan holds the model
         if [t.requires_grad for t in tensors] != asked:
             return None  # what is kept now is not what this plan says
         if len(places) > 1:
             return "the parameters are on several devices"
-        return measure(functools.partial(_run_regions, fuser, op_list, plans), x, channels, env, places[0], parameters)
+        return measure(parts, plan.forward, env, places[0])
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
-        every = {choice: [planner(choice) for planner, _ in planners] for choice in dict.fromkeys((*MODES, memory))}
-        if len({tuple((plan.forward, plan.backward) for plan in several) for several in every.values()}) == 1:
+        every = {choice: planned(choice) for choice in dict.fromkeys((*MODES, memory))}
+        if len({(plan.forward, plan.backward) for plan in every.values()}) == 1:
             return ()
-        found = [None if look is None else look.kept for _, look in planners]
-        least, choices = sum(plan.cost for plan in every["save"]), list[MemoryChoice]()
-        for choice, several in every.items():
-            sizes = [k.saved_by(plan.forward) for k, plan in zip(found, several, strict=True) if k is not None]
-            more = (sum(plan.cost for plan in several) - least) / 1000
-            choices.append(MemoryChoice(str(choice), sum(sizes), more, choice == memory))
-        return tuple(choices)
+        found, least = list[MemoryChoice](), every["save"].cost
+        for choice, plan in every.items():
+            kept = footprint(parts, plan.forward)
+            if isinstance(kept, str):
+                return ()
+            more = (plan.cost - least) / 1000
+            found.append(MemoryChoice(str(choice), kept.saved_by(plan.forward), more, choice == memory))
+        return tuple(found)
 
     has_choice = env.grad and any(fusion.saves_memory for fusion in matcher.fusions)
-    return dataclasses.replace(plan, measure=measured, compare=compared if has_choice else None)
+    compare = compared if has_choice else None
+    return dataclasses.replace(plan, tokens=tokens_of(x), measure=measured, compare=compare)
 
 
 def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
@@ -117,25 +120,10 @@ def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
     return memory.over(len(region.positions) / planned)
 
 
-def _planned(
-    op_list: OpList, region: Region, stretch: Stretch, matcher: Matcher, look: Footprint | None, memory: Choice
-) -> Plan:
-    return plan_region(stretch, matcher, look, choice_in(memory, op_list, region))
-
-
-def _entering(nodes: Sequence[Node], env: Env, shapes: Sequence[Sequence[int]] | None) -> Tensor | None:
-    """What stands for the input of a region; where no shape is known, as wide as the first parameter says."""
-    if shapes is not None:
-        return torch.empty(tuple(shapes[0]), dtype=env.dtype, device="meta")
-    for node in nodes:
-        operation: Any = node.operation
-        last: Any = getattr(operation, "in_features", None) or getattr(operation, "normalized_shape", None)
-        if last is not None:
-            width = (last,) if isinstance(last, int) else tuple(last)
-            return torch.empty(env.rows or 1024, *width, dtype=env.dtype, device="meta")
-        if operation.parameter_slots():
-            return None
-    return None
+def _entering(nodes: Sequence[Node], env: Env) -> Tensor | None:
+    """What stands for the input of a region where none is given."""
+    width = entering_width(nodes)
+    return None if width is None else torch.empty(env.rows or 1024, *width, dtype=env.dtype, device="meta")
 
 
 def _borders(
@@ -170,35 +158,3 @@ def _validate(op_list: OpList, x: Tensor, channels: Mapping[str, Tensor]) -> Non
                 except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
                     continue
         shape = shapes[-1]
-
-
-def _run_regions(
-    fuser: Runner,
-    op_list: OpList,
-    plans: Sequence[Plan],
-    x: Tensor,
-    channels: dict[str, Tensor],
-    planned: bool,
-) -> None:
-    """Run these plans, or what would be run now, and nothing else: a barrier is taken to return what it got."""
-    left = iter(plans)
-    seeds = draw(op_list.nodes, x)
-    for part in op_list.parts:
-        if isinstance(part, Region):
-            plan = next(left)
-            if planned:
-                parameters = [getattr(owner, name) for owner, name in part.slots]
-                program = fuser.bind(op_list, part, x, channels, parameters, plan=plan)
-                if program.segments:
-                    x = program.run(x, channels, seeds, parameters)
-                else:  # of subclasses of tensors, which no plan is run for
-                    x = fuser.run_region(op_list, part, x, channels, seeds)
-            else:
-                x = fuser.run_region(op_list, part, x, channels, seeds)
-            continue
-        node = op_list.nodes[part]
-        wanted = x.requires_grad or any(p.requires_grad for p in node.operation.parameters())
-        if isinstance(node.operation, UnfusedOperation):
-            x = x.new_empty(node.operation.infer(tuple(x.shape)))
-        x = x.detach().requires_grad_(wanted and torch.is_grad_enabled())
-        channels.update((channel, x) for _, channel in node.outputs)

@@ -20,7 +20,6 @@ from ..settings import fusing_now, settings
 from .budget import Budget, Choice, choice_of
 from .fake import is_fake
 from .flatten import flatten, has_own_graph, public_channels
-from .footprint import Footprint
 from .guard import Call, device, dtype, requires
 from .guard import bind as bind_call
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate
@@ -210,10 +209,8 @@ class Fuser:
         channels: dict[str, Tensor],
         parameters: Sequence[Tensor],
         plain: tuple[type[Tensor], ...] = _PLAIN,
-        plan: Plan | None = None,
     ) -> CompiledRegion:
-        """Plan a region for these tensors, or take a plan of it; what is not `plain` goes by reference."""
-        env = Env.like(x) if plan is None else plan.env
+        """Plan a region for these tensors; what is not `plain` goes by reference."""
         given = {c: channels[c] for c in region.channels}
         # Fake tensors measure what plain ones would do. Beside a complex tensor a real one gets a gradient from torch.
         several = (*parameters, *given.values()) if x.__class__ in plain else parameters
@@ -222,11 +219,10 @@ class Fuser:
         for node in op_list.nodes[region.start : region.stop]:
             check_devices(op_list.nodes, node, x)
         check_channel_devices(op_list.nodes, region.positions, x, given)
-        stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, env)
-        if plan is None:
-            # A compiler that follows the call decides what is saved.
-            memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
-            plan = plan_region(stretch, self._matcher, Footprint(stretch), memory)
+        stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
+        # A compiler that follows the call decides what is saved.
+        memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
+        plan = plan_region(stretch, self._matcher, memory)
         note = weakref.WeakMethod(self._note_failure)
         context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}
@@ -272,7 +268,7 @@ class Fuser:
         one was wanted before it.
         """
         with collecting_later():
-            return plan_ahead(self, self._matcher, self._changed(), x, env, channels, self.memory)
+            return plan_ahead(self.root, self._matcher, self._changed(), x, env, channels, self.memory)
 
     def _traced(self, x: Tensor, channels: dict[str, Tensor]) -> Any:
         """A call that a compiler traces: the sequence is read afresh, in code it can follow."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..env import Env
 from ..fusion import InferenceFusion
-from ..saved import Saved
+from ..saved import Layout, Saved
 from ..signature import Signature
-from .dtypes import Border, along_of
+from .dtypes import Border, along_of, recast
 from .flatten import Node
 
 # Index into the seeds of a call; for a fusion that takes all of them, one for each of its operations.
@@ -33,6 +36,10 @@ class Record:
     position: int
     cls: type[Saved]
     kept: tuple[str, ...]
+
+    def among(self, saved: Any) -> Any:
+        """The record itself, among those that a fusion saved."""
+        return functools.reduce(operator.getitem, self.path, saved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +169,9 @@ class Step:
         found: list[Record] = []
         for place, _, position, node, needs in self.members:
             cls: type[Saved] = node.operation.Saved  # pyright: ignore[reportAssignmentType]
-            found.append(Record(path_of(place), position, cls, cls.kept(needs)))
+            slot, _, number = place.partition(".")
+            path = () if not slot else (slot, int(number)) if number else (slot,)
+            found.append(Record(path, position, cls, cls.kept(needs)))
         return tuple(found)
 
     @property
@@ -216,14 +225,12 @@ class Step:
     @property
     def exchanges(self) -> bool:
         """Whether processes exchange tensors in it."""
-        operations: list[Any] = [node.operation for node in self.nodes]
-        return any(operation.meeting is not None for operation in operations)
+        return any(getattr(node.operation, "meeting", None) is not None for node in self.nodes)
 
     @property
     def repeatable(self) -> bool:
         """Whether it may run twice: processes exchange nothing in it, and it writes no cache of keys and values."""
-        operations: list[Any] = [node.operation for node in self.nodes]
-        return all(operation.repeatable for operation in operations)
+        return all(getattr(node.operation, "repeatable", True) for node in self.nodes)
 
     def constants(self, env: Env, backward: bool = False) -> dict[str, Any]:
         """Keyword arguments of a pass that are the same in every call."""
@@ -243,6 +250,25 @@ class Step:
             fixed["dtype"] = None if not self.borders else self.borders[0 if backward else -1].taken
         return fixed
 
+    def call(
+        self, env: Env, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
+    ) -> tuple[Any, Tensor, dict[str, Any]]:
+        """What its forward returns, and what that was given: x and keyword arguments."""
+        layout: Layout = self.operation.layout
+        given = self.constants(env)
+        given |= {name: fit(channels[channel], layout) for name, channel in self.reads}
+        given |= {name: _drawn(seeds, index) for name, index in self.seeds}
+        x = fit(recast(x, self.cast), layout)
+        return self.operation.fwd(x, **given), x, given
+
+    def returned(self, out: Any) -> tuple[Tensor, Mapping[str, Tensor], Any]:
+        """Of what its forward returned, y, the extra outputs and what is saved."""
+        none: dict[str, Any] = {}
+        results = iter(out) if self.operation.outputs or not self.inference else iter((out,))
+        y = next(results)
+        made = next(results) if self.operation.outputs else none
+        return y, made, none if self.inference else next(results)
+
     def unfused(self, backward: bool = False) -> tuple[Step, ...]:
         """The steps of its operations by themselves, in the order in which they run."""
         each = zip(self.nodes, self.covers, self.needs, strict=True)
@@ -253,12 +279,18 @@ class Step:
         ]
         return tuple(s for s in reversed(parts) if s.needs[0]) if backward else tuple(parts)
 
-    def narrowed(self, needs: Mapping[int, frozenset[str]]) -> Step:
-        """The same step where fewer gradients are needed."""
-        return dataclasses.replace(self, needs=tuple(needs[p] for p in self.covers))
+
+def _drawn(seeds: Tensor | None, index: Drawn) -> Any:
+    """The seed at an index, or `None`; a tuple of them for a tuple."""
+    if isinstance(index, tuple):
+        return tuple(_drawn(seeds, i) for i in index)
+    return None if index is None or seeds is None else seeds[index]
 
 
-def path_of(place: str) -> tuple[Any, ...]:
-    """The keys that lead to a record in what a forward fusion saves: of `"acts.2"`, `("acts", 2)`."""
-    slot, _, number = place.partition(".")
-    return () if not slot else (slot, int(number)) if number else (slot,)
+def fit(x: Tensor, layout: Layout) -> Tensor:
+    """A tensor in the layout that a pass accepts."""
+    if layout == "any":
+        return x
+    if layout == "inner_contig" and x.dim() and (x.stride(-1) == 1 or x.shape[-1] == 1) and 0 not in x.stride():
+        return x
+    return x.contiguous()

@@ -26,7 +26,8 @@ class Stretch:
         nodes: the whole sequence; `positions` are those of the stretch.
         shapes: of what enters each position and of what leaves the last, and `borders` the dtypes there where they
             differ; `None`, or none, where they are not known.
-        x: what enters, or a tensor like it, with `channels` beside it; `None` where nothing is known of it.
+        x: what enters, or a tensor like it, with `channels` beside it; `None` where it is known by what runs `before`,
+            or not at all.
         place: the device on which its steps can be tried.
     """
 
@@ -39,6 +40,7 @@ class Stretch:
     x: Tensor | None
     channels: Mapping[str, Tensor]
     place: torch.device
+    before: tuple[Stretch | Node, ...] = ()
     fusing: Fusing = dataclasses.field(default_factory=fusing_now)
 
     @classmethod
@@ -62,6 +64,11 @@ class Stretch:
     def start(self) -> int:
         """The first position."""
         return self.positions.start
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether something is known of what enters it."""
+        return self.x is not None or bool(self.before)
 
     @property
     def inside(self) -> Sequence[Node]:

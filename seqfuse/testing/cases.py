@@ -18,6 +18,7 @@ from ..fuser.flatten import Node, public_channels
 from ..fuser.match import Matcher, Refusal
 from ..fuser.reference import by_reference
 from ..fuser.schedule import Candidate
+from ..fuser.stretch import Stretch
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from .structure import Tree, Untouched, assert_bitwise_equal
@@ -35,8 +36,8 @@ class _Eager(Matcher):
         super().__init__(fusions)
         self._prepare = prepare
 
-    def find(self, *args: Any, **kwargs: Any) -> tuple[list[Candidate], list[Refusal]]:
-        found, refused = super().find(*args, **{**kwargs, "known": None, "lean": True})
+    def find(self, stretch: Stretch, *_: Any, **__: Any) -> tuple[list[Candidate], list[Refusal]]:
+        found, refused = super().find(stretch, lean=True)
         for candidate in found:
             if self._prepare is not None:
                 self._prepare(candidate.fusion)

@@ -16,7 +16,6 @@ from ..env import Env
 from ..fuser import interpret
 from ..fuser.cost_lookup import Known
 from ..fuser.flatten import has_own_graph
-from ..fuser.footprint import Footprint
 from ..fuser.lowering import Context, Segment, lower
 from ..fuser.match import Matcher
 from ..fuser.op_list import Region
@@ -53,7 +52,7 @@ class Stretch:
         about = {"x": x, "channels": named, "place": x.device, "fusing": fusing_now()}
         entered = dataclasses.replace(self.entered, **about)
         choice = choice_in(fuser.memory, self.site.op_list, self.region)
-        return plan_region(entered, Matcher(fuser.fusions), Footprint(entered), choice)
+        return plan_region(entered, Matcher(fuser.fusions), choice)
 
 
 def stretches(site: Site) -> Generator[Stretch | str]:

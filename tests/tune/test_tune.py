@@ -948,6 +948,6 @@ def test_a_fusion_in_which_one_operation_exchanges_something_is_not_measured() -
     site = SimpleNamespace(op_list=SimpleNamespace(nodes=nodes))
     found = [SimpleNamespace(name="Both", start=0, stop=2, fusion=None)]
     search: Any = _Search(None, None, Ranks(None, torch.device("cpu")), False)
-    search._take(SimpleNamespace(env=sf.Env(), site=site, found=found))
+    search._take(SimpleNamespace(entered=SimpleNamespace(env=sf.Env()), site=site, found=found))
     assert search._skipped == ["Both: processes exchange tensors in it, and one alone measures"]
     assert not search._jobs
