@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from ..env import Env, Savings
 from ..errors import InputError
-from ..fusion import BackwardFusion, FusedOperation
-from .schedule import Candidate, by_pass
-from .step import Step
+from .schedule import TIES, Candidate, Edge, Kept, Path, Weigh, best, graph, passes_of
 
 BALANCED = 4
 """Bytes moved that are worth as much as one byte not saved, where memory and time are balanced."""
-
-_TIES = 40  # bits below a nanosecond, for the number of fusions and their ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,39 +77,6 @@ class MemoryChoice:
     used: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """The tensors that steps would save, by numbers; a tensor that two steps save is one.
-
-    Attributes:
-        own: of each operation, in order.
-        fused: of a fusion, by where it begins, if it does not save what its operations do.
-        sizes: bytes of each tensor.
-    """
-
-    own: Sequence[frozenset[int]]
-    fused: Mapping[tuple[int, FusedOperation], frozenset[int]]
-    sizes: Mapping[int, int]
-
-    @property
-    def unfused(self) -> int:
-        """Bytes that the operations save unfused."""
-        return sum(self.sizes[t] for t in frozenset[int]().union(*self.own))
-
-    def saved_by(self, forward: Sequence[Step]) -> int:
-        """Bytes that the steps of a forward schedule save."""
-        first, tensors = forward[0].start if forward else 0, set[int]()
-        for step in forward:
-            own = self.fused.get((step.start, step.operation)) if step.fused else None
-            tensors = tensors.union(*self.own[step.start - first : step.stop - first]) if own is None else tensors | own
-        return sum(self.sizes[t] for t in tensors)
-
-
-Edge = tuple[int, int, int, Candidate | None]  # the node before, time, bytes, and the fusion
-Weigh = Callable[[int, int], int]
-Path = tuple[int, int, list[Candidate]]  # time, bytes, and the fusions
-
-
 def chosen_for(
     memory: Choice, start: int, stop: int, candidates: Sequence[Candidate], live_from: int, kept: Kept, env: Env
 ) -> tuple[list[Candidate], list[Candidate]]:
@@ -123,17 +85,16 @@ def chosen_for(
     Of all pairs, `"lean"` takes the one that saves the fewest bytes, `"balanced"` the least sum of time and bytes, and
     a `Budget` the fastest that fits, or the leanest where none does. Each is exact; `"save"` is what `cheapest` finds.
     """
-    graph = [*_graph(start, stop, candidates, live_from, kept)]
+    states = [*graph(start, stop, candidates, live_from, kept)]
     if isinstance(memory, Budget):
         limit = int(cast(float, memory.part) * kept.unfused) if memory.bytes is None else memory.bytes
-        _, _, path = _within(graph, limit)
+        path = _within(states, limit)
     elif memory == "balanced":
         rate, per = (env.microseconds(Savings(bytes=BALANCED)) * 1000).as_integer_ratio()
-        _, _, path = _best(graph, _weigher(per, rate << _TIES))
+        path = best(states, _weigher(per, rate << TIES))
     else:
-        _, _, path = _best(graph, _fewest)
-    back = [c for c in path if isinstance(c.fusion, BackwardFusion) or (c.fusion.has_record and c.stop > live_from)]
-    return [c for c in path if not isinstance(c.fusion, BackwardFusion)], back
+        path = best(states, _fewest)
+    return passes_of(path, live_from)
 
 
 def _fewest(t: int, m: int) -> int:
@@ -146,69 +107,6 @@ def _fastest(t: int, m: int) -> int:
 
 def _weigher(time: int, size: int) -> Weigh:
     return lambda t, m: t * time + m * size
-
-
-def _graph(start: int, stop: int, candidates: Iterable[Candidate], live_from: int, kept: Kept) -> Iterator[list[Edge]]:
-    """The edges into each state, in an order in which they can be walked; the first and the last are the ends.
-
-    A state is that of `cheapest`, a position per pass, and which tensors that a later step would save are saved.
-    """
-    forward, backward, joint = by_pass(candidates, live_from)
-    last: dict[int, int] = {}
-    for at, tensors in enumerate(kept.own, start):
-        last.update(dict.fromkeys(tensors, at))
-    for c in itertools.chain(*forward.values(), *joint.values()):
-        last.update((t, c.start) for t in kept.fused.get((c.start, c.fusion), ()) if c.start > last.get(t, -1))
-    none = frozenset[int]()
-    layers: list[dict[tuple[int, int, frozenset[int]], list[Edge]]] = [{} for _ in range(2 * (stop - start) + 1)]
-    layers[0][start, start, none] = []
-
-    def reach(before: int, saved: frozenset[int], f: int, b: int, to: tuple[int, int], c: Candidate | None) -> None:
-        t = 0 if c is None else (c.cost << _TIES) + (1 << 24) + c.rank
-        m = 0
-        if to[0] > f:
-            tensors = None if c is None else kept.fused.get((c.start, c.fusion))
-            if tensors is None:
-                tensors = none.union(*kept.own[f - start : to[0] - start])
-            m = sum(kept.sizes[tensor] for tensor in tensors - saved)
-            saved = frozenset(tensor for tensor in tensors | saved if last[tensor] >= to[0])
-        layers[to[0] + to[1] - 2 * start].setdefault((*to, saved), []).append((before, t, m, c))
-
-    number = 0
-    for layer in layers:
-        for (f, b, saved), edges in layer.items():
-            yield edges
-            if f == b:
-                for c in joint.get(f, ()):
-                    reach(number, saved, f, b, (c.stop, c.stop), c)
-            if f <= b and f < stop:
-                reach(number, saved, f, b, (f + 1, b), None)
-                for c in forward.get(f, ()):
-                    reach(number, saved, f, b, (c.stop, b), c)
-            elif b < stop:
-                reach(number, saved, f, b, (f, b + 1), None)
-                for c in backward.get(b, ()):
-                    reach(number, saved, f, b, (f, c.stop), c)
-            number += 1
-
-
-def _best(graph: Sequence[list[Edge]], weigh: Weigh) -> Path:
-    """The path of the least weight."""
-    values: list[int] = [0]
-    steps: list[Edge | None] = [None]
-    for edges in graph[1:]:
-        value, edge = min(((values[e[0]] + weigh(e[1], e[2]), e) for e in edges), key=lambda found: found[0])
-        values.append(value)
-        steps.append(edge)
-    time = size = 0
-    path: list[Candidate] = []
-    edge = steps[-1]
-    while edge is not None:
-        before, t, m, c = edge
-        time, size = time + t, size + m
-        path += () if c is None else (c,)
-        edge = steps[before]
-    return time, size, path[::-1]
 
 
 def _to_end(graph: Sequence[list[Edge]], weigh: Weigh) -> list[int]:
@@ -231,16 +129,16 @@ def _within(graph: Sequence[list[Edge]], limit: int) -> Path:
     all paths. Between them lies the answer: paths from the start are followed side by side, but those that another one
     beats in both, and those that by the last weight cannot become faster than what is known, or cannot fit.
     """
-    fast = _best(graph, _fastest)
+    fast = best(graph, _fastest)
     if fast[1] <= limit:
         return fast
-    known = _best(graph, _fewest)
+    known = best(graph, _fewest)
     if known[1] > limit:
         return known
     while True:
         slope, rise = fast[1] - known[1], known[0] - fast[0]
         weigh = _weigher(slope, rise)
-        new = _best(graph, weigh)
+        new = best(graph, weigh)
         if weigh(*new[:2]) >= weigh(*known[:2]):
             break
         fast, known = (fast, new) if new[1] <= limit else (new, known)

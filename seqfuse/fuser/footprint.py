@@ -14,12 +14,11 @@ from ..casts import cast_once
 from ..env import Env
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
-from .budget import Kept
 from .cost_lookup import describe
 from .fake import autocasting, faking, is_fake, placed
 from .flatten import Node
 from .inputs import check_dtypes
-from .schedule import Candidate
+from .schedule import Candidate, Kept
 from .step import Step
 from .stretch import Stretch
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.cost_table import Measurement
-from seqfuse.fuser.budget import BALANCED, Kept, chosen_for
+from seqfuse.fuser.budget import BALANCED, chosen_for
 from seqfuse.fuser.cost_lookup import Known
-from seqfuse.fuser.schedule import Candidate, cheapest
+from seqfuse.fuser.schedule import Candidate, Kept, cheapest
 from tests.fuser.fusions import tensor
 
 ENV = sf.Env()
