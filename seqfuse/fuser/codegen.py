@@ -20,18 +20,9 @@ from .lowering import Segment
 from .step import Drawn, fit
 
 
-class _Locals:
-    """The local variables that stand for channels, or for their gradients."""
-
-    def __init__(self, prefix: str, channels: Sequence[str] = ()) -> None:
-        self.prefix, self.names = prefix, {c: f"{prefix}{i}" for i, c in enumerate(channels)}
-        self._count = len(channels)
-
-    def new(self, channel: str) -> str:
-        if channel not in self.names:
-            self.names[channel] = f"{self.prefix}{self._count}"
-            self._count += 1
-        return self.names[channel]
+def _local(names: dict[str, str], prefix: str, channel: str) -> str:
+    """The local variable that stands for a channel, or for its gradient."""
+    return names.setdefault(channel, f"{prefix}{len(names)}")
 
 
 def is_static(kept: Sequence[Kept]) -> bool:
@@ -50,8 +41,8 @@ def forward_code(
     which it keeps alive in any case.
     """
     keep = segment.live
-    c = _Locals("c", segment.inputs)
-    names = "".join(f", {c.names[name]}" for name in segment.inputs)
+    c = {name: f"c{i}" for i, name in enumerate(segment.inputs)}
+    names = "".join(f", {c[name]}" for name in segment.inputs)
     s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
     s.constants.update(run, fit=fit)
     s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))))
@@ -67,18 +58,18 @@ def forward_code(
             s.add(_recast(s, "x", step.cast))
         if layout_of != "any":
             s.add(_fit(s, "x", layout_of))
-        given = [f"{identifier(k)}={_fitted(s, c.names[channel], layout_of)}" for k, channel in step.reads]
+        given = [f"{identifier(k)}={_fitted(s, c[channel], layout_of)}" for k, channel in step.reads]
         given += [f"{identifier(k)}={_seed(index)}" for k, index in step.seeds]
         given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env).items()]
         results = ["x", *["made"] * bool(step.operation.outputs)]
         if not step.inference:
             results.append(f"s{i}" if keep and step.saves else "_s")
         s.add(f"{', '.join(results)} = {s.put(step.operation.fwd)}({', '.join(['x', *given])})")
-        s.add(*(f"{c.new(channel)} = made[{s.put(name)}]" for name, channel in step.writes))
+        s.add(*(f"{_local(c, 'c', channel)} = made[{s.put(name)}]" for name, channel in step.writes))
         if gone := [name for name in ("made", "_s") if name in results]:  # before the next step runs
             s.add(f"{' = '.join(gone)} = None")
         if keep and step.writes and step.zeros:
-            made = ", ".join(f"{s.put(channel)}: {c.names[channel]}" for _, channel in step.writes)
+            made = ", ".join(f"{s.put(channel)}: {c[channel]}" for _, channel in step.writes)
             likes.append(f"{step.stop}: l{step.stop}")
             s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
         for record in step.saves if keep else ():
@@ -88,11 +79,11 @@ def forward_code(
                 pack, _ = packing(record.cls, record.kept)
                 s.add(f"{tokens[-1]} = {s.put(pack)}({saved[record.position]}, memo, tensors)")
         leaving = {*segment.outputs}
-        s.add(*(f"{c.names[channel]} = None" for channel in step.ends if channel not in leaving))
+        s.add(*(f"{c[channel]} = None" for channel in step.ends if channel not in leaving))
     s.depth -= 1
     rest = "*_, " if keep else ""
     s.add("except Exception as error:")
-    s.add(f"    return failed({'ctx, ' if keep else ''}segment, at, error, seeds, x0, ({entered}{rest}))")
+    s.add(f"    return failed({'ctx' if keep else 'None'}, segment, at, error, seeds, x0, ({entered}{rest}))")
     s.add(*["ctx.leaves = _"] * (keep and leaves))
     if keep and layout is not None:
         _save_static(s, layout, saved, entered)
@@ -101,7 +92,7 @@ def forward_code(
         s.add("ctx.segment = segment", "ctx.set_materialize_grads(False)", "save(ctx, segment, tensors)")
     if likes:
         s.add(f"ctx.like = {{{', '.join(likes)}}}")
-    out = "".join(f", {c.names[name]}" for name in segment.outputs)
+    out = "".join(f", {c[name]}" for name in segment.outputs)
     if segment.outputs and keep:
         s.add(f"return leave(ctx, segment, [x{out}], (x0, {entered}*_))")
     elif keep:
@@ -141,13 +132,13 @@ def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], enter
 def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:
     """`backward(ctx, segment, tensors, d, *gradients of outputs)`; `None` where a gradient can be missing within."""
     alive = [name for name in segment.outputs if name not in segment.frozen]
-    g = _Locals("g", segment.outputs)
-    arguments = "".join(f", {g.names[name]}" for name in segment.outputs)
+    g = {name: f"g{i}" for i, name in enumerate(segment.outputs)}
+    arguments = "".join(f", {g[name]}" for name in segment.outputs)
     s = Source("backward", f"ctx, segment, tensors, d{arguments}")
     s.constants.update(run, fit=fit)
     s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))))
     entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
-    has = {name: g.names[name] for name in alive}
+    has = {name: g[name] for name in alive}
     kept = [record for step in segment.forward for record in step.saves]
     where = {record.position: i for i, record in enumerate(kept)}
     sums: dict[int, str] = {}
@@ -203,7 +194,7 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
         for _, channel in step.incoming:
             has.pop(channel, None)
         for key, channel in step.channel_grads:
-            value, name = f"grads[{s.put(key)}]", g.new(channel)
+            value, name = f"grads[{s.put(key)}]", _local(g, "g", channel)
             s.add(f"{name} = " + (f"{name} + {value}" if channel in has else value))
             has[channel] = name
         known = "x" in step.needs[0]

@@ -21,9 +21,8 @@ from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import recorded
 from .flatten import Node, attributes, has_own_graph
-from .op_list import OpList, Region, stretches
+from .op_list import OpList, Region, fusers, stretches
 from .reference import check_channels, draw, run_eagerly, walk_reference
-from .registry import fusers
 
 _one_at_a_time = threading.RLock()
 _Constants = tuple[tuple[str, Any], ...]

@@ -5,6 +5,7 @@ A fusion that fails gives way to its operations here. `codegen` writes the same 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from .step import Record, Step, fit
 Kept = tuple[Record, tuple[Any, ...]]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Forward:
     """One run of a segment's forward: its channels as they are at the end, what it saves, and what fell back.
 
@@ -36,15 +38,12 @@ class Forward:
         fell: where the steps begin that fell back.
     """
 
-    __slots__ = ("channels", "fell", "kept", "like", "tensors", "y")
-
-    def __init__(self, channels: dict[str, Tensor]) -> None:
-        self.channels = channels
-        self.tensors: list[Tensor] = []
-        self.kept: list[Kept] = []
-        self.like: dict[int, Any] = {}
-        self.fell: tuple[int, ...] = ()
-        self.y: Any = None
+    channels: dict[str, Tensor]
+    tensors: list[Tensor] = dataclasses.field(default_factory=lambda: list[Tensor]())
+    kept: list[Kept] = dataclasses.field(default_factory=lambda: list[Kept]())
+    like: dict[int, Any] = dataclasses.field(default_factory=lambda: dict[int, Any]())
+    fell: tuple[int, ...] = ()
+    y: Any = None
 
 
 def forward(

@@ -16,8 +16,7 @@ from .flatten import Node
 from .inputs import Like, check_dtypes, dtypes_of
 from .plan import Plan
 from .step import Step
-from .stretch import Stretch
-from .wants import Wants
+from .stretch import Stretch, Wants
 
 Slot = tuple[nn.Module, str]
 # The parameters (by their index), whether x, and the channels, whose gradients a backward is asked for.

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportPrivateUsage]
+from torch.utils.checkpoint import CheckpointError
 
 from ..autograd import Once, executes
+from ..errors import StateError
 from ..maingrad import main_grads
 from . import interpret
-from .checkpoint import save, saved_tensors, saving_hooks
 from .codegen import backward_code, forward_code, is_static
 from .fake import is_fake
 from .fallback import may_fall_back
@@ -24,6 +26,7 @@ SURPRISES = 2
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
+_hooks: Any = _top_saved_tensors_default_hooks
 _attributes, _first = operator.attrgetter("__dict__"), operator.itemgetter(0)
 
 
@@ -44,7 +47,7 @@ class Seqfuse(torch.autograd.Function):
         seen = layout is ctx.layout and ctx.about is None
         if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment):
             return _interpret_backward(ctx, segment, douts)
-        tensors = ctx.saved_tensors if ctx.mark is None else saved_tensors(ctx)
+        tensors = ctx.saved_tensors if ctx.mark is None else _saved_tensors(ctx)
         if segment.autocast is None and not _any_autocast():
             return code(ctx, segment, tensors, *douts)
         with _autocast_as(segment):
@@ -61,10 +64,43 @@ _node.layout, _node.tokens, _node.about, _node.like, _node.mark, _node.leaves = 
 _node.apply = Seqfuse.backward
 
 
+def _save(ctx: Any, segment: Segment, tensors: list[Any], fell: Sequence[int] = ()) -> None:
+    """Save tensors; under a checkpoint with an empty one whose shape, which torch compares, says what ran."""
+    hooks: Any = _hooks(False)
+    if tensors and hooks is not None and getattr(hooks[1], "__module__", None) == "torch.utils.checkpoint":
+        ran = hash((segment.signature, *fell)) % (1 << 62)
+        tensors = [*tensors, torch.empty((0, ran), dtype=torch.uint8, device="cpu")]
+        ctx.mark = tensors[-1].shape
+    ctx.save_for_backward(*tensors)
+
+
+def _saved_tensors(ctx: Any) -> Sequence[Any]:
+    """What a node saved.
+
+    Raises:
+        StateError: (SF503) where a checkpointed forward ran another plan the second time.
+    """
+    if ctx.mark is None:
+        return ctx.saved_tensors
+    # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
+    try:
+        *tensors, mark = ctx.saved_tensors
+    except CheckpointError as error:
+        raise _replanned() from error
+    if mark.shape != ctx.mark:
+        raise _replanned()
+    return tensors
+
+
+def _replanned() -> StateError:
+    message = "a checkpointed forward was recomputed under another plan, or did not save again what it had saved"
+    return StateError(message, code="SF503", hint="do not change fusions, modes or hooks between forward and backward")
+
+
 def _interpreted(ctx: Any, segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> Any:
     ctx.segment, ctx.about, ctx.like = segment, (run.kept, run.fell), run.like
     ctx.set_materialize_grads(False)
-    save(ctx, segment, run.tensors, run.fell)
+    _save(ctx, segment, run.tensors, run.fell)
     if not run.fell:
         _prepare(segment, run, inputs)
     values = [run.y, *[run.channels[name] for name in segment.outputs]]
@@ -76,11 +112,11 @@ def _prepare(segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor])
     if is_fake(inputs[0]) or torch.compiler.is_compiling() or not segment.is_checked(segment.forward):
         return
     if not segment.live:
-        segment.plain = forward_code(segment, {"failed": _failed_plain}, None)
+        segment.plain = forward_code(segment, {"failed": _failed}, None)
         return
     static = segment.surprises < SURPRISES and segment.repeatable and is_static(run.kept)
     segment.layout = tuple(run.kept) if static else None
-    calls = {"failed": _failed, "again": _again, "save": save, "leave": _leave, "own": _own, "hooks": saving_hooks}
+    calls = {"failed": _failed, "again": _again, "save": _save, "leave": _leave, "own": _own, "hooks": _hooks}
     leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
     segment.keeping = forward_code(segment, calls, segment.layout, leaves)
 
@@ -88,22 +124,12 @@ def _prepare(segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor])
 def _failed(
     ctx: Any, segment: Segment, at: int, error: Exception, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]
 ) -> Any:
-    """Rerun a segment without the fusion that failed."""
+    """Rerun a segment without the fusion that failed; there is no node where nothing is saved."""
     may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
     failed = [(segment.forward[at], error)]
     del error  # its traceback will hold this frame
     run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=False)), seeds, failed)
-    return _interpreted(ctx, segment, run, (x, *tensors))
-
-
-def _failed_plain(
-    segment: Segment, at: int, error: Exception, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]
-) -> Any:
-    may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
-    failed = [(segment.forward[at], error)]
-    del error
-    run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=True)), seeds, failed)
-    return (run.y, *[run.channels[name] for name in segment.outputs]) if segment.outputs else run.y
+    return _interpreted(ctx, segment, run, (x, *tensors)) if segment.live else _returned(segment, run)
 
 
 def _again(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
@@ -116,7 +142,7 @@ def _again(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, tensors:
 def _interpret_backward(
     ctx: Any, segment: Segment, douts: Sequence[Any], tensors: Sequence[Any] | None = None, failed: Any = None
 ) -> tuple[Any, ...]:
-    tensors = saved_tensors(ctx) if tensors is None else tensors
+    tensors = _saved_tensors(ctx) if tensors is None else tensors
     kept, fell = ctx.about or (_kept(ctx, segment), ())
     asked = _asked(ctx, segment)
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
@@ -246,6 +272,10 @@ def run_plain(segment: Segment, seeds: Tensor | None, x: Tensor, *inputs: Tensor
     run = interpret.forward(segment, x, dict(zip(segment.inputs, inputs, strict=True)), seeds)
     if not run.fell:
         _prepare(segment, run, (x,))
+    return _returned(segment, run)
+
+
+def _returned(segment: Segment, run: interpret.Forward) -> Any:
     return (run.y, *[run.channels[name] for name in segment.outputs]) if segment.outputs else run.y
 
 

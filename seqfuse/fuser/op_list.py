@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -26,6 +28,19 @@ from .reference import number_seeds
 from .sharding import tell_apart
 
 KEPT_PROGRAMS = 512
+
+# By name, for a node in a compiler's graph, which can hold nothing but names.
+fusers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def enroll(fuser: Any) -> str:
+    """A name by which the node finds a fuser; none for one that exists in a trace only."""
+    if torch.compiler.is_compiling():
+        return ""
+    name = str(next(_numbers))
+    fusers[name] = fuser
+    return name
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -12,9 +12,8 @@ from .. import pictures
 from ..env import Env
 from ..pictures import PlanData
 from .budget import Choice, MemoryChoice, chosen_for
-from .casts import Cast, casts_of
 from .cost_lookup import Known
-from .describe import describe
+from .describe import Cast, casts_of, describe
 from .flatten import Node
 from .footprint import Memory, look
 from .match import Matcher, Refusal

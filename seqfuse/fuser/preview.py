@@ -21,8 +21,7 @@ from .match import Matcher
 from .op_list import OpList, Region
 from .plan import Plan, merge, plan_region
 from .reference import check_channels, check_surplus, walk_reference
-from .stretch import Stretch
-from .wants import Wants
+from .stretch import Stretch, Wants
 
 
 def plan_ahead(

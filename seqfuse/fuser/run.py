@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..env import Env, any_autocast, autocast_of
-from ..errors import StateError
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
@@ -25,11 +24,10 @@ from .guard import bind as bind_call
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate
 from .lowering import Context, lower
 from .match import Matcher
-from .op_list import CompiledRegion, OpList, Region, collecting_later, with_entry
+from .op_list import CompiledRegion, OpList, Region, collecting_later, enroll, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, plan_ahead
 from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
-from .registry import enroll
 from .sharding import compare, tell_apart
 from .stretch import Stretch
 
@@ -46,10 +44,6 @@ def _fresh_locks() -> None:
 
 if hasattr(os, "register_at_fork"):  # a forked child would wait for a thread it does not have
     os.register_at_fork(after_in_child=_fresh_locks)
-
-
-class _Changed(StateError):
-    """A parameter was taken away in place, `_parameters["bias"] = None`, which nobody was told of."""
 
 
 class Fuser:
@@ -118,10 +112,7 @@ class Fuser:
             with torch.no_grad():
                 return self.run(op_list, x, channels)
         if op_list.whole is not None and not channels:
-            try:
-                return self.run_region(op_list, op_list.whole, x, channels, None)
-            except _Changed:
-                return self.run(self._changed(), x, channels)
+            return self.run_region(op_list, op_list.whole, x, channels, None)
         if channels or op_list.inputs:
             check_channels(op_list.nodes, op_list.inputs, channels)
         seeds = draw(op_list.nodes, x) if op_list.random else None
@@ -135,17 +126,12 @@ class Fuser:
             return (x, *[channels[name] for name in op_list.outputs])
         return x
 
-    def _run_parts(
-        self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
-    ) -> Tensor:
-        for i, part in enumerate(op_list.parts[first:], first):
-            if part.__class__ is Region:
-                try:
-                    x = self.run_region(op_list, part, x, channels, seeds)  # pyright: ignore[reportArgumentType]
-                except _Changed:
-                    return self._run_parts(self._changed(), x, channels, seeds, i)
+    def _run_parts(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+        for part in op_list.parts:
+            if isinstance(part, Region):
+                x = self.run_region(op_list, part, x, channels, seeds)
             else:
-                x = run_eagerly(op_list.nodes, part, x, channels)  # pyright: ignore[reportArgumentType]
+                x = run_eagerly(op_list.nodes, part, x, channels)
         return x
 
     def run_region(
@@ -162,7 +148,8 @@ class Fuser:
         except AttributeError:
             if op_list.fingerprint.holds_in_full():
                 raise
-            raise _Changed("a parameter was taken away in place from a model in stages", code="SF506") from None
+            now: Any = self._changed().parts[op_list.parts.index(region)]  # a parameter was taken away in place
+            return self.run_region(self.op_list(), now, x, channels, seeds)
         given = [channels[c] for c in region.channels]
         autocast = autocast_of(x.device.type) if any_autocast() else None
         state = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast, fusing_now()

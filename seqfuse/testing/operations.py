@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from ..fuser.wants import Wants
+from ..fuser.stretch import Wants
 from ..operation import UnfusedOperation
 from ..saved import Saved, packing
 from .arguments import check_arguments
