@@ -206,7 +206,8 @@ def _tensors(record: Saved, kept: Sequence[str]) -> Iterator[Tensor]:
 
 def _owned(nodes: Sequence[Node]) -> set[int]:
     """The storages of parameters, which are fake, too, where nothing has data."""
-    parameters = [owner._parameters.get(name) for node in nodes for owner, name in node.slots.values()]  # pyright: ignore[reportPrivateUsage]
+    slots = [slot for node in nodes for slot in node.slots.values()]
+    parameters: list[Any] = [owner._parameters.get(name) for owner, name in slots]  # pyright: ignore[reportPrivateUsage]
     return {_storage(p) for p in parameters if is_fake(p)}
 
 
