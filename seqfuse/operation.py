@@ -276,7 +276,8 @@ class UnfusedOperation(FusableOperation):
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Where each parameter lives: local name to (owning module, attribute)."""
         slots: dict[str, tuple[nn.Module, str]] = {}
-        for prefix, module in typing.cast(Iterable[tuple[str, nn.Module]], self.named_modules()):
+        inside = self.named_modules() if len(self._modules) else (("", self),)
+        for prefix, module in typing.cast(Iterable[tuple[str, nn.Module]], inside):
             if ".parametrizations" in f".{prefix}":
                 continue
             names = [name for name, value in module._parameters.items() if value is not None]

