@@ -237,13 +237,14 @@ def start(
 
 def find(model: nn.Module) -> Conversion:
     """`conversion`, whose argument this is."""
-    for module in model.modules():
+    inside = ""
+    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
         found = _conversion_at(module)
         if found is not None and (module is model or found.model is model):
             return found
-    paths = [path for path, module in model.named_modules() if _conversion_at(module) is not None]
+        inside = inside or (path if found is not None else "")
     message = f"{type(model).__name__} is not converted by itself"
-    hint = f"its {paths[0]} is" if paths else "ask for the model that sf.convert was given"
+    hint = f"its {inside} is" if inside else "ask for the model that sf.convert was given"
     raise InputError(message, code="SF106", operation="conversion", hint=hint)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import unicodedata
 
 
@@ -55,5 +56,9 @@ def cut(text: str, room: float, size: float, wide: float = 0.57) -> str:
 
 
 def cut_before(text: str, room: float, size: float, wide: float = 0.57) -> str:
-    """The text, or as much of its end as there is room for."""
-    return cut(text[::-1], room, size, wide)[::-1]
+    """The text, or as many of its last words as there is room for, or the beginning of the last."""
+    if width(text, size, wide) <= room:
+        return text
+    ends = [text[found.end() :] for found in re.finditer(r"[._]", text)] or [text]
+    fitting = (f"…{end}" for end in ends if width(f"…{end}", size, wide) <= room)
+    return next(fitting, cut(ends[-1], room, size, wide))

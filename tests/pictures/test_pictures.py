@@ -356,10 +356,14 @@ def test_what_is_not_markup_is_escaped() -> None:
 def test_of_a_long_key_the_end_is_shown_which_tells_it_from_its_neighbors() -> None:
     assert cut_before("0.mixer", 1000, 12) == "0.mixer"
     assert cut_before("0.feedforward.mixer.up", 60, 10) == "…mixer.up"
+    assert cut_before("0.attention.mixer.up", 50, 10) == "…up"
+    assert cut_before("0.feedforward_norm", 50, 10) == "…norm"
+    assert cut_before("0.mixer.attention", 50, 10) == "attenti…"
+    assert cut_before("attention", 50, 10) == "attenti…"
     picture = sf.Sequential(sf.nn.TransformerLayer(8, 2)).plan().svg()
     shown = re.findall(r">(…[^<]*)</text>", picture)
-    assert any(text.endswith(".up") for text in shown)
-    assert any(text.endswith(".down") for text in shown)
+    assert any(text.endswith("up") for text in shown)
+    assert any(text.endswith("down") for text in shown)
 
 
 def test_identical_blocks_stand_once_with_their_number() -> None:
