@@ -372,8 +372,8 @@ def gain() -> str | None:
     ours, theirs, kept, least = _llama(counted)
     lines = [
         f"A layer of Llama 3 8B takes **{ours} kernel launches in place of {theirs}** and saves **{kept} of the",
-        f'bytes** for backward, {least} with `memory="lean"`: built of `seqfuse.nn` and planned for an H100, beside Hugging',
-        "Face's layer in eager PyTorch. That is counted, not measured.",
+        f'bytes** for backward, {least} with `memory="lean"`: built of `seqfuse.nn` and planned for an H100, beside',
+        "Hugging Face's layer in eager PyTorch. That is counted, not measured.",
     ]
     return text(lines)
 
