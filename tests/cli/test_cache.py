@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from seqfuse import cost_table
-from seqfuse.cli import bench
+from seqfuse.cli import bench, tuning
+from seqfuse.env import autocast_of
 from seqfuse.settings import settings
+from seqfuse.tune import TuneReport
 
 from .conftest import Cli
 
@@ -85,6 +88,14 @@ def test_tuning_into_a_file(cli: Cli, tmp_path: Path) -> None:
     assert done.status == 0
     assert "the budget ran out before" in done.out
     assert done.err == ""  # no bar where nobody looks
+
+
+def test_tuning_is_under_autocast_where_that_is_asked_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.dtype | None] = []
+    monkeypatch.setattr(tuning, "tune", lambda *_, **__: seen.append(autocast_of("cpu")) or TuneReport(()))
+    for asked in ((), ("--autocast", "bf16")):
+        assert cli("tune", "M:build", "--input", "8x16", "--device", "cpu", *asked).status == 0
+    assert seen == [None, torch.bfloat16]
 
 
 def test_a_file_of_the_users_that_is_no_table_is_refused(cli: Cli, tmp_path: Path) -> None:

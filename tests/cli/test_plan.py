@@ -70,6 +70,7 @@ def test_a_dtype_reaches_an_input_that_says_none(cli: Cli) -> None:
     asked = json.loads(cli("plan", "M:build", "--input", "512x16", "--dtype", "bf16", *there).out)
     written = json.loads(cli("plan", "M:build", "--input", "512x16:bf16", *there).out)
     assert asked == written
+    assert asked["env"]["rows"] == 512
     both = cli("plan", "M:build", "--input", "4x16:fp32", "--dtype", "bf16", *there)
     assert "the input is torch.float32 and the parameters are torch.bfloat16" in both.err
     tokens = json.loads(cli("plan", "M:tokens", "--input", "4x7:int64", "--dtype", "bf16", *there).out)
