@@ -101,6 +101,9 @@ def test_dropout_rates_are_taken_over():
     assert rates == [0.2] + 6 * [0.1]
     assert {m.dropout for m in mine.modules() if isinstance(m, ops.Attention)} == {0.3}
     assert isinstance(mine, sf.Sequential)
+    mine = from_huggingface(llama("Phi3", pad_token_id=0, resid_pdrop=0.1, attention_dropout=0.3))
+    assert [m.p for m in mine.modules() if isinstance(m, ops.Dropout)] == 6 * [0.1]
+    assert {m.dropout for m in mine.modules() if isinstance(m, ops.Attention)} == {0.3}
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
