@@ -82,7 +82,8 @@ def _check_form(step: Step, out: Any) -> None:
         right = _is_mapping(out[1]) and set(out[1]) == set(names)
         right = right and all(isinstance(made, Tensor) for made in out[1].values())
     if not right or type(out[-1]) is not record:
-        form = f"(y, {{{', '.join(names)}}}, {record.__qualname__})" if names else f"(y, {record.__qualname__})"
+        kind = f"{type(operation).__name__}.Saved"
+        form = f"(y, {{{', '.join(names)}}}, {kind})" if names else f"(y, {kind})"
         message = f"fwd must return {form}, not {_form(out)}"
         raise PluginError(message, code="SF302", operation=step.name, position=step.start)
 

@@ -48,7 +48,8 @@ def recovered(
         for name, _, position, node, _ in step.members:
             one, wanted = saved[name], cast(Any, node.operation.Saved)
             if type(one) is not wanted:
-                raise TypeError(f"slot {name!r} needs a {wanted.__qualname__}, not a {type(one).__qualname__}")
+                kind = type(node.operation).__name__
+                raise TypeError(f"slot {name!r} needs a {kind}.Saved, not a {type(one).__qualname__}")
             found[position] = one
     except Exception as second:
         message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"

@@ -515,6 +515,12 @@ def test_a_record_takes_its_fields_by_name_and_all_of_them(make: Callable[[], An
         make()
 
 
+@pytest.mark.parametrize("kind", [getattr(ops, name) for name in ops.__all__], ids=lambda kind: kind.__name__)
+def test_what_an_operation_saves_has_a_public_name_in_messages(kind: Any) -> None:
+    if issubclass(kind, sf.UnfusedOperation):
+        assert not any(part.startswith("_") for part in kind.Saved.__qualname__.split("."))
+
+
 def test_records_are_frozen() -> None:
     record = ops.GeLU.Saved(x=tensor(3))
     with pytest.raises(AttributeError):

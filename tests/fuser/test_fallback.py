@@ -514,7 +514,7 @@ FORWARDS: dict[str, tuple[Any, str]] = {
     "the output alone": (lambda f, x, y: y, r"fwd must return \(y, saved\)"),
     "a record and no dictionary": (
         lambda f, x, y: (y, T(y=y)),
-        r"a dictionary \{slot: Saved\} last, not a _Saved",
+        r"a dictionary \{slot: Saved\} last, not a SavedOutput",
     ),
     "three things": (lambda f, x, y: (y, {}, {"bias": B(), "act": T(y=y)}), r"fwd must return \(y, saved\)"),
     "None": (lambda f, x, y: None, r"fwd must return \(y, saved\)"),
