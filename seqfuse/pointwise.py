@@ -20,10 +20,14 @@ _NO_PARAMETERS = (
 
 
 class SavedInput(Saved):
+    """What an activation saves whose derivative is one of its input."""
+
     x: Tensor  # [*, H]
 
 
 class SavedOutput(Saved):
+    """What an activation saves whose derivative is one of its output."""
+
     y: Tensor  # [*, H]
 
 
@@ -99,6 +103,8 @@ class Pointwise(UnfusedOperation, open=True):
 
 
 class SavedPacked(Saved):
+    """What a gated unit saves."""
+
     x: Tensor  # [*, 2 F], packed [gate; up]
 
 
