@@ -204,6 +204,14 @@ def test_what_was_altered_is_refused_by_name(name: str) -> None:
         from_huggingface(model)
 
 
+def test_a_function_with_arguments_is_compared_with_them() -> None:
+    model: Any = gpt2(n_layer=1, activation_function="gelu_pytorch_tanh")
+    from_huggingface(model)
+    model.transformer.h[0].mlp.act.act = functools.partial(nn.functional.gelu, approximate="none")
+    with pytest.raises(ValueError, match=r"mlp\.act has act=functools\.partial.*, not functools\.partial"):
+        from_huggingface(model)
+
+
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_a_subclass_is_refused(make: Callable[..., Any]) -> None:
     model: Any = make()

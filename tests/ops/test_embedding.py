@@ -131,6 +131,7 @@ def test_gradients_of_a_position_are_summed_in_float32(dtype: torch.dtype):
 
 
 def test_positions_that_do_not_fit_are_refused():
+    assert ops.PositionEmbedding(5, 6)(torch.zeros(5, 6)).shape == (5, 6)
     with pytest.raises(sf.errors.InputError, match="expects at most 4 positions, got 5"):
         ops.PositionEmbedding(4, 6)(torch.zeros(5, 6))
     with pytest.raises(sf.errors.InputError, match=r"positions that broadcast to \(5,\), got \(3,\)"):
