@@ -277,6 +277,6 @@ def _cos_sin(positions: Tensor, size: int, base: float) -> tuple[Tensor, Tensor]
 
 @functools.lru_cache(8)
 def _angles_of_rows(rows: int, size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    # Kept for every later caller: plain tensors of the CPU, whatever is set around the first one.
-    with torch.inference_mode(False), _disable_current_modes():
+    # Kept for every later caller: tensors of the CPU with data, whatever is set around the first one.
+    with _disable_current_modes():
         return _cos_sin(torch.arange(rows, dtype=dtype, device="cpu"), size, base)

@@ -9,6 +9,7 @@ import itertools
 import pickle
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,19 @@ class Alive(TorchDispatchMode):
         memories = {t.data_ptr() for t in (ref() for ref in self.seen.values()) if t is not None}
         self.most = max(self.most, len(memories))
         return out
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_kernel_is_for_the_classes_of_one_process(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows nothing of the largest logit and the sums of other processes."""
+    in_torch, used = _chunks._in_torch, list[Any]()
+    monkeypatch.setattr(_chunks, "Env", SimpleNamespace(of=lambda device: SimpleNamespace(triton=True)))
+    monkeypatch.setattr(_chunks, "_in_triton", lambda *given: used.append(given) or in_torch(*given))
+    group: Any = SimpleNamespace(size=size, rank=0, all_reduce=lambda t, *of: t)
+    how = LinearCrossEntropy(3, 4)._how()._replace(group=group)
+    x, weight, targets = torch.randn(5, 3), torch.randn(4, 3), torch.arange(5) % 4
+    _chunks.walk(how, torch.float32, x, weight, targets, None, (False, False, False))
+    assert bool(used) == (size == 1)
 
 
 @pytest.mark.parametrize(
