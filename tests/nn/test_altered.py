@@ -111,6 +111,7 @@ ALTERED: dict[str, tuple[Callable[[Any], object], str]] = {
     "a buffer beside": (at(FIRST, lambda m: m.register_buffer("b", torch.ones(2))), f"{FIRST}.b is a buffer that was"),
     "a part in evaluation": (at(f"{LAYER}.dropout", lambda m: m.eval()), f"{LAYER}.dropout is in evaluation"),
     "a part in another dtype": (at(NORM, lambda m: m.double()), f"{NORM}.weight is torch.float64 on cpu, and"),
+    "a part on another device": (at(NORM, lambda m: m.to("meta")), f"{NORM}.weight is torch.float32 on meta, and"),
 }  # fmt: skip
 
 
