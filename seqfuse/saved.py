@@ -9,7 +9,7 @@ import keyword
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import torch
@@ -135,9 +135,9 @@ def always_saved(cls: type[Saved]) -> tuple[str, ...]:
     return cls._always  # pyright: ignore[reportPrivateUsage]
 
 
-def has_data(cls: type[Saved], names: Sequence[str]) -> bool:
-    """Whether any of these fields may be something else than one tensor, or `None`."""
-    return not (cls._plain | cls._tuples).isdisjoint(names)  # pyright: ignore[reportPrivateUsage]
+def kind_of(cls: type[Saved], name: str) -> Literal["data", "tuple", "tensor"]:
+    """Whether a field holds plain data, may hold a tuple of tensors, or holds a tensor, or `None`."""
+    return "data" if name in cls._plain else "tuple" if name in cls._tuples else "tensor"  # pyright: ignore[reportPrivateUsage]
 
 
 def _holds_tensor(hint: Any) -> bool:

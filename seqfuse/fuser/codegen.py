@@ -2,7 +2,8 @@
 
 `interpret` is the same walk with a loop. The code is made once a call of the segment has gone through there, so the
 contract was checked and it is known what the forward saves: `layout` says which field is which of the saved tensors.
-What is not as it was then (a field that was `None` is a tensor, a tensor that two records shared is two) goes back.
+What is not as it was then (a field that was `None` is a tensor, a tensor that two records shared is two, a number is
+another object) goes back.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
-from ..saved import has_data, packing
+from ..saved import kind_of, packing
 from .interpret import Kept, fit_record, look
 from .lowering import Segment
 from .step import Drawn, fit
+
+_DATA = (type(None), bool, int, float, str)
 
 
 def _local(names: dict[str, str], prefix: str, channel: str) -> str:
@@ -26,9 +29,17 @@ def _local(names: dict[str, str], prefix: str, channel: str) -> str:
 
 
 def is_static(kept: Sequence[Kept]) -> bool:
-    """Whether the saved records hold nothing but tensors and `None`, so that the code can name each field."""
-    tokens = all(token is None or token.__class__ is int for _, tokens in kept for token in tokens)
-    return tokens and not any(has_data(record.cls, record.kept) for record, _ in kept)
+    """Whether the code can name each field: all hold a tensor, a tuple of tensors, `None`, or a number or text."""
+    fields = [(r.cls, *field) for r, tokens in kept for field in zip(r.kept, tokens, strict=True)]
+    return all(_is_named(kind_of(cls, name), token) for cls, name, token in fields)
+
+
+def _is_named(kind: str, token: Any) -> bool:
+    if kind == "data":
+        return token.__class__ in _DATA
+    if kind == "tensor" or token is None:
+        return token is None or token.__class__ is int
+    return token.__class__ is tuple and all(_is_named("tensor", place) for place in token)
 
 
 def forward_code(
@@ -114,13 +125,21 @@ def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], enter
         s.add(f"    f{j} = {saved[record.position]}.__dict__")
         for name, token in zip(record.kept, tokens, strict=True):
             field = f"f{j}[{s.put(name)}]"
-            if token is None:
-                wrong.append(f"{field} is not None")
-            elif token in first:
-                wrong.append(f"{field} is not {first[token]}")
-            else:
-                first[token] = f"t{token}"
-                s.add(f"    t{token} = {field}")
+            if kind_of(record.cls, name) == "data":
+                wrong.append(f"{field} is not {s.put(token)}")
+                continue
+            if token.__class__ is tuple:
+                wrong.append(f"{field}.__class__ is not tuple or len({field}) != {len(token)}")
+            parts = enumerate(token) if token.__class__ is tuple else (("", token),)
+            for i, place in parts:
+                value = f"{field}[{i}]" if i != "" else field
+                if place is None:
+                    wrong.append(f"{value} is not None")
+                elif place in first:
+                    wrong.append(f"{value} is not {first[place]}")
+                else:
+                    first[place] = f"t{place}"
+                    s.add(f"    t{place} = {value}")
     tensors = ", ".join(first[i] for i in range(len(first)))
     # A tensor where there was `None` before, or two where there was one.
     if wrong:
@@ -172,10 +191,8 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
             else:
                 s.add(f"{r} = {s.put(record.cls.__new__)}({s.put(record.cls)})", f"f = {r}.__dict__")
                 for name, token in zip(kept[at].kept, layout[at][1], strict=True):
-                    value = "None" if token is None else f"tensors[{token}]"
-                    if token is not None and kind != "any":  # it may have become `None`
-                        value = f"None if {value} is None else {_fitted(s, value, kind)}"
-                    s.add(f"f[{s.put(name)}] = {value}")
+                    data = kind_of(record.cls, name) == "data"
+                    s.add(f"f[{s.put(name)}] = {s.put(token) if data else _restored(s, token, kind)}")
         given = ["d"]
         if step.joint or not step.fused:
             given += own
@@ -205,6 +222,14 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
     summed = "".join(f"{sums.get(i, 'None')}, " for i in range(len(segment.parameters)))
     s.add(f"return None, None, {dx}, {inputs}{summed}")
     return s.define()
+
+
+def _restored(s: Source, token: Any, layout: Any) -> str:
+    if token.__class__ is tuple:
+        return f"({''.join(f'{_restored(s, place, layout)}, ' for place in token)})"
+    value = "None" if token is None else f"tensors[{token}]"
+    # It may have become `None`.
+    return value if token is None or layout == "any" else f"None if {value} is None else {_fitted(s, value, layout)}"
 
 
 def _recast(s: Source, name: str, dtype: torch.dtype) -> str:

@@ -155,8 +155,8 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
         # The least number of float64 stays a number.
         wide = mask.dtype is torch.float64 and dtype is not torch.float64
         return narrow.clamp(min=torch.finfo(dtype).min).where(mask != -torch.inf, narrow) if wide else narrow
-    # The logarithms of one and of zero are what is added, exactly.
-    return (mask if mask.dtype is torch.bool else mask != 0).to(dtype).log_()
+    added = torch.where(mask if mask.dtype is torch.bool else mask != 0, 0.0, -torch.inf)
+    return added if added.dtype is dtype else added.to(dtype)
 
 
 def by_torch(qkv: QKV, how: Scores, causal: bool) -> Tensor | None:

@@ -233,6 +233,44 @@ def test_fields_that_were_one_tensor_may_be_two_in_a_later_call():
         assert torch.allclose(x.grad, 2 * factor[0] * x)
 
 
+def test_numbers_and_tuples_of_a_record_may_be_others_in_a_later_call():
+    now: list[tuple[float, int, float | None]] = [(1.0, 1, None)]
+
+    class Sum(sf.UnfusedOperation):
+        """y = factor (count x + shift)"""
+
+        class Saved(sf.Saved):
+            parts: tuple[Tensor | None, ...]
+            factor: float
+
+        def reference(self, x: Tensor) -> Tensor:
+            factor, count, shift = now[0]
+            return factor * (count * x + (shift or 0.0))
+
+        def fwd(self, x: Tensor) -> Any:
+            factor, count, _ = now[0]
+            return self.reference(x), self.Saved(parts=(None, *[x] * count), factor=factor)
+
+        def bwd(self, dy: Tensor, saved: Any) -> Any:
+            return saved.factor * sum(p is not None for p in saved.parts) * dy, {}
+
+    model = sf.Sequential(Sum(), ops.Identity())
+    calls = [(1.0, 1, None)] * 3 + [(2.0, 1, None), (1.0, 3, None), (1.0, 1, 2.0), (1.0, 2, None), (-0.0, 2, None)]
+    for now[0] in calls * 2:
+        x = draw(3, 5).requires_grad_()
+        model(x).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, now[0][0] * now[0][1]))
+
+
+def test_the_fields_of_a_record_with_a_number_and_a_tuple_are_saved_without_looking_for_them():
+    model, x = sf.Sequential(ops.MergedLinear(8, (8, 4, 4)), ops.Attention(2, 1)), draw(2, 20, 8, dtype=torch.float32)
+    passes = [model(x) for _ in range(3)]
+    assert [y.grad_fn.layout is not None for y in passes] == [False, True, True]
+    grads = [torch.autograd.grad(y.square().sum(), tuple(model.parameters())) for y in passes]
+    for later in grads[1:]:
+        assert all(map(torch.equal, grads[0], later))
+
+
 def test_what_the_hooks_change_is_what_the_backward_reads():
     model = sf.Sequential(ops.Tanh(), ops.Tanh()).double()
     x = draw(3, 5).requires_grad_()
