@@ -20,11 +20,10 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without d
 WORLD = 2
 
 
-def language_model() -> sf.Sequential:
+def language_model(layers: int = 4) -> sf.Sequential:
     torch.manual_seed(3)
-    return sf.Sequential(
-        ops.Embedding(11, 8), ops.PositionEmbedding(6, 8), TransformerStack(4, 8, 2, causal=True), ops.Linear(8, 11)
-    )  # fmt: skip
+    stack = TransformerStack(layers, 8, 2, causal=True)
+    return sf.Sequential(ops.Embedding(11, 8), ops.PositionEmbedding(6, 8), stack, ops.Linear(8, 11))
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
