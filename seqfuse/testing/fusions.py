@@ -52,9 +52,9 @@ def check_fusion(
     their own forward, a joint one with itself, and every forward where nothing needs a gradient. Output, extra outputs,
     and the gradients of x, of extra inputs and of each parameter all count.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more,
-      odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients; every subset of frozen
-      parameters and inputs.
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more
+      tokens, an odd number of them, none, and an x of shape [H]; strided, transposed, misaligned and expanded x and
+      gradients; every subset of frozen parameters and inputs.
     * what a forward fusion saves, field by field: the class, the very parameter, plain data, shapes, dtypes, and
       values within the error bound. A `Recompute` is module-level and gives the same bits twice. The same holds for
       `unfused(saved)`. What a joint fusion saves holds no copy of a parameter.

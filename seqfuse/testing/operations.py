@@ -59,9 +59,9 @@ def check_op(
     `assert_fused_close`: output, every extra output, and the gradient of x, of every extra input and every parameter.
     Members of an `expand()` are checked with it.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more,
-      odd and no rows, 1-D; strided, transposed, misaligned and expanded x and gradients. Shapes that `infer` or the
-      reference refuses are left out.
+    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; of huge numbers, that none is lost; more
+      tokens, an odd number of them, none, and an x of shape [H]; strided, transposed, misaligned and expanded x and
+      gradients. Shapes that `infer` or the reference refuses are left out.
     * every subset of needed gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
     * a small case in evaluation, or in training where the operation is in evaluation.
