@@ -95,8 +95,7 @@ class Matcher:
             window = kinds[a - start : a - start + self._reach + 1]
             known_here = self._matches.get(window)
             if known_here is None:
-                exact = tuple(self._matching(window))
-                known_here = self._matches[window] = exact, tuple(self._nearly(window, exact))
+                known_here = self._matches[window] = tuple(self._matching(window)), tuple(self._nearly(window))
             matches, near = known_here
             for cls, sentence in near:
                 b = a + len(cls.slots) - 1
@@ -139,26 +138,24 @@ class Matcher:
             for lengths in _lengths(cls.slots, 0, window, 0):
                 yield cls, rank, lengths, sum(lengths)
 
-    def _nearly(self, window: tuple[type, ...], exact: tuple[_Match, ...]) -> Iterator[_Near]:
-        """Fusions of a few fixed operations that begin these kinds but for one between them, or for one too many.
+    def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:
+        """Fusions of a few fixed operations that begin these kinds but for one between them, or for a Bias too many.
 
-        Of these a Bias is said, and a Dropout where no fusion of the set takes it in.
+        In those of other authors also for a Dropout: here it has fusions of its own.
         """
         for cls in self.fusions:
             slots = cls.slots
             if len(slots) > MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
                 continue
+            surplus = ("Bias",) if cls.__module__.startswith("seqfuse.") else ("Bias", "Dropout")
             for k in range(1, min(len(slots), len(window))):
                 between, absent = f"{window[k - 1].__name__} and {window[k].__name__}", slots[k].types
                 if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, window, 0)] and k < len(slots) - 1:
                     if len(absent) == 1 and not absent[0].is_open:
                         yield cls, f"near miss: a {absent[0].__name__} between {between} would let it apply"
-                elif (more := window[k].__name__) in ("Bias", "Dropout"):
-                    if more == "Dropout" and any(length > k for *_, length in exact):
-                        continue
-                    if [*_lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)]:
-                        said = f"a {more} follows {window[k - 1].__name__} here, and its pattern has none"
-                        yield cls, f"near miss: {said}"
+                elif window[k].__name__ in surplus and [*_lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)]:
+                    said = f"a {window[k].__name__} follows {window[k - 1].__name__} here, and its pattern has none"
+                    yield cls, f"near miss: {said}"
 
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing

@@ -638,17 +638,13 @@ def test_a_pattern_that_leaves_out_the_bias_of_a_linear_is_a_near_miss() -> None
         assert sf.Sequential(*other, fusions=(LinearGeLU,)).plan(tensor(7, 5)).refused == ()
 
 
-def test_a_dropout_that_no_fusion_takes_in_is_a_near_miss_of_a_pattern_without_one() -> None:
-    def fwd(self: Any, x: Tensor) -> Any:
-        raise NotImplementedError
-
-    slots = {"bias": ops.Bias, "dropout": ops.Dropout, "act": ops.ReLU}
-    taking: Any = type("Taking", (sf.ForwardFusion,), {"__annotations__": slots, "fwd": fwd, "__module__": __name__})
-    operations = ops.Bias(5), ops.Dropout(0.5), ops.ReLU()
-    (refusal,) = sf.Sequential(*operations, fusions=(BiasReLU,)).plan(tensor(7, 5)).refused
-    assert (refusal.fusion, refusal.at) == ("BiasReLU", 0)
-    assert refusal.reason == "near miss: a Dropout follows Bias here, and its pattern has none"
-    assert sf.Sequential(*operations, fusions=(BiasReLU, taking)).plan(tensor(7, 5)).refused == ()
+def test_a_dropout_within_a_pattern_that_has_none_is_a_near_miss_of_an_author_s_fusion() -> None:
+    operations = ops.Linear(5, 5), ops.Dropout(0.5), ops.ReLU(), ops.Fork("side"), ops.Dropout(0.5), ops.Add("side")
+    for more in ((), sf.fusions.default):
+        plan = sf.Sequential(*operations, fusions=(BiasReLU, *more)).plan(tensor(7, 5))
+        (near,) = (refusal for refusal in plan.refused if "Dropout" in refusal.reason)
+        assert (near.fusion, near.at) == ("BiasReLU", 1)
+        assert near.reason == "near miss: a Dropout follows Bias here, and its pattern has none"
     before = ops.Dropout(0.5), ops.Bias(5), ops.Tanh()
     assert sf.Sequential(*before, fusions=(BiasReLU,)).plan(tensor(7, 5)).refused == ()
 
