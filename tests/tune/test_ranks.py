@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import seqfuse as sf
 from seqfuse import cost_table
-from seqfuse.tune import timing
+from seqfuse.tune import ranks, timing
 from tests.processes import Facts
 from tests.tune import kit
 from tests.tune.kit import Quick, Slow, pair
@@ -114,3 +115,16 @@ FACTS = Facts({2: WORKS})
 @pytest.mark.parametrize(("world", "work"), FACTS.cases)
 def test_two_ranks(world: int, work: str) -> None:
     FACTS.check(world, work)
+
+
+def test_what_a_group_is_sent_comes_from_its_own_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, object]] = []
+    known: dict[str, Any] = {
+        "is_available": True, "is_initialized": True, "get_world_size": 2, "get_rank": 0, "get_global_rank": 4,
+        "get_backend": "gloo",
+    }  # fmt: skip
+    functions = {name: lambda *of, value=value: value for name, value in known.items()}
+    here = SimpleNamespace(**functions, broadcast=lambda tensor, source, group: sent.append((source, group)))
+    monkeypatch.setattr(ranks, "dist", here)
+    ranks.Ranks("the second node", torch.device("cpu")).beat()
+    assert sent == [(4, "the second node")]
