@@ -38,6 +38,8 @@ def test_rounds_end_with_the_time_or_at_the_most() -> None:
     ticks = iter(range(1000))
     call = {"a": [lambda: ("a", 1.0)]}
     assert interleaved(call, Fake(), seconds=5, least=1, most=100, now=lambda: next(ticks))["a"].samples == 5
+    two = {**call, "b": call["a"]}  # each has its seconds
+    assert interleaved(two, Fake(), seconds=5, least=1, most=100, now=lambda: next(ticks))["a"].samples == 10
     assert interleaved(call, Fake(), seconds=500, least=1, most=10, now=lambda: next(ticks))["a"].samples == 10
 
 

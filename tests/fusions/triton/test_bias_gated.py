@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ import torch
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import bias_gated
+from seqfuse.fusions._pointwise import chain, pointwise_kernel
 from seqfuse.fusions.bias_gated import BiasGated, BiasGatedBackward
+from seqfuse.kernels import activations
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -41,6 +44,12 @@ def test_meet_in_the_records(unit: sf.Gated, dtype: torch.dtype, device: torch.d
     fusions = (BiasGated, BiasGatedBackward)
     model = sf.Sequential(ops.Linear(12, 72), unit, ops.Linear(36, 9), fusions=fusions).to(device, dtype)
     four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *fusions)
+
+
+def test_an_activation_with_other_numbers_is_another_one(device: torch.device):
+    x, acts = seeded_randn((3, 8), 0).to(device), cast(Any, (activations.scale(1.0), activations.scale(2.0)))
+    one, two = (pointwise_kernel()(x, chain(act, "gated"))[0] for act in acts)
+    assert torch.equal(two, 2 * one)
 
 
 MUTANTS = {
