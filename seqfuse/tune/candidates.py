@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from ..casts import cast_once
 from ..env import Env
@@ -65,7 +64,7 @@ def stretches(site: Site) -> Generator[Stretch | str]:
         where = f"{site.path or 'the model'} {part.start}-{part.stop - 1}"
         parameters = [owner._parameters.get(name) for owner, name in part.slots]  # pyright: ignore[reportPrivateUsage]
         present = [p for p in parameters if p is not None]
-        if len(present) < len(parameters) or any(map(parametrize.is_parametrized, _modules(site, part))):
+        if len(present) < len(parameters):
             yield f"{where}: a parametrization makes its parameters"
             continue
         plain = all(type(site.shadow.original(p)) in (Tensor, nn.Parameter) for p in present)
@@ -74,11 +73,6 @@ def stretches(site: Site) -> Generator[Stretch | str]:
             continue
         with site.tracing():
             yield _stretch(site, part, x, channels, present)
-
-
-def _modules(site: Site, region: Region) -> list[nn.Module]:
-    inside = site.op_list.nodes[region.start : region.stop]
-    return [m for node in inside for m in node.operation.modules()] + [owner for owner, _ in region.slots]
 
 
 def _stretch(

@@ -48,7 +48,7 @@ def randomized(model: nn.Module) -> nn.Module:
 LIKE_LLAMA = functools.partial(llama_state, heads=4, kv_heads=2)
 CONVERT = {"gpt2": gpt2_state, **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2"), LIKE_LLAMA)}
 MODELS = {
-    "gpt2": gpt2,
+    "gpt2": lambda: gpt2(n_inner=48),
     "llama": llama,
     "llama, tied, wide heads": lambda: llama(tie_word_embeddings=True, head_dim=12),
     "llama, biases": lambda: llama(attention_bias=True, mlp_bias=True, rope_theta=500.0),
