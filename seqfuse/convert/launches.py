@@ -1,14 +1,15 @@
-"""How many kernels torch launches for what a chain stands for, and for what is left of a graph."""
+"""What torch launches and saves for what a chain stands for, and how many kernels for what is left of a graph."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +37,16 @@ def _memories(node: Node) -> Iterator[int]:
     return (t.untyped_storage()._cdata for t in values if is_plain(t))  # pyright: ignore[reportPrivateUsage]
 
 
+class Eager(NamedTuple):
+    """What torch does for a chain: kernels of both passes, and bytes saved, counted as a plan's are: storages once,
+    parameters left out.
+    """
+
+    forward: int
+    backward: int
+    saved: int
+
+
 class Before:
     """What a chain stands for, as it was captured.
 
@@ -43,9 +54,11 @@ class Before:
         chain: whose nodes are still in their graph.
         order: its order.
         nodes: of the graph, in order.
+        parameters: the nodes that are parameters of its operations.
     """
 
-    def __init__(self, chain: Chain, order: Order, nodes: Iterable[Node]) -> None:
+    def __init__(self, chain: Chain, order: Order, nodes: Iterable[Node], parameters: Iterable[Node]) -> None:
+        self._parameters = tuple(parameters)
         self._modes = [node.args for node in chain.state.autocast]
         self._outputs = [
             n for v in order.outputs for n in ([v] if isinstance(v, Node) else [view.node for view in v.views])
@@ -59,8 +72,8 @@ class Before:
                 self._calls.append((node, node.op, node.target, node.args, node.kwargs))
         self._calls.reverse()
 
-    def launches(self, autocast: torch.dtype | None, gradients: bool) -> tuple[int, int]:
-        """Kernels forward and backward, counted on tensors without data."""
+    def eager(self, autocast: torch.dtype | None, gradients: bool) -> Eager:
+        """What torch launches and saves, counted on tensors without data."""
         with FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(gradients):
             device = example(self._outputs[0])
             if autocast is not None and device is not None:
@@ -75,7 +88,8 @@ class Before:
                     made[node] = fake(node) if isinstance(given, Tensor) else numbers((given,))[0]
                 return made[node]
 
-            with _Counter() as forward:
+            held = _Held()
+            with _Counter() as forward, saved_tensors_hooks(held.add, _itself):
                 for node, op, target, args, kwargs in self._calls:
                     args, kwargs = map_arg((args, kwargs), value)
                     call = getattr(args[0], target) if op == "call_method" else target
@@ -86,7 +100,29 @@ class Before:
             with _Counter() as backward:
                 if outputs:
                     torch.autograd.grad(outputs, inputs, given, allow_unused=True)
-            return forward.count, backward.count
+            parameters = [made[node] for node in self._parameters if node in made]
+            return Eager(forward.count, backward.count, held.bytes_but(parameters))
+
+
+class _Held:
+    """Storages that a graph saves, which stay alive so that none takes the place of another."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        self._storages[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
+        return t
+
+    def bytes_but(self, others: Iterable[Tensor]) -> int:
+        """The bytes of those that are none of others' storages."""
+        known = {t.untyped_storage()._cdata for t in others}  # pyright: ignore[reportPrivateUsage]
+        return sum(storage.nbytes() for place, storage in self._storages.items() if place not in known)
+
+
+def _itself(t: Tensor) -> Tensor:
+    return t
 
 
 class _Counter(TorchDispatchMode):

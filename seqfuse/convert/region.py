@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 
 from ..env import autocast_of
+from ..errors import SeqfuseError
 from ..fuser.budget import Mode
 from ..fuser.op_list import Region as Stretch
 from ..fuser.plan import Plan
@@ -22,8 +23,8 @@ from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
 from .chains import Chain, Order
 from .effects import in_place
-from .graph import example, fake, numbers, same_shape
-from .launches import Before
+from .graph import example, fake, numbers, owner, same_shape
+from .launches import Before, Eager
 from .raising import Given, Transposed
 
 
@@ -75,7 +76,9 @@ class Region(nn.Module):
             return None
         x, *given = (fake(node, "meta") for node in (self.order.x, *self.order.channels.values()))
         # Parameters are on the device of the call, since autocast casts nothing on meta.
-        with self._lock, FakeTensorMode(allow_non_fake_inputs=True), _lent(self._slots, self.stand_ins(self.given)):
+        with self._lock, FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
+            stack.callback(self._take_back)
+            self._lend(self.stand_ins(self.given))
             plan = self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
             _ = plan.memory  # it is measured while there are parameters
         return plan
@@ -93,12 +96,12 @@ class Region(nn.Module):
         return list(map(like, values))
 
     @property
-    def launches(self) -> tuple[int, int] | None:
-        """How many kernels torch would launch in the chain's place, forward and backward, where that can be counted."""
+    def eager(self) -> Eager | None:
+        """What torch would launch and save in the chain's place, where that can be counted."""
         plan = self.plan
         assert self.before is not None
         try:
-            return self.before.launches(None if plan is None else plan.env.autocast, plan is None or plan.env.grad)
+            return self.before.eager(None if plan is None else plan.env.autocast, plan is None or plan.env.grad)
         except Exception:  # a call that does not run without data
             return None
 
@@ -111,19 +114,32 @@ class Region(nn.Module):
 
     def _run(self, x: Tensor, tensors: tuple[Tensor, ...]) -> Any:
         names = self._names
-        with _lent(self._slots, tensors[len(names) :]):
-            return self.model(x, **dict(zip(names, tensors, strict=False)))
+        try:
+            self._lend(tensors[len(names) :])
+            return self._fuser(x, **dict(zip(names, tensors, strict=False)))
+        except SeqfuseError as error:
+            self._tell_module(error)
+            raise
+        finally:
+            self._take_back()
 
+    def _lend(self, tensors: Iterable[Tensor]) -> None:
+        for (parameters, name, _), tensor in zip(self._slots, tensors, strict=True):
+            parameters[name] = tensor
 
-@contextlib.contextmanager
-def _lent(slots: Sequence[tuple[dict[str, Any], str, Tensor]], tensors: Sequence[Tensor]) -> Generator[None]:
-    for (parameters, name, _), tensor in zip(slots, tensors, strict=True):
-        parameters[name] = tensor
-    try:
-        yield
-    finally:
-        for parameters, name, placeholder in slots:
+    def _take_back(self) -> None:
+        for parameters, name, placeholder in self._slots:
             parameters[name] = placeholder
+
+    def _tell_module(self, error: SeqfuseError) -> None:
+        """Name the module of the model that the operation of an error stands for."""
+        nodes = self._fuser.op_list().nodes
+        if isinstance(error.position, int) and error.position < len(nodes):
+            operation = self.order.operations[int(nodes[error.position].path.partition(".")[0])]
+            module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")
+            if module:
+                hint = "" if (error.hint or "in '").startswith("in '") else f"; {error.hint}"
+                error.hint = f"in {module!r} of the model{hint}"
 
 
 def _itself(t: Tensor) -> Tensor:

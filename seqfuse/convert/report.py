@@ -86,7 +86,7 @@ def _chain(region: Region) -> list[str]:
     forward, backward = (
         _of(sum(step.fused or not _is_view(step) for step in steps), "step") for steps in (plan.forward, plan.backward)
     )
-    eager = region.launches
+    eager = region.eager
     if plan.env.grad:
         saved = ""
         if (memory := plan.memory) is not None:
@@ -95,11 +95,13 @@ def _chain(region: Region) -> list[str]:
             f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}"
         )
         if eager is not None:
-            lines.append(f"    eager torch launches {_of(eager[0], 'kernel')} forward, {eager[1]} backward for them")
+            share = "" if memory is None or not eager.saved else f" (the chain {memory.saved / eager.saved:.2f} of it)"
+            passes = f"{_of(eager.forward, 'kernel')} forward, {eager.backward} backward for them"
+            lines.append(f"    eager torch launches {passes}, and saves {eager.saved:,} B{share}")
     else:
         lines.append(f"    {forward}, {plan.fused[0]} of them fused; without gradients")
         if eager is not None:
-            lines.append(f"    eager torch launches {_of(eager[0], 'kernel')} for them")
+            lines.append(f"    eager torch launches {_of(eager.forward, 'kernel')} for them")
     return lines
 
 

@@ -18,7 +18,7 @@ from .effects import Effects, states
 from .graph import owner, positional, spelled
 from .launches import Before, launching
 from .ordering import CannotOrder, sort
-from .raising import Raised, raised
+from .raising import Raised, Transposed, raised
 from .region import Region, insert, why_not
 from .report import GraphReport, Left
 
@@ -86,7 +86,8 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
         try:
             if regions:
                 for chain, region in regions:
-                    region.before = Before(chain, region.order, graph.nodes)
+                    given = [g.node if isinstance(g, Transposed) else g for g in region.given]
+                    region.before = Before(chain, region.order, graph.nodes, given)
                 _replace(gm, regions, dead)
                 gm.recompile()
             break

@@ -8,6 +8,7 @@ import pickle
 import re
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -594,6 +595,56 @@ def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
         model(X.float())
     said = r"\n +\d steps?, \d of them fused; without gradients\n +eager torch launches \d+ kernels for them\n"
     assert re.search(said, str(conversion))
+
+
+class Shared(nn.Module):
+    """Attention with shared key heads, a mask and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).split((16, 8, 8), -1)
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))
+        seen = torch.ones(5, 5, dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), seen)
+        return F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.1) + x
+
+
+@pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "in float32"])
+def test_the_report_counts_the_bytes_that_eager_torch_saves(lowered: bool):
+    model, x = Shared(), torch.randn(2, 5, 16, requires_grad=True)
+    kept = dict[int, torch.UntypedStorage]()
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.data_ptr()] = t.untyped_storage()
+        return t
+
+    with torch.autocast("cpu", torch.bfloat16, lowered):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(x)
+        conversion = sf.convert(model)
+        model(x)
+    saved = {s.data_ptr(): s.nbytes() for s in kept.values()}
+    eager = sum(size for place, size in saved.items() if place not in {p.data_ptr() for p in model.parameters()})
+    assert y.requires_grad
+    assert conversion.graphs[0].operations == 6
+    assert f" backward for them, and saves {eager:,} B (the chain 0." in str(conversion)
+
+
+def test_an_error_in_a_chain_names_the_module_of_the_model():
+    model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), up=nn.Linear(8, 16), act=nn.GELU(), down=nn.Linear(16, 8)))
+    conversion = sf.convert(nn.Sequential(OrderedDict(block=model)))
+    x = torch.randn(4, 8)
+    conversion.model(x)
+    (region,) = conversion.graphs[0].regions
+    given = [model.norm.weight, model.norm.bias, model.up.weight, model.up.bias, model.down.weight, model.down.bias]
+    with pytest.raises(sf.InputError, match=r"SF102 .*\(Linear\): .*\[in 'block\.down' of the model; convert one of"):
+        region(x, *given[:4], *(p.detach().double() for p in given[4:]))
+    with pytest.raises(sf.InputError, match=r"SF101 .*got 9 \[in 'block\.norm' of the model\]"):
+        region(torch.randn(4, 9), *given)
+    assert torch.equal(region(x, *given), conversion.model(x))
 
 
 def test_an_operation_that_runs_is_not_said_to_be_superseded():
