@@ -35,7 +35,8 @@ def casts_of(steps: Sequence[Step], env: Env) -> tuple[Cast, ...]:
         absorbed = step.stop if step.y_dtype is not None else None
         for position, node in enumerate(step.nodes, step.start):
             operation: Any = node.operation
-            parameters = node.slots.items() if getattr(operation, "autocast", None) == "lower" else ()
+            lowers = node.fusable and getattr(operation, "autocast", None) == "lower"
+            parameters = node.slots.items() if lowers else ()
             dtypes = [(name, dtype_of(owner, own)) for name, (owner, own) in parameters]
             found += [Cast(position, name, env.cast(dtype)) for name, dtype in dtypes if env.cast(dtype) is not dtype]
     return tuple(found)

@@ -20,7 +20,7 @@ from ..errors import StateError
 from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import recorded
-from .flatten import Node, attributes, has_own_graph
+from .flatten import Node, attributes, has_own_graph, public_channels
 from .op_list import OpList, Region, fusers, stretches
 from .reference import check_channels, draw, run_eagerly, walk_reference
 
@@ -68,14 +68,11 @@ def run_planned(
         if not nodes[start].fusable:
             x = run_eagerly(nodes, start, x, channels)
             continue
-        made = [c for node in inside for _, c in node.outputs]
-        given = [c for node in inside for _, c in node.inputs if c not in made]
-        later = [c for node in nodes[stop:] for _, c in node.inputs]
-        leaving = [c for c in made if c in later or c in outputs]
+        given, leaving = public_channels(nodes, start, stop)
         values = [channels[c] for c in given]
         parameters = [getattr(owner, attribute) for node in inside for owner, attribute in node.slots.values()]
         state = tuple([_state(node.operation) for node in inside])
-        x, *rest = _planned(name, start, state, x, tuple(given), values, tuple(leaving), seeds, parameters)
+        x, *rest = _planned(name, start, state, x, given, values, leaving, seeds, parameters)
         channels.update(zip(leaving, rest, strict=True))
     return (x, *[channels[c] for c in outputs]) if outputs else x
 

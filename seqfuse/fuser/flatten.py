@@ -287,8 +287,13 @@ def _make_private(
             node.outputs = tuple((n, private if c == channel else c) for n, c in node.outputs)
 
 
-def public_channels(nodes: list[Node]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Channels the caller must pass, and those returned after `y`, both in the order of the sequence."""
-    made = {channel for node in nodes for _, channel in node.outputs}
-    inputs = dict.fromkeys(c for node in nodes for _, c in node.inputs if c not in made)
-    return tuple(inputs), tuple(c for node in nodes for _, c in node.outputs if not node.readers[c])
+def public_channels(
+    nodes: Sequence[Node], start: int = 0, stop: int | None = None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Channels that enter positions `start..stop`, and those that leave them, both in the order of the sequence."""
+    stop = len(nodes) if stop is None else stop
+    inside = nodes[start:stop]
+    made = [c for node in inside for _, c in node.outputs]
+    inputs = dict.fromkeys(c for node in inside for _, c in node.inputs if c not in made)
+    readers = nodes[start].readers if inside else {}
+    return tuple(inputs), tuple([c for c in made if not readers[c] or [at for at in readers[c] if at >= stop]])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..operation import FusableOperation, configured
-from .flatten import Node
+from .flatten import Node, public_channels
 from .inputs import Like, check_dtypes, dtypes_of
 from .plan import Plan
 from .step import Step
@@ -141,17 +141,12 @@ class Segment:
     def narrowed(self, asked: Asked) -> tuple[Step, ...]:
         """The backward steps where only some gradients are asked for."""
         parameters, x, channels = asked
-        wants, needs = self.context.wants, dict[int, frozenset[str]]()
-        carries = dict.fromkeys(channels, True)
-        for position in self.span:
-            node = self.context.nodes[position]
-            wanted = {"x"} if x else set[str]()
-            wanted |= {name for name, channel in node.inputs if carries.get(channel)}
-            slots = node.slots.items()
-            wanted |= {n for n, (owner, own) in slots if self.index.get((id(owner), own)) in parameters}
-            needs[position] = wants.needs[position] & wanted
-            x = bool(needs[position])
-            carries.update((channel, x) for _, channel in node.outputs)
+
+        def asks(owner: nn.Module, attribute: str) -> bool:
+            return self.index.get((id(owner), attribute)) in parameters
+
+        start, stop = self.span.start, self.span.stop
+        needs = Wants.of(self.context.nodes, start, stop, x, dict.fromkeys(channels, True), True, asks).needs
         steps = [dataclasses.replace(s, needs=tuple(needs[p] for p in s.covers)) for s in self.backward]
         return tuple(s for s in steps if any(s.needs))
 
@@ -160,53 +155,33 @@ def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[S
     """The segments of a plan; `configured_at` gains a copy of each operation as its forward is configured."""
     whole = hash(tuple((s.name, s.covers) for s in (*plan.forward, *plan.backward)))
     by_start = [{s.start: s for s in steps} for steps in (plan.forward, plan.backward)]
+    nodes, wants = context.nodes, context.wants
     segments: list[Segment] = []
     for span in plan.segments:
         forward, backward = ([steps[p] for p in span if p in steps] for steps in by_start)
-        segments.append(_segment(context, span, forward, backward, whole, configured_at))
+        inputs, outputs = public_channels(nodes, span.start, span.stop)
+        readers, live = nodes[span.start].readers, wants.live_from < span.stop
+        needed = [slot for p in span for name, slot in nodes[p].slots.items() if name in wants.needs[p]]
+        for position in span if live else ():
+            if position not in configured_at:
+                configured_at[position] = configured(nodes[position].operation)  # pyright: ignore[reportArgumentType]
+        segment = Segment(
+            context=context,
+            span=span,
+            forward=tuple(forward),
+            backward=tuple(_as_configured(s, configured_at) for s in reversed(backward)),
+            parameters=tuple({(id(owner), attribute): (owner, attribute) for owner, attribute in needed}.values()),
+            inputs=inputs,
+            outputs=outputs,
+            crossing=frozenset(c for c in outputs if readers[c]),
+            frozen=frozenset(c for p in span if p < wants.live_from for _, c in nodes[p].outputs),
+            consumed=tuple(c for c in inputs if max(readers[c]) < span.stop),
+            followed=span.stop < len(nodes) and isinstance(nodes[span.stop].operation, FusableOperation),
+            live=live,
+            signature=whole,
+        )
+        segments.append(segment)
     return segments
-
-
-def _segment(
-    context: Context,
-    span: range,
-    forward: Sequence[Step],
-    backward: Sequence[Step],
-    signature: int,
-    configured_at: dict[int, Any],
-) -> Segment:
-    nodes, wants = context.nodes, context.wants
-    inside = nodes[span.start : span.stop]
-    made = {c for node in inside for _, c in node.outputs}
-    readers = inside[0].readers
-    inputs = tuple(dict.fromkeys(c for node in inside for _, c in node.inputs if c not in made))
-    outputs = tuple(c for node in inside for _, c in node.outputs if not readers[c] or max(readers[c]) >= span.stop)
-    needed = [
-        slot
-        for p, node in zip(span, inside, strict=True)
-        for name, slot in node.slots.items()
-        if name in wants.needs[p]
-    ]
-    parameters = {(id(owner), attribute): (owner, attribute) for owner, attribute in needed}
-    live = wants.live_from < span.stop
-    for position in span if live else ():
-        if position not in configured_at:
-            configured_at[position] = configured(nodes[position].operation)  # pyright: ignore[reportArgumentType]
-    return Segment(
-        context=context,
-        span=span,
-        forward=tuple(forward),
-        backward=tuple(_as_configured(s, configured_at) for s in reversed(backward)),
-        parameters=tuple(parameters.values()),
-        inputs=inputs,
-        outputs=outputs,
-        crossing=frozenset(c for c in outputs if readers[c]),
-        frozen=frozenset(c for p in span if p < wants.live_from for _, c in nodes[p].outputs),
-        consumed=tuple(c for c in inputs if max(readers[c]) < span.stop),
-        followed=span.stop < len(nodes) and isinstance(nodes[span.stop].operation, FusableOperation),
-        live=live,
-        signature=signature,
-    )
 
 
 def _as_configured(step: Step, configured_at: Mapping[int, Any]) -> Step:

@@ -205,13 +205,13 @@ def _asked(ctx: Any, segment: Segment) -> Asked | None:
     """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where all are asked for."""
     if torch.compiler.is_compiling():
         return None
-    runs = [fn is None or _will_run(fn) for fn, _ in ctx.next_functions]
-    if all(runs):
+    runs = [fn and _will_run(fn) for fn, _ in ctx.next_functions]
+    if False not in runs:
         return None
     first = len(runs) - len(segment.parameters)
     at_x = first - len(segment.inputs) - 1
     channels = frozenset(c for c, run in zip(segment.inputs, runs[at_x + 1 : first], strict=True) if run)
-    return frozenset(i for i, run in enumerate(runs[first:]) if run), runs[at_x], channels
+    return frozenset(i for i, run in enumerate(runs[first:]) if run), bool(runs[at_x]), channels
 
 
 def _will_run(fn: Any) -> bool:

@@ -126,8 +126,7 @@ class OpList:
     def _region(self, start: int, stop: int) -> Region:
         inside = self.nodes[start:stop]
         slots = list(dict.fromkeys(slot for node in inside for slot in node.slots.values()))
-        made = {c for node in inside for _, c in node.outputs}
-        channels = tuple(dict.fromkeys(c for node in inside for _, c in node.inputs if c not in made))
+        channels, _ = public_channels(self.nodes, start, stop)
         direct = all(name in owner._parameters for owner, name in slots)  # pyright: ignore[reportPrivateUsage]
         plain = [(owner._parameters, name) for owner, name in slots] if direct else None  # pyright: ignore[reportPrivateUsage]
         over = {slot: node.sum_over for node in inside for slot in node.slots.values() if node.sum_over is not None}

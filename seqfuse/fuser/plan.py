@@ -42,10 +42,7 @@ class Plan:
         backward: steps of the backward schedule, in list order; only where a gradient is needed.
         segments: ranges of positions that run behind one autograd node each.
         refused: fusions whose pattern matched and that were not used, with reasons.
-        eager: what runs eagerly, through its own `__call__`, with reasons; `alone` is the same.
         env: what it was made for.
-        names: class of the operation at each position; `paths` where it lives in the container.
-        needs: names of the gradients that are needed at each position: of parameters, of extra inputs, and `"x"`.
         tokens: how many tokens the input has, where the plan was asked for one; plans are shared by others.
         cost: estimated nanoseconds beyond what the operations take unfused: negative where it is faster.
     """
@@ -54,11 +51,7 @@ class Plan:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     segments: tuple[range, ...]
-    refused: tuple[Refusal, ...]
-    eager: tuple[Eager, ...]
-    names: tuple[str, ...]
-    paths: tuple[str, ...]
-    needs: tuple[frozenset[str], ...] = dataclasses.field(default=(), compare=False, repr=False)
+    refused: tuple[Refusal, ...] = ()
     tokens: int | None = dataclasses.field(default=None, compare=False, repr=False)
     measure: Any = dataclasses.field(default=None, compare=False, repr=False)
     cost: int = dataclasses.field(default=0, compare=False, repr=False)
@@ -67,6 +60,26 @@ class Plan:
     def count(self, name: str) -> int:
         """How many different steps of this name the two schedules hold; one that stands in both counts once."""
         return len({(s.covers.start, id(s.operation)) for s in (*self.forward, *self.backward) if s.name == name})
+
+    @cached_property
+    def eager(self) -> tuple[Eager, ...]:
+        """What runs eagerly, through its own `__call__`, with reasons; `alone` is the same."""
+        return tuple(Eager(s.start, s.name, n.eager) for s in self.forward for n in s.nodes if n.eager is not None)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Class of the operation at each position."""
+        return tuple(node.name for step in self.forward for node in step.nodes)
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """Where the operation at each position lives in the container."""
+        return tuple(node.path for step in self.forward for node in step.nodes)
+
+    @property
+    def needs(self) -> tuple[frozenset[str], ...]:
+        """Names of the gradients that are needed at each position: of parameters, of extra inputs, and `"x"`."""
+        return tuple(needs for step in self.forward for needs in step.needs)
 
     @cached_property
     def casts(self) -> tuple[Cast, ...]:
@@ -135,29 +148,15 @@ class Plan:
         return pictures.fragment(self.as_dict())
 
 
-def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env, nodes: Sequence[Node]) -> Plan:
+def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) -> Plan:
     """One plan of a whole sequence, from those of its regions and its barriers."""
-    steps = [Step(node.operation, range(at, at + 1), node.name) for at, node in eager]
-    needs = [frozenset[str]()] * len(nodes)
-    for plan in plans:
-        at = plan.forward[0].covers.start
-        needs[at : at + len(plan.needs)] = plan.needs
-    forward = sorted([s for p in plans for s in p.forward] + steps, key=lambda s: s.covers.start)
-    backward = sorted(
-        [s for p in plans for s in p.backward] + (steps if env.grad else []), key=lambda s: s.covers.start
-    )
-    return Plan(
-        env,
-        tuple(forward),
-        tuple(backward),
-        tuple(s for p in plans for s in p.segments),
-        tuple(r for p in plans for r in p.refused),
-        tuple(Eager(at, node.name, node.eager or "") for at, node in eager),
-        tuple(node.name for node in nodes),
-        tuple(node.path for node in nodes),
-        tuple(needs),
-        cost=sum(plan.cost for plan in plans),
-    )
+    none = (frozenset[str](),)
+    beside = [Step(n.operation, range(at, at + 1), n.name, nodes=(n,), needs=none) for at, n in eager]
+    forward = [*beside, *(s for p in plans for s in p.forward)]
+    backward = [*(beside if env.grad else ()), *(s for p in plans for s in p.backward)]
+    ahead, back = (tuple(sorted(steps, key=lambda s: s.start)) for steps in (forward, backward))
+    segments, refused = (s for p in plans for s in p.segments), (r for p in plans for r in p.refused)
+    return Plan(env, ahead, back, tuple(segments), tuple(refused), cost=sum(plan.cost for plan in plans))
 
 
 def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> Plan:
@@ -182,22 +181,13 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> 
         if id(c) not in used and (c.name, c.start) not in applied:
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
-            refused.append(
-                Refusal(
-                    c.name,
-                    c.start,
-                    _why_not(c, [*rivals.values()], "save" if kept is None or isinstance(kept, str) else memory),
-                    True,
-                )
-            )
+            asked = "save" if kept is None or isinstance(kept, str) else memory
+            refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()], asked), True))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
-    ahead, back, inside = _steps(stretch, forward), _steps(stretch, backward, live), stretch.inside
-    return Plan(
-        stretch.env, ahead, back, _segments(stretch.nodes, ahead, back, start, stop), tuple(refused), (),
-        tuple(node.name for node in inside), tuple(node.path for node in inside),
-        tuple(stretch.wants.needs[i] for i in stretch.positions),
-        cost=sum(c.cost for c in {id(c): c for c in (*forward, *backward)}.values()),
-    )  # fmt: skip
+    ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
+    segments = _segments(stretch.nodes, ahead, back, start, stop)
+    cost = sum(c.cost for c in {id(c): c for c in (*forward, *backward)}.values())
+    return Plan(stretch.env, ahead, back, segments, tuple(refused), cost=cost)
 
 
 def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) -> str:
@@ -233,9 +223,8 @@ def _segments(
     """Cut where both schedules have a border: near every eighth position, rather where a single tensor crosses."""
     if start == stop:
         return ()
-    borders = {s.covers.start for s in forward} & (
-        {s.covers.start for s in backward} | set(range(start, _first(backward, stop)))
-    )
+    first = backward[0].start if backward else stop
+    borders = {s.start for s in forward} & {*(s.start for s in backward), *range(start, first)}
     cuts = [start]
     while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
         aim = cuts[-1] + SEGMENT
@@ -246,7 +235,3 @@ def _segments(
             break
         cuts.append(min(near, key=lambda b: (nodes[b].crossing > 0, abs(b - aim))))
     return tuple(range(a, b) for a, b in zip(cuts, [*cuts[1:], stop], strict=True))
-
-
-def _first(backward: Sequence[Step], stop: int) -> int:
-    return backward[0].covers.start if backward else stop

@@ -77,7 +77,7 @@ def plan_ahead(
 
     def planned(choice: Choice) -> Plan:
         plans = [plan_region(stretch, matcher, choice_in(choice, op_list, part)) for part, stretch in stretches]
-        return merge(plans, eager, env, op_list.nodes)
+        return merge(plans, eager, env)
 
     plan = planned(memory)
     if x is None or op_list.parametrized:

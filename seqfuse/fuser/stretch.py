@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,37 +18,6 @@ from .inputs import validate
 from .step import Step
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wants:
-    """Which gradients are needed in a region: names per position, and the first position where there are any."""
-
-    live_from: int
-    needs: Mapping[int, frozenset[str]]
-
-    @classmethod
-    def of(
-        cls, nodes: Sequence[Node], start: int, stop: int, x: bool, channels: Mapping[str, bool], grad: bool
-    ) -> Wants:
-        """Follow requires_grad through positions `start..stop`."""
-        needs: dict[int, frozenset[str]] = {}
-        carries = dict(channels)
-        live_from = stop
-        for position in range(start, stop):
-            node = nodes[position]
-            wanted = {"x"} if x else set[str]()
-            wanted |= {name for name, channel in node.inputs if carries.get(channel)}
-            for name, (owner, attribute) in node.slots.items():
-                if _requires_grad(owner, attribute):
-                    wanted.add(name)
-            wanted = wanted if grad else set[str]()
-            needs[position] = frozenset(wanted)
-            x = bool(wanted)
-            if wanted and live_from == stop:
-                live_from = position
-            carries.update((channel, x) for _, channel in node.outputs)
-        return cls(live_from, needs)
-
-
 def _requires_grad(owner: nn.Module, attribute: str) -> bool:
     known = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
     if known is not None:
@@ -58,6 +27,42 @@ def _requires_grad(owner: nn.Module, attribute: str) -> bool:
         originals = getattr(owner.parametrizations, attribute).parameters()
         return any(p.requires_grad for p in originals)
     return bool(getattr(owner, attribute).requires_grad)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wants:
+    """Which gradients are needed in a region: names per position, and the first position where there are any."""
+
+    live_from: int
+    needs: Mapping[int, frozenset[str]]
+
+    @classmethod
+    def of(
+        cls,
+        nodes: Sequence[Node],
+        start: int,
+        stop: int,
+        x: bool,
+        channels: Mapping[str, bool],
+        grad: bool,
+        requires: Callable[[nn.Module, str], bool] = _requires_grad,
+    ) -> Wants:
+        """Follow requires_grad through positions `start..stop`."""
+        needs: dict[int, frozenset[str]] = {}
+        carries = dict(channels)
+        live_from = stop
+        for position in range(start, stop):
+            node = nodes[position]
+            wanted = {"x"} if x else set[str]()
+            wanted |= {name for name, channel in node.inputs if carries.get(channel)}
+            wanted |= {name for name, slot in node.slots.items() if requires(*slot)}
+            wanted = wanted if grad else set[str]()
+            needs[position] = frozenset(wanted)
+            x = bool(wanted)
+            if wanted and live_from == stop:
+                live_from = position
+            carries.update((channel, x) for _, channel in node.outputs)
+        return cls(live_from, needs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

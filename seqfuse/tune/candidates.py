@@ -128,7 +128,7 @@ def _segment(stretch: Stretch, a: int, b: int, candidate: Candidate, ahead: bool
     own = stretch.entered.step(a, b, candidate.fusion)
     forward = (own,) if ahead else own.unfused()
     backward = (own,) if back else own.unfused(backward=True)[::-1]
-    plan = Plan(stretch.entered.env, forward, backward, (range(a, b),), (), (), (), ())
+    plan = Plan(stretch.entered.env, forward, backward, (range(a, b),))
     (segment,) = lower(plan, stretch.context, stretch.site.op_list.configured)
     return segment
 
