@@ -61,23 +61,14 @@ def lowered(t: Tensor, always: bool = False, parts: Sequence[Tensor] = ()) -> Te
 
 
 @contextlib.contextmanager
-def cast_once() -> Generator[None]:
-    """A call that keeps tensors for a backward: within the block a parameter is cast once, and kept as it was cast."""
-    if _call.casts is not None:
-        yield
-        return
-    _call.casts = {}
-    try:
-        yield
-    finally:
-        _call.casts = None
+def cast_once(apart: bool = False) -> Generator[None]:
+    """A call that keeps tensors for a backward: within the block a parameter is cast once, and kept as it was cast.
 
-
-@contextlib.contextmanager
-def casts_apart() -> Generator[None]:
-    """Within the block parameters are cast anew, as on fake tensors beside a call, if casts are kept in it."""
+    What runs on fake tensors beside a call casts `apart`, if casts are kept in it.
+    """
     outer = _call.casts
-    _call.casts = None if outer is None else {}
+    if apart != (outer is None):
+        _call.casts = {}
     try:
         yield
     finally:

@@ -152,7 +152,8 @@ def save(path: Path, machine: Machine, found: Mapping[str, Measurement], *, own:
         known = load(path, machine, own=own)
         if path in _given_up:  # what is there is not to be written over
             raise OSError
-        return _dump(machine, {**known, **found})
+        document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
+        return json.dumps({**document, "entries": stated({**known, **found})}, indent=1, allow_nan=False).encode()
 
     if path not in _given_up:
         try:
@@ -187,12 +188,6 @@ def entries(data: Mapping[str, Any]) -> dict[str, Measurement]:
     """
     found = {key: _entry(key, entry) for key, entry in data.items()}
     return {key: entry for key, entry in found.items() if entry is not None}
-
-
-def _dump(machine: Machine, found: Mapping[str, Measurement]) -> bytes:
-    document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
-    document["entries"] = stated(found)
-    return json.dumps(document, indent=1, allow_nan=False).encode()
 
 
 def parse(data: bytes, machine: Machine) -> dict[str, Measurement]:

@@ -127,10 +127,6 @@ class Env:
             rows=_counted(x.shape),
         )
 
-    def entered_by(self, shape: Iterable[int], dtype: torch.dtype) -> Env:
-        """The same environment where a tensor of another shape and dtype enters."""
-        return dataclasses.replace(self, dtype=dtype, rows=bucket(rows_of(shape)))
-
     @property
     def leaving(self) -> torch.dtype:
         """The dtype of the result of a fusion: one for whose `fwd` names `dtype` that which comes next takes of it."""
@@ -167,16 +163,15 @@ class Env:
 
     def said(self, tokens: int | None = None) -> str:
         """How it prints where the number of tokens is known, and not only the power of two that it is rounded up to."""
-        text = f"{self.arch if self.arch == self.device else f'{self.device}:{self.arch}'} {_short(self.dtype)}"
-        text += f" autocast {_short(self.autocast)}" if self.autocast else ""
+        text = f"{self.arch if self.arch == self.device else f'{self.device}:{self.arch}'} {short(self.dtype)}"
+        text += f" autocast {short(self.autocast)}" if self.autocast else ""
         count = self.rows if tokens is None else tokens
         if count is not None:
             exact = "" if tokens is not None or count < 2 else "up to "
             text += f", {exact}{count:,} token{'' if count == 1 else 's'}"
         return text + ("" if self.grad else ", no grad")
 
-    def __str__(self) -> str:
-        return self.said()
+    __str__ = said
 
 
 @functools.cache
@@ -188,7 +183,8 @@ def _is_device(kind: str) -> bool:
     return True
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def short(dtype: torch.dtype | None) -> str:
+    """A dtype without the name of torch."""
     return str(dtype).removeprefix("torch.")
 
 

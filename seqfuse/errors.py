@@ -30,6 +30,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from typing import Any
@@ -64,13 +65,7 @@ class SeqfuseError(Exception):
         return f"{self.code}{where}: {self.message}" + (f" [{self.hint}]" if self.hint else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.__dict__)
-
-
-def _rebuild(cls: type[SeqfuseError], message: str, state: dict[str, Any]) -> SeqfuseError:
-    error = cls(message, code=state["code"])
-    error.__dict__.update(state)
-    return error
+        return functools.partial(type(self), self.message, code=self.code), (), self.__dict__
 
 
 class InputError(SeqfuseError, ValueError):

@@ -82,7 +82,7 @@ class FusedOperation:
         own = [
             slot_of(cls, name, hint)
             for name, hint in class_hints(cls, sys._getframe(1)).items()  # pyright: ignore[reportPrivateUsage]
-            if not _is_classvar(hint)
+            if ClassVar not in (hint, typing.get_origin(hint))
         ]
         for slot in own:
             if slot.name.startswith("_") or hasattr(FusedOperation, slot.name):
@@ -113,7 +113,7 @@ class FusedOperation:
         if cls.replaces_forward:
             cls.forward_signature = Signature.of(cls, "fwd", ("x",), None, fused=True)
             for name in cls.forward_signature.extras:
-                cls._place(name, name, lambda op: (*op.forward_signature.extras, *_seed(op)))
+                cls._place(name, name, lambda op: (*op.forward_signature.extras, *["seed"] * op.forward_signature.seed))
         if cls.replaces_backward:
             plain = not any(s.variadic for s in cls.slots)
             records = frozenset[str]() if cls.has_record else frozenset(s.name for s in cls.slots)
@@ -235,16 +235,8 @@ class InferenceFusion(FusedOperation, contract=True):
     fwd: ClassVar[Callable[..., Any]]
 
 
-def _seed(operation: type[UnfusedOperation]) -> tuple[str, ...]:
-    return ("seed",) if operation.forward_signature.seed else ()
-
-
 def _kind(cls: type[FusedOperation]) -> str:
     return next(base.__name__ for base in cls.__mro__ if base.__module__ == __name__)
-
-
-def _is_classvar(hint: Any) -> bool:
-    return hint is ClassVar or typing.get_origin(hint) is ClassVar
 
 
 def records_of(fusion: FusedOperation, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -67,11 +67,11 @@ class Group:
 
     def all_reduce(self, x: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
         """The sum of all processes' x, or the largest of each element."""
-        return self._run(what, lambda: _ops.all_reduce(_dense(x), by, self.name), x)
+        return self._run(what, lambda: _ops.all_reduce(x.contiguous(), by, self.name), x)
 
     def all_gather(self, x: Tensor, dim: int, what: str) -> Tensor:
         """All processes' x one after another along `dim`."""
-        parts = self._run(what, lambda: _ops.all_gather_into_tensor(_dense(x), self.size, self.name), x)
+        parts = self._run(what, lambda: _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name), x)
         if dim % x.ndim == 0 or self.size == 1:
             return parts
         return torch.cat(parts.chunk(self.size), dim)
@@ -80,13 +80,13 @@ class Group:
         """This process's part along `dim` of the sum of all processes' x."""
         if dim % x.ndim and self.size > 1:
             x = torch.cat(x.chunk(self.size, dim))
-        return self._run(what, lambda: _ops.reduce_scatter_tensor(_dense(x), "sum", self.size, self.name), x)
+        return self._run(what, lambda: _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name), x)
 
     def begin_all_reduce(self, x: Tensor, what: str) -> Callable[[], Tensor]:
         """Start to sum all processes' x; what is returned waits for the sum."""
         if self.size == 1 or not x.numel():
             return lambda: x
-        y = self._checked(what, lambda: _ops.all_reduce(_dense(x), "sum", self.name))
+        y = self._checked(what, lambda: _ops.all_reduce(x.contiguous(), "sum", self.name))
         return lambda: self._checked(what, lambda: _ops.wait_tensor(y))
 
     def _run(self, what: str, launch: Callable[[], Tensor], x: Tensor) -> Tensor:
@@ -118,10 +118,6 @@ def _named(name: str) -> Group:
     except (RuntimeError, ValueError) as error:
         message = f"a module of process group {name!r} was unpickled where there is no such group"
         raise StateError(message, code="SF506", hint="keep its state dictionary instead") from error
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.contiguous()
 
 
 Held = Literal["whole", "features", "rows"]

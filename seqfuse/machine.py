@@ -49,7 +49,8 @@ class Machine:
 
 @functools.lru_cache(64)
 def _machine(kind: str, arch: str, triton_runs: bool, threads: int | None) -> Machine | None:
-    name, driver = _cpu_name(), None
+    stated = _stated("/proc/cpuinfo", r"^model name\s*:\s*(.+)$").strip()
+    name, driver = stated or platform.processor() or platform.machine(), None
     if kind == "cuda":
         if not torch.cuda.is_available():
             return None
@@ -58,7 +59,9 @@ def _machine(kind: str, arch: str, triton_runs: bool, threads: int | None) -> Ma
         if not here:
             return None
         # An Env names no index, so cards of one architecture that differ share a table of their own.
-        name, driver = " + ".join(sorted({str(p.name) for p in here})), _driver()
+        name = " + ".join(sorted({str(p.name) for p in here}))
+        stated = _stated("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
+        driver = f"{stated} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
     elif kind != "cpu":
         return None
     own: Any = sys.modules[__package__ or "seqfuse"]
@@ -73,15 +76,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    return _stated("/proc/cpuinfo", r"^model name\s*:\s*(.+)$").strip() or platform.processor() or platform.machine()
-
-
-def _driver() -> str:
-    found = _stated("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
-    return f"{found} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
 
 
 def _stated(path: str, pattern: str) -> str:

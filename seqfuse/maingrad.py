@@ -86,14 +86,11 @@ def main_grads(
 
 
 def _unfit(where: tuple[str, str, int | None], like: tuple[Any, ...], buffer: Any) -> StateError:
+    def described(shape: Any, dtype: torch.dtype, device: torch.device) -> str:
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
     name, operation, position = where
-    got = type(buffer).__name__
-    if isinstance(buffer, Tensor):
-        got = _described((tuple(buffer.shape), buffer.dtype, buffer.device))
-    message = f"main_grad of {name} must be {_described(like)}, got {got}"
+    is_tensor = isinstance(buffer, Tensor)
+    got = described(buffer.shape, buffer.dtype, buffer.device) if is_tensor else type(buffer).__name__
+    message = f"main_grad of {name} must be {described(*like)}, got {got}"
     return StateError(message, code="SF507", operation=operation, position=position)
-
-
-def _described(like: tuple[Any, ...]) -> str:
-    shape, dtype, device = like
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"

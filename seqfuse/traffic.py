@@ -35,7 +35,7 @@ def gain(
         saved: where tensors are saved: how many operations stand before each.
         own_gemm: whether each GEMM is a kernel of our own, which is taken to be slower than the vendor's.
     """
-    kinds, features = tuple([type(operation) for operation in operations]), _stated(operations)
+    kinds, features = tuple(map(type, operations)), tuple([operation.features for operation in operations])
     ahead = _traffic(operations, env, False)
     back = _traffic(operations, env, True) if backward else ()
     return _gain(kinds, features, ahead, back, forward, saved, own_gemm, env.tokens * env.itemsize)
@@ -43,16 +43,12 @@ def gain(
 
 def unfused(operations: Sequence[UnfusedOperation], env: Env, positions: Iterable[int]) -> Savings:
     """The work of the forward pass of operations at these positions of a sequence."""
-    widths = _widths(tuple(map(type, operations)), _stated(operations))
+    widths = _widths(tuple(map(type, operations)), tuple([operation.features for operation in operations]))
     found = _traffic(operations, env, False)
     launches, moved, flops = 0.0, 0.0, 0.0
     for t, i in ((found[i], i) for i in positions):
         launches, moved, flops = launches + t.launches, moved + t.x * widths[i] + t.y * widths[i + 1], flops + t.flops
     return Savings(launches, moved * env.tokens * env.itemsize, flops)
-
-
-def _stated(operations: Sequence[UnfusedOperation]) -> _Features:
-    return tuple([operation.features for operation in operations])
 
 
 def _traffic(operations: Sequence[UnfusedOperation], env: Env, backward: bool) -> tuple[Traffic, ...]:

@@ -40,10 +40,6 @@ class Budget:
     def __str__(self) -> str:
         return f"Budget({self.bytes})" if self.part is None else f"Budget(part={self.part:g})"
 
-    def over(self, share: float) -> Budget:
-        """The budget of a part of the operations."""
-        return self if self.bytes is None else Budget(int(self.bytes * share))
-
 
 Mode = Literal["save", "balanced", "lean"]
 Choice = Mode | Budget
@@ -101,10 +97,6 @@ def _fewest(t: int, m: int) -> int:
     return (m << 128) + t
 
 
-def _fastest(t: int, m: int) -> int:
-    return (t << 64) + m
-
-
 def _weigher(time: int, size: int) -> Weigh:
     return lambda t, m: t * time + m * size
 
@@ -129,7 +121,7 @@ def _within(graph: Sequence[list[Edge]], limit: int) -> Path:
     all paths. Between them lies the answer: paths from the start are followed side by side, but those that another one
     beats in both, and those that by the last weight cannot become faster than what is known, or cannot fit.
     """
-    fast = best(graph, _fastest)
+    fast = best(graph, lambda t, m: (t << 64) + m)
     if fast[1] <= limit:
         return fast
     known = best(graph, _fewest)

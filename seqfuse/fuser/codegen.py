@@ -68,7 +68,7 @@ def forward_code(
         if step.cast is not None:
             s.add(_recast(s, "x", step.cast))
         if layout_of != "any":
-            s.add(_fit(s, "x", layout_of))
+            s.add(f"x = {_fitted(s, 'x', layout_of)}")
         given = [f"{identifier(k)}={_fitted(s, c[channel], layout_of)}" for k, channel in step.reads]
         given += [f"{identifier(k)}={_seed(index)}" for k, index in step.seeds]
         given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env).items()]
@@ -176,7 +176,7 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
         if step.dy_dtype is not None:
             s.add(_recast(s, "d", step.dy_dtype))
         if kind != "any":
-            s.add(_fit(s, "d", kind), *(_fit(s, name, kind) for _, name in came if name is not None))
+            s.add(*(f"{name} = {_fitted(s, name, kind)}" for name in ("d", *(n for _, n in came if n is not None))))
         own: list[str] = []
         for record in step.records:
             r, at = f"r{count}", where.get(record.position)
@@ -235,10 +235,6 @@ def _restored(s: Source, token: Any, layout: Any) -> str:
 def _recast(s: Source, name: str, dtype: torch.dtype) -> str:
     wanted = s.put(dtype)
     return f"if {name}.dtype is not {wanted}: {name} = {name}.to({wanted})"
-
-
-def _fit(s: Source, name: str, layout: Any) -> str:
-    return f"{name} = {_fitted(s, name, layout)}"
 
 
 def _fitted(s: Source, value: str, layout: Any) -> str:

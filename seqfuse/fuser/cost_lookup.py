@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..cost_table import Machine, Measurement, table
-from ..env import bucket, rows_of
+from ..env import bucket, rows_of, short
 from ..fusion import FusedOperation
 from .flatten import Node, plain_type
 from .stretch import Stretch
@@ -50,9 +50,9 @@ class Known:
         if extent is None:
             return None
         parts = [identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
-        parts.append(_short(stretch.around(a, a)[0].taken if stretch.borders else env.dtype))
+        parts.append(short(stretch.around(a, a)[0].taken if stretch.borders else env.dtype))
         if env.autocast is not None:
-            parts.append(f"autocast {_short(env.autocast)}")
+            parts.append(f"autocast {short(env.autocast)}")
         if env.deterministic:
             parts.append("deterministic")
         return " | ".join(parts)
@@ -84,7 +84,7 @@ def describe(node: Node) -> str:
         if tensor is None:  # a parametrization, which planning must not run
             parameters.append(f"{name} parametrized")
         else:
-            parameters.append(f"{name} {_short(tensor.dtype)}{list(tensor.shape)}")
+            parameters.append(f"{name} {short(tensor.dtype)}{list(tensor.shape)}")
     text = _module(node.operation) + (f" [{', '.join(parameters)}]" if parameters else "")
     return text + (" random" if getattr(node.operation, "random", False) else "")
 
@@ -105,10 +105,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, type | types.FunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     return type(value).__qualname__
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.lru_cache(1024)

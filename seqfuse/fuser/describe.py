@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..casts import dtype_of
-from ..env import Env
+from ..env import Env, short
 from ..fusion import JointFusion
 from ..pictures import summary
-from ..pictures.data import FORMAT, CastData, EnvData, Kind, OperationData, PlanData, StepData
+from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, StepData
 from .step import Step
 
 
@@ -51,16 +51,18 @@ def describe(plan: Any) -> PlanData:
         OperationData(at=at, name=name, path=path, saves=[*saves.get(at, ())], needs=sorted(needs))
         for at, (name, path, needs) in enumerate(zip(plan.names, plan.paths, plan.needs, strict=True))
     ]
+    env = {f.name: getattr(plan.env, f.name) for f in dataclasses.fields(plan.env) if f.name != "along"}
+    env |= {name: short(value) for name, value in env.items() if isinstance(value, torch.dtype)}
     data = PlanData(
         format=FORMAT,
-        env=_environment(plan.env, plan.tokens),
+        env={**env, "text": plan.env.said(plan.tokens)},  # pyright: ignore[reportArgumentType],
         operations=operations,
         forward=forward,
         backward=[_step(s, eager, backward=True) for s in plan.backward],
         segments=[(piece.start, piece.stop) for piece in plan.segments],
         refused=[dataclasses.asdict(r) for r in plan.refused],  # pyright: ignore[reportArgumentType]
         eager=[dataclasses.asdict(e) for e in plan.eager],  # pyright: ignore[reportArgumentType]
-        casts=[CastData(at=c.at, name=c.name, dtype=str(c.dtype).removeprefix("torch.")) for c in plan.casts],
+        casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in plan.casts],
         memory=None if plan.memory is None else dataclasses.asdict(plan.memory),  # pyright: ignore[reportArgumentType]
         memory_unknown=plan.memory_unknown,
         choices=[dataclasses.asdict(c) for c in plan.choices],  # pyright: ignore[reportArgumentType]
@@ -78,13 +80,6 @@ def _saves(steps: Sequence[Step]) -> Mapping[int, tuple[str, ...]]:
             members: Any = zip(step.covers, step.nodes, step.needs, strict=True)
             found.update((at, node.operation.Saved.kept(needs)) for at, node, needs in members)
     return found
-
-
-def _environment(env: Env, tokens: int | None) -> EnvData:
-    said = {f.name: getattr(env, f.name) for f in dataclasses.fields(env) if f.name != "along"}
-    said |= {k: str(v).removeprefix("torch.") for k, v in said.items() if isinstance(v, torch.dtype)}
-    said |= {"text": env.said(tokens)}
-    return said  # pyright: ignore[reportReturnType]
 
 
 def _step(step: Step, eager: set[int], backward: bool = False) -> StepData:

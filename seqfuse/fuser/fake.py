@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..casts import casts_apart
+from ..casts import cast_once
 from ..env import Env
 
 
@@ -29,7 +29,7 @@ def faking(mode: Any = None) -> Generator[Any]:
         # Nor may a mode of the caller's see them: selective checkpointing keeps what it sees.
         with (
             _quiet(),
-            casts_apart(),
+            cast_once(apart=True),
             _disable_current_modes(),
             mode or active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True) as entered,
         ):

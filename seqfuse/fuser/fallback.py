@@ -81,12 +81,8 @@ def may_fall_back(
 ) -> None:
     """Return if the operations may run in place of a failed fusion; else raise an error that names the step.
 
-    Args:
-        segment: what it is in.
-        step: the fusion; of an operation the error goes on to the caller.
-        error: what it raised.
-        tensor: its input in a forward pass, which may be on another device than its parameters.
-        again: the steps that ran before it and have to run again.
+    Its input in a forward pass, `tensor`, may be on another device than its parameters. The steps `again` ran before it
+    and have to run again.
     """
     clear = clearer(segment.context.nodes, step.covers, error, tensor)
     if clear is not error:
@@ -110,10 +106,7 @@ def may_fall_back(
     if device_is_lost(error):
         message = f"the device reported {error}; its state is lost and nothing can run after it"
         raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error
-    context = segment.context
-    if not context.can_fall_back or torch.compiler.is_compiling() or _capturing(context.env.device):
+    on_gpu = segment.context.env.device == "cuda" and torch.cuda.is_available()
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    if not segment.context.can_fall_back or torch.compiler.is_compiling() or captured:
         raise KernelError(failure, code="SF401", **where) from error
-
-
-def _capturing(device: str) -> bool:
-    return device == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -175,11 +175,7 @@ def _own_slots(module: UnfusedOperation, members: tuple[nn.Module, ...]) -> dict
         return slots
     others = [m for m in members if isinstance(m, UnfusedOperation) and m is not module]
     taken = [slot for m in others for slot in m.parameter_slots().values()]
-    return {name: (owner, own) for name, (owner, own) in slots.items() if not _among(taken, owner, own)}
-
-
-def _among(slots: Sequence[tuple[nn.Module, str]], owner: nn.Module, name: str) -> bool:
-    return any(other is owner and own == name for other, own in slots)
+    return {n: (owner, a) for n, (owner, a) in slots.items() if not [t for t in taken if t[0] is owner and t[1] == a]}
 
 
 def inside_of(module: FusableOperation, seen: list[nn.Module] | None = None) -> list[Node]:
@@ -204,11 +200,6 @@ def _channels_of(
         outputs = tuple(c for i in inside for _, c in i.outputs if not i.readers[c])
         return {name: name for name in (*inputs, *outputs)}, inputs, outputs
     return {}, (), ()
-
-
-def call_name(operation: nn.Module, name: str) -> str:
-    """What an extra input or output is called when the operation runs by itself."""
-    return (operation.channels[name] or name) if isinstance(operation, UnfusedOperation) else name
 
 
 def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[nn.Module]) -> None:

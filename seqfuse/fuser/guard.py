@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from torch._C._functorch import peek_interpreter_stack
 from ..casts import cast_once
 from ..env import any_autocast, autocast_of
 from ..generated import Source
-from ..group import Group, summed_gradient
+from ..group import summed_gradient
 from ..settings import current_fusing, default_fusing
-from .lowering import Segment, Slot
+from .lowering import Segment
 from .node import apply_node, run_plain, taken
-
-Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
+from .op_list import Call, CompiledRegion, Region
 
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 device = operator.attrgetter("device")
@@ -45,11 +44,8 @@ _FIXED: Mapping[str, Any] = {
 
 
 def bind(
-    slots: Sequence[Slot],
-    read: Sequence[tuple[dict[str, Any], str]] | None,
-    summed: Sequence[tuple[int, Group]],
-    channels: Sequence[str],
-    runs: Sequence[tuple[Segment, Sequence[int]]] | Callable[[Tensor], Tensor],
+    region: Region,
+    program: CompiledRegion,
     state: Sequence[Any],
     x: Tensor,
     parameters: Sequence[Tensor],
@@ -58,16 +54,11 @@ def bind(
 ) -> Call:
     """`call(x, channels, seeds)`, which gives `None` where the state is another one.
 
-    Args:
-        slots: where the parameters live; `read` are dictionaries to read them from, where there are such.
-        summed: the parameters whose gradients processes sum.
-        channels: those that enter the region.
-        runs: the segments, each with the indices of its parameters; or a function of x.
-        state: grad mode, determinism, dtype of autocast and `sf.fusing` for which the plan was made.
-        x: the input; its shape, dtype, device and `requires_grad` are checked.
-        parameters: their `requires_grad`, dtype and class are checked; of the channels, `given`, the device as well.
-        place: what a function of x notes on its error.
+    The state is grad mode, determinism, dtype of autocast and `sf.fusing`; of x the shape, dtype, device and
+    `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`, of these
+    the device as well. A region that is one native operation notes `place` on its error.
     """
+    slots, read, channels = region.slots, region.plain, region.channels
     s = Source("call", "x, channels, seeds")
     s.constants.update(_FIXED)
     grad, deterministic, autocast, fusing = state
@@ -106,14 +97,14 @@ def bind(
         ]
     tests += [f"{name}.device != {s.put(t.device)}" for t, name in zip(given, local.values(), strict=True)]
     s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
-    for i, group in summed:
+    for i, group in region.summed:
         if parameters[i].requires_grad and grad:
             s.add(f"p{i} = summed({s.put(group)}, p{i})")
     made: dict[str, str] = {}
-    if callable(runs):
-        s.add("try:", f"    x = {s.put(runs)}(x)")
+    if program.native is not None:
+        s.add("try:", f"    x = {s.put(program.native)}(x)")
         s.add("except Exception as error:", f"    error.add_note({s.put(place)})", "    raise")
-    segments: Sequence[tuple[Segment, Sequence[int]]] = () if callable(runs) else runs
+    segments = () if program.native is not None else program.segments
     casts = autocast is not None and any(segment.live for segment, _ in segments)
     s.add(*["with cast_once():"] * casts)
     s.depth += casts

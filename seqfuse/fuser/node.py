@@ -282,17 +282,3 @@ def _returned(segment: Segment, run: interpret.Forward) -> Any:
 def taken(out: Sequence[Any]) -> Sequence[Tensor]:
     """What a node returned, where it names a tensor that stands for several outputs by the place of the first."""
     return [out[t] if isinstance(t, int) else t for t in out]
-
-
-def apply(
-    segment: Segment, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, parameters: Iterable[Tensor]
-) -> Tensor:
-    """Run a segment; `channels` gains its outputs and loses what nothing after it reads."""
-    inputs = [channels[name] for name in segment.inputs]
-    out = apply_node(segment, seeds, x, *inputs, *parameters) if segment.live else run_plain(segment, seeds, x, *inputs)
-    if segment.outputs:
-        out, *rest = taken(out)
-        channels.update(zip(segment.outputs, rest, strict=True))
-    for name in segment.consumed:
-        del channels[name]
-    return out

@@ -20,9 +20,8 @@ from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
 from .fingerprint import Fingerprint
 from .flatten import TWINS, Node, flatten, plain_type, public_channels
-from .guard import Call
 from .lowering import Segment
-from .node import apply
+from .node import apply_node, run_plain, taken
 from .plan import Plan
 from .reference import number_seeds
 from .sharding import tell_apart
@@ -43,6 +42,10 @@ def enroll(fuser: Any) -> str:
     return name
 
 
+Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
+"""Runs a region: x, channels and seeds to the result; `None` where the state is another one."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class CompiledRegion:
     """A planned region, bound."""
@@ -57,7 +60,14 @@ class CompiledRegion:
         casts = self.plan.env.autocast is not None and any(segment.live for segment, _ in self.segments)
         with cast_once() if casts else contextlib.nullcontext():
             for segment, indices in self.segments:
-                x = apply(segment, x, channels, seeds, [parameters[i] for i in indices])
+                given = [segment, seeds, x, *[channels[name] for name in segment.inputs]]
+                run, own = (apply_node, [parameters[i] for i in indices]) if segment.live else (run_plain, [])
+                x = run(*given, *own)
+                if segment.outputs:
+                    x, *rest = taken(x)
+                    channels.update(zip(segment.outputs, rest, strict=True))
+                for name in segment.consumed:
+                    del channels[name]
         return x
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..env import Env, tokens_of
+from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..operation import FusableOperation
 from .budget import MODES, Budget, Choice, MemoryChoice
@@ -65,7 +65,7 @@ def plan_ahead(
             wanted = wanted or wants.live_from < part.stop
             last: Any = op_list.nodes[part.stop - 1].operation
             if follows and last.y_dtype is not None and shape is not None:
-                here = here.entered_by(shape, last.y_dtype)
+                here = dataclasses.replace(here, dtype=last.y_dtype, rows=bucket(rows_of(shape)))
             for position in range(part.start, part.stop):
                 known.update((c, position >= wants.live_from) for _, c in op_list.nodes[position].outputs)
         else:
@@ -113,10 +113,10 @@ def plan_ahead(
 
 def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
     """What a choice of memory for a whole sequence is for a region of it."""
-    if not isinstance(memory, Budget):
+    if not isinstance(memory, Budget) or memory.bytes is None:
         return memory
     planned = sum(len(part.positions) for part in op_list.parts if isinstance(part, Region))
-    return memory.over(len(region.positions) / planned)
+    return Budget(int(memory.bytes * len(region.positions) / planned))
 
 
 def _entering(nodes: Sequence[Node], env: Env) -> Tensor | None:

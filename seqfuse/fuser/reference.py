@@ -16,7 +16,7 @@ from torch.nn.utils import stateless
 from ..errors import InputError
 from ..group import summed_gradient
 from ..operation import UnfusedOperation
-from .flatten import Node, call_name
+from .flatten import Node
 
 
 def transformed() -> bool:
@@ -117,23 +117,17 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
 
 def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     """Call a module through its own `__call__`, with the channels it reads and makes; an error is told its place."""
+    node, operation = nodes[position], nodes[position].operation
+    named = operation.channels if isinstance(operation, UnfusedOperation) else {}
     try:
-        return _call_module(nodes[position], x, channels)
+        out = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
+        if not node.inputs and not node.outputs and not isinstance(out, Tensor):
+            message = f"it must return a tensor, not {type(out).__name__}"
+            raise InputError(message, code="SF105", operation=node.name, hint=f"in {node.path!r}")
     except Exception as error:
         if not torch.compiler.is_compiling():
-            error.add_note(f"in {nodes[position].name} at position {position}")
+            error.add_note(f"in {node.name} at position {position}")
         raise
-
-
-def _call_module(node: Node, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
-    if not node.inputs and not node.outputs:
-        y = node.operation(x)
-        if not isinstance(y, Tensor):
-            message = f"it must return a tensor, not {type(y).__name__}"
-            raise InputError(message, code="SF105", operation=node.name, hint=f"in {node.path!r}")
-        return y
-    operation = node.operation
-    out = operation(x, **{call_name(operation, name): channels[channel] for name, channel in node.inputs})
     if not node.outputs:
         return out
     channels.update(zip((channel for _, channel in node.outputs), out[1:], strict=True))

@@ -19,12 +19,12 @@ from ..settings import fusing_now, settings
 from .budget import Budget, Choice, choice_of
 from .fake import is_fake
 from .flatten import flatten, has_own_graph, public_channels
-from .guard import Call, device, dtype, requires
 from .guard import bind as bind_call
+from .guard import device, dtype, requires
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate
 from .lowering import Context, lower
 from .match import Matcher
-from .op_list import CompiledRegion, OpList, Region, collecting_later, enroll, with_entry
+from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, enroll, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, plan_ahead
 from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
@@ -184,9 +184,8 @@ class Fuser:
             region.programs = with_entry(region.programs, bucket, program)
         if x.__class__ not in _PLAIN or (program.by_reference and program.native is None):
             return program, None
-        rest = region.summed, region.channels, program.native or program.segments, state, x, own, given
         place = f"in operation {op_list.nodes[region.start].name} at position {region.start}"
-        return program, bind_call(region.slots, region.plain, *rest, place)
+        return program, bind_call(region, program, state, x, own, given, place)
 
     def bind(
         self,
