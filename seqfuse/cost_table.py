@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
+import platform
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from . import store
+from .env import Env
 from .errors import CacheWarning
-from .machine import Machine as Machine
 from .operation import Version, config_version
 from .settings import settings
 
@@ -23,6 +28,69 @@ MOST_NANOSECONDS = 1e15
 _SOURCES = ("kernels", "ops", "fusions")
 SHIPPED = Path(__file__).parent / "measured"
 """The folder of measurements that come with this library: a file a device, as `sf.tune(file=...)` writes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What measurements hold for: a device, and the versions of what runs on it."""
+
+    device: str
+    arch: str
+    driver: str | None
+    threads: int | None
+    triton_runs: bool
+    torch: str
+    triton: str | None
+    seqfuse: str
+
+    @classmethod
+    def of(cls, env: Env) -> Machine | None:
+        """The machine of an environment; `None` where that is not here, or its devices were never used."""
+        if env.device == "cuda" and not torch.cuda.is_initialized():
+            return None  # planning for an architecture by name starts no device
+        return _machine(env.device, env.arch, env.triton, torch.get_num_threads() if env.device == "cpu" else None)
+
+    @property
+    def file_name(self) -> str:
+        """Of its measurements in the user's cache."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16] + ".json"
+
+    def __str__(self) -> str:
+        threads = f", {self.threads} threads" if self.threads and self.threads > 1 else ""
+        return f"{self.device}{threads}"
+
+
+@functools.lru_cache(64)
+def _machine(kind: str, arch: str, triton_runs: bool, threads: int | None) -> Machine | None:
+    stated = _stated("/proc/cpuinfo", r"^model name\s*:\s*(.+)$").strip()
+    name, driver = stated or platform.processor() or platform.machine(), None
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        properties = [cast(Any, torch.cuda).get_device_properties(i) for i in range(torch.cuda.device_count())]
+        here = [p for i, p in enumerate(properties) if Env.of(f"cuda:{i}").arch == arch]
+        if not here:
+            return None
+        # An Env names no index, so cards of one architecture that differ share a table of their own.
+        name = " + ".join(sorted({str(p.name) for p in here}))
+        stated = _stated("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
+        driver = f"{stated} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
+    elif kind != "cpu":
+        return None
+    own: Any = sys.modules[__package__ or "seqfuse"]
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return Machine(name, arch, driver, threads, triton_runs, torch.__version__, triton, own.__version__)
+
+
+def _stated(path: str, pattern: str) -> str:
+    try:
+        found = re.search(pattern, Path(path).read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -43,18 +43,14 @@ def user_folder(name: str, *, create: bool) -> Path | None:
             if create:
                 raise
             return None
-        _check_folder(folder, about)
+        if not stat.S_ISDIR(about.st_mode):
+            what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "no folder"
+            raise PermissionError(f"{folder} is {what}")
+        if hasattr(os, "getuid") and about.st_uid != os.getuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"others may write to {folder}")
     return top / name
-
-
-def _check_folder(folder: Path, about: os.stat_result) -> None:
-    if not stat.S_ISDIR(about.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "no folder"
-        raise PermissionError(f"{folder} is {what}")
-    if hasattr(os, "getuid") and about.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others may write to {folder}")
 
 
 def read(path: Path) -> tuple[bytes, int] | None:

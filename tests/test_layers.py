@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
     "errors", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
-    "operation", "pointwise", "slots", "traffic", "fusion", "store", "machine", "cost_table", "pictures", "hardware",
+    "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -40,8 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fusion": {"slots", "saved", "signature", "env", "operation", "traffic", "errors"},
     "store": set(),
     "pictures": set(),
-    "machine": {"env"},
-    "cost_table": {"machine", "store", "env", "settings", "operation", "errors"},
+    "cost_table": {"store", "env", "settings", "operation", "errors"},
     "fuser": SINGULAR,
     "kernels": {"generated"},
     "ops": SINGULAR | {"kernels", "fuser.sequential"},

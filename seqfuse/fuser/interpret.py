@@ -49,11 +49,12 @@ class Forward:
 def forward(
     segment: Segment,
     x: Tensor,
-    channels: dict[str, Tensor],
+    given: Sequence[Tensor],
     seeds: Tensor | None,
     failed: list[tuple[Step, Exception]] | None = None,
 ) -> Forward:
-    """Run the forward steps; of a step that `failed`, which is taken out of there, the operations."""
+    """Run the forward steps, with the channels `given` first; of a step that `failed`, the operations."""
+    channels = dict(zip(segment.inputs, given, strict=False))
     run, memo = Forward(channels), dict[int, int]()
     left, entered, failures = [*reversed(segment.forward)], x, list[tuple[Step, str | None]]()
     while left:

@@ -113,8 +113,7 @@ class Segment:
     # Code made of the steps, once they have run and were checked; what the forward was seen to save.
     layout: tuple[Any, ...] | None = dataclasses.field(default=None, init=False)
     checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any](), init=False)
-    plain: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
-    keeping: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
+    code: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
     # With the layout it is made for: a forward that saves otherwise is looked at again while others wait for theirs.
     gradients: tuple[Any, Callable[..., Any] | None] | None = dataclasses.field(default=None, init=False)
     surprises: int = dataclasses.field(default=0, init=False)

@@ -35,9 +35,9 @@ class Seqfuse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, *tensors: Tensor) -> Any:
-        if segment.keeping is not None:
-            return segment.keeping(ctx, segment, seeds, x, *tensors)
-        run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=False)), seeds)
+        if segment.code is not None:
+            return segment.code(ctx, segment, seeds, x, *tensors)
+        run = interpret.forward(segment, x, tensors, seeds)
         return _interpreted(ctx, segment, run, (x, *tensors))
 
     @staticmethod
@@ -112,13 +112,13 @@ def _prepare(segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor])
     if is_fake(inputs[0]) or torch.compiler.is_compiling() or not segment.is_checked(segment.forward):
         return
     if not segment.live:
-        segment.plain = forward_code(segment, {"failed": _failed}, None)
+        segment.code = forward_code(segment, {"failed": _failed}, None)
         return
     static = segment.surprises < SURPRISES and segment.repeatable and is_static(run.kept)
     segment.layout = tuple(run.kept) if static else None
     calls = {"failed": _failed, "again": _again, "save": _save, "leave": _leave, "own": _own, "hooks": _hooks}
     leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
-    segment.keeping = forward_code(segment, calls, segment.layout, leaves)
+    segment.code = forward_code(segment, calls, segment.layout, leaves)
 
 
 def _failed(
@@ -128,14 +128,14 @@ def _failed(
     may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
     failed = [(segment.forward[at], error)]
     del error  # its traceback will hold this frame
-    run = interpret.forward(segment, x, dict(zip(segment.inputs, tensors, strict=False)), seeds, failed)
+    run = interpret.forward(segment, x, tensors, seeds, failed)
     return _interpreted(ctx, segment, run, (x, *tensors)) if segment.live else _returned(segment, run)
 
 
 def _again(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
     """Run a segment whose records were not as they had been seen, and look at them again."""
     segment.surprises += 1
-    segment.keeping = None
+    segment.code = None
     return Seqfuse.forward(ctx, segment, seeds, x, *tensors)
 
 
@@ -143,7 +143,9 @@ def _interpret_backward(
     ctx: Any, segment: Segment, douts: Sequence[Any], tensors: Sequence[Any] | None = None, failed: Any = None
 ) -> tuple[Any, ...]:
     tensors = _saved_tensors(ctx) if tensors is None else tensors
-    kept, fell = ctx.about or (_kept(ctx, segment), ())
+    kept, fell = ctx.about or (ctx.layout, ())
+    if kept is None:
+        kept = [*zip((record for step in segment.forward for record in step.saves), ctx.tokens, strict=True)]
     asked = _asked(ctx, segment)
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
@@ -152,24 +154,13 @@ def _interpret_backward(
         dx, sums = interpret.backward(
             segment, kept, tensors, ctx.like, fell, douts[0], d_channels, asked, buffers, failed
         )
-    _prepare_backward(segment, douts)
+    layout, made = segment.layout, segment.gradients
+    wanted = segment.code is not None and (made is None or made[0] is not layout)
+    wanted = wanted and not torch.compiler.is_compiling() and not any(map(is_fake, douts))
+    if wanted and segment.is_checked(segment.backward, True):
+        segment.gradients = layout, backward_code(segment, {"failed": _failed_back}, layout)
     grads = (None, None, dx, *[d_channels.get(c) for c in segment.inputs], *sums)
     return Once.guard(ctx, grads, (*douts, *tensors)) if torch.is_grad_enabled() else grads
-
-
-def _kept(ctx: Any, segment: Segment) -> Sequence[interpret.Kept]:
-    if ctx.layout is not None:
-        return ctx.layout
-    records = [record for step in segment.forward for record in step.saves]
-    return [*zip(records, ctx.tokens, strict=True)]
-
-
-def _prepare_backward(segment: Segment, douts: Sequence[Any]) -> None:
-    layout, made = segment.layout, segment.gradients
-    if segment.keeping is None or torch.compiler.is_compiling() or (made is not None and made[0] is layout):
-        return
-    if not any(map(is_fake, douts)) and segment.is_checked(segment.backward, True):
-        segment.gradients = layout, backward_code(segment, {"failed": _failed_back}, layout)
 
 
 def _failed_back(
@@ -267,9 +258,9 @@ apply_node: Callable[..., Any] = super(torch.autograd.Function, Seqfuse).apply  
 
 def run_plain(segment: Segment, seeds: Tensor | None, x: Tensor, *inputs: Tensor) -> Any:
     """Run a segment in which no gradient is needed: y, or `(y, *outputs)`."""
-    if segment.plain is not None:
-        return segment.plain(segment, seeds, x, *inputs)
-    run = interpret.forward(segment, x, dict(zip(segment.inputs, inputs, strict=True)), seeds)
+    if segment.code is not None:
+        return segment.code(segment, seeds, x, *inputs)
+    run = interpret.forward(segment, x, inputs, seeds)
     if not run.fell:
         _prepare(segment, run, (x,))
     return _returned(segment, run)

@@ -198,9 +198,6 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
             raise ValueError(f"Non-positive multiplication factor {other} for {type(self)}")
         return self._like([*self] * other)
 
-    def __rmul__(self, other: int) -> Sequential:
-        return self * other
-
     def __iadd__(self, other: Iterable[nn.Module]) -> Self:
         return super().__iadd__(other)  # pyright: ignore[reportUnknownMemberType]
 

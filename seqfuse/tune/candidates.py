@@ -103,14 +103,14 @@ def passes(stretch: Stretch, candidate: Candidate) -> Passes:
     fused = _segment(stretch, a, b, candidate, fusion.replaces_forward, fusion.replaces_backward and live)
     unfused = _segment(stretch, a, b, candidate, False, False)
     entering, dy = scratch(x), scratch(y)
-    sides = {c: scratch(channels[c]) for c in fused.inputs}
+    sides = [scratch(channels[c]) for c in fused.inputs]
     d_sides = {c: scratch(after[c]) for c in fused.outputs}
     count = site.op_list.random
     seeds = torch.randint(2**63 - 1, (count,), device=x.device, generator=generator) if count else None
 
     def forward(segment: Segment) -> interpret.Forward:
         with cast_once() if live else contextlib.nullcontext():
-            return interpret.forward(segment, entering, dict(sides), seeds)
+            return interpret.forward(segment, entering, sides, seeds)
 
     def backward(segment: Segment, run: interpret.Forward) -> Any:
         return interpret.backward(segment, run.kept, run.tensors, run.like, (), dy, dict(d_sides))

@@ -297,7 +297,6 @@ def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.Monk
     from types import SimpleNamespace
 
     from seqfuse import env
-    from seqfuse import machine as of_devices
 
     cards = [("H100 SXM", 9), ("A100", 8), ("H100 PCIe", 9)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -308,7 +307,7 @@ def test_a_gpu_is_known_by_name_architecture_and_driver(monkeypatch: pytest.Monk
         lambda i: SimpleNamespace(name=cards[i][0], gcnArchName="", major=cards[i][1], minor=0),
     )
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    caches = env._architecture, env._triton_runs, of_devices._machine
+    caches = env._architecture, env._triton_runs, cost_table._machine
     for cache in caches:
         cache.cache_clear()
     try:
