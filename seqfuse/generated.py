@@ -15,10 +15,6 @@ class Source:
 
     Nothing that anybody named gets into the text but identifiers: every other value is a constant beside it, and the
     text calls it by a number. Functions of one shape therefore share their code.
-
-    Args:
-        name: the function's.
-        parameters: its parameters, as they stand in a `def`.
     """
 
     def __init__(self, name: str, parameters: str) -> None:
@@ -43,11 +39,7 @@ class Source:
 
 
 def identifier(name: str) -> str:
-    """The name itself, if it may stand in generated code.
-
-    Raises:
-        ValueError: if it is no identifier.
-    """
+    """The name itself; a `ValueError` if it may not stand in generated code."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{name!r} is not an identifier")
     return name

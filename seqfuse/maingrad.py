@@ -56,12 +56,9 @@ def main_grads(
 ) -> MainGrads | None:
     """The buffers of the leaves that these nodes accumulate into, `None` if there are none.
 
-    A leaf whose gradient `torch.autograd.grad` returns, or that has hooks to see it, gets it from torch.
-
-    Args:
-        nodes: the node that each parameter's gradient goes to.
-        executes: asked of a node whether it will run, raises `RuntimeError` for a leaf whose gradient is returned.
-        where: parameter, operation and its position, if it has one, by index.
+    A leaf whose gradient `torch.autograd.grad` returns, or that has hooks to see it, gets it from torch: `executes`,
+    asked whether a node will run, raises `RuntimeError` for it. `where` tells parameter, operation and position by
+    index.
 
     Raises:
         StateError: (SF507) for a `main_grad` that cannot be added to.

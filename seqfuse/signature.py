@@ -81,13 +81,7 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
     """Raise unless `value` and `derivative` of a class are both there or neither, and take what kernels pass.
 
     What Triton made of a function has its `arg_names`; a property or descriptor is asked when a kernel is made.
-
-    Args:
-        cls: the class.
-        takes_numbers: whether it states configuration numbers, which then come second.
-
-    Raises:
-        PluginError: (SF301) quoting the author's line.
+    Configuration numbers, if the class states them, come second.
     """
     functions = {name: getattr(cls, name) for name in ("value", "derivative")}
     stated = [name for name, function in functions.items() if function is not None]

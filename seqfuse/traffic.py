@@ -26,14 +26,8 @@ def gain(
 
     A tensor between them is not read or written, but for those that are saved, enter a GEMM or leave as an extra
     output: these are written once, and read again where a GEMM or the backward pass takes them. Of a launch `STEP` is
-    the engine's step, one for each operation, also where it launches several kernels or none.
-
-    Args:
-        operations: what is fused.
-        env: what is planned for.
-        forward: whether the forward pass is fused, and `backward` the backward pass.
-        saved: where tensors are saved: how many operations stand before each.
-        own_gemm: whether each GEMM is a kernel of our own, which is taken to be slower than the vendor's.
+    the engine's step, one for each operation, also where it launches several kernels or none. Tensors are `saved` where
+    so many operations stand before them. Where each GEMM is a kernel of our own, it is taken to be slower.
     """
     kinds, features = tuple(map(type, operations)), tuple([operation.features for operation in operations])
     ahead = _traffic(operations, env, False)

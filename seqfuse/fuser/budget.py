@@ -47,11 +47,7 @@ MODES: tuple[Mode, ...] = ("save", "balanced", "lean")
 
 
 def choice_of(given: Choice | int) -> Choice:
-    """A choice of memory, of which a number of bytes is one.
-
-    Raises:
-        InputError: (SF106) for anything else.
-    """
+    """A choice of memory, of which a number of bytes is one."""
     if given in MODES or isinstance(given, Budget):
         return given
     if type(given) is int:

@@ -25,11 +25,7 @@ _passed: set[Any] = set()
 
 
 def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
-    """Check what a forward returned, of a fusion against what the operations give; `False` to be asked again.
-
-    Raises:
-        PluginError: naming fusion, slot and field.
-    """
+    """Check what a forward returned, of a fusion against what the operations give; `False` to be asked again."""
     if not step.fused:
         _check_form(step, out)
         return True
@@ -167,18 +163,8 @@ def _same_storage(a: Tensor, b: Tensor) -> bool:
         return False
 
 
-def check_backward(
-    context: Context,
-    step: Step,
-    d: Tensor | None,
-    out: Any,
-    given: Mapping[str, Any],
-) -> bool:
-    """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again.
-
-    Raises:
-        PluginError: naming fusion (or operation) and key.
-    """
+def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, given: Mapping[str, Any]) -> bool:
+    """Check the gradients a backward returned, by name, shape, dtype, device and alias; `False` to be asked again."""
     if is_fake(d) or (d is not None and is_batchedtensor(d)):
         return False
     fused = step.fused

@@ -128,11 +128,7 @@ def _footprint(
 
 
 class _Tried:
-    """Steps that were run on fake tensors; one that is like another, as those of equal layers are, is not run again.
-
-    Attributes:
-        sizes: bytes of each tensor that a step saves.
-    """
+    """Steps that were run on fake tensors; one that is like another, as those of equal layers are, is not run again."""
 
     def __init__(self, owned: set[int], seeds: Tensor, shares: bool) -> None:
         self._owned, self._seeds, self._shares, self.sizes = owned, seeds, shares, dict[int, int]()

@@ -28,21 +28,14 @@ Kept = tuple[Record, tuple[Any, ...]]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Forward:
-    """One run of a segment's forward: its channels as they are at the end, what it saves, and what fell back.
-
-    Attributes:
-        channels: every channel that the steps read or made, by name.
-        tensors: the tensors to save for backward, each once.
-        kept: the saved records, as indices into them.
-        like: shape, dtype and device of y and of the extra outputs, by the position after the step that made them.
-        fell: where the steps begin that fell back.
-    """
+    """One run of a segment's forward: its channels as they are at the end, what it saves, and what fell back."""
 
     channels: dict[str, Tensor]
-    tensors: list[Tensor] = dataclasses.field(default_factory=lambda: list[Tensor]())
+    tensors: list[Tensor] = dataclasses.field(default_factory=lambda: list[Tensor]())  # to save, each once
     kept: list[Kept] = dataclasses.field(default_factory=lambda: list[Kept]())
+    # Shape, dtype and device of y and of the extra outputs, by the position after the step that made them.
     like: dict[int, Any] = dataclasses.field(default_factory=lambda: dict[int, Any]())
-    fell: tuple[int, ...] = ()
+    fell: tuple[int, ...] = ()  # where the steps begin that fell back
     y: Any = None
 
 

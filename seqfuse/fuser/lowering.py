@@ -25,29 +25,17 @@ Asked = tuple[frozenset[int], bool, frozenset[str]]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Context:
-    """What the segments of a region have in common: its operations, and the tensors that it was planned for.
+    """What the segments of a region have in common; it holds neither the region nor the model, which hold it."""
 
-    It holds neither the region nor the model, which hold it.
-
-    Attributes:
-        nodes: the operations of the whole sequence.
-        wants: the needed gradients.
-        env: the environment.
-        mixed: whether dtypes can differ along it.
-        parameters: what each parameter is like, and `entering` what enters each position.
-        can_fall_back: whether a fusion that fails gives way to its operations.
-        note: what is told of a failure, while it is there.
-    """
-
-    nodes: Sequence[Node]
+    nodes: Sequence[Node]  # of the whole sequence
     wants: Wants
     env: Env
-    mixed: bool
+    mixed: bool  # whether dtypes can differ along it
     parameters: Mapping[tuple[int, str], Like]
-    entering: Mapping[int, Like]
+    entering: Mapping[int, Like]  # by position
     dtypes_now: Callable[[], Sequence[torch.dtype | None]]
-    can_fall_back: bool
-    note: Callable[[], Callable[[str, int, str], None] | None]
+    can_fall_back: bool  # whether a fusion that fails gives way to its operations
+    note: Callable[[], Callable[[str, int, str], None] | None]  # what is told of a failure, while it is there
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
 
     @classmethod
@@ -81,33 +69,21 @@ class Context:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
-    """The steps behind one autograd node.
-
-    Attributes:
-        span: its positions.
-        forward: the forward steps, in order.
-        backward: the backward steps, in the order in which they run, with each operation configured as in the forward.
-        parameters: those whose gradients are needed, each once.
-        inputs: the channels that enter it, `outputs` those that leave it, `crossing` those of them that a later
-            operation reads, `frozen` those without a gradient, `consumed` the inputs that nothing after it reads.
-        followed: whether an operation of this library comes next, which changes no tensor in place.
-        live: whether any gradient is needed.
-        signature: a number for the plan.
-    """
+    """The steps behind one autograd node."""
 
     context: Context
     span: range
     forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    parameters: tuple[Slot, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    crossing: frozenset[str]
-    frozen: frozenset[str]
-    consumed: tuple[str, ...]
-    followed: bool
-    live: bool
-    signature: int
+    backward: tuple[Step, ...]  # in the order in which they run, with each operation configured as in the forward
+    parameters: tuple[Slot, ...]  # those whose gradients are needed, each once
+    inputs: tuple[str, ...]  # the channels that enter it
+    outputs: tuple[str, ...]  # those that leave it
+    crossing: frozenset[str]  # of these, those that a later operation reads
+    frozen: frozenset[str]  # and those without a gradient
+    consumed: tuple[str, ...]  # the inputs that nothing after it reads
+    followed: bool  # by an operation of this library, which changes no tensor in place
+    live: bool  # whether any gradient is needed
+    signature: int  # of the plan
     index: dict[tuple[int, str], int] = dataclasses.field(init=False)
     autocast: torch.dtype | None = dataclasses.field(init=False)
     # Code made of the steps, once they have run and were checked; what the forward was seen to save.

@@ -75,11 +75,7 @@ def _save(ctx: Any, segment: Segment, tensors: list[Any], fell: Sequence[int] = 
 
 
 def _saved_tensors(ctx: Any) -> Sequence[Any]:
-    """What a node saved.
-
-    Raises:
-        StateError: (SF503) where a checkpointed forward ran another plan the second time.
-    """
+    """What a node saved; an error where a checkpointed forward ran another plan the second time."""
     if ctx.mark is None:
         return ctx.saved_tensors
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.

@@ -36,17 +36,11 @@ Starting = dict[int, list[Candidate]]
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The tensors that steps would save, by numbers; a tensor that two steps save is one.
+    """The tensors that steps would save, by numbers; a tensor that two steps save is one."""
 
-    Attributes:
-        own: of each operation, in order.
-        fused: of a fusion, by where it begins, if it does not save what its operations do.
-        sizes: bytes of each tensor.
-    """
-
-    own: Sequence[frozenset[int]]
-    fused: Mapping[tuple[int, FusedOperation], frozenset[int]]
-    sizes: Mapping[int, int]
+    own: Sequence[frozenset[int]]  # of each operation, in order
+    fused: Mapping[tuple[int, FusedOperation], frozenset[int]]  # of fusions that save something else, by their starts
+    sizes: Mapping[int, int]  # bytes of each tensor
 
     @property
     def unfused(self) -> int:

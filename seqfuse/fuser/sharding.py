@@ -67,9 +67,6 @@ def compare(nodes: Sequence[Node], positions: range, plan: Plan, x: Tensor, seed
     """Compare the plan of a region, and the seeds of its list, with those of the processes it meets.
 
     Once, when it first runs: a process may later go on without a fusion that failed there.
-
-    Raises:
-        StateError: (SF506) in every process of the group, if one of them has others.
     """
     if is_fake(x):
         return

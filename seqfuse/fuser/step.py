@@ -25,15 +25,10 @@ Drawn = int | None | tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Saved tensors of one operation (or of a joint fusion): where they stand, their class and the fields kept.
+    """Saved tensors of one operation (or of a joint fusion): where they stand, their class and the fields kept."""
 
-    Attributes:
-        path: the keys under which a forward fusion returns the record; empty where it returns the record itself.
-        position: of the operation in the sequence; a joint fusion's is `~start`.
-    """
-
-    path: tuple[Any, ...]
-    position: int
+    path: tuple[Any, ...]  # the keys under which a forward fusion returns the record
+    position: int  # of the operation in the sequence; a joint fusion's is `~start`
     cls: type[Saved]
     kept: tuple[str, ...]
 
