@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from .. import pictures
-from ..env import Env
-from ..pictures import PlanData
+from ..casts import dtype_of
+from ..env import Env, short
+from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, StepData
 from .budget import Choice, MemoryChoice, chosen_for
 from .cost_lookup import Known
-from .describe import Cast, casts_of, describe
 from .flatten import Node
 from .footprint import Memory, look
 from .match import Matcher, Refusal
@@ -31,6 +33,15 @@ class Eager:
     at: int
     name: str
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cast:
+    """The cast of a tensor at a position, of `"x"`, which enters the operation there, or of a parameter by its name."""
+
+    at: int
+    name: str
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +95,19 @@ class Plan:
     @cached_property
     def casts(self) -> tuple[Cast, ...]:
         """Casts of the forward pass that no fusion absorbs: of what enters a step, and of parameters, once a call."""
-        return casts_of(self.forward, self.env)
+        found: list[Cast] = []
+        absorbed: int | None = None
+        for step in self.forward:
+            if step.cast is not None and absorbed != step.start:
+                found.append(Cast(step.start, "x", step.cast))
+            absorbed = step.stop if step.y_dtype is not None else None
+            for position, node in enumerate(step.nodes, step.start):
+                lowers = node.fusable and getattr(node.operation, "autocast", None) == "lower"
+                for name, (owner, own) in node.slots.items() if lowers else ():
+                    given = dtype_of(owner, own)
+                    if (dtype := self.env.cast(given)) is not given:
+                        found.append(Cast(position, name, dtype))
+        return tuple(found)
 
     @property
     def alone(self) -> tuple[Eager, ...]:
@@ -123,7 +146,25 @@ class Plan:
 
     def as_dict(self) -> PlanData:
         """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
-        return describe(self)
+        env = {f.name: getattr(self.env, f.name) for f in dataclasses.fields(self.env) if f.name != "along"}
+        env |= {name: short(value) for name, value in env.items() if isinstance(value, torch.dtype)}
+        data = PlanData(
+            format=FORMAT,
+            env={**env, "text": self.env.said(self.tokens)},  # pyright: ignore[reportArgumentType]
+            operations=[one for step in self.forward for one in _operations(step)],
+            forward=[_step(s) for s in self.forward],
+            backward=[_step(s, backward=True) for s in self.backward],
+            segments=[(piece.start, piece.stop) for piece in self.segments],
+            refused=[dataclasses.asdict(r) for r in self.refused],  # pyright: ignore[reportArgumentType]
+            eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
+            casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in self.casts],
+            memory=None if self.memory is None else dataclasses.asdict(self.memory),  # pyright: ignore[reportArgumentType]
+            memory_unknown=self.memory_unknown,
+            choices=[dataclasses.asdict(c) for c in self.choices],  # pyright: ignore[reportArgumentType]
+            summary=[],
+        )
+        data["summary"] = pictures.summary(data)
+        return data
 
     def json(self, indent: int | None = None) -> str:
         """`as_dict()` as JSON."""
@@ -146,6 +187,23 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return pictures.fragment(self.as_dict())
+
+
+def _operations(step: Step) -> Iterator[OperationData]:
+    """The operations of a forward step, with the fields that are saved; of a joint fusion they are its own."""
+    for at, node, needs in zip(step.covers, step.nodes, step.needs, strict=True):
+        operation: Any = node.operation
+        by_itself = node.eager is not None or (step.joint and any(step.needs))
+        saves = [] if by_itself else [*operation.Saved.kept(needs)]
+        yield OperationData(at=at, name=node.name, path=node.path, saves=saves, needs=sorted(needs))
+
+
+def _step(step: Step, backward: bool = False) -> StepData:
+    kind: Kind = "unfused" if step.nodes[0].eager is None else "eager"
+    if step.fused:
+        kind = "joint" if step.joint else "inference" if step.inference else "backward" if backward else "forward"
+    own = step.saves if step.fused and step.joint and not backward else ()
+    return StepData(name=step.name, start=step.start, stop=step.stop, kind=kind, saves=[*own[0].kept] if own else [])
 
 
 def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) -> Plan:
@@ -171,8 +229,8 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> 
         forward, backward = chosen_for(memory, start, stop, found, live, kept, stretch.env)
     if isinstance(kept, str):
         refused.append(Refusal(f"memory={memory}", start, f"what would be saved is not known: {kept}"))
-    used = {id(c) for c in (*forward, *backward)}
-    applied = {(c.name, c.start) for c in (*forward, *backward)}  # of several matches there, one
+    used = {id(c): c for c in (*forward, *backward)}
+    applied = {(c.name, c.start) for c in used.values()}  # of several matches there, one
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
     for covered, chosen in zip(winners, (forward, backward), strict=True):
         for c in chosen:
@@ -186,8 +244,7 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> 
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
     segments = _segments(stretch.nodes, ahead, back, start, stop)
-    cost = sum(c.cost for c in {id(c): c for c in (*forward, *backward)}.values())
-    return Plan(stretch.env, ahead, back, segments, tuple(refused), cost=cost)
+    return Plan(stretch.env, ahead, back, segments, tuple(refused), cost=sum(c.cost for c in used.values()))
 
 
 def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) -> str:

@@ -24,11 +24,10 @@ from .guard import device, dtype, requires
 from .inputs import check_channel_devices, check_devices, expect_tensor, validate
 from .lowering import Context, lower
 from .match import Matcher
-from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, enroll, with_entry
+from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, enroll, tell_apart, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, plan_ahead
 from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
-from .sharding import compare, tell_apart
 from .stretch import Stretch
 
 KEPT_LISTS = 8
