@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from ..env import Env
 from ..errors import StateError
-from ..fusion import FusedOperation
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import recorded
 from .flatten import Node, attributes, has_own_graph, public_channels
 from .op_list import OpList, Region, fusers, stretches
 from .reference import check_channels, draw, run_eagerly, walk_reference
+from .step import Step
 
 _one_at_a_time = threading.RLock()
 _Constants = tuple[tuple[str, Any], ...]
+_DATA = bool, int, float, str
 
 
 @torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType]
@@ -71,16 +72,12 @@ def run_planned(
         given, leaving = public_channels(nodes, start, stop)
         values = [channels[c] for c in given]
         parameters = [getattr(owner, attribute) for node in inside for owner, attribute in node.slots.values()]
-        state = tuple([_state(node.operation) for node in inside])
+        # What configures the operations, as the trace has it: it may have set some of that itself.
+        held = [attributes(node.operation) for node in inside]
+        state = tuple([tuple([(k, v) for k, v in own.items() if v is None or isinstance(v, _DATA)]) for own in held])
         x, *rest = _planned(name, start, state, x, given, values, leaving, seeds, parameters)
         channels.update(zip(leaving, rest, strict=True))
     return (x, *[channels[c] for c in outputs]) if outputs else x
-
-
-def _state(module: nn.Module) -> _Constants:
-    """What configures an operation, as the trace has it: it may have set some of that itself."""
-    held = attributes(module)
-    return tuple([(k, v) for k, v in held.items() if v is None or isinstance(v, bool | int | float | str)])
 
 
 @torch.compiler.allow_in_graph  # pyright: ignore[reportUnknownMemberType, reportUntypedFunctionDecorator]
@@ -107,23 +104,17 @@ def _planned(
             op_list = OpList(fuser.root) if changed else fuser.op_list()
             region = next(p for p in op_list.parts if isinstance(p, Region) and p.start == start)
             channels = dict(zip(given, values, strict=True))
-            if isinstance(x, recorded()):
-                x = _recorded(fuser, op_list, region, x, channels, seeds)
-            else:
+            if not isinstance(x, recorded()):
                 x = fuser.run_region(op_list, region, x, channels, seeds)
+            else:
+                own: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
+                program = fuser.bind(op_list, region, x, channels, own, recorded())
+                steps: Sequence[Step] = (*program.plan.forward, *program.plan.backward)
+                if any(step.fused and step.operation.triton for step in steps):
+                    x = program.run(x, channels, seeds, own)
+                else:  # without kernels to call, a compiler sees more in the references
+                    x = walk_reference(op_list.nodes, region.positions, x, channels, seeds)
     return (x, *[channels[c] for c in leaving])
-
-
-def _recorded(
-    fuser: Any, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
-) -> Tensor:
-    parameters: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
-    program = fuser.bind(op_list, region, x, channels, parameters, recorded())
-    steps = (*program.plan.forward, *program.plan.backward)
-    if any(isinstance(step.operation, FusedOperation) and step.operation.triton for step in steps):
-        return program.run(x, channels, seeds, parameters)
-    # Without kernels to call, a compiler sees more in the references.
-    return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
 
 
 @contextmanager

@@ -63,13 +63,20 @@ def validate(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> l
     return shapes
 
 
-def check_devices(nodes: Sequence[Node], node: Node, x: Tensor) -> None:
-    """Check that an operation's parameters are where the input is."""
-    for name, (owner, attribute) in node.slots.items():
-        parameter: Tensor = getattr(owner, attribute)
-        if parameter.device != x.device:
-            message = f"expects its input on {parameter.device}, where its {name} is, got {x.device}"
-            raise InputError(message, code="SF102", operation=node.name, position=nodes.index(node))
+def check_devices(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]) -> None:
+    """Check that parameters of operations, and the channels that they read, are where their input is."""
+    for position in positions:
+        node, message = nodes[position], ""
+        for name, (owner, attribute) in node.slots.items():
+            parameter: Tensor = getattr(owner, attribute)
+            if parameter.device != x.device:
+                message = message or f"expects its input on {parameter.device}, where its {name} is, got {x.device}"
+        for name, channel in node.inputs:
+            given = channels.get(channel)
+            if given is not None and given.device != x.device:
+                message = message or f"expects its {name} on {x.device}, where its input is, got {given.device}"
+        if message:
+            raise InputError(message, code="SF102", operation=node.name, position=position)
 
 
 def check_dtypes(nodes: Sequence[Node], positions: range, entering: Sequence[torch.dtype | None]) -> None:
@@ -85,16 +92,6 @@ def check_dtypes(nodes: Sequence[Node], positions: range, entering: Sequence[tor
                 raise InputError(message, code="SF102", operation=node.name, position=position, hint=hint)
 
 
-def check_channel_devices(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]) -> None:
-    """Check that the channels that operations read are where their input is."""
-    for position in positions:
-        for name, channel in nodes[position].inputs:
-            given = channels.get(channel)
-            if given is not None and given.device != x.device:
-                message = f"expects its {name} on {x.device}, where its input is, got {given.device}"
-                raise InputError(message, code="SF102", operation=nodes[position].name, position=position)
-
-
 def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tensor: Any) -> BaseException:
     """The error of a failed step, or one that says better what was wrong with its input, with its place."""
     node = nodes[positions.start]
@@ -104,8 +101,7 @@ def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tenso
         return error
     if isinstance(error, RuntimeError) and isinstance(tensor, Tensor):
         try:
-            for position in positions:
-                check_devices(nodes, nodes[position], tensor)
+            check_devices(nodes, positions, tensor, {})
         except InputError as clear:
             return clear
     return error

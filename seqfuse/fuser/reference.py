@@ -86,16 +86,16 @@ def _summing(node: Node) -> contextlib.AbstractContextManager[Any]:
 def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mapping[str, Tensor]) -> None:
     """Check that a call passed the public extra inputs and no others."""
     for name in inputs:
+        given, hint = channels.get(name), None
+        if isinstance(given, Tensor):
+            continue
+        at, node = next((i, node) for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
+        message = f"channel {name!r} must be a tensor, not {type(given).__name__}"
         if name not in channels:
-            at = next(i for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
             close = difflib.get_close_matches(name, [given for given in channels if given not in inputs], 1)
             hint = f"the call passed {close[0]!r}; did you mean {name!r}?" if close else None
-            raise InputError(message, code="SF103", operation=nodes[at].name, position=at, hint=hint)
-        if not isinstance(channels[name], Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            at, node = next((i, node) for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
-            message = f"channel {name!r} must be a tensor, not {type(channels[name]).__name__}"
-            raise InputError(message, code="SF103", operation=node.name, position=at)
+        raise InputError(message, code="SF103", operation=node.name, position=at, hint=hint)
     check_surplus(nodes, inputs, channels)
 
 

@@ -21,7 +21,7 @@ from .fake import is_fake
 from .flatten import flatten, has_own_graph, public_channels
 from .guard import bind as bind_call
 from .guard import device, dtype, requires
-from .inputs import check_channel_devices, check_devices, expect_tensor, validate
+from .inputs import check_devices, expect_tensor, validate
 from .lowering import Context, lower
 from .match import Matcher
 from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, enroll, tell_apart, with_entry
@@ -201,9 +201,7 @@ class Fuser:
         several = (*parameters, *given.values()) if x.__class__ in plain else parameters
         exact = all(t.__class__ in plain or is_fake(x) for t in several) and not has_own_graph(self.root)
         exact = exact and len({t.is_complex() for t in (x, *several)}) == 1
-        for node in op_list.nodes[region.start : region.stop]:
-            check_devices(op_list.nodes, node, x)
-        check_channel_devices(op_list.nodes, region.positions, x, given)
+        check_devices(op_list.nodes, region.positions, x, given)
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
