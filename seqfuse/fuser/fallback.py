@@ -22,11 +22,7 @@ _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 
 
 def recovered(
-    segment: Segment,
-    step: Step,
-    error: Exception,
-    records: Mapping[int, Saved],
-    buffers: MainGrads | None,
+    segment: Segment, step: Step, error: Exception, records: Mapping[int, Saved], buffers: MainGrads | None
 ) -> dict[int, Saved]:
     """Check that a backward step may fall back; a joint fusion's record as the records of its operations."""
     where: dict[str, Any] = {"code": "SF401", "operation": step.name, "position": step.start}
@@ -88,7 +84,8 @@ def may_fall_back(
     if clear is not error:
         raise clear from error
     where: dict[str, Any] = {"operation": step.name, "position": step.start}
-    once = step.exchanges or not all(s.repeatable for s in again)
+    exchanges = any(getattr(node.operation, "meeting", None) is not None for node in step.nodes)
+    once = exchanges or not all(s.repeatable for s in again)
     if not step.fused or (once and isinstance(error, SeqfuseError)):
         error.add_note(f"in operation {step.name} at position {step.start}")
         raise error

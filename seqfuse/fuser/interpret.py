@@ -124,7 +124,10 @@ def backward(
         for key, slot in step.grads:
             g, i = grads[key], segment.index[slot]
             if g is accumulated:
-                g = _left(key, buffers, step)
+                if buffers is None or key not in buffers.taken():
+                    message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
+                    raise PluginError(message, code="SF303", operation=step.name, position=step.start)
+                g = None
             sums[i] = plus(sums[i], g)
         for _, channel in step.incoming:
             d_channels.pop(channel, None)
@@ -201,11 +204,3 @@ def zeros(like: tuple[Any, ...]) -> Tensor:
 def plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:
     """The sum of two gradients, either of which may be missing."""
     return g if known is None else known if g is None else known + g
-
-
-def _left(key: str, buffers: MainGrads | None, step: Step) -> None:
-    """What is left to hand on of a gradient that was added to its buffer: nothing, if it was."""
-    if buffers is not None and key in buffers.taken():
-        return
-    message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
-    raise PluginError(message, code="SF303", operation=step.name, position=step.start)

@@ -95,7 +95,9 @@ class Matcher:
             window = kinds[a - start : a - start + self._reach + 1]
             known_here = self._matches.get(window)
             if known_here is None:
-                known_here = self._matches[window] = tuple(self._matching(window)), tuple(self._nearly(window))
+                ranked = [(cls, rank, _lengths(cls.slots, 0, window, 0)) for rank, cls in enumerate(self.fusions)]
+                exact = tuple((cls, rank, lengths, sum(lengths)) for cls, rank, every in ranked for lengths in every)
+                known_here = self._matches[window] = exact, tuple(self._nearly(window))
             matches, near = known_here
             for cls, sentence in near:
                 b = a + len(cls.slots) - 1
@@ -131,12 +133,6 @@ class Matcher:
                         reason = cost
                 refused.append(Refusal(cls.__name__, a, reason, expected=expected))
         return found, refused
-
-    def _matching(self, window: tuple[type, ...]) -> Iterator[_Match]:
-        """Everything that matches at the first of these kinds."""
-        for rank, cls in enumerate(self.fusions):
-            for lengths in _lengths(cls.slots, 0, window, 0):
-                yield cls, rank, lengths, sum(lengths)
 
     def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:
         """Fusions of a few fixed operations that begin these kinds but for one between them, or for a Bias too many.

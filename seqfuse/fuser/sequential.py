@@ -207,8 +207,4 @@ def install(model: Sequential, fuser: Fuser) -> None:
     model.__dict__["_fuser"] = fuser
 
 
-def _fuser_of(operation: FusableOperation) -> Fuser:
-    return Fuser(operation, Sequential.default_fusions)
-
-
-operations.fuser_of = _fuser_of
+operations.fuser_of = lambda operation: Fuser(operation, Sequential.default_fusions)

@@ -218,11 +218,6 @@ class Step:
         return not getattr(self.operation, "dy_may_be_none", False)
 
     @property
-    def exchanges(self) -> bool:
-        """Whether processes exchange tensors in it."""
-        return any(getattr(node.operation, "meeting", None) is not None for node in self.nodes)
-
-    @property
     def repeatable(self) -> bool:
         """Whether it may run twice: processes exchange nothing in it, and it writes no cache of keys and values."""
         return all(getattr(node.operation, "repeatable", True) for node in self.nodes)
