@@ -37,8 +37,8 @@ class Settings:
 @functools.cache
 def settings() -> Settings:
     """The settings of this process; warns about `SEQFUSE_*` variables that are unknown or do not parse."""
-    allowed = {f"SEQFUSE_{name}": {"0": False, "1": True} for name in ("FUSING", "TUNE", "DEBUG")}
-    allowed["SEQFUSE_ON_ERROR"] = {"fallback": "fallback", "raise": "raise"}
+    switches = {f"SEQFUSE_{name}": {"0": False, "1": True} for name in ("FUSING", "TUNE", "DEBUG")}
+    allowed = {**switches, "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"}}
     found: dict[str, Any] = {}
     for name, text in os.environ.items():
         if not name.startswith("SEQFUSE_"):

@@ -62,12 +62,11 @@ class CompiledRegion:
         casts = self.plan.env.autocast is not None and any(segment.live for segment, _ in self.segments)
         with cast_once() if casts else contextlib.nullcontext():
             for segment, indices in self.segments:
-                given = [segment, seeds, x, *[channels[name] for name in segment.inputs]]
-                run, own = (apply_node, [parameters[i] for i in indices]) if segment.live else (run_plain, [])
-                x = run(*given, *own)
-                if segment.outputs:
-                    x, *rest = taken(x)
-                    channels.update(zip(segment.outputs, rest, strict=True))
+                run: Callable[..., Any] = apply_node if segment.live else run_plain
+                own = [parameters[i] for i in indices] if segment.live else []
+                out = run(segment, seeds, x, *[channels[name] for name in segment.inputs], *own)
+                x, *rest = taken(out) if segment.outputs else (out,)
+                channels.update(zip(segment.outputs, rest, strict=True))
                 for name in segment.consumed:
                     del channels[name]
         return x
