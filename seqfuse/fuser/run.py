@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..env import Env, any_autocast, autocast_of
+from ..errors import StateError
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
@@ -43,6 +44,10 @@ def _fresh_locks() -> None:
 
 if hasattr(os, "register_at_fork"):  # a forked child would wait for a thread it does not have
     os.register_at_fork(after_in_child=_fresh_locks)
+
+
+class _Changed(StateError):
+    """A parameter was taken away in place, `_parameters["bias"] = None`, which nobody was told of."""
 
 
 class Fuser:
@@ -111,7 +116,10 @@ class Fuser:
             with torch.no_grad():
                 return self.run(op_list, x, channels)
         if op_list.whole is not None and not channels:
-            return self.run_region(op_list, op_list.whole, x, channels, None)
+            try:
+                return self.run_region(op_list, op_list.whole, x, channels, None)
+            except _Changed:
+                return self.run(self._changed(), x, channels)
         if channels or op_list.inputs:
             check_channels(op_list.nodes, op_list.inputs, channels)
         seeds = draw(op_list.nodes, x) if op_list.random else None
@@ -125,10 +133,15 @@ class Fuser:
             return (x, *[channels[name] for name in op_list.outputs])
         return x
 
-    def _run_parts(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
-        for part in op_list.parts:
+    def _run_parts(
+        self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
+    ) -> Tensor:
+        for i, part in enumerate(op_list.parts[first:], first):
             if isinstance(part, Region):
-                x = self.run_region(op_list, part, x, channels, seeds)
+                try:
+                    x = self.run_region(op_list, part, x, channels, seeds)
+                except _Changed:
+                    return self._run_parts(self._changed(), x, channels, seeds, i)
             else:
                 x = run_eagerly(op_list.nodes, part, x, channels)
         return x
@@ -147,8 +160,7 @@ class Fuser:
         except AttributeError:
             if op_list.fingerprint.holds_in_full():
                 raise
-            now: Any = self._changed().parts[op_list.parts.index(region)]  # a parameter was taken away in place
-            return self.run_region(self.op_list(), now, x, channels, seeds)
+            raise _Changed("a parameter was taken away in place from a model in stages", code="SF506") from None
         given = [channels[c] for c in region.channels]
         autocast = autocast_of(x.device.type) if any_autocast() else None
         state = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast, fusing_now()

@@ -99,7 +99,9 @@ class StagedFuser(Fuser):
         op_list = self.op_list()
         return [*dict.fromkeys(op_list.nodes[at].operation for at in self.stages(op_list)[index].positions)]
 
-    def _run_parts(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None) -> Tensor:
+    def _run_parts(
+        self, op_list: OpList, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, first: int = 0
+    ) -> Tensor:
         given, tensors = channels.copy(), [x]  # what is in or between stages: the chain's tensor, then channels
         tells = self.placement.tells or any_autocast()
         stages = self.stages(op_list)

@@ -15,8 +15,9 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fuser import interpret
 from seqfuse.fuser.dtypes import Border, along_of, under_autocast
-from seqfuse.fuser.fake import recorded
 from seqfuse.fuser.flatten import flatten
+from seqfuse.fuser.lowering import Context, lower
+from seqfuse.fuser.stretch import Stretch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 OPERATIONS = sorted(
@@ -96,15 +97,20 @@ def forward_and_backward(model: Any, env: sf.Env, x: torch.Tensor, enabled: bool
     parameters = [getattr(owner, name) for owner, name in region.slots]
     with sf.fusing(enabled, on_error="raise"):
         plan = fuser.plan(env=env)
-        program = fuser.bind(op_list, region, x, {}, parameters, (*recorded(), nn.Parameter), plan=plan)
+        stretch = Stretch.of(op_list.nodes, region.positions, x, {}, parameters, env)
+        context = Context.of(stretch, region.slots, parameters, "raise", lambda: None)
+        segments = lower(plan, context, op_list.configured)
     runs, channels, gradients = list[Any](), dict[str, Any](), dict[str, Any]()
     with torch.no_grad():
-        for segment, _ in program.segments:
-            runs.append(interpret.forward(segment, x, channels, None))
+        for segment in segments:
+            entering = [channels[c] for c in segment.inputs]
+            runs.append(interpret.forward(segment, x, entering, None))
+            channels |= runs[-1].channels
             x = runs[-1].y
         found: dict[Any, Any] = {"y": x}
         dy: Any = torch.empty_like(x)
-        for (segment, indices), run in zip(reversed(program.segments), reversed(runs), strict=True):
+        for segment, run in zip(reversed(segments), reversed(runs), strict=True):
+            indices = [region.slots.index(slot) for slot in segment.parameters]
             for record, tokens in run.kept:
                 fields = zip(record.kept, tokens, strict=True)
                 found |= {(record.position, f): run.tensors[t] for f, t in fields if isinstance(t, int)}
