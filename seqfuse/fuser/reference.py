@@ -118,7 +118,7 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
 def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
     """Call a module through its own `__call__`, with the channels it reads and makes; an error is told its place."""
     node, operation = nodes[position], nodes[position].operation
-    named: Mapping[str, Any] = operation.channels if isinstance(operation, UnfusedOperation) else dict[str, Any]()
+    named: Mapping[str, Any] = operation.channels if isinstance(operation, UnfusedOperation) else {}
     try:
         out = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
         if not node.inputs and not node.outputs and not isinstance(out, Tensor):
