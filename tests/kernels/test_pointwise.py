@@ -280,6 +280,15 @@ def test_rows_at_the_end_of_a_tile(name: str, more: int, device: torch.device) -
     check(case, [t.to(device) for t in drawn(case, (rows,), 16, torch.float32)])
 
 
+def test_a_chain_that_is_kept_serves_rows_of_any_width(device: torch.device) -> None:
+    chain = pointwise.Chain(pointwise.dropout(P))
+    for width in (16, 12, 13):  # of one size of tile, drawn four at a time, but for the last
+        given = seeded_randn((5, width), 0).to(device), SEED.to(device)
+        fresh = pointwise.Chain(pointwise.dropout(P))
+        both = [pointwise.pointwise(given[0], one, given[1:])[0] for one in (chain, fresh)]
+        assert_bitwise_equal(both[:1], both[1:])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rows_further_apart_than_int32_counts(name: str, device: torch.device) -> None:
     """The third row begins beyond 2^31 elements; only the rows themselves take memory."""
