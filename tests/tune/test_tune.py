@@ -707,6 +707,16 @@ def test_hooks_and_barriers_stay_what_they_are() -> None:
     assert [(r.fusion, r.at) for r in report.rows] == [("Quick", "0 0-1")]
 
 
+def test_buffers_have_their_numbers_where_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, fwd, seen = pair(Slow), Halve.fwd, list[Any]()
+    model[1].register_buffer("table", torch.arange(4.0))
+    monkeypatch.setattr(Halve, "fwd", lambda self, x: seen.append((x, self.table)) or fwd(self, x))
+    sf.tune(model, X, modes="eval")
+    tables = [table for x, table in seen if type(x) is Tensor]
+    assert tables
+    assert all(type(t) is Tensor and t is not model[1].table and t.equal(model[1].table) for t in tables)
+
+
 def test_seeds_channels_and_records_are_made_for_it() -> None:
     model = sf.Sequential(
         ops.Residual(ops.Dropout(0.5)), ops.GeLU(), Halve(), fusions=(DropoutAdd, GeLUHalveBackward)
