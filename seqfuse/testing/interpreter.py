@@ -22,7 +22,7 @@ import os
 import types
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -272,6 +272,8 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
 class _Language:
     """`triton.language` as the interpreter needs it, patched at the first launch of a block and restored at its end."""
 
+    _changes: ClassVar[list[tuple[Any, str, Any]]] = []  # of Triton's patch, which makes the same ones each time
+
     def __init__(self, interpreter: Any) -> None:
         self._interpreter, self._patch, self._scope = interpreter, interpreter._patch_lang, None
 
@@ -280,8 +282,14 @@ class _Language:
         if self._scope is None:
             import triton.language as tl
 
-            everything: Any = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-            self._scope = self._patch(everything)
+            if not self._changes:
+                everything: Any = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+                made = self._patch(everything)
+                self._changes.extend((owner, name, vars(owner)[name]) for owner, name, _ in made._changes)
+                made.restore()
+            self._scope = self._interpreter._LangPatchScope()
+            for change in self._changes:
+                self._scope.set_attr(*change)
             # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
             self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
             for name, of in operators(self._interpreter):
