@@ -7,11 +7,6 @@ import inspect
 
 from .errors import PluginError, author_line, definition_error
 
-_RESERVED = frozenset({"needs", "env", "seed"})
-_IN_BWD = frozenset({"main_grads"})
-_IN_FUSED = frozenset({"dtype"})
-_IN_FUSED_FWD = frozenset({"seeds"})
-
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
@@ -43,11 +38,8 @@ class Signature:
             wanted = ", ".join(("self", *positional))
             raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
         named = parameters[len(first) :]
-        reserved = _RESERVED | _IN_FUSED if fused else _RESERVED
-        if function == "bwd":
-            reserved |= _IN_BWD
-        elif fused:
-            reserved |= _IN_FUSED_FWD
+        reserved = {"needs", "env", "seed", *["dtype"] * fused, *["main_grads"] * (function == "bwd")}
+        reserved |= {"seeds"} if fused and function == "fwd" else set[str]()
         for p in named:
             if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | reserved):
                 known = ", ".join(sorted((allowed or frozenset()) | reserved))
@@ -55,12 +47,7 @@ class Signature:
         names = [p.name for p in named]
         return cls(
             extras=tuple(n for n in names if n not in reserved),
-            needs="needs" in names,
-            env="env" in names,
-            seed="seed" in names,
-            seeds="seeds" in names and fused and function == "fwd",
-            main_grads="main_grads" in names and function == "bwd",
-            dtype="dtype" in names and fused,
+            **dict.fromkeys(reserved.intersection(names), True),
             optional=frozenset(p.name for p in named if p.default is not p.empty) - reserved,
         )
 

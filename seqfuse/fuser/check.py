@@ -15,9 +15,8 @@ from ..maingrad import accumulated
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .cost_lookup import describe
-from .dtypes import recast
 from .fake import faking, is_fake
-from .inputs import Like
+from .inputs import Like, recast
 from .lowering import Context
 from .step import Step
 

@@ -117,7 +117,11 @@ def identity(cls: type) -> str:
         if base.__module__.partition(".")[0] in (_OWN, *_FOREIGN):
             continue
         foreign = True
-        files = _files(base)
+        # The files of its module, and of what that takes from its own package.
+        module, package = sys.modules.get(base.__module__), base.__module__.partition(".")[0]
+        names = {base.__module__, *map(_home, [*vars(module).values()] if module is not None else [])}
+        taken = [sys.modules.get(name) for name in names if name.partition(".")[0] == package]
+        files = sorted({file for m in taken if m is not None and (file := getattr(m, "__file__", None))})
         for path in files:
             digest.update(_contents(path))
         if not files:
@@ -129,17 +133,6 @@ def identity(cls: type) -> str:
             given += [_plain(value.__defaults__), *map(_cell, value.__closure__ or ())]
         digest.update(f"{key}={given};".encode())
     return f"{name}#{digest.hexdigest()[:12]}" if foreign or "<locals>" in cls.__qualname__ else name
-
-
-def _files(cls: type) -> list[str]:
-    """The files of a class and of what its module takes from its own package."""
-    module = sys.modules.get(cls.__module__)
-    names = {cls.__module__}
-    package = cls.__module__.partition(".")[0]
-    for value in [*vars(module).values()] if module is not None else []:
-        names.add(_home(value))
-    found = [sys.modules.get(name) for name in names if name.partition(".")[0] == package]
-    return sorted({file for m in found if m is not None and (file := getattr(m, "__file__", None))})
 
 
 def _home(value: Any) -> str:

@@ -6,22 +6,25 @@ A fusion that fails gives way to its operations here. `codegen` writes the same 
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..errors import PluginError
-from ..fusion import BackwardFusion
+from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError, device_is_lost
+from ..fusion import BackwardFusion, records_of
 from ..maingrad import MainGrads, accumulated
 from ..saved import Layout, Saved, packing
 from .check import check_backward, check_forward
-from .dtypes import recast
-from .fallback import may_fall_back, reason_of, recovered, warn
+from .fake import is_fake
+from .inputs import clearer, recast
 from .lowering import Asked, Segment
 from .step import Record, Step, fit
 
+_RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
 # A record that was saved, and where its fields are among the saved tensors.
 Kept = tuple[Record, tuple[Any, ...]]
 
@@ -204,3 +207,91 @@ def zeros(like: tuple[Any, ...]) -> Tensor:
 def plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:
     """The sum of two gradients, either of which may be missing."""
     return g if known is None else known if g is None else known + g
+
+
+def recovered(
+    segment: Segment, step: Step, error: Exception, records: Mapping[int, Saved], buffers: MainGrads | None
+) -> dict[int, Saved]:
+    """Check that a backward step may fall back; a joint fusion's record as the records of its operations."""
+    where: dict[str, Any] = {"code": "SF401", "operation": step.name, "position": step.start}
+    if step.fused and step.operation.backward_signature.main_grads and buffers and (taken := buffers.taken()):
+        message = f"it failed after it took the main_grad of {', '.join(taken)}: {type(error).__name__}: {error}"
+        raise KernelError(message, **where) from error
+    convertible = step.joint and hasattr(step.operation, "unfused")
+    if step.joint and not convertible and not isinstance(error, SeqfuseError):
+        message = f"the backward of a joint fusion failed: {type(error).__name__}: {error}"
+        raise KernelError(
+            message, hint="define unfused(saved) -> {slot: Saved} to let it fall back", **where
+        ) from error
+    may_fall_back(segment, step, error)
+    if not convertible:
+        return {}
+    try:
+        saved = dict(records_of(step.operation, step.operation.unfused(records[~step.start])))
+        found = dict[int, Saved]()
+        for name, _, position, node, _ in step.members:
+            one, wanted = saved[name], cast(Any, node.operation.Saved)
+            if type(one) is not wanted:
+                kind = type(node.operation).__name__
+                raise TypeError(f"slot {name!r} needs a {kind}.Saved, not a {type(one).__qualname__}")
+            found[position] = one
+    except Exception as second:
+        message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"
+        raise KernelError(message, **where) from error
+    return found
+
+
+def reason_of(error: Exception) -> str | None:
+    """What is said of a failure: nothing of an input that does not fit, of which the operation will say it."""
+    return None if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+
+
+def warn(segment: Segment, failures: Sequence[tuple[Step, str | None]], tensor: Any) -> None:
+    """Say, once per reason, that operations ran in place of fusions that failed."""
+    context = segment.context
+    for step, reason in failures:
+        if reason is None or is_fake(tensor):
+            continue
+        if (note := context.note()) is not None:
+            note(step.name, step.start, reason)
+        if (step.name, reason) not in context.warned:
+            context.warned.add((step.name, reason))
+            message = f"{step.name} at position {step.start} failed ({reason}); its operations ran unfused"
+            warnings.warn(message, FallbackWarning, stacklevel=2)
+
+
+def may_fall_back(
+    segment: Segment, step: Step, error: Exception, tensor: Any = None, again: Sequence[Step] = ()
+) -> None:
+    """Return if the operations may run in place of a failed fusion; else raise an error that names the step.
+
+    Its input in a forward pass, `tensor`, may be on another device than its parameters. The steps `again` ran before it
+    and have to run again.
+    """
+    clear = clearer(segment.context.nodes, step.covers, error, tensor)
+    if clear is not error:
+        raise clear from error
+    where: dict[str, Any] = {"operation": step.name, "position": step.start}
+    exchanges = any(getattr(node.operation, "meeting", None) is not None for node in step.nodes)
+    once = exchanges or not all(s.repeatable for s in again)
+    if not step.fused or (once and isinstance(error, SeqfuseError)):
+        error.add_note(f"in operation {step.name} at position {step.start}")
+        raise error
+    failure = f"{type(error).__name__}: {error}"
+    if once:
+        hint = "processes exchange tensors in it or before it, or a cache was filled: that cannot run twice"
+        raise KernelError(failure, code="SF401", hint=hint, **where) from error
+    if isinstance(error, InputError):
+        return  # the operations themselves will say it, with the place
+    if isinstance(error, SeqfuseError):
+        error.operation, error.position = error.operation or step.name, step.start
+        raise error
+    if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
+        raise PluginError(f"fwd built a wrong Saved: {error}", code="SF302", **where) from error
+    if device_is_lost(error):
+        message = f"the device reported {error}; its state is lost and nothing can run after it"
+        raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer", **where) from error
+    on_gpu = segment.context.env.device == "cuda" and torch.cuda.is_available()
+    captured = on_gpu and torch.cuda.is_current_stream_capturing()
+    if not segment.context.can_fall_back or torch.compiler.is_compiling() or captured:
+        raise KernelError(failure, code="SF401", **where) from error

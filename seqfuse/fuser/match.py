@@ -15,8 +15,8 @@ from ..env import Env
 from ..errors import InputError
 from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
 from ..settings import Fusing
-from .dtypes import Border, along_of
 from .flatten import Node
+from .inputs import Border, along_of
 from .schedule import Candidate
 from .stretch import Stretch
 

@@ -18,7 +18,6 @@ from ..maingrad import main_grads
 from . import interpret
 from .codegen import backward_code, forward_code, is_static
 from .fake import is_fake
-from .fallback import may_fall_back
 from .lowering import Asked, Segment
 
 SURPRISES = 2
@@ -78,19 +77,18 @@ def _saved_tensors(ctx: Any) -> Sequence[Any]:
     """What a node saved; an error where a checkpointed forward ran another plan the second time."""
     if ctx.mark is None:
         return ctx.saved_tensors
+    tensors: Sequence[Any] = ()
+    cause: CheckpointError | None = None
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
     try:
-        *tensors, mark = ctx.saved_tensors
+        tensors = ctx.saved_tensors
     except CheckpointError as error:
-        raise _replanned() from error
-    if mark.shape != ctx.mark:
-        raise _replanned()
-    return tensors
-
-
-def _replanned() -> StateError:
-    message = "a checkpointed forward was recomputed under another plan, or did not save again what it had saved"
-    return StateError(message, code="SF503", hint="do not change fusions, modes or hooks between forward and backward")
+        cause = error
+    if cause is not None or tensors[-1].shape != ctx.mark:
+        message = "a checkpointed forward was recomputed under another plan, or did not save again what it had saved"
+        hint = "do not change fusions, modes or hooks between forward and backward"
+        raise StateError(message, code="SF503", hint=hint) from cause
+    return tensors[:-1]
 
 
 def _interpreted(ctx: Any, segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor]) -> Any:
@@ -121,7 +119,7 @@ def _failed(
     ctx: Any, segment: Segment, at: int, error: Exception, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]
 ) -> Any:
     """Rerun a segment without the fusion that failed; there is no node where nothing is saved."""
-    may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
+    interpret.may_fall_back(segment, segment.forward[at], error, x, segment.forward[:at])
     failed = [(segment.forward[at], error)]
     del error  # its traceback will hold this frame
     run = interpret.forward(segment, x, tensors, seeds, failed)
@@ -166,7 +164,7 @@ def _failed_back(
         return _interpret_backward(ctx, segment, douts, tensors)
     step, again = segment.backward[at], segment.backward[:at]
     if step.fused or not all(s.repeatable for s in again):
-        may_fall_back(segment, step, error, again=again)
+        interpret.may_fall_back(segment, step, error, again=again)
     failed = [(step, error)]
     del error
     return _interpret_backward(ctx, segment, douts, tensors, failed)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -32,16 +31,6 @@ KEPT_PROGRAMS = 512
 
 # By name, for a node in a compiler's graph, which can hold nothing but names.
 fusers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def enroll(fuser: Any) -> str:
-    """A name by which the node finds a fuser; none for one that exists in a trace only."""
-    if torch.compiler.is_compiling():
-        return ""
-    name = str(next(_numbers))
-    fusers[name] = fuser
-    return name
 
 
 Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]

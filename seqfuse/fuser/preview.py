@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..operation import FusableOperation
 from .budget import MODES, Budget, Choice, MemoryChoice
-from .dtypes import Border, borders_of, under_autocast
 from .flatten import Node
 from .footprint import Memory, entering_width, footprint, measure
-from .inputs import clearer, expect_tensor, validate
+from .inputs import Border, borders_of, clearer, expect_tensor, under_autocast, validate
 from .match import Matcher
 from .op_list import OpList, Region
 from .plan import Plan, merge, plan_region
@@ -57,8 +56,10 @@ def plan_ahead(
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
             shape = None if shapes is None else shapes[-1]
             borders = _borders(op_list, part, x if part.start == 0 else None, channels, here)
-            entering = _entering(op_list.nodes[part.start : part.stop], here) if x is None else x
-            entering, before = (None if x is not None and stretches else entering), () if x is None else tuple(parts)
+            entering, before = (None if stretches else x), () if x is None else tuple(parts)
+            width = entering_width(op_list.nodes[part.start : part.stop])
+            if x is None and width is not None:  # what stands for an input where none is given
+                entering = torch.empty(here.rows or 1024, *width, dtype=here.dtype, device="meta")
             about = op_list.nodes, part.positions, here, wants, shapes, borders, entering, channels, places[0], before
             stretches.append((part, Stretch(*about)))
             parts.append(stretches[-1][1])
@@ -117,12 +118,6 @@ def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
         return memory
     planned = sum(len(part.positions) for part in op_list.parts if isinstance(part, Region))
     return Budget(int(memory.bytes * len(region.positions) / planned))
-
-
-def _entering(nodes: Sequence[Node], env: Env) -> Tensor | None:
-    """What stands for the input of a region where none is given."""
-    width = entering_width(nodes)
-    return None if width is None else torch.empty(env.rows or 1024, *width, dtype=env.dtype, device="meta")
 
 
 def _borders(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
@@ -25,13 +26,14 @@ from .guard import device, dtype, requires
 from .inputs import check_devices, expect_tensor, validate
 from .lowering import Context, lower
 from .match import Matcher
-from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, enroll, tell_apart, with_entry
+from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, tell_apart, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, plan_ahead
 from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
 from .stretch import Stretch
 
 KEPT_LISTS = 8
+_numbers = itertools.count()
 _PLAIN = (Tensor, nn.Parameter)
 _one_at_a_time = threading.RLock()
 _planning = threading.RLock()
@@ -76,7 +78,10 @@ class Fuser:
 
     def _reset(self) -> None:
         self._op_lists: tuple[OpList, ...] = ()
-        self._name = enroll(self)
+        self._name = ""  # one that exists in a trace only has none
+        if not torch.compiler.is_compiling():
+            self._name = str(next(_numbers))
+            fusers[self._name] = self
         self._matcher = Matcher(self.fusions)
 
     def __getstate__(self) -> dict[str, Any]:

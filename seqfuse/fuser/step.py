@@ -16,8 +16,8 @@ from ..env import Env
 from ..fusion import InferenceFusion
 from ..saved import Layout, Saved
 from ..signature import Signature
-from .dtypes import Border, along_of, recast
 from .flatten import Node
+from .inputs import Border, along_of, recast
 
 # Index into the seeds of a call; for a fusion that takes all of them, one for each of its operations.
 Drawn = int | None | tuple[int | None, ...]

@@ -12,9 +12,8 @@ from torch.nn.utils import parametrize
 from ..env import Env
 from ..fusion import FusedOperation
 from ..settings import Fusing, fusing_now
-from .dtypes import Border, borders_of
 from .flatten import Node
-from .inputs import validate
+from .inputs import Border, borders_of, validate
 from .step import Step
 
 

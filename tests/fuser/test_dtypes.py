@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fuser import interpret
-from seqfuse.fuser.dtypes import Border, along_of, under_autocast
 from seqfuse.fuser.flatten import flatten
+from seqfuse.fuser.inputs import Border, along_of, under_autocast
 from seqfuse.fuser.lowering import Context, lower
 from seqfuse.fuser.stretch import Stretch
 
