@@ -24,6 +24,7 @@ from _pytest import runner
 from tests import processes
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+gc.disable()  # until tests are collected: nothing of what is imported is garbage
 
 for backend in (torch.cuda, torch.xpu, torch.mtia):
     if not backend.is_available():
@@ -125,6 +126,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # no collection of garbage visits modules and tests again
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

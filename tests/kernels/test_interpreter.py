@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 
@@ -20,6 +21,8 @@ from tests.processes import Script
 from .conftest import DEVICE
 
 PHILOX = random.philox_impl  # as Triton has it
+SEMANTIC = type(interpreter.interpreter_semantic)
+THEIRS = {name: getattr(SEMANTIC, name) for name in ("cast", "binary_op_type_checking_impl")}
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="about the interpreter")
 
@@ -148,6 +151,33 @@ def test_operators_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, quick in operators(interpreter):
         monkeypatch.setattr(tl.tensor, name, quick(getattr(tl.tensor, name)))
     torch.testing.assert_close(results(), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _casts_kernel(x, y, z, N: tl.constexpr):
+    i = tl.arange(0, N)
+    a, b = tl.load(x + i), tl.load(y + i)
+    tl.store(z + i, a.to(y.dtype.element_ty).to(tl.float64))
+    tl.store(z + N + i, (a < b).to(y.dtype.element_ty).to(tl.float64))
+    tl.store(z + 2 * N + i, tl.where(a < b, a, b).to(tl.uint32).to(y.dtype.element_ty).to(tl.float64))
+    tl.store(z + 3 * N + i, tl.maximum(a, a + a).to(tl.float64))
+    tl.store(z + 4 * N, tl.load(x + 3).to(y.dtype.element_ty).to(tl.float64))
+
+
+def test_casts_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    def results() -> torch.Tensor:
+        found = torch.zeros(len(DTYPES) ** 2, 5, 16, dtype=torch.float64)
+        for z, (one, other) in zip(found, itertools.product(DTYPES, DTYPES), strict=True):
+            x, y = (torch.arange(16) * 7.3).to(one), (torch.arange(16).flip(0) * 5.7).to(other)
+            launch(_casts_kernel, 1, (x, y, z), {"N": 16})
+        return found
+
+    ours = results()
+    for name, of_triton in THEIRS.items():
+        assert getattr(SEMANTIC, name) is not of_triton
+        monkeypatch.setattr(SEMANTIC, name, of_triton)
+    assert torch.equal(ours, results())
+    assert ours.count_nonzero() > 36 * 4 * 12
 
 
 @triton.jit
