@@ -94,3 +94,11 @@ def test_an_activation_that_keeps_a_wide_result_is_no_epilogue_under_autocast(au
         plan = model.plan(env=sf.Env.of("cuda:sm_90", autocast=autocast, rows=4096))
     reasons = [refusal.reason for refusal in plan.refused]
     assert reasons == ["Widened keeps its result, which is float32 under autocast"] * (autocast is not None)
+
+
+@pytest.mark.parametrize("act", [ops.Tanh, ops.SiLU])
+def test_an_activation_that_keeps_its_result_is_not_behind_a_norm_where_that_is_cast(act: Any) -> None:
+    model = sf.Sequential(ops.LayerNorm(16), act(), ops.Linear(16, 16), fusions=fusions.NormActivation)
+    plan = model.plan(env=sf.Env.of("cuda:sm_90", autocast=torch.bfloat16, rows=4096))
+    refused = {refusal.reason for refusal in plan.refused if not refusal.superseded}
+    assert refused == ({"Tanh keeps y, which is cast for what comes next"} if act is ops.Tanh else set())

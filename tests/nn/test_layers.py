@@ -234,8 +234,9 @@ def test_what_a_torch_sequential_cannot_become_is_refused():
                    nn.MultiheadAttention(8, 2, batch_first=True)):  # fmt: skip
         with pytest.raises(ValueError, match="1 of a torch Sequential must take one input, with its batch first"):
             from_torch(nn.Sequential(nn.Linear(8, 8), inside))
-    with pytest.raises(ValueError, match="no operation here has max_norm of Embedding"):
-        from_torch(nn.Embedding(4, 3, max_norm=1.0))
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        with pytest.raises(ValueError, match=f"no operation here has {name} of Embedding"):
+            from_torch(nn.Embedding(4, 3, **{name: True}))
     with pytest.raises(ValueError, match="Linear has no attention that would take causal"):
         from_torch(nn.Linear(3, 3), causal=True)
     hooked = nn.Sequential(nn.Linear(3, 3), nn.ReLU())

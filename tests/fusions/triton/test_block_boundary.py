@@ -14,7 +14,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import block_boundary
-from seqfuse.fusions.block_boundary import BlockBoundary, BlockBoundaryBackward
+from seqfuse.fusions.block_boundary import BlockBoundary, BlockBoundaryBackward, boundary_fwd
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
@@ -34,6 +34,15 @@ def boundary(kind: str, *, fork: bool, norm: type[sf.UnfusedOperation], p: float
 
 def on(device: torch.device, operations: list[sf.UnfusedOperation]) -> list[sf.UnfusedOperation]:
     return [operation.to(device) for operation in operations]
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_stream_has_the_dtype_of_the_sum(autocast: bool, device: torch.device):
+    bias, norm = on(device, [ops.Bias(8), ops.LayerNorm(8)])
+    x, other = (seeded_randn((3, 8), i, dtype=torch.bfloat16).to(device) for i in (0, 1))
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        out, _, _ = boundary_fwd(bias, None, norm, x, other, None)
+        assert out.stream.dtype is (bias(x) + other).dtype
 
 
 @pytest.mark.parametrize(
