@@ -94,7 +94,7 @@ def _footprint(
     parts: Sequence[Stretch | Node], entered: Stretch, steps: Sequence[Step], counter: Any, mode: Any
 ) -> Kept:
     def like(t: Tensor, dtype: torch.dtype) -> Tensor:
-        return placed(mode.from_tensor(t.detach()), entered.place, dtype)
+        return placed(mode.from_tensor(t).detach(), entered.place, dtype)
 
     env, nodes, x = entered.env, entered.nodes, entered.x
     assert x is not None

@@ -77,8 +77,7 @@ def _saved_tensors(ctx: Any) -> Sequence[Any]:
     """What a node saved; an error where a checkpointed forward ran another plan the second time."""
     if ctx.mark is None:
         return ctx.saved_tensors
-    tensors: Sequence[Any] = ()
-    cause: CheckpointError | None = None
+    tensors, cause = list[Any](), None
     # Reading them recomputes a checkpointed forward, which must run the plan this node was made by.
     try:
         tensors = ctx.saved_tensors
