@@ -211,3 +211,12 @@ def test_no_features_are_allowed():
 def test_adds_to_a_main_grad_on_meta():
     dy, x, main = (torch.empty(shape, device="meta") for shape in ((5, 3), (5, 4), (3, 4)))
     assert weight_grad(dy, x, main) is sf.accumulated
+
+
+def test_under_autocast_a_gradient_buffer_gets_the_product_of_what_was_cast():
+    dy, x = seeded_randn((5, 3), 0), seeded_randn((5, 4), 1)
+    main = torch.zeros(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert weight_grad(dy, x, main) is sf.accumulated
+    expected = dy.bfloat16().float().t() @ x.bfloat16().float()
+    torch.testing.assert_close(main, expected, rtol=1e-6, atol=1e-6)

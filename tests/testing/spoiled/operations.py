@@ -225,6 +225,20 @@ class SavesWhatNobodyReads(Affine):
         return y, self.Saved(x=x, weight=self.weight, bias=self.bias)
 
 
+@caught("SavesSeveralThatNobodyReads saves 'both' and its bwd never reads it")
+class SavesSeveralThatNobodyReads(Affine):
+    class Saved(sf.Saved):
+        x: Tensor = sf.field(for_="weight")
+        weight: Tensor = sf.field(for_="x")
+        both: tuple[Tensor, ...]
+
+    reference = Affine.reference
+
+    def fwd(self, x):
+        y = torch.addcmul(self.bias, x, self.weight)
+        return y, self.Saved(x=x, weight=self.weight, both=(self.weight, self.bias))
+
+
 @caught("returned no gradient 'bias', which is needed")
 class ForgetsAGradient(Affine):
     reference = Affine.reference
