@@ -317,6 +317,15 @@ class Alive(TorchDispatchMode):
         return out
 
 
+def test_what_a_loss_is_multiplied_by_is_not_rounded_to_the_dtype_of_autocast() -> None:
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.randn(50, 8)
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(x, weight, torch.arange(6))
+    (whole,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (1e-6 * loss).backward()
+    torch.testing.assert_close(1e6 * x.grad, whole, rtol=1e-2, atol=1e-4)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_kernel_is_for_the_classes_of_one_process(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows nothing of the largest logit and the sums of other processes."""

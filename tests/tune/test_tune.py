@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import cost_table, ops
-from seqfuse.fuser import cost_lookup, flatten
+from seqfuse.fuser import cost_lookup, flatten, interpret
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, _Search, timing
 from seqfuse.tune.ranks import Ranks
@@ -97,7 +97,7 @@ def test_a_real_clock_sees_a_fusion_that_sleeps(monkeypatch: pytest.MonkeyPatch)
     assert model.plan(X).refused[0].reason.startswith("measured ")
 
 
-def test_each_kind_is_timed_in_the_passes_that_it_replaces() -> None:
+def test_each_kind_is_timed_in_the_passes_that_it_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
     model = pair(Quick, QuickBackward, QuickJoint, QuickInference)
     x = X.clone().requires_grad_()
     found = {key: value[:2] for key, value in times(sf.tune(model, x)).items()}
@@ -113,6 +113,10 @@ def test_each_kind_is_timed_in_the_passes_that_it_replaces() -> None:
     assert [s.name for s in (*plan.forward, *plan.backward) if s.fused] == ["Quick", "QuickBackward"]
     with torch.no_grad():
         assert model.plan(X).count("QuickInference") == 1
+    monkeypatch.setattr(interpret, "backward", None)  # without gradients there is none, which would take its time
+    assert times(sf.tune(pair(QuickJoint, width=5), torch.ones(6, 5), modes="eval")) == {
+        ("QuickJoint", "eval"): (11, 50, True)
+    }
 
 
 def test_a_saving_is_the_difference_and_the_whole_cover_is_the_cheapest() -> None:
