@@ -127,6 +127,9 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # no collection of garbage visits modules and tests again
     gc.enable()
+    if "torch._dynamo" in sys.modules:
+        # Read at each step that is traced, through aliases and overrides: one in twenty seconds of tracing.
+        vars(sys.modules["torch._dynamo.config"])["verbose"] = False
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, depth: int = 2, width: int = 8, p: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, depth: int = 1, width: int = 8, p: float = 0.0, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(Block(width, p) for _ in range(depth))
@@ -164,7 +164,7 @@ def test_what_is_saved_is_the_model_and_what_is_loaded_counts():
 
 
 def test_dropout_drops_in_training_alone_and_its_gradient_is_of_what_was_dropped():
-    model = Net(depth=1, width=32, p=0.5)
+    model = Net(width=32, p=0.5)
     plain = copy.deepcopy(model).eval()
     sf.convert(model)
     x = seeded_randn((200, 32), 3).double().requires_grad_()
@@ -210,7 +210,7 @@ def test_a_converted_model_may_be_checkpointed(reentrant: bool):
 
 
 def test_a_fusion_that_fails_in_the_backward_pass_falls_back():
-    model, plain, _ = pair(depth=1)
+    model, plain, _ = pair()
     found, wanted = (
         torch.autograd.grad(m(X), list(m.parameters()), seeded_randn((2, 3, 8), 4).double(), is_grads_batched=True)
         for m in (model, plain)
@@ -219,7 +219,7 @@ def test_a_fusion_that_fails_in_the_backward_pass_falls_back():
 
 
 def test_saved_tensors_may_be_hooked_in_the_first_call():
-    model, plain = Net(depth=1), Net(depth=1)
+    model, plain = Net(), Net()
     conversion = sf.convert(model)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), torch.from_numpy):
         assert_equal(passes(model, X), passes(plain, X))
@@ -233,7 +233,7 @@ def test_saved_tensors_may_be_moved_away():
 
 
 def test_seven_shapes_need_at_most_four_graphs():
-    model, plain, conversion = pair(depth=1)
+    model, plain, conversion = pair()
     for shape in ((4,), (5,), (9,), (2,), (2, 3), (4, 5)):
         x = seeded_randn((*shape, 8), 4).double()
         assert_equal(passes(model, x), passes(plain, x))
@@ -241,7 +241,7 @@ def test_seven_shapes_need_at_most_four_graphs():
 
 
 def test_calls_beyond_the_limit_of_dynamo_run_as_before_and_the_report_says_so():
-    model, plain, conversion = pair(depth=1)
+    model, plain, conversion = pair()
     with torch._dynamo.config.patch(recompile_limit=2):
         for eps in (0.1, 0.2, 0.3):
             model.layers[0].norm.eps = plain.layers[0].norm.eps = eps
@@ -265,7 +265,7 @@ def test_undo_gives_the_model_back_bit_for_bit():
 
 
 def test_a_conversion_that_was_not_kept_is_found_by_its_model():
-    model, plain, conversion = pair(depth=1)
+    model, plain, conversion = pair()
     assert sf.conversion(model) is conversion
     for other, hint in ((model.layers[0], "ask for the model that sf.convert was given"), (nn.ReLU(), "ask for")):
         with pytest.raises(sf.InputError, match=rf"is not converted by itself \[{hint}"):
@@ -310,7 +310,7 @@ class Settled(Net):
 
 
 def test_graphs_that_are_alike_are_printed_once():
-    model = Settled(depth=1)
+    model = Settled()
     conversion = sf.convert(model)
     passes(model, X)
     once = str(conversion)
@@ -329,7 +329,7 @@ def test_undo_leaves_what_compile_did():
 
 
 def test_each_model_has_graphs_of_its_own():
-    converted = [pair(depth=1, seed=seed) for seed in range(9)]  # more than the graphs that Dynamo keeps of a function
+    converted = [pair(seed=seed) for seed in range(9)]  # more than the graphs that Dynamo keeps of a function
     for model, plain, conversion in converted:
         assert_equal(passes(model, X), passes(plain, X))
         assert len(conversion.graphs) == 1
@@ -354,7 +354,7 @@ def test_layers_alike_share_a_graph():
 
 
 def test_filter_fn_leaves_modules_out():
-    model = Net()
+    model = Net(depth=2)
     wanted = passes(model, X)
     conversion = sf.convert(model, filter_fn=lambda module, path: not path.startswith("layers.0"))
     assert_equal(passes(model, X), wanted)
@@ -409,7 +409,7 @@ class Telling(Net):
     """Returns what its first layer makes, and the gate of a gated unit."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(depth=2)
         self.both = nn.Linear(8, 16).double()
 
     def forward(self, x: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -446,7 +446,7 @@ class Adapted(nn.Module):
 
 
 def test_an_adapter_written_by_hand_is_in_the_chain_and_what_is_frozen_has_no_gradient():
-    model = Net(depth=1)
+    model = Net()
     block: Any = model.layers[0]
     block.fc, block.out = Adapted(block.fc), Adapted(block.out)
     graph = assert_same(model, X).graphs[0]
@@ -523,7 +523,7 @@ class Broken(Net):
 
 
 def test_graph_breaks_numbers_and_modes_within_a_model_stay():
-    conversion = assert_same(Broken(), X)
+    conversion = assert_same(Broken(depth=2), X)
     assert len(conversion.graphs) > 1
     assert chains(conversion)
 
@@ -532,7 +532,7 @@ def test_graph_breaks_numbers_and_modes_within_a_model_stay():
 @pytest.mark.parametrize("value", [True, False])
 def test_settings_of_dynamo_are_after_a_capture_what_they_were(shortcut: str, value: bool):
     with torch._dynamo.config.patch({shortcut: value}):
-        conversion = sf.convert(Broken())
+        conversion = sf.convert(Broken(depth=2))
         conversion.model(X)
         assert len(conversion.graphs) > 1
         assert getattr(torch._dynamo.config, shortcut) is value
