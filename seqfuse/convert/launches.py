@@ -100,8 +100,10 @@ class Before:
             with _Counter() as backward:
                 if outputs:
                     torch.autograd.grad(outputs, inputs, given, allow_unused=True)
+            called = {call[0] for call in self._calls}
+            entered = [t for node, t in made.items() if isinstance(t, Tensor) and node not in called]
             parameters = [made[node] for node in self._parameters if node in made]
-            return Eager(forward.count, backward.count, held.bytes_but(parameters))
+            return Eager(forward.count, backward.count, held.bytes(entered, parameters))
 
 
 class _Held:
@@ -115,10 +117,11 @@ class _Held:
         self._storages[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
         return t
 
-    def bytes_but(self, others: Iterable[Tensor]) -> int:
-        """The bytes of those that are none of others' storages."""
-        known = {t.untyped_storage()._cdata for t in others}  # pyright: ignore[reportPrivateUsage]
-        return sum(storage.nbytes() for place, storage in self._storages.items() if place not in known)
+    def bytes(self, entered: Iterable[Tensor], parameters: Iterable[Tensor]) -> int:
+        """The bytes of all but the parameters; of what entered, perhaps as a part of a larger tensor, its own alone."""
+        left = {t.untyped_storage()._cdata: 0 for t in parameters}  # pyright: ignore[reportPrivateUsage]
+        own = {t.untyped_storage()._cdata: t.nbytes for t in entered} | left  # pyright: ignore[reportPrivateUsage]
+        return sum(min(s.nbytes(), own.get(place, s.nbytes())) for place, s in self._storages.items())
 
 
 def _itself(t: Tensor) -> Tensor:

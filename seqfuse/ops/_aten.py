@@ -19,3 +19,7 @@ threshold_backward: Callable[..., Tensor] = _aten.threshold_backward.default._op
 layer_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten.native_layer_norm_backward.default._op
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _aten._fused_rms_norm.default._op
 fused_rms_norm_backward: Callable[..., tuple[Tensor, Tensor]] = _aten._fused_rms_norm_backward.default._op
+flash_cpu: Callable[..., tuple[Tensor, Tensor]] = _aten._scaled_dot_product_flash_attention_for_cpu.default._op
+flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default._op
+)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,12 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _sdpa
-
-_aten: Any = torch.ops.aten
-_flash_cpu: Callable[..., tuple[Tensor, Tensor]] = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_cpu_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = (
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-)
+from ._aten import flash_cpu, flash_cpu_backward
 
 # With fewer keys than this, torch's kernel for the CPU gives numbers for a query that holds NaN.
 _VECTOR = 16
@@ -193,14 +188,14 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
         return _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens)
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
-        y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+        y, lse = flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
         return y.transpose(1, 2), lse
     b, h, s, d = q.shape
     y = q.new_empty(b, s, h, d)
     lse = q.new_empty(b, h, s, dtype=stats_dtype(q))
     for rows in _sequences(how.cu_seqlens):
         parts = [t[:, :, rows] for t in qkv]
-        part, sums = _flash_cpu(*parts, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
+        part, sums = flash_cpu(*parts, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
         y[:, rows], lse[:, :, rows] = part.transpose(1, 2), sums
     return y, lse
 
@@ -218,7 +213,7 @@ def attend_grads(
         return None
     mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
-    grads = _flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+    grads = flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
     return tuple([grad.transpose(1, 2) for grad in grads])
 
 
@@ -237,7 +232,7 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, k
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
     for rows in _sequences(how.cu_seqlens):
         part = [t[:, :, rows] for t in read]
-        grads = _flash_cpu_backward(*part, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
+        grads = flash_cpu_backward(*part, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
         for mine, grad in zip(out, grads, strict=True):
             mine[:, :, rows] = grad
 

@@ -18,8 +18,8 @@ def parameter(module: nn.Module, name: str) -> Tensor | None:
 
     `nn.Module.__getattr__` costs several times as much. It still finds a parametrized tensor, which is not registered.
     """
-    found = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
-    return getattr(module, name) if found is None else found
+    found: Any = module._parameters.get(name, module)  # pyright: ignore[reportPrivateUsage]
+    return getattr(module, name) if found is module else found
 
 
 def required(module: nn.Module, name: str) -> Tensor:

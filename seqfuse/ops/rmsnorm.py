@@ -119,10 +119,10 @@ class RMSNorm(Norm):
         dx, dweight, _ = layer_norm_backward(dy, x, sizes, torch.zeros_like(rstd), rstd, unread, None, wanted)
         if wanted[0]:
             if gain is None or autocast_of("cpu") is not None:  # which would make the product in 16 bits
-                mean = (dy if gain is None else dy * gain).mean(-1)
+                total = (dy if gain is None else dy * gain).sum(-1)
             else:
-                mean = dy.matmul(gain).div_(sizes[0])
-            dx = dx.add_(mean.mul_(rstd).unsqueeze_(-1))
+                total = dy.matmul(gain)
+            dx = dx.add_(total.mul_(rstd).unsqueeze_(-1), alpha=1 / (sizes[0] or 1))
             dx = dx if dx.dtype is like else dx.to(like)
         grads: sf.Grads = {"weight": self.as_parameter(dweight, "weight")} if wanted[1] else {}
         return (dx if wanted[0] else None), grads

@@ -105,7 +105,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
     ) -> Tensor:
         self._check(x, cos, sin)
         turned, rest, values = self._parts(x)
-        (c1, c2), (s1, s2) = self._angles(x, position_ids, cos, sin)
+        (c1, c2), (s1, s2) = (self._of_pairs(t, turned) for t in self._angles(x, position_ids, cos, sin))
         first, second = self._pairs(turned.to(c1.dtype))
         made = (first * c1 - second * s1, second * c2 + first * s2)
         t = torch.cat(made, -1) if self.style == "half" else torch.stack(made, -1).flatten(-2)
@@ -130,7 +130,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         dx = self._turned(dy, angles, -1) if "x" in needs else None
         grads: dict[str, Tensor | None] = {}
         if saved.x is not None and saved.cos is not None and saved.sin is not None:
-            dtype = angles[0][0].dtype
+            dtype = angles[0].dtype
             (x1, x2), (d1, d2) = (self._pairs(self._parts(t)[0].to(dtype)) for t in (saved.x, dy))
             if "cos" in needs:
                 grads["cos"] = self._summed(d1 * x1, d2 * x2, saved.cos)
@@ -174,29 +174,30 @@ class RotaryEmbedding(sf.UnfusedOperation):
                 message = f"expects cos and sin that broadcast to {wanted}, got {tuple(cos.shape)}, {tuple(sin.shape)}"
                 raise InputError(message, code="SF101", operation="RotaryEmbedding")
 
+    def _of_pairs(self, t: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        """The cosines or sines of the first and of the second member of each pair, [*, S, 1, R / 2]."""
+        return self._pairs(t) if t.shape[-1] == turned.shape[-1] else (t, t)
+
     def _angles(
         self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Cosines and sines of the first and of the second member of each pair, [*, S, 1, R / 2]."""
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines by element or by pair, [*, S, 1, R] or [*, S, 1, R / 2]."""
         if cos is None or sin is None:
-            c, s = self.angles(x, positions)
-            return (c, c), (s, s)
-        stats, size = stats_dtype(x), self._sizes(x)[1]
-        both = [(t if t.dtype is stats else t.to(stats)).unsqueeze(-2) for t in (cos, sin)]
-        c, s = [self._pairs(t) if t.shape[-1] == size else (t, t) for t in both]
+            return self.angles(x, positions)
+        stats = stats_dtype(x)
+        c, s = [(t if t.dtype is stats else t.to(stats)).unsqueeze(-2) for t in (cos, sin)]
         return c, s
 
     def _known_angles(
         self, x: Tensor, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         """As `_angles`; on a CPU those of rows 0, 1, ... are made once."""
         rows = x.shape[-2]
         if cos is not None or positions is not None or x.device.type != "cpu" or x.__class__ is not Tensor:
             return self._angles(x, positions, cos, sin)
         if current() is not None or torch.compiler.is_compiling() or rows * self._sizes(x)[1] > _KEPT_ANGLES:
             return self._angles(x, positions, cos, sin)
-        c, s = _angles_of_rows(rows, self._sizes(x)[1], self.base, stats_dtype(x))
-        return (c, c), (s, s)
+        return _angles_of_rows(rows, self._sizes(x)[1], self.base, stats_dtype(x))
 
     def angles(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of each position and pair, [*, S, 1, R / 2]."""
@@ -227,23 +228,27 @@ class RotaryEmbedding(sf.UnfusedOperation):
             heads, rest = heads.split_with_sizes((turned, size - turned), -1)
         return heads, rest, values
 
-    def _turned(self, x: Tensor, angles: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], sign: int) -> Tensor:
+    def _turned(self, x: Tensor, angles: tuple[Tensor, Tensor], sign: int) -> Tensor:
         """The rotation, or its transpose for a sign of -1."""
-        (c1, c2), sines = angles
-        s1, s2 = sines[::sign]
+        c, s = angles
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         (made, *others), (given, *theirs) = self._parts(y), self._parts(x)
         for mine, its in zip(others, theirs, strict=True):
             if mine is not None and its is not None:
                 mine.copy_(its)
         one, two = self._pairs(made)
-        first, second = self._pairs(given if given.dtype is c1.dtype else given.to(c1.dtype))
-        if y.dtype is c1.dtype:
-            torch.mul(first, c1, out=one).addcmul_(second, s1, value=-sign)
-            torch.mul(second, c2, out=two).addcmul_(first, s2, value=sign)
-        else:
+        given = given if given.dtype is c.dtype else given.to(c.dtype)
+        first, second = self._pairs(given)
+        s1, s2 = self._of_pairs(s, given)[::sign]
+        if y.dtype is not c.dtype:
+            c1, c2 = self._of_pairs(c, given)
             one.copy_(torch.addcmul(first * c1, second, s1, value=-sign))
             two.copy_(torch.addcmul(second * c2, first, s2, value=sign))
+            return y
+        for part, out in ((given, made),) if c.shape[-1] == given.shape[-1] else ((first, one), (second, two)):
+            torch.mul(part, c, out=out)
+        one.addcmul_(second, s1, value=-sign)
+        two.addcmul_(first, s2, value=sign)
         return y
 
     def traffic(self, env: Env, backward: bool) -> sf.Traffic:
