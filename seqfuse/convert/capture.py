@@ -105,6 +105,8 @@ class Conversion:
     def __init__(self, model: nn.Module, places: Iterable[nn.Module], backend: Backend) -> None:
         self.model, self._backend = model, backend
         compiled = torch.compile(_frame_of(backend), backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
+        if torch.__version__ < (2, 13):
+            compiled = _not_exporting(compiled)
         self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
             call = functools.partial(_guarded, compiled, place)
@@ -184,6 +186,24 @@ def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwar
         if shortcuts := vars(_local).pop("shortcuts", None):
             for name in _SHORTCUTS:
                 setattr(_dynamo, name, shortcuts[name])
+
+
+def _not_exporting(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `torch.compiler.is_exporting()` be False in what Dynamo captures, which took it for True before torch 2.13.
+
+    For an export, models of Hugging Face make masks that they do without elsewhere.
+    """
+    states: dict[Any, bool | None] = torch._dynamo.variables.torch.tracing_state_functions()  # pyright: ignore
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = states[torch.compiler.is_exporting]
+        states[torch.compiler.is_exporting] = False
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            states[torch.compiler.is_exporting] = before
+
+    return call
 
 
 def _mark_growing(cache: Any) -> None:

@@ -538,6 +538,17 @@ def test_settings_of_dynamo_are_after_a_capture_what_they_were(shortcut: str, va
         assert getattr(torch._dynamo.config, shortcut) is value
 
 
+class Asking(Net):
+    """Asks whether it is exported, as models of Hugging Face do to decide on a mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if torch.compiler.is_exporting() else 1)
+
+
+def test_a_converted_model_is_not_exported():
+    assert chains(assert_same(Asking(), X))
+
+
 def test_the_rest_may_go_through_inductor():
     model = nn.Sequential(Block(), nn.Softmax(-1)).float()
     x = X.float()
