@@ -105,7 +105,7 @@ class Conversion:
     def __init__(self, model: nn.Module, places: Iterable[nn.Module], backend: Backend) -> None:
         self.model, self._backend = model, backend
         compiled = torch.compile(_frame_of(backend), backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
-        if torch.__version__ < (2, 13):
+        if torch.__version__ < "2.13":
             compiled = _not_exporting(compiled)
         self._before = [(place, _call_impl(place)) for place in places]
         for place, _ in self._before:
@@ -193,7 +193,7 @@ def _not_exporting(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     For an export, models of Hugging Face make masks that they do without elsewhere.
     """
-    states: dict[Any, bool | None] = torch._dynamo.variables.torch.tracing_state_functions()  # pyright: ignore
+    states = cast("dict[Any, bool | None]", torch._dynamo.variables.torch.tracing_state_functions())  # pyright: ignore
 
     def call(*args: Any, **kwargs: Any) -> Any:
         before = states[torch.compiler.is_exporting]

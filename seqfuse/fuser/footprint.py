@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -55,13 +56,12 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], env: Env, 
         return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
     from torch.utils import flop_counter
 
-    count: Any = flop_counter.sdpa_flop_count  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
     def attention(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-        return int(count(q, k, v))
+        return 2 * math.prod(q) * k[-2] + 2 * math.prod(q[:-1]) * k[-2] * v[-1]
 
-    # Torch has a formula for each of its kernels of attention but this one.
-    extra = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention}
+    # Torch has no formula for the CPU's kernel, and before torch 2.13 none for fewer heads of keys than of queries.
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    extra = {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention for kernel in kernels}
     counter = flop_counter.FlopCounterMode(display=False, custom_mapping=extra)
     kept = footprint(parts, forward, counter)
     return kept if isinstance(kept, str) else Memory(kept.saved_by(forward), kept.unfused, counter.get_total_flops())
