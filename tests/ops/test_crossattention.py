@@ -69,6 +69,17 @@ def test_gives_what_attention_gives_of_one_tensor(how: dict[str, Any], dtype: to
     torch.testing.assert_close((y, torch.cat((dx, dk, dv), -1)), (wanted, d))
 
 
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_causal_one_with_a_mask_sees_what_both_let_it_see(kind: str):
+    x, named = drawn((2,), 7, 7, 4, 2, 8)
+    seen = (seeded_randn((7, 7), 5) > 0).fill_diagonal_(True)
+    wanted = sf.Sequential(ops.CrossAttention(4, 2, mask="m"))(x, m=seen.tril(), **named)
+    given = seen if kind == "bool" else torch.zeros(7, 7).masked_fill(~seen, -torch.inf)
+    op = ops.CrossAttention(4, 2, causal=True, mask="m")
+    torch.testing.assert_close(sf.Sequential(op)(x, m=given, **named), wanted)
+    torch.testing.assert_close(op.reference(x, attn_mask=given, **named), wanted)
+
+
 @pytest.mark.parametrize("mask", ["bool", "int", "float"])
 @pytest.mark.parametrize("keys", [7, 21])
 def test_masks_are_those_of_torch(keys: int, mask: str):
