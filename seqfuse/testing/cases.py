@@ -21,7 +21,7 @@ from ..fuser.schedule import Candidate
 from ..fuser.stretch import Stretch
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
-from .structure import Tree, Untouched, assert_bitwise_equal
+from .structure import Tree, Untouched, assert_bitwise_equal, copied
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
 HUGE, _MOST_SUBSETS = "huge", 32
@@ -146,7 +146,7 @@ class Specimen:
 
     def at(self, dtype: torch.dtype, *, wide: bool = False) -> Sequential:
         """A copy of the sequence with its parameters in `dtype`; `wide` in float64, but rounded to `dtype` before."""
-        return copy.deepcopy(self.root).to(dtype).to(torch.float64 if wide else dtype)
+        return copied(self.root).to(dtype).to(torch.float64 if wide else dtype)
 
     def named(self, nodes: Sequence[Node]) -> dict[str, Tensor]:
         """Parameters of a copy by name, under the places of their operations."""

@@ -191,19 +191,18 @@ def test_a_row_may_not_take_all_the_time() -> None:
 
 
 def test_runs_from_the_command_line_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    out = tmp_path / "gpu.json"
-    command = [str(SCRIPT), "--tiny", "--seconds", "0", "--out", str(out), "--only"]
+    out, kept, new = tmp_path / "gpu.json", "norm forward: RMSNorm 24 x 40", "add + norm forward: RMSNorm 24 x 40"
+    before = {"status": "ok", "times": {"of an earlier run": [1.0]}}
+    Book(out).add(kept, before)
+    command = [str(SCRIPT), "--tiny", "--seconds", "0", "--out", str(out), "--resume", "--only"]
     done = Script(*command, "norm forward: RMSNorm 24", folder=tmp_path, bare=True).done()
     assert done.returncode == 0, done.stderr
-    first = json.loads(out.read_text())
-    assert {"commit", "device", "torch", "triton"} <= first["about"].keys()
-    assert all(row["status"] == "ok" and row["times"] for row in first["rows"].values())
-    rows = {"norm forward: RMSNorm 24 x 40", "add + norm forward: RMSNorm 24 x 40"}
-    assert set(first["planned"]) == set(first["rows"]) == rows
-    done = Script(*command, "norm forward: RMSNorm", "--resume", folder=tmp_path, bare=True).done()
-    second = json.loads(out.read_text())
-    assert {key: second["rows"][key] for key in first["rows"]} == first["rows"]
-    assert second["rows"].keys() - rows == {"norm forward: RMSNorm 17 x 72"}, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert {"commit", "device", "torch", "triton"} <= found["about"].keys()
+    assert found["rows"].keys() == {kept, new} == set(found["planned"]), done.stdout + done.stderr
+    assert found["rows"][kept] == before
+    assert found["rows"][new]["status"] == "ok"
+    assert found["rows"][new]["times"]
 
 
 def test_says_so_where_there_is_no_gpu() -> None:
