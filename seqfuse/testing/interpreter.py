@@ -19,14 +19,13 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
-import types
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from .interpreter_speed import operators, replacements
+from .interpreter_speed import Language, replacements
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {
@@ -66,7 +65,7 @@ def corrected() -> Generator[None]:
 
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
-    language = _Language(interpreter)
+    language = Language(interpreter)
     parts = (*_replacements(interpreter), *replacements(interpreter), (interpreter, "_patch_lang", language.patch))
     _blocks.append(replaced)
     for owner, name, value in parts:
@@ -267,42 +266,3 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     yield interpreter.ReduceOps, "min_max", min_max
     if isinstance(rounds, interpreter.InterpretedFunction):  # not where kernels are compiled in this process
         yield random, "philox_impl", philox_impl
-
-
-class _Language:
-    """`triton.language` as the interpreter needs it, patched at the first launch of a block and restored at its end."""
-
-    _changes: ClassVar[list[tuple[Any, str, Any]]] = []  # of Triton's patch, which makes the same ones each time
-
-    def __init__(self, interpreter: Any) -> None:
-        self._interpreter, self._patch, self._scope = interpreter, interpreter._patch_lang, None
-
-    def patch(self, fn: Any) -> Any:
-        """Stands for `_patch_lang`, which a launch and each call of a device function calls, and then `restore`."""
-        if self._scope is None:
-            import triton.language as tl
-
-            if not self._changes:
-                everything: Any = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-                made = self._patch(everything)
-                self._changes.extend((owner, name, vars(owner)[name]) for owner, name, _ in made._changes)
-                made.restore()
-            self._scope = self._interpreter._LangPatchScope()
-            for change in self._changes:
-                self._scope.set_attr(*change)
-            # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
-            self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
-            for name, of in operators(self._interpreter):
-                self._scope.set_attr(tl.tensor, name, of(getattr(tl.tensor, name)))
-        return _Open()
-
-    def restore(self) -> None:
-        if self._scope is not None:
-            self._scope.restore()
-
-
-class _Open:
-    """The patch of a block, which stays until the block ends."""
-
-    def restore(self) -> None:
-        pass

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 _KNOWN = frozenset(("fp32", "fp64", "int32", "int64", "uint32", "uint64"))
 _CASTS = frozenset((source, target) for source in ("int1", *_KNOWN) for target in _KNOWN) | {
@@ -236,3 +237,42 @@ def operators(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
 
     yield "__add__", add_to
     yield "__getitem__", new_axes
+
+
+class Language:
+    """`triton.language` as the interpreter needs it, patched at the first launch of a block and restored at its end."""
+
+    _changes: ClassVar[list[tuple[Any, str, Any]]] = []  # of Triton's patch, which makes the same ones each time
+
+    def __init__(self, interpreter: Any) -> None:
+        self._interpreter, self._patch, self._scope = interpreter, interpreter._patch_lang, None
+
+    def patch(self, fn: Any) -> Any:
+        """Stands for `_patch_lang`, which a launch and each call of a device function calls, and then `restore`."""
+        if self._scope is None:
+            import triton.language as tl
+
+            if not self._changes:
+                everything: Any = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+                made = self._patch(everything)
+                self._changes.extend((owner, name, vars(owner)[name]) for owner, name, _ in made._changes)
+                made.restore()
+            self._scope = self._interpreter._LangPatchScope()
+            for change in self._changes:
+                self._scope.set_attr(*change)
+            # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
+            self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
+            for name, of in operators(self._interpreter):
+                self._scope.set_attr(tl.tensor, name, of(getattr(tl.tensor, name)))
+        return _Open()
+
+    def restore(self) -> None:
+        if self._scope is not None:
+            self._scope.restore()
+
+
+class _Open:
+    """The patch of a block, which stays until the block ends."""
+
+    def restore(self) -> None:
+        pass

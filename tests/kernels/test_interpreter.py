@@ -146,7 +146,7 @@ def test_operators_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         return [*found]
 
     with monkeypatch.context() as patch:  # before the first launch of a block, at which its operators are replaced
-        patch.setattr("seqfuse.testing.interpreter.operators", lambda _: ())
+        patch.setattr("seqfuse.testing.interpreter_speed.operators", lambda _: ())
         theirs = results()
     for name, quick in operators(interpreter):
         monkeypatch.setattr(tl.tensor, name, quick(getattr(tl.tensor, name)))
