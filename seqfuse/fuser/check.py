@@ -174,20 +174,14 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
     if not (_is_tuple(out, 2) and _is_mapping(out[1])):
         raise wrong(f"bwd must return (dx, {{name: gradient}}), not {_form(out)}")
     dx, grads = out[0], out[1]
-    known: dict[str, Like | None] = {}
-    owners: dict[str, tuple[nn.Module, str]] = {}
-    wanted: set[str] = set()
-    inside = {c for node in step.nodes for _, c in node.outputs}
-    for place, _, _, node, needs in step.members:
+    owners: dict[str, tuple[nn.Module, str] | None] = {}
+    for place, _, _, node, _ in step.members:
         prefix = f"{place}." if fused else ""
-        known |= {prefix + n: context.parameters[id(owner), name] for n, (owner, name) in node.slots.items()}
         owners |= {prefix + n: slot for n, slot in node.slots.items()}
-        known |= {prefix + n: None for n, _ in node.inputs}
-        wanted |= {prefix + n for n in node.slots if n in needs}
-        wanted |= {prefix + n for n, c in node.inputs if n in needs and not (fused and c in inside)}
-    unknown = sorted(name for name, g in grads.items() if g is not None and name not in known)
+        owners |= {prefix + n: None for n, _ in node.inputs}
+    unknown = sorted(name for name, g in grads.items() if g is not None and name not in owners)
     if unknown:
-        raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, known)) or 'none'}")
+        raise wrong(f"bwd returned a gradient {unknown[0]!r}; known are {', '.join(map(repr, owners)) or 'none'}")
     if not isinstance(dx, Tensor) and "x" in step.needs[0]:
         raise wrong("bwd returned no gradient of x, which is needed")
     if isinstance(dx, Tensor) and "x" in step.needs[0]:
@@ -199,19 +193,20 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
         if dx.shape[dims] != own.shape[dims] or dx.device != own.device or not same:
             raise wrong(f"the gradient of x should be like {_describe(own)}, not {_describe(dx)}")
     seen: list[tuple[Any, str]] = []
-    for name in sorted(wanted):
-        g, parameter = grads.get(name), known[name]
-        if g is accumulated and "main_grads" in given and parameter is not None:
+    for name in sorted(name for name, _ in (*step.grads, *step.channel_grads)):
+        g, slot = grads.get(name), owners[name]
+        if g is accumulated and "main_grads" in given and slot is not None:
             continue
         if not isinstance(g, Tensor):
             raise wrong(f"bwd returned no gradient {name!r}, which is needed")
-        if parameter is None:  # an extra input, whose shape is not known here
+        if slot is None:  # an extra input, whose shape is not known here
             continue
+        owner, attribute = slot
+        parameter = context.parameters[id(owner), attribute]
         same_dtype = g.dtype == parameter.dtype or context.mixed
         if g.shape != parameter.shape or g.device != parameter.device or not same_dtype:
             raise wrong(f"gradient {name!r} should be {_describe(parameter)}, not {_describe(g)}")
         if fused and g.numel():
-            owner, attribute = owners[name]
             others: list[tuple[Any, str]] = [(d, "the incoming gradient"), (dx, "the gradient of x"), *seen]
             others.append((owner._parameters.get(attribute), "its parameter"))  # pyright: ignore[reportPrivateUsage]
             for other, what in others:
