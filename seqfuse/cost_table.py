@@ -130,12 +130,6 @@ def sources() -> str:
     return found.hexdigest()[:16]
 
 
-class TableVersion:
-    """A token that is replaced whenever a measurement is added: sequences planned before are planned anew."""
-
-    current = Version()
-
-
 _tables: dict[Machine, dict[str, Measurement]] = {}
 _given_up: set[Path | None] = set()
 
@@ -165,7 +159,7 @@ def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = F
     known = dict(found) if instead else {**table(machine), **found}
     if known != table(machine):
         _tables[machine] = known
-        TableVersion.current = Version()
+        config_version.measured = Version()  # sequences planned before are planned anew
         config_version.bump()
 
 

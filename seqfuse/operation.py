@@ -46,7 +46,7 @@ class ConfigVersion:
     """
 
     def __init__(self) -> None:
-        self.current = Version()
+        self.current, self.measured = Version(), Version()  # the latter whenever a measurement is added
 
     def bump(self) -> None:
         """Say that an attribute was set, after it was."""

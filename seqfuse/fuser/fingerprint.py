@@ -9,7 +9,6 @@ from typing import Any
 import torch.nn.modules.module as hooks_of
 from torch import Tensor, nn
 
-from ..cost_table import TableVersion
 from ..operation import FusableOperation, config_version
 
 # Of the attributes of a module, those that hold the engine.
@@ -42,7 +41,7 @@ class Fingerprint:
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:
-        self._config, self._measured = config_version.current, TableVersion.current
+        self._config, self._measured = config_version.current, config_version.measured
         self._root, every = weakref.ref(root), list(dict.fromkeys((root, *modules)))
         self._modules = every[1:]
         self._attributes_then = [dict(m.__dict__) for m in every]
@@ -74,7 +73,7 @@ class Fingerprint:
 
     def _compare(self) -> bool:
         current = config_version.current
-        same = self._measured is TableVersion.current and self._same(self._attributes_then)
+        same = self._measured is config_version.measured and self._same(self._attributes_then)
         if same:
             self._config = current
         return same
@@ -101,7 +100,7 @@ class Fingerprint:
 
     def differs_in_training_only(self) -> bool:
         """Whether what changed is training flags and nothing else, so that it may come back."""
-        if self._measured is not TableVersion.current:
+        if self._measured is not config_version.measured:
             return False
         pairs = zip(self._now(), self._attributes_then, strict=True)
         rest = self._same([{**then, "training": now.__dict__.get("training")} for now, then in pairs])

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.fuser import cost_lookup, flatten, interpret
+from seqfuse.operation import config_version
 from seqfuse.testing.cases import Bench
 from seqfuse.tune import TuneReport, _Search, timing
 from seqfuse.tune.ranks import Ranks
@@ -157,11 +158,11 @@ def test_what_is_known_already_makes_nothing_anew() -> None:
     model = pair(Slow)
     sf.tune(model, X)
     model(X)
-    op_list, version = model._fuser._op_lists[0], cost_table.TableVersion.current
+    op_list, version = model._fuser._op_lists[0], config_version.measured
     sf.tune(model, X)
     model(X)
     assert model._fuser._op_lists[0] is op_list
-    assert cost_table.TableVersion.current is version
+    assert config_version.measured is version
 
 
 def test_nothing_is_looked_up_in_a_call_whose_program_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
