@@ -216,6 +216,12 @@ def test_a_sequential_of_torch_becomes_one_of_operations_on_its_parameters():
     torch.testing.assert_close(found, torch.autograd.grad(wanted, leaves, dy))
 
 
+def test_a_layer_of_torch_drops_where_torch_does():
+    mine = from_torch(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25))
+    assert [m.p for m in mine.modules() if isinstance(m, ops.Dropout)] == [0.25] * 3
+    assert [m.dropout for m in mine.modules() if isinstance(m, ops.Attention)] == [0.25]
+
+
 @pytest.mark.parametrize("module", [nn.Linear(4, 3), nn.RMSNorm(4), nn.Tanh(), nn.Dropout(0.4)], ids=str)
 def test_one_module_becomes_one_operation(module: nn.Module):
     mine = from_torch(module.eval())

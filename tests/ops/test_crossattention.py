@@ -69,6 +69,15 @@ def test_gives_what_attention_gives_of_one_tensor(how: dict[str, Any], dtype: to
     torch.testing.assert_close((y, torch.cat((dx, dk, dv), -1)), (wanted, d))
 
 
+def test_weights_of_a_row_under_one_large_mask_add_up_to_one():
+    (x, named), mask = drawn((2,), 5, 21, 4, 4, 8), torch.zeros(5, 21)
+    mask[2] = -1e9
+    y = sf.Sequential(ops.CrossAttention(4, mask="m"))(x, k=named["k"], v=named["v"].requires_grad_(), m=mask)
+    dy = seeded_randn((2, 5, 32), 5)
+    (dv,) = torch.autograd.grad(y, named["v"], dy)
+    torch.testing.assert_close(dv.sum(1), dy.sum(1), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_causal_one_with_a_mask_sees_what_both_let_it_see(kind: str):
     x, named = drawn((2,), 7, 7, 4, 2, 8)
