@@ -40,12 +40,9 @@ class Version:
 
 
 class ConfigVersion:
-    """A token that is replaced whenever an attribute of any operation is set: an unchanged one spares a comparison.
+    """A token that is replaced whenever an attribute of any operation is set: an unchanged one spares a comparison."""
 
-    An instance, because torch 2.11 does not trace that a class is set.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # an instance, because torch 2.11 does not trace that a class is set
         self.current, self.measured = Version(), Version()  # the latter whenever a measurement is added
 
     def bump(self) -> None:
@@ -276,7 +273,8 @@ class UnfusedOperation(FusableOperation):
     def parameter_slots(self) -> dict[str, tuple[nn.Module, str]]:
         """Where each parameter lives: local name to (owning module, attribute)."""
         slots: dict[str, tuple[nn.Module, str]] = {}
-        inside = self.named_modules() if len(self._modules) else (("", self),)
+        owner: Any = self
+        inside = owner.named_modules() if len(self._modules) else (("", self),)
         for prefix, module in typing.cast(Iterable[tuple[str, nn.Module]], inside):
             if ".parametrizations" in f".{prefix}":
                 continue
