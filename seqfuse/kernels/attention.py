@@ -631,9 +631,6 @@ def _decided_backward(
         if inner_contiguous(name, grad).shape != of.shape:
             raise ValueError(f"{name} must have shape {tuple(of.shape)}, got {tuple(grad.shape)}")
     inner_contiguous("dy", dy)
-    if keys == 0:
-        dq.zero_()
-        return
     window = _seen(window, rows, keys)
     deltas = torch.empty((batch, heads, rows), dtype=torch.float32, device=q.device)
     scale, factor, cap, limits = _numbers(size, scale, window, softcap, cu_seqlens, False)

@@ -24,6 +24,13 @@ def test_dtypes_promote_as_in_torch(x: torch.dtype, other: torch.dtype):
     torch.testing.assert_close(y, (a * 0.3 + b), rtol=1e-2, atol=1e-2)
 
 
+def test_whole_numbers_are_scaled_to_parts_of_them():
+    x, other = torch.arange(4), torch.tensor([3, 0, -1, 2])
+    model = sf.Sequential(ops.Scale(0.3), ops.Add("other"))
+    with sf.fusing(on_error="raise"):
+        torch.testing.assert_close(model(x, other=other), x * 0.3 + other)
+
+
 def test_scales_the_branch_of_a_residual():
     model = sf.Sequential(ops.Residual(ops.GeLU(), ops.Scale(0.5)))
     assert model.plan(seeded_randn((5, 6), 0)).count("ScaleAdd") == 1

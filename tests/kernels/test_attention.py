@@ -413,6 +413,10 @@ def test_no_rows_or_keys_give_nothing(device: torch.device) -> None:
         ({"softcap": -1.0}, "window and softcap must be positive"),
         ({"mask": torch.zeros(6, 6)}, r"must broadcast to \(1, 4, 6, 6\) from 4 dimensions, got \(6, 6\)"),
         ({"cu_seqlens": torch.tensor([0.0, 6.0])}, r"cu_seqlens must be integers \[n \+ 1\]"),
+        (
+            {"cu_seqlens": torch.tensor([0, 5]), "q": torch.zeros(1, 4, 5, 8)},
+            "as many rows as keys, got .* 5 rows and 6 keys",
+        ),
         ({"p": 0.5}, "a seed is needed"),
         ({"q": torch.zeros(1, 4, 8, 6).mT}, "q must be contiguous in its last dimension"),
     ],

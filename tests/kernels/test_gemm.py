@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -909,6 +910,16 @@ def test_the_checks_kill(
     spoiled = mutant(gemm, old, new)
     with pytest.raises(AssertionError):
         CHECKS[check](spoiled, device, dtype)
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "up"])
+def test_descriptors_stand_for_factors_that_are_all_aligned(name: str, device: torch.device) -> None:
+    factors = {key: torch.zeros(8 * 32 + 1, device=device) for key in ("x", "weight", "up")}
+    for aligned in (True, False):
+        given = {key: t[key == name and not aligned :][: 8 * 32].view(8, 32) for key, t in factors.items()}
+        with mock.patch.object(gemm, "launch", wraps=gemm.launch) as launched:
+            gemm.linear_gated(**given, act=ACTIVATIONS["silu"], tile=TILES["descriptors"])
+        assert launched.call_args.args[3]["LOADS"] is aligned
 
 
 @pytest.mark.parametrize(

@@ -241,12 +241,13 @@ def test_a_tensor_on_another_device_is_launched_there(gpu: Kernel, monkeypatch: 
     assert entered == [1, -1]
 
 
-def test_a_profiler_sees_every_launch(gpu: Kernel) -> None:
+@pytest.mark.parametrize("when", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_sees_every_launch(when: str, gpu: Kernel) -> None:
     def hook(metadata: object) -> None:
         pass
 
     launch(gpu, 1, (BUFFER,), {"B": 1})
-    chain = triton.knobs.runtime.launch_enter_hook
+    chain = getattr(triton.knobs.runtime, when)
     chain.add(hook)
     try:
         launch(gpu, 1, (BUFFER,), {"B": 1})

@@ -580,9 +580,9 @@ def test_the_thread_that_measures_has_the_threads_and_the_autocast_of_the_caller
     monkeypatch.setattr(
         torch, "set_num_threads", lambda n: (seen.append((threading.current_thread().name, n)), set_here(n))
     )
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.float16):  # not the one by default
         sf.tune(pair(Looks), X, modes="train")
-    assert set(seen) == {("seqfuse-tune", torch.get_num_threads()), ("seqfuse-tune", torch.bfloat16, False)}
+    assert set(seen) == {("seqfuse-tune", torch.get_num_threads()), ("seqfuse-tune", torch.float16, False)}
 
 
 def test_rounds_go_by_turns_and_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
