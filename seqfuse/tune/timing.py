@@ -162,7 +162,7 @@ def _autocast_here(kind: str) -> contextlib.AbstractContextManager[Any]:
     """The caller's autocast region, for another thread."""
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
-    return torch.autocast(kind, torch.get_autocast_dtype(kind))
+    return torch.autocast(kind)  # to the dtype that is set here
 
 
 def scratch_like(like: Tensor, generator: torch.Generator) -> Tensor:
