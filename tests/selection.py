@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from seqfuse.testing import operations, probe
+from seqfuse.testing import fusions, operations, probe
 
 SHARE = 12 if os.environ.get("TRITON_INTERPRET") == "1" else 4
-"""Every list gets the first case, those without gradients, and one of this many of the others, another list others."""
+"""Every list gets the first case, those without gradients, and one of this many of the others, in one of its dtypes in
+turn; another list gets others."""
 
 
 @pytest.fixture(autouse=True)
@@ -28,15 +30,29 @@ def few_cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         return
     turn = zlib.crc32(request.node.nodeid.encode())
 
+    dtypes: list[torch.dtype] = []
+
+    def noting(of: Callable[..., Any], at: int) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            dtypes[:] = args[at] or operations.DTYPES
+            return of(*args)
+
+        return noted
+
     def thinned(of: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
         def some(*args: Any) -> Iterator[Any]:
             every: Sequence[Any] = [*of(*args)]
             for i, case in enumerate(every):
-                if i in (0, len(every) - 1) or not getattr(case, "grad", True) or (i + turn) % SHARE == 0:
+                dtype = getattr(case, "dtype", None)
+                share = SHARE if dtype is None else SHARE * len(dtypes)
+                other = SHARE * dtypes.index(dtype) if dtype in dtypes else 0
+                if i in (0, len(every) - 1) or not getattr(case, "grad", True) or (i + turn + other) % share == 0:
                     yield case
 
         return some
 
+    for module, at in ((operations, 3), (fusions, 4)):
+        monkeypatch.setattr(module, "_check", noting(module._check, at))
     for module in (operations, probe):
         monkeypatch.setattr(module, "cases", thinned(module.cases))
         monkeypatch.setattr(module, "subsets", thinned(module.subsets))
