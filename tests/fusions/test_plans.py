@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fusions.all_reduce_linear import AllReduceLinearBackward
 
 H100 = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
 # What may stand unfused: products that torch makes, and a fork in the forward pass, where it is no work.
@@ -83,3 +87,12 @@ def test_inference_writes_no_pre_activation():
     for act in (ops.SwiGLU, ops.GeLU):
         model = sf.Sequential(block(act, ops.LayerNorm, True, 0.1)).bfloat16().eval()
         assert model.plan(env=still).count("LinearBiasActivationInference") == 1
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_a_sum_over_processes_beside_a_gradient_is_not_made_under_autocast(autocast: torch.dtype | None):
+    linear, group = ops.Linear(4, 4, bias=False), SimpleNamespace(size=2)
+    slots: Any = SimpleNamespace(enter=SimpleNamespace(group=group), linear=linear, bias=None)
+    asked = AllReduceLinearBackward.requires(slots, sf.Env.of("cpu", autocast=autocast))
+    reasons = [reason for holds, reason in asked if not holds]
+    assert reasons == ["under autocast the sum is of x's dtype, not of the GEMM's"] * (autocast is not None)
