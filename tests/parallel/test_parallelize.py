@@ -309,3 +309,10 @@ def test_a_state_of_another_shape_is_an_error(group: Any) -> None:
     state = nn.FeedForward(16, 12).state_dict()
     with pytest.raises(sf.InputError, match=r"expects 8 along dimension 0 of the whole, got 12 \[in 'up\.weight'\]"):
         parallel.shard(model, state)
+
+
+@pytest.mark.parametrize("follows", [ops.QKNorm(4, 8), ops.RotaryEmbedding(8, style="half"), ops.Attention(8)], ids=str)
+def test_a_column_is_not_divided_across_heads(follows: sf.UnfusedOperation, group: Any) -> None:
+    model = sf.Sequential(ops.Linear(8, 96), follows)
+    with pytest.raises(sf.InputError, match=f"across the heads of {type(follows).__name__}"):
+        parallel.parallelize(model, group, {"0": "column"})
