@@ -251,8 +251,7 @@ class Specimen:
 
     def _incoming(self, case: Case, y: Tensor, seed: int) -> Tensor:
         values = seeded_randn(tuple(y.shape), seed, dtype=case.dtype).to(y.device)
-        values = values / 0 if case.dy_infinite else values
-        return laid_out(values, case.dy_layout).to(y.dtype)
+        return laid_out(values / 0 if case.dy_infinite else values, case.dy_layout).to(y.dtype)
 
 
 def _gradients(
