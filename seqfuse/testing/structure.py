@@ -14,8 +14,11 @@ Tree = Tensor | Mapping[str, "Tree"] | Sequence["Tree"] | None
 
 def copied(module: Any) -> Any:
     """A deep copy. Each module has ten empty dictionaries of hooks, half of what a copy takes: those are not walked."""
-    held = [value for inner in module.modules() for value in vars(inner).values()]
-    empty = {id(value): type(value)() for value in held if type(value) in (dict, OrderedDict) and not value}
+    attributes: list[dict[str, Any]] = [vars(inner) for inner in module.modules()]
+    held = [value for of_one in attributes for value in of_one.values()]
+    empty: dict[int, Any] = {
+        id(value): type(value)() for value in held if type(value) in (dict, OrderedDict) and not value
+    }
     return copy.deepcopy(module, empty)
 
 
