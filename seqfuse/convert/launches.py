@@ -37,7 +37,7 @@ def _memories(node: Node) -> Iterator[int]:
     return (t.untyped_storage()._cdata for t in values if is_plain(t))  # pyright: ignore[reportPrivateUsage]
 
 
-class Eager(NamedTuple):
+class Unconverted(NamedTuple):
     """What torch does for a chain: kernels of both passes, and bytes saved, counted as a plan's are: storages once,
     parameters left out.
     """
@@ -72,7 +72,7 @@ class Before:
                 self._calls.append((node, node.op, node.target, node.args, node.kwargs))
         self._calls.reverse()
 
-    def eager(self, autocast: torch.dtype | None, gradients: bool) -> Eager:
+    def eager(self, autocast: torch.dtype | None, gradients: bool) -> Unconverted:
         """What torch launches and saves, counted on tensors without data."""
         with FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(gradients):
             device = example(self._outputs[0])
@@ -103,7 +103,7 @@ class Before:
             called = {call[0] for call in self._calls}
             entered = [t for node, t in made.items() if isinstance(t, Tensor) and node not in called]
             parameters = [made[node] for node in self._parameters if node in made]
-            return Eager(forward.count, backward.count, held.bytes(entered, parameters))
+            return Unconverted(forward.count, backward.count, held.bytes(entered, parameters))
 
 
 class _Held:

@@ -17,14 +17,14 @@ from torch.fx import Graph, Node
 from ..env import autocast_of
 from ..errors import SeqfuseError
 from ..fuser.budget import Mode
-from ..fuser.op_list import Region as Stretch
+from ..fuser.op_list import Region as PlannedRegion
 from ..fuser.plan import Plan
 from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
 from .chains import Chain, Order
 from .effects import in_place
 from .graph import example, fake, numbers, owner, same_shape
-from .launches import Before, Eager
+from .launches import Before, Unconverted
 from .raising import Given, Transposed
 
 
@@ -67,7 +67,7 @@ class Region(nn.Module):
     def plan(self) -> Plan | None:
         """How the chain ran last; `None` before its first call."""
         (region,) = self._fuser.op_list().parts
-        return region.program.plan if isinstance(region, Stretch) and region.program is not None else None
+        return region.program.plan if isinstance(region, PlannedRegion) and region.program is not None else None
 
     def planned(self) -> Plan | None:
         """The plan of the last call with the bytes it saves, for tensors without data, as large as those captured."""
@@ -96,7 +96,7 @@ class Region(nn.Module):
         return list(map(like, values))
 
     @property
-    def eager(self) -> Eager | None:
+    def eager(self) -> Unconverted | None:
         """What torch would launch and save in the chain's place, where that can be counted."""
         plan = self.plan
         assert self.before is not None
@@ -138,7 +138,8 @@ class Region(nn.Module):
             operation = self.order.operations[int(nodes[error.position].path.partition(".")[0])]
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")
             if module:
-                hint = "" if (error.hint or "in '").startswith("in '") else f"; {error.hint}"
+                # A path within the chain, as a hint may be, is of operations that the user did not make.
+                hint = "" if error.hint is None or error.hint.startswith("in '") else f"; {error.hint}"
                 error.hint = f"in {module!r} of the model{hint}"
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
+from ..env import short
 from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..maingrad import accumulated
@@ -147,7 +148,7 @@ def _compare(step: Step, what: str, got: Any, own: Any) -> None:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor | Like):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+        return f"{short(value.dtype)}{list(value.shape)} on {value.device}"
     return repr(value)
 
 

@@ -22,7 +22,7 @@ from ..fuser.fingerprint import global_hooks
 from ..fuser.reference import transformed
 from ..fuser.schedule import Candidate
 from ..settings import settings
-from .candidates import Stretch, passes, real, stretches
+from .candidates import CalledRegion, passes, real, stretches
 from .ranks import Ranks
 from .report import OUT_OF_BUDGET, Row, TuneReport, progress
 from .shadow import MODES, Shadow
@@ -128,9 +128,9 @@ class _Job:
 
     key: str
     machine: Machine
-    stretch: Stretch
+    stretch: CalledRegion
     candidate: Candidate
-    places: list[tuple[Stretch, Candidate]]
+    places: list[tuple[CalledRegion, Candidate]]
     note: str = ""
 
 
@@ -157,7 +157,7 @@ class _Search:
                         self._take(stretch)
         self._skipped = list(dict.fromkeys(self._skipped))
 
-    def _take(self, stretch: Stretch) -> None:
+    def _take(self, stretch: CalledRegion) -> None:
         machine = Machine.of(stretch.entered.env)
         nodes = stretch.site.op_list.nodes
         for candidate in stretch.found:

@@ -21,7 +21,7 @@ from ..fuser.op_list import Region
 from ..fuser.plan import Plan, plan_region
 from ..fuser.preview import choice_in
 from ..fuser.schedule import Candidate
-from ..fuser.stretch import Stretch as Entered
+from ..fuser.stretch import Stretch
 from ..fusion import BackwardFusion, JointFusion
 from ..settings import fusing_now
 from .shadow import Site
@@ -29,12 +29,12 @@ from .timing import Passes, scratch_like
 
 
 @dataclasses.dataclass(eq=False)
-class Stretch:
+class CalledRegion:
     """A region of a container as it was called, and its candidates."""
 
     site: Site
     region: Region
-    entered: Entered
+    entered: Stretch
     context: Context
     found: list[Candidate]
 
@@ -54,7 +54,7 @@ class Stretch:
         return plan_region(entered, Matcher(fuser.fusions), choice)
 
 
-def stretches(site: Site) -> Generator[Stretch | str]:
+def stretches(site: Site) -> Generator[CalledRegion | str]:
     """The regions of a container that ran, or why one cannot be measured."""
     op_list = site.op_list
     for part in op_list.parts:
@@ -77,17 +77,17 @@ def stretches(site: Site) -> Generator[Stretch | str]:
 
 def _stretch(
     site: Site, region: Region, x: Tensor, channels: dict[str, Tensor], parameters: Sequence[Tensor]
-) -> Stretch:
+) -> CalledRegion:
     given = {c: channels[c] for c in region.channels}
-    entered = Entered.of(site.op_list.nodes, region.positions, x, given, parameters, Env.like(x))
+    entered = Stretch.of(site.op_list.nodes, region.positions, x, given, parameters, Env.like(x))
     context = Context.of(entered, region.slots, parameters, "raise", lambda: None)
     fusing = dataclasses.replace(fusing_now(), unmeasured=True)
     unmeasured = dataclasses.replace(entered, fusing=fusing)
     found, _ = Matcher(site.fuser.fusions).find(unmeasured, lean=site.fuser.memory != "save")
-    return Stretch(site, region, entered, context, found)
+    return CalledRegion(site, region, entered, context, found)
 
 
-def passes(stretch: Stretch, candidate: Candidate) -> Passes:
+def passes(stretch: CalledRegion, candidate: Candidate) -> Passes:
     """The pass or passes that a candidate replaces, by itself and by its operations, on scratch tensors."""
     site, (a, b) = stretch.site, (candidate.start, candidate.stop)
     live = stretch.entered.wants.live_from < b
@@ -123,7 +123,7 @@ def passes(stretch: Stretch, candidate: Candidate) -> Passes:
     return lambda: forward(fused), lambda: forward(unfused)
 
 
-def _segment(stretch: Stretch, a: int, b: int, candidate: Candidate, ahead: bool, back: bool) -> Segment:
+def _segment(stretch: CalledRegion, a: int, b: int, candidate: Candidate, ahead: bool, back: bool) -> Segment:
     """A segment of a candidate's positions alone, covered by it in the passes that are asked for."""
     own = stretch.entered.step(a, b, candidate.fusion)
     forward = (own,) if ahead else own.unfused()
@@ -134,7 +134,7 @@ def _segment(stretch: Stretch, a: int, b: int, candidate: Candidate, ahead: bool
 
 
 @contextlib.contextmanager
-def real(stretch: Stretch, candidate: Candidate) -> Generator[None]:
+def real(stretch: CalledRegion, candidate: Candidate) -> Generator[None]:
     """Within the block, the parameters that a candidate reads are copies of the model's, rather than fake."""
     inside = stretch.site.op_list.nodes[candidate.start : candidate.stop]
     owners = [m for node in inside for m in node.operation.modules()]
