@@ -25,6 +25,11 @@ class Slot:
         """Whether an operation whose exact type is `kind` may stand here."""
         return any(kind is t or (t.is_open and issubclass(kind, t)) for t in self.types)
 
+    def __str__(self) -> str:
+        """The types, as a pattern spells them."""
+        named = " | ".join([t.__name__ for t in self.types] + ["None"] * self.optional)
+        return f"tuple[{named}, ...]" if self.variadic else named
+
 
 def slot_of(cls: type, name: str, hint: Any) -> Slot:
     """What the type of a field says about its slot."""

@@ -54,6 +54,7 @@ class Plan:
         segments: ranges of positions that run behind one autograd node each.
         refused: fusions whose pattern matched and that were not used, with reasons.
         env: what it was made for.
+        unmatched: fusions of other authors in the fusion set whose pattern stands nowhere, with their patterns.
         tokens: how many tokens the input has, where the plan was asked for one; plans are shared by others.
         cost: estimated nanoseconds beyond what the operations take unfused: negative where it is faster.
     """
@@ -63,6 +64,7 @@ class Plan:
     backward: tuple[Step, ...]
     segments: tuple[range, ...]
     refused: tuple[Refusal, ...] = ()
+    unmatched: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
     tokens: int | None = dataclasses.field(default=None, compare=False, repr=False)
     measure: Any = dataclasses.field(default=None, compare=False, repr=False)
     cost: int = dataclasses.field(default=0, compare=False, repr=False)
@@ -156,6 +158,7 @@ class Plan:
             backward=[_step(s, backward=True) for s in self.backward],
             segments=[(piece.start, piece.stop) for piece in self.segments],
             refused=[dataclasses.asdict(r) for r in self.refused],  # pyright: ignore[reportArgumentType]
+            unmatched=[*self.unmatched],
             eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
             casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in self.casts],
             memory=None if self.memory is None else dataclasses.asdict(self.memory),  # pyright: ignore[reportArgumentType]

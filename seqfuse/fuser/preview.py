@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ def plan_ahead(
         return merge(plans, eager, env)
 
     plan = planned(memory)
+    plan = dataclasses.replace(plan, unmatched=tuple(_unmatched(matcher, plan)))
     if x is None or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
     parameters = [t for node in op_list.nodes for t in node.operation.parameters()]
@@ -110,6 +111,14 @@ def plan_ahead(
     has_choice = env.grad and any(fusion.saves_memory for fusion in matcher.fusions)
     compare = compared if has_choice else None
     return dataclasses.replace(plan, tokens=tokens_of(x), measure=measured, compare=compare)
+
+
+def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:
+    """Fusions of other authors that the plan does not name; in a library's set most match nowhere."""
+    named = {*(step.name for step in (*plan.forward, *plan.backward)), *(refusal.fusion for refusal in plan.refused)}
+    for cls in matcher.fusions:
+        if cls.__name__ not in named and not cls.saves_memory and not cls.__module__.startswith("seqfuse."):
+            yield f"{cls.__name__} ({', '.join(map(str, cls.slots))})"
 
 
 def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:

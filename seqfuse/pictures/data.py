@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-FORMAT = 2
+FORMAT = 3
 Kind = Literal["unfused", "eager", "forward", "backward", "joint", "inference"]
 
 
@@ -99,6 +99,7 @@ class PlanData(TypedDict):
     backward: list[StepData]
     segments: list[tuple[int, int]]
     refused: list[RefusalData]
+    unmatched: list[str]
     eager: list[EagerData]
     casts: list[CastData]
     memory: MemoryData | None

@@ -55,7 +55,7 @@ def page(plan: PlanData) -> str:
 
 
 def _words(plan: PlanData) -> list[Markup]:
-    """A table of what was not applied and one of what runs eagerly, by their reasons."""
+    """A table of what was not applied and one of what runs eagerly, by their reasons; and what matches nowhere."""
     refused: dict[str, dict[str, list[int]]] = {}
     for refusal in (refusal for refusal in plan["refused"] if not refusal["expected"]):
         refused.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
@@ -68,6 +68,8 @@ def _words(plan: PlanData) -> list[Markup]:
             head = tag("tr", tag("th", "reason"), tag("th", f"{what}, and where"))
             rows = (tag("tr", tag("td", reason), tag("td", *_named(places))) for reason, places in reasons.items())
             found += [tag("h3", title), tag("table", head, *rows)]
+    if plan["unmatched"]:
+        found.append(tag("p", f"Matches nowhere: {'; '.join(plan['unmatched'])}"))
     return found
 
 

@@ -68,7 +68,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
         lines += _wrap(line, "    ", width)
     if plan["memory_unknown"] is not None:
         memory = [f"saved for backward: not known: {plan['memory_unknown']}"]
-    for line in (*_refusals(plan["refused"]), *memory, *_choices(plan["choices"])):
+    unmatched = [f"matches nowhere: {fusion}" for fusion in plan["unmatched"]]
+    for line in (*_refusals(plan["refused"]), *unmatched, *memory, *_choices(plan["choices"])):
         lines += _wrap(line, "    ", width)
     return "\n".join(lines)
 

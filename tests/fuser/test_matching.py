@@ -656,6 +656,26 @@ def test_what_lacks_its_first_or_last_operation_or_two_of_them_is_no_near_miss()
         assert sf.Sequential(*operations, fusions=rules).plan(tensor(7, 5)).refused == ()
 
 
+def test_a_fusion_of_another_author_that_matches_nowhere_is_listed_with_its_pattern() -> None:
+    class Order(sf.ForwardFusion):
+        act: ops.GeLU | ops.Tanh
+        biases: tuple[ops.Bias, ...]
+        last: ops.ReLU | None
+
+        def fwd(self, x: Tensor) -> Any:
+            raise NotImplementedError
+
+    first, x = (LinearBiasGeLUForward, BiasReLU), tensor(7, 5)
+    model = sf.Sequential(ops.Linear(5, 5), ops.GeLU(), fusions=(*first, Order, *sf.fusions.default))
+    plan = model.plan(x)
+    assert plan.unmatched == ("BiasReLU (Bias, ReLU)", "Order (GeLU | Tanh, tuple[Bias, ...], ReLU | None)")
+    assert "matches nowhere: Order (GeLU | Tanh, tuple[Bias, ...], ReLU | None)" in str(plan).replace("\n    ", " ")
+    assert "Matches nowhere: BiasReLU (Bias, ReLU); Order" in plan.html()
+    model.append(ops.Bias(5))
+    assert model.plan(x).unmatched == ("BiasReLU (Bias, ReLU)",)
+    assert sf.Sequential(ops.Linear(5, 5, bias=False), ops.GeLU(), fusions=first[:1]).plan(x).unmatched == ()
+
+
 @pytest.mark.parametrize(
     "middle",
     [
