@@ -12,12 +12,13 @@ from ..fuser.budget import Mode
 from ..fuser.sequential import Fusions
 
 if TYPE_CHECKING:
-    from .capture import Conversion, backend
+    from .capture import Conversion
     from .report import GraphReport, Left
+    from .starting import backend
 
 __all__ = ["Conversion", "GraphReport", "Left", "backend", "conversion", "convert"]
 
-_LATE = {"Conversion": "capture", "backend": "capture", "GraphReport": "report", "Left": "report"}
+_LATE = {"Conversion": "capture", "backend": "starting", "GraphReport": "report", "Left": "report"}
 
 
 def convert(
@@ -38,8 +39,9 @@ def convert(
 
     Args:
         model: any `torch.nn.Module`.
-        regions: `"model"` captures the model as a whole, `"layers"` each of its repeated layers, with one graph for
-            layers that are alike: quicker to capture, and a forward that Dynamo cannot trace is met by halves.
+        regions: `"model"` captures the model as a whole; `"layers"` each of its layers, which are the members of its
+            `ModuleList`s and `Sequential`s that have submodules of their own. Layers that are alike share one graph,
+            so that is quicker to capture, and a forward that Dynamo cannot trace is met by halves.
         then: what runs the rest: `None`, as before, or `"inductor"`.
         fusions: the fusion set; the default one if left out.
         filter_fn: says of a module and its path, as `named_modules` has them, whether its own calls may be converted.
@@ -52,7 +54,7 @@ def convert(
     Raises:
         InputError: (SF106) for what is no module, is converted already or has no repeated layers to convert.
     """
-    from .capture import start  # here, because what it needs of torch takes long to import
+    from .starting import start  # here, because what it needs of torch takes long to import
 
     return start(model, regions, then, fusions, filter_fn, memory)
 
@@ -66,7 +68,7 @@ def conversion(model: nn.Module) -> Conversion:
     Raises:
         InputError: (SF106) for a model that is not converted, or only as a part of a larger one.
     """
-    from .capture import find
+    from .starting import find
 
     return find(model)
 

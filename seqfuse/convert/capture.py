@@ -16,10 +16,7 @@ from torch._guards import CompileContext
 from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
-from ..errors import InputError
-from ..fuser.budget import MODES, Mode
-from ..fuser.sequential import Fusions, Sequential
-from ..fusion import checked
+from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
 from .report import GraphReport, text_of
 from .rewriting import Options, rewrite
@@ -60,34 +57,6 @@ class Backend:
         return compiled_rest(gm)
 
 
-def backend(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: dict[str, Any] | None = None,
-    mode: str | None = None,
-) -> Callable[..., Any]:
-    """`torch.compile(model, backend="seqfuse")`: the chains of the model's graphs run through plans.
-
-    Args:
-        gm: a graph that Dynamo captured.
-        example_inputs: its inputs.
-        options: `fusions` and `then`, as those of `convert`.
-        mode: none is known.
-
-    Raises:
-        InputError: (SF106) for another option, or a mode.
-    """
-    given = dict(options or {})
-    fusions, then = given.pop("fusions", None), given.pop("then", None)
-    if given or mode is not None:
-        unknown = f"mode={mode!r}" if mode is not None else ", ".join(map(repr, given))
-        message = f"knows the options 'fusions' and 'then', got {unknown}"
-        raise InputError(message, code="SF106", operation='backend="seqfuse"')
-    _check_then(then)
-    return Backend(Options(fusions), then)(gm, example_inputs)
-
-
 def _captured_before() -> int:
     """How often Dynamo captured the code before that it captures now."""
     now = CompileContext.current_compile_id()
@@ -107,7 +76,7 @@ class Conversion:
         compiled = torch.compile(_frame_of(backend), backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
         if torch.__version__ < "2.13":
             compiled = _not_exporting(compiled)
-        self._before = [(place, _call_impl(place)) for place in places]
+        self._before = [(place, call_impl(place)) for place in places]
         for place, _ in self._before:
             call = functools.partial(_guarded, compiled, place)
             vars(call)["conversion"] = self
@@ -155,7 +124,8 @@ def _captured(backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]) 
     return backend(gm, example_inputs)
 
 
-def _call_impl(module: nn.Module) -> Callable[..., Any] | None:
+def call_impl(module: nn.Module) -> Callable[..., Any] | None:
+    """What a call of a module runs in place of its class's own, if anything."""
     return module._compiled_call_impl  # pyright: ignore
 
 
@@ -212,77 +182,3 @@ def _mark_growing(cache: Any) -> None:
         for t in (getattr(layer, "keys", None), getattr(layer, "values", None)):
             if isinstance(t, torch.Tensor) and t.ndim == 4 and not getattr(layer, "is_compileable", True):
                 torch._dynamo.maybe_mark_dynamic(t, 2)  # pyright: ignore
-
-
-def start(
-    model: nn.Module,
-    regions: Literal["model", "layers"],
-    then: Literal["inductor"] | None,
-    fusions: Fusions | None,
-    filter_fn: Callable[[nn.Module, str], bool] | None,
-    memory: Mode,
-) -> Conversion:
-    """`convert`, whose arguments these are."""
-    wrong: dict[str, Any] = {"code": "SF106", "operation": "convert"}
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"expects a torch.nn.Module, got {type(model).__name__}", **wrong)
-    if regions not in ("model", "layers"):
-        raise InputError(f'regions must be "model" or "layers", got {regions!r}', **wrong)
-    _check_then(then)
-    checked(() if fusions is None else fusions)
-    if memory not in MODES:
-        budget = "a budget in bytes is for a Sequential of your own"
-        raise InputError(f"memory must be one of {', '.join(MODES)}, got {memory!r}", hint=budget, **wrong)
-    for name, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        if _conversion_at(module) is not None:
-            name = name or type(model).__name__
-            raise InputError(f"{name} is converted already", hint="sf.conversion(it).undo() ends that", **wrong)
-    places = [model] if regions == "model" else _layers(model)
-    if not places:
-        raise InputError(
-            f"{type(model).__name__} has no torch.nn.ModuleList of layers", hint='use regions="model"', **wrong
-        )
-
-    def allowed(path: str) -> bool:
-        if filter_fn is None:
-            return True
-        try:
-            module = model.get_submodule(path)
-        except AttributeError:  # a module that is not the model's own
-            return True
-        return filter_fn(module, path)
-
-    return Conversion(model, places, Backend(Options(fusions, allowed, memory), then))
-
-
-def find(model: nn.Module) -> Conversion:
-    """`conversion`, whose argument this is."""
-    inside = ""
-    for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        found = _conversion_at(module)
-        if found is not None and (module is model or found.model is model):
-            return found
-        inside = inside or (path if found is not None else "")
-    message = f"{type(model).__name__} is not converted by itself"
-    hint = f"its {inside} is" if inside else "ask for the model that sf.convert was given"
-    raise InputError(message, code="SF106", operation="conversion", hint=hint)
-
-
-def _conversion_at(module: nn.Module) -> Conversion | None:
-    return getattr(_call_impl(module), "conversion", None)
-
-
-def _check_then(then: Any) -> None:
-    if then not in (None, "inductor"):
-        raise InputError(f'then must be None or "inductor", got {then!r}', code="SF106", operation="convert")
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of modules."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside and len(module) > 0:
-            found += [child for child in module if any(True for _ in child.children())]
-            inside.update(module.modules())
-    return found

@@ -1,0 +1,81 @@
+"""What `sf.convert` and the backend of `torch.compile` are given: mistakes are told at once, in one sentence."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import seqfuse as sf
+from seqfuse.convert import backend
+from seqfuse.convert.region import Region
+
+from .recording import given as inputs_of
+from .recording import recorded
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            "lm_head",
+            r"must be a function of a module and its path, got 'lm_head' \[such as filter_fn=lambda module, path",
+        ),
+        (lambda module: True, r"must take two arguments, a module and its path, and takes \(module\)"),
+        (lambda module, path, more: True, r"must take two arguments, .* and takes \(module, path, more\)"),
+    ],
+)
+def test_a_filter_fn_that_cannot_be_called_is_refused_before_the_first_call(given: Any, said: str):
+    with pytest.raises(sf.InputError, match=f"SF106 convert: filter_fn {said}"):
+        sf.convert(nn.ReLU(), filter_fn=given)
+
+
+@pytest.mark.parametrize("given", [str.__eq__, lambda *given: True, lambda module, path, more=None: True, max])
+def test_a_filter_fn_may_be_any_callable_of_two_arguments(given: Any):
+    sf.convert(nn.ReLU(), filter_fn=given)
+
+
+def test_layers_are_members_with_submodules():
+    flat = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    none = "has no layers: no ModuleList or Sequential in it has a member with submodules"
+    with pytest.raises(sf.InputError, match=f"SF106 convert: Sequential {none}"):
+        sf.convert(flat, regions="layers")
+    conversion = sf.convert(nn.Sequential(flat), regions="layers")
+    assert sf.conversion(flat) is conversion
+
+
+def test_the_backend_takes_the_choice_of_memory():
+    model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), up=nn.Linear(8, 32), act=nn.GELU(), down=nn.Linear(32, 8)))
+    x, saved = torch.randn(16, 8), list[int]()
+    for memory in ("save", "lean"):
+        gm, _ = recorded(model, x, renames=True, tensors=lambda y: (y,))
+        backend(gm, [], options={"memory": memory})
+        (region,) = gm.children()
+        assert isinstance(region, Region)
+        gm(*inputs_of(model, x).values())
+        plan = region.planned()
+        assert plan is not None
+        assert plan.memory is not None
+        saved.append(plan.memory.saved)
+    assert saved[1] < saved[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"memory": "leaner"}, r"memory must be one of save, balanced, lean, got 'leaner'"),
+        ({"then": "eager"}, r"then must be None or \"inductor\", got 'eager'"),
+        (
+            {"regions": "layers"},
+            r"takes the options .* got 'regions' \[regions and filter_fn are those of sf.convert\]",
+        ),
+        ({"max_autotune": True}, r"takes the options 'fusions', 'memory', 'then', got 'max_autotune'$"),
+    ],
+)
+def test_the_backend_refuses_other_options(given: dict[str, Any], said: str):
+    gm = torch.fx.symbolic_trace(nn.ReLU())
+    with pytest.raises(sf.InputError, match=f'SF106 backend="seqfuse": {said}'):
+        backend(gm, [], options=given)
