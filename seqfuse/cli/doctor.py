@@ -194,7 +194,7 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
             x = seeded_randn((64, width), 0, dtype=dtype).to(device)
             try:
                 for operations, entering in itertools.islice(example_lists(fusion, x), _EXAMPLES):
-                    chain = Sequential(*operations, fusions=(fusion,)).to(device, dtype)
+                    chain = Sequential(*operations, fusions=(fusion,), memory="lean").to(device, dtype)
                     drawn = Specimen(operations, entering, {}, 0).inputs_for(Case(tuple(entering.shape), dtype), 0)
                     inputs: Any = {name: t for name, t in drawn.items() if name != "x"}
                     with torch.set_grad_enabled(grad):

@@ -55,6 +55,7 @@ def test_every_fusion_can_run_or_has_a_reason(cli: Cli) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     aten = {fusion.__name__ for fusion in fusions.aten}
     assert aten - {*data["can_run"]["cpu"]} == {*data["cannot_run"]["cpu"]["needs several processes"]}
+    assert {fusion.__name__ for fusion in fusions.lean if not fusion.triton} <= {*data["can_run"]["cpu"]}
     needs = {*data["cannot_run"]["cpu"].get("needs a Triton device", ())}
     assert needs == (set() if interpreted else {f.__name__ for f in (*fusions.default, *fusions.lean) if f.triton})
 
