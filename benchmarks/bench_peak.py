@@ -1,8 +1,8 @@
 """Peak memory of a training step, of the models of bench_checkpoint.py: each in a process of its own.
 
-A step is forward, backward and AdamW, on one thread of a CPU. Memory is what Linux holds resident for the process, which
-returns each tensor to the system when it is freed: the peak of a step after some others, and what is resident before it.
-Writes `results/peak.json`.
+A step is forward, backward and AdamW, on one thread of a CPU. Memory is the resident set of the process, which returns
+each tensor to the system when it is freed: what it is before a step that comes after some others, and its peak in that
+step. Writes `results/peak.json`.
 """
 
 from __future__ import annotations

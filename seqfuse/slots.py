@@ -56,7 +56,8 @@ def _classes(cls: type, name: str, hint: Any) -> tuple[type[UnfusedOperation], .
                 what = "a container: what it holds stands in the sequence, for a Residual between a Fork and an Add"
             raise definition_error(cls, f"slot {name!r} has type {part!r}, {what}", name)
         if not part.is_open and not part.is_final:
-            raise definition_error(
-                cls, f"slot {name!r}: {part.__name__} derives from a final operation and never matches", name
-            )
+            base = next(base.__name__ for base in part.__mro__[1:] if getattr(base, "is_final", False))
+            never = f"{part.__name__} derives from {base}, so no slot matches it"
+            open_to = "derive it from an open class, such as sf.UnfusedOperation or sf.Pointwise"
+            raise definition_error(cls, f"slot {name!r}: {never}; {open_to}", name)
     return tuple(parts)

@@ -105,7 +105,7 @@ def _check_options(where: str, then: Any, fusions: Any, memory: Any) -> None:
         raise _wrong(f'then must be None or "inductor", got {then!r}', where=where)
     checked(() if fusions is None else fusions)
     if memory not in MODES:
-        budget = "a budget in bytes is for a Sequential of your own"
+        budget = "a Sequential takes a budget, such as one that seqfuse.integrations.huggingface.from_huggingface makes"
         raise _wrong(f"memory must be one of {', '.join(MODES)}, got {memory!r}", budget, where)
 
 

@@ -25,7 +25,8 @@ def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
     own = {name: g for name, g in fused.grads.items() if name.endswith(".grad")}
     handed = {name: g for name, g in fused.grads.items() if name not in own}
     given = {**fused.inputs, **fused.parameters}
-    assert_distinct_storages(own, {**given, **fused.incoming, **fused.outputs, **handed})
+    remedy = "; return a new tensor: sum_to_size and to return their input where nothing is to change"
+    assert_distinct_storages(own, {**given, **fused.incoming, **fused.outputs, **handed}, remedy)
     for name, g in handed.items():
         for other, t in given.items():
             if g is not None and share_storage(g, t):

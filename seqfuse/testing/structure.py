@@ -83,10 +83,10 @@ def index_of(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def assert_distinct_storages(tensors: Tree, others: Tree = None) -> None:
+def assert_distinct_storages(tensors: Tree, others: Tree = None, remedy: str = "") -> None:
     """No two of `tensors` share memory, and none shares memory with one of `others`; empty tensors are free.
 
-    Raises AssertionError naming both tensors.
+    Raises AssertionError naming both tensors, which ends with `remedy`.
     """
     seen = {_storage(t): key for key, t in named_tensors(others, "others") if t is not None and t.numel()}
     for key, t in named_tensors(tensors):
@@ -94,7 +94,7 @@ def assert_distinct_storages(tensors: Tree, others: Tree = None) -> None:
             continue
         owner = seen.setdefault(_storage(t), key)
         if owner != key:
-            raise AssertionError(f"{key} shares its storage with {owner}")
+            raise AssertionError(f"{key} shares its storage with {owner}{remedy}")
 
 
 def share_storage(a: Tensor, b: Tensor) -> bool:

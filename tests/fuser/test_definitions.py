@@ -100,7 +100,7 @@ class Renamed(ops.Bias):
     """Derives from a final operation."""
 
 
-@bad("bias: Renamed", "Renamed derives from a final operation and never matches")
+@bad("bias: Renamed", "Renamed derives from Bias, so no slot matches it; derive it from an open class")
 def a_slot_that_could_never_match() -> None:
     class Fusion(sf.ForwardFusion):
         bias: Renamed
