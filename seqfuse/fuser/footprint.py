@@ -16,7 +16,7 @@ from ..env import Env
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .cost_lookup import describe
-from .fake import autocasting, faking, is_fake, placed
+from .fake import LaunchOnFakes, autocasting, faking, is_fake, placed
 from .flatten import Node
 from .inputs import check_dtypes
 from .schedule import Candidate, Kept
@@ -50,7 +50,8 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], env: Env, 
     """What a forward schedule saves and computes, or why it is not known.
 
     The device is `place`, where the parameters are, also where the plan is for a machine that is not here: on fake
-    tensors a Triton fusion makes what it saves and launches nothing.
+    tensors no kernel is launched. The operators of the library's own make what they return; a fusion that launches one
+    itself is not known.
     """
     if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
         return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
@@ -86,6 +87,8 @@ def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], counter: A
     try:
         with torch.no_grad(), autocasting(entered.env, entered.place), faking() as mode, cast_once():
             return _footprint(parts, entered, steps, counter, mode)
+    except LaunchOnFakes as error:
+        return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -155,7 +158,11 @@ class _Tried:
             y = x if like is None else torch.empty_strided(*like[:2], dtype=like[2], device=x.device)
             places = {"x": x, "y": y if same is None else same[0], "seeds": self._seeds}
             return y, {}, frozenset(self._fresh(n) if isinstance(n, int) else self._number(places[n]) for n in found)
-        y, named, saved = step.returned(step.call(env, x, channels, self._seeds)[0])
+        try:
+            y, named, saved = step.returned(step.call(env, x, channels, self._seeds)[0])
+        except LaunchOnFakes as launch:
+            cure = "wrap the function that launches it in torch.library.custom_op, with register_fake"
+            raise LaunchOnFakes(f"{step.name} launches {launch} on fake tensors; {cure}") from None
         made = {channel: named[name] for name, channel in step.writes}
         if same is not None:
             # What it gives is what its operations give: another step that saves it saves the same tensor.

@@ -33,6 +33,7 @@ from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
 from seqfuse.testing.stub_driver import Stub, stub_driver
+from tests.fusions.triton.launching import ScaleScale, said, scales
 from tests.inference.test_kvcache import model_of, tokens
 
 pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
@@ -191,6 +192,22 @@ def test_the_statistic_of_a_row_is_made_without_calls(tmp_path: Path, monkeypatc
         ((kernel, *_),) = _launch._compiled.values()
         code = kernel.asm["ptx"]
     assert set(re.findall(r"\b(?:r?sqrt|rcp|div)\.[a-z0-9]+", code)) == {"div.full", "rsqrt.approx"}
+
+
+@pytest.mark.parametrize("memory", ["save", "balanced", "lean"])
+def test_a_kernel_is_not_launched_on_fake_tensors(memory: Any, stub: Stub) -> None:
+    model = scales(ScaleScale, memory=memory)
+    x = drawn(6, 64, dtype=torch.float32).requires_grad_()
+    model(x).sum().backward()
+    ran = [*stub.launched]
+    assert ran in (["scaled_kernel"], [])  # left unfused, where what it saves is to be known
+    assert scales(ScaleScale).plan(x).memory_unknown == said("scaled_kernel")
+    assert stub.launched == ran
+
+
+def test_planning_for_a_machine_that_is_not_here_needs_no_driver() -> None:
+    plan = scales(ScaleScale).plan(torch.empty(6, 64, device="meta"), env=sf.Env.of("cuda:sm_90"))
+    assert plan.memory_unknown == said("scaled_kernel")
 
 
 def test_a_kernel_is_not_compiled_while_a_graph_is_captured(stub: Stub) -> None:
