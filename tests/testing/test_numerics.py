@@ -27,6 +27,12 @@ def failed_parts(fused: Tensor, unfused: Tensor, reference: Tensor) -> set[str]:
     return {check.part for check in caught.value.report.failures}
 
 
+def mismatch(fused: Tensor, unfused: Tensor, reference: Tensor) -> str:
+    with pytest.raises(FusedMismatch) as caught:
+        assert_fused_close(fused, unfused, reference)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     "shape", [(), (1,), (7,), (1, 1), (1, 300), (300, 1), (0, 4), (4, 0), (2, 3, 4, 5, 6)], ids=str
 )
@@ -88,6 +94,18 @@ def test_bias_finds_truncation_that_every_other_part_allows():
     near = r.to(u.dtype)
     truncated = torch.where(near.double().abs() > r.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
     assert failed_parts(truncated, u, r) == {"bias"}
+
+
+def test_a_bias_in_float32_that_a_rounded_constant_gives_is_a_fault_with_a_hint():
+    _, u, r = results(torch.float32)
+    half_an_ulp = 2.0**-24
+    for low in (0.75, 1.25):
+        assert ("a rounded constant" in mismatch((r * (1 + low * half_an_ulp)).float(), u, r)) is (low < 1)
+    other = (r * (1 + 0.75 * half_an_ulp)).float()
+    other[5, 7] += 1
+    assert "a rounded constant" not in mismatch(other, u, r)
+    _, u, r = results()
+    assert "a rounded constant" not in mismatch((r * (1 + 2.0**-9)).to(u.dtype), u, r)
 
 
 def test_bias_asks_for_16_rows_and_256_elements():
