@@ -16,7 +16,7 @@ from ..casts import dtype_of
 from ..env import Env, Savings, autocast_of, constant_under_compile
 from ..fusion import Requirements
 from ..hardware import STEP
-from ..ops import Bias, Linear
+from ..ops import Bias, Linear, MergedLinear
 from ..ops.linear import scaled_mm
 
 _gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
@@ -27,7 +27,7 @@ def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
     return bias is None or env.autocast is not None or dtype_of(linear, "weight") == bias.dtype
 
 
-def output_bytes(linear: Linear, env: Env) -> float:
+def output_bytes(linear: Linear | MergedLinear, env: Env) -> float:
     """Bytes of the output."""
     return float(env.tokens * linear.out_features * env.itemsize)
 

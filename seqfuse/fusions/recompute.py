@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,24 @@ from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..operation import UnfusedOperation
-from ..ops import Attention, Bias, Dropout, LayerNorm, Linear, QKNorm, RMSNorm, RotaryEmbedding
+from ..ops import Attention, Bias, Dropout, Fork, LayerNorm, Linear, MergedLinear, QKNorm, RMSNorm, RotaryEmbedding
+from ..ops._joined import one_gemm
 from ..ops._read import parameter
 from ..pointwise import Gated, Pointwise
 from ..traffic import unfused
 from ._linear import one_dtype, output_bytes
 
-# An operation as it was configured, the names of its parameters, and whether it takes a seed; or the dtype of a cast.
-# A Linear has its Bias.
-Stage = tuple[UnfusedOperation | torch.dtype, tuple[str, ...], bool]
+
+class _Stage(NamedTuple):
+    """An operation as it was configured, and what it is given: the names of its parameters, and those of other inputs.
+
+    A Linear has its Bias. `whole` says that the parts of a MergedLinear were made by one GEMM.
+    """
+
+    operation: UnfusedOperation
+    parameters: tuple[str, ...]
+    inputs: tuple[str, ...]
+    whole: bool
 
 
 class _Recomputed(ForwardFusion, contract=True):
@@ -31,11 +41,14 @@ class _Recomputed(ForwardFusion, contract=True):
     saves_memory = True
     casts = True
     layout = "any"
-    linear: Linear
+    linear: Linear | MergedLinear
     bias: Bias | None
 
     def requires(self, env: Env) -> Requirements:
-        yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
+        if isinstance(self.linear, MergedLinear):
+            yield self.bias is None, "a Bias after a MergedLinear is not part of its GEMM; its parts have their own"
+        else:
+            yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
         """A GEMM that starts from the bias, less what makes the tensors again that are not saved."""
@@ -45,10 +58,18 @@ class _Recomputed(ForwardFusion, contract=True):
         added = Savings() if self.bias is None else Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
         return added - again
 
-    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env) -> tuple[Tensor, dict[str, Any]]:
-        stages: list[Stage] = []
+    def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str]) -> Any:
+        y, _, saved = self._run(x, seeds, env, needs)
+        return y, saved
+
+    def _run(
+        self, x: Tensor, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str], **extras: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+        """What the operations make of x; `extras` are their other inputs, by slot and name."""
+        stages: list[_Stage | torch.dtype] = []
         given: list[Tensor] = []
         saved: dict[str, Any] = {}
+        outputs: dict[str, Tensor] = {}
         made: dict[int, context.Recompute] = {}  # by the id of what it makes, which is held until the end
         held = [x]
 
@@ -59,8 +80,13 @@ class _Recomputed(ForwardFusion, contract=True):
 
         for slot, operation, bias, seed, dtype in self._operations(seeds, env):
             if dtype is not None and x.dtype is not dtype:
-                stages.append((dtype, (), False))
+                stages.append(dtype)
                 x = later(x.to(dtype))
+            if isinstance(operation, Fork):
+                outputs[f"{slot}_out"], saved[slot] = x, Fork.NOTHING
+                continue
+            inputs: dict[str, Tensor] = {} if seed is None else {"seed": seed}
+            whole = False
             if isinstance(operation, Linear):
                 weight = operation.weight_for(x)
                 tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias.read()}
@@ -68,16 +94,33 @@ class _Recomputed(ForwardFusion, contract=True):
                 y = F.linear(x, *tensors.values())
                 if bias is not None:
                     saved["bias"] = Bias.NOTHING
+            elif isinstance(operation, MergedLinear):
+                weights, biases = operation.weights_for(x), operation.biases()
+                tensors = {f"weight_{i}": weight for i, weight in enumerate(weights)}
+                tensors |= {f"bias_{i}": t for i, t in enumerate(biases) if t is not None}
+                whole = one_gemm(weights, biases) is not None
+                record = MergedLinear.Saved(x=x, weights=weights)
+                y = operation.product(x, weights, biases)
             else:
                 names = operation.parameter_slots()
                 tensors = {name: t for name in names if (t := parameter(operation, name)) is not None}
+                signature = operation.forward_signature
+                inputs |= {name: t for name in signature.extras if (t := extras.get(f"{slot}_{name}")) is not None}
+                asked = {"needs": self._needed(slot, needs)} if signature.needs else {}
                 run: Any = operation.fwd  # pyright: ignore[reportAttributeAccessIssue]
-                y, record = run(x) if seed is None else run(x, seed=seed)
+                y, record = run(x, **inputs, **asked)
             saved[slot] = _without(record, made)
-            stages.append((_copy(operation), tuple(tensors), seed is not None))
-            given += [*tensors.values(), *(() if seed is None else (seed,))]
+            stages.append(_Stage(_copy(operation), tuple(tensors), tuple(inputs), whole))
+            given += [*tensors.values(), *inputs.values()]
             x = later(y)
-        return x, saved
+        return x, outputs, saved
+
+    def _needed(self, slot: str, needs: frozenset[str]) -> frozenset[str]:
+        """The needed gradients of the operation in a slot, by its own names."""
+        own = {name.removeprefix(f"{slot}.") for name in needs if name.startswith(f"{slot}.")}
+        before = itertools.takewhile(slot.__ne__, (name for name, _ in self.named_operations()))
+        live = "x" in needs or any(name.startswith(f"{earlier}.") for earlier in before for name in needs)
+        return frozenset(own | {"x"} if live else own)
 
     def _operations(
         self, seeds: Sequence[Tensor | None], env: Env
@@ -99,7 +142,7 @@ class RecomputeNorm(_Recomputed):
     """
 
     norm: LayerNorm | RMSNorm
-    linear: Linear
+    linear: Linear | MergedLinear
     bias: Bias | None
 
 
@@ -115,7 +158,7 @@ class RecomputeActivation(_Recomputed):
 
     act: Pointwise | Gated
     dropout: Dropout | None
-    linear: Linear
+    linear: Linear | MergedLinear
     bias: Bias | None
 
     def requires(self, env: Env) -> Requirements:
@@ -129,17 +172,47 @@ class RecomputeHeads(_Recomputed):
 
     The backward pass makes them again from x: it takes one more norm, GEMM and, where they are there, norm and RoPE of
     the heads, so that it is for whoever wants the least memory. The output of attention and its log-sum-exp are saved.
+    Where another operation reads queries, keys and values, too, such as a cache that a model returns, they are
+    fork_out.
 
-    x: [*, S, in_features], y: [*, S, H D].
+    x: [*, S, in_features], y: [*, S, H D], fork_out: [*, S, (H + 2 Hkv) D].
     Source: Korthikanti et al. 2022, arXiv:2205.05198, of recomputing a part of a layer.
     """
 
     norm: LayerNorm | RMSNorm
-    linear: Linear
+    linear: Linear | MergedLinear
     bias: Bias | None
     qk_norm: QKNorm | None
     rotary: RotaryEmbedding | None
+    fork: Fork | None
     attention: Attention
+
+    outputs = ("fork_out",)
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        seeds: tuple[Tensor | None, ...],
+        env: Env,
+        needs: frozenset[str],
+        rotary_position_ids: Tensor | None = None,
+        rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None,
+        attention_attn_mask: Tensor | None = None,
+        attention_cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
+        return self._run(
+            x,
+            seeds,
+            env,
+            needs,
+            rotary_position_ids=rotary_position_ids,
+            rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin,
+            attention_attn_mask=attention_attn_mask,
+            attention_cu_seqlens=attention_cu_seqlens,
+        )
 
 
 def _without(record: Any, made: dict[int, context.Recompute]) -> Any:
@@ -149,21 +222,35 @@ def _without(record: Any, made: dict[int, context.Recompute]) -> Any:
     return type(record)(**{**fields, **late}) if late else record
 
 
-def _replayed(stages: tuple[Stage, ...], x: Tensor, *given: Tensor) -> Tensor:
-    """What the last of these operations makes of x, with the parameters and seeds that it had."""
+def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tensor) -> Tensor:
+    """What the last of these operations makes of x, with the parameters and other inputs that each had."""
     left = iter(given)
-    for stage, names, seeded in stages:
-        operation: Any = stage
-        tensors = {name: next(left) for name in names}
-        if isinstance(operation, torch.dtype):
-            x = x.to(operation)
+    for stage in stages:
+        if isinstance(stage, torch.dtype):
+            x = x.to(stage)
             continue
+        operation: Any = stage.operation
+        tensors = {name: next(left) for name in stage.parameters}
+        inputs = {name: next(left) for name in stage.inputs}
         if isinstance(operation, Linear):
             x = F.linear(x, *tensors.values())
-            continue
-        operation.__dict__["_parameters"] = {**operation._parameters, **tensors}
-        x = (operation.fwd(x, seed=next(left)) if seeded else operation.fwd(x))[0]
+        elif isinstance(operation, MergedLinear):
+            x = _merged(operation, x, tensors, stage.whole)
+        else:
+            operation.__dict__["_parameters"] = {**operation._parameters, **tensors}
+            x = operation.fwd(x, **inputs)[0]
     return x
+
+
+def _merged(operation: MergedLinear, x: Tensor, tensors: Mapping[str, Tensor], whole: bool) -> Tensor:
+    """Its y again, by one GEMM if it was one, since a GEMM for each part may round otherwise."""
+    parts = range(len(operation.parts))
+    weights = tuple([tensors[f"weight_{i}"] for i in parts])
+    biases = tuple([tensors.get(f"bias_{i}") for i in parts])
+    if whole and one_gemm(weights, biases) is None:  # hooks of saved tensors moved them apart
+        given = [bias for bias in biases if bias is not None]
+        return F.linear(x, torch.cat(weights), torch.cat(given) if given else None)
+    return operation.product(x, weights, biases)
 
 
 def _copy(operation: UnfusedOperation) -> UnfusedOperation:

@@ -14,6 +14,7 @@ from .. import operation as sf
 from ..casts import lowered
 from ..env import Env, autocast_of
 from ..maingrad import Accumulated
+from ._joined import joined, one_gemm
 from ._read import parameter, required
 from .linear import gemm_traffic, weight_grad
 
@@ -180,10 +181,9 @@ class MergedLinear(sf.UnfusedOperation):
 
     def product(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
         """Return y from one GEMM, or one for each part into its slice."""
-        given = [bias for bias in biases if bias is not None]
-        whole, start = joined(weights), joined(given) if len(given) == len(biases) else None
-        if whole is not None and (start is not None or not given):
-            return F.linear(x, whole, start)
+        one = one_gemm(weights, biases)
+        if one is not None:
+            return F.linear(x, *one)
         if torch.compiler.is_compiling() or x.is_meta:  # a compiler takes no slice for `out`, meta no other dtype
             return torch.cat([F.linear(x, *pair) for pair in zip(weights, biases, strict=True)], -1)
         cast_to = autocast_of(x.device.type)
@@ -276,24 +276,3 @@ class MergedLinear(sf.UnfusedOperation):
     def extra_repr(self) -> str:
         owned = [self._parameters.get(name, self) is not None for name in _BIASES[: len(self.parts)]]
         return f"{self.in_features}, {self.parts}, bias={owned[0] if len(set(owned)) == 1 else tuple(owned)}"
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie one behind the other in one storage as one view along their first dimension; else `None`."""
-    if not tensors or torch.compiler.is_compiling():
-        return None
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    end = first.storage_offset() + first.numel()
-    for t in tensors[1:]:
-        if t.storage_offset() != end:
-            return None
-        end += t.numel()
-    storage = first.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    dtype = first.dtype
-    for t in tensors:
-        same = type(t) in (Tensor, nn.Parameter) and t.is_contiguous() and t.dtype is dtype
-        if not same or t.untyped_storage()._cdata != storage:  # pyright: ignore[reportPrivateUsage]
-            return None
-    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())

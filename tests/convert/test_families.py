@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import seqfuse as sf
+from seqfuse.convert.rewriting import Options
 from seqfuse.testing import seeded_randn
 
 from .families import FAMILIES, randomized, tensor_of
@@ -49,6 +50,24 @@ def test_the_graph_of_a_model_rewritten_gives_the_outputs_and_all_gradients_of_t
         assert_close(passes(replayed, family.inputs()), wanted)
     assert sum(len(graph.regions) for graph in replayed.graphs) > 0
     assert all(left.reason for graph in replayed.graphs for left in graph.left)
+
+
+# Those that make queries, keys and values by GEMMs behind a norm; in the first other operations read them, too.
+PRE_NORM = (
+    "mistral", "qwen3", "llama", "llama 3.1", "gpt2", "qwen2", "gemma2", "gemma3", "phi3", "vit", "clip", "clip vision",
+    "opt", "t5", "mixtral",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*PRE_NORM[:2], *(pytest.param(n, marks=pytest.mark.full) for n in PRE_NORM[2:])])
+def test_a_lean_model_makes_queries_keys_and_values_again(name: str):
+    family = FAMILIES[name]
+    model = randomized(family.build()).train()
+    wanted = passes(model, family.inputs())
+    options = Options(memory="lean")
+    replayed = Replayed(model, family.inputs(), lambda outputs: (tensor_of(outputs),), options)
+    assert_close(passes(replayed, family.inputs()), wanted)
+    assert sum(region.plan.count("RecomputeHeads") for graph in replayed.graphs for region in graph.regions) > 0
 
 
 @pytest.mark.parametrize("name", [n if n in CAPTURED else pytest.param(n, marks=pytest.mark.full) for n in FAMILIES])

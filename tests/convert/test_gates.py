@@ -68,7 +68,7 @@ def bytes_saved(model: nn.Module | Replayed) -> int:
 
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.full)], ids=["recorded", "captured"])
-@pytest.mark.parametrize(("build", "most"), [(llama, 0.70), (gpt2, 0.80), (bert, 0.77)], ids=["llama", "gpt2", "bert"])
+@pytest.mark.parametrize(("build", "most"), [(llama, 0.45), (gpt2, 0.30), (bert, 0.77)], ids=["llama", "gpt2", "bert"])
 def test_a_converted_layer_that_is_to_be_lean_saves_at_most_a_part_of_what_eager_torch_saves(
     build: Callable[[int], nn.Module], most: float, captured: bool
 ):

@@ -28,12 +28,55 @@ def test_of_an_activation(inner: tuple[nn.Module, ...]):
     check_fusion(RecomputeActivation, seeded_randn((5, 8), 0), *inner, ops.Linear(width, 7))
 
 
-@pytest.mark.parametrize("form", ["plain", "rotary", "qk_norm and rotary"])
+def parts(width: int, *sizes: int, bias: bool = True) -> ops.MergedLinear:
+    return ops.MergedLinear.of(*(nn.Linear(width, size, bias) for size in sizes))
+
+
+@pytest.mark.parametrize("form", ["plain", "qk_norm and rotary"])
 def test_of_queries_keys_and_values(form: str):
-    heads = [ops.QKNorm(4, 2, 1)] if "qk_norm" in form else []
-    turn = [ops.RotaryEmbedding(2, 1, style="half")] if "rotary" in form else []
-    list_ = ops.RMSNorm(6), ops.Linear(6, 16, bias=not heads), *heads, *turn, ops.Attention(2, 1, causal=True)
+    heads = [ops.QKNorm(4, 2, 1), ops.RotaryEmbedding(2, 1, style="half")] if form != "plain" else []
+    list_ = ops.RMSNorm(6), ops.Linear(6, 16, bias=not heads), *heads, ops.Attention(2, 1, causal=True)
     check_fusion(RecomputeHeads, seeded_randn((2, 5, 6), 0), *list_, dtypes=[torch.float32])
+
+
+def test_of_queries_keys_and_values_of_several_weights_with_all_inputs_and_outputs():
+    turn = ops.RotaryEmbedding(2, 1, style="half", cos="cos", sin="sin")
+    heads = ops.QKNorm(4, 2, 1), turn, ops.Fork("out"), ops.Attention(2, 1, mask="mask")
+    list_ = ops.RMSNorm(6), parts(6, 8, 4, 4), *heads
+    drawn = {name: seeded_randn((5, 4), i) for i, name in enumerate(("cos", "sin"))}
+    drawn["mask"] = seeded_randn((5, 5), 2)
+    check_fusion(RecomputeHeads, seeded_randn((2, 5, 6), 0), *list_, dtypes=[torch.float32], **drawn)
+
+
+@pytest.mark.parametrize(
+    ("fusion", "list_"),
+    [
+        (RecomputeNorm, (ops.RMSNorm(6), parts(6, 5, 3))),
+        (RecomputeActivation, (ops.GeLU(), ops.MergedLinear(6, (5, 1, 3), (True, False, True)))),
+    ],
+    ids=["norm", "activation"],
+)
+def test_before_several_weights(fusion: type[sf.FusedOperation], list_: tuple[nn.Module, ...]):
+    check_fusion(fusion, seeded_randn((5, 6), 0), *list_)
+
+
+@pytest.mark.parametrize("merged", [parts(6, 8, 4, 4), ops.MergedLinear(6, (8, 4, 4))], ids=["apart", "one"])
+def test_what_several_weights_made_has_the_same_bits_where_saved_tensors_are_moved(merged: ops.MergedLinear):
+    x, found = seeded_randn((2, 6), 0), []
+    for memory in ("save", "lean"):
+        list_ = ops.RMSNorm(6), merged, ops.Attention(2, 1)
+        model = sf.Sequential(*list_, fusions=RecomputeHeads, memory=memory)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
+            y = model(x.requires_grad_())
+        found.append(torch.autograd.grad(y.sum(), [x, *model.parameters()]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_bias_behind_several_weights_is_refused():
+    list_ = ops.RMSNorm(6), ops.MergedLinear(6, (8, 4, 4)), ops.Bias(16), ops.Attention(2, 1)
+    model = sf.Sequential(*list_, fusions=RecomputeHeads, memory="lean")
+    (refusal,) = model.plan(seeded_randn((4, 6), 0).requires_grad_()).refused
+    assert refusal.reason == "a Bias after a MergedLinear is not part of its GEMM; its parts have their own"
 
 
 def test_dropped_weights_of_attention_are_dropped_again():
@@ -114,8 +157,9 @@ def test_a_parameter_that_was_changed_in_place_is_an_error():
         y.sum().backward()
 
 
-def test_autocast_is_that_of_the_forward():
-    list_ = ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6)
+@pytest.mark.parametrize("first", [ops.Linear(6, 8), parts(6, 5, 3), ops.MergedLinear(6, (5, 3))], ids=["", "2", "1"])
+def test_autocast_is_that_of_the_forward(first: nn.Module):
+    list_ = ops.LayerNorm(6), first, ops.GeLU(), ops.Linear(8, 6)
     model = sf.Sequential(*list_, fusions=(RecomputeNorm, RecomputeActivation, LinearBias))
     found = []
     for memory in ("save", "lean"):

@@ -123,7 +123,8 @@ def test_a_factor_behind_a_bias_spares_a_call_more_on_a_cpu_alone():
 def test_a_gemm_that_is_made_again_starts_from_its_bias():
     heads = {"norm": ops.RMSNorm(H), "linear": made("up"), "attention": ops.Attention(2, 1)}
     plain, biased = (
-        fusions.RecomputeHeads(bias=bias, qk_norm=None, rotary=None, **heads) for bias in (None, made("bias"))
+        fusions.RecomputeHeads(bias=bias, qk_norm=None, rotary=None, fork=None, **heads)
+        for bias in (None, made("bias"))
     )
     assert biased.saves(TRAIN) - plain.saves(TRAIN) == sf.Savings(launches=1, bytes=2.0 * 4096 * F * 2)
 
