@@ -88,7 +88,9 @@ def installed(site: Path) -> str:
 def test_the_plug_in_is_as_short_as_it_is_said_to_be() -> None:
     source = PLUGIN / "src" / "seqfuse_mish"
     mish = lines_of(source / "kernels.py", "mish", "mish_derivative") + lines_of(source / "operation.py", "Mish")
-    add = lines_of(source / "kernels.py", "add_mish_kernel", "add_mish") + lines_of(source / "add.py", "AddMish")
+    add = lines_of(source / "kernels.py", "add_mish_kernel", "add_mish", "results") + lines_of(
+        source / "add.py", "AddMish"
+    )
     readme = (PLUGIN / "README.md").read_text()
     assert mish <= 15
     assert add <= 30

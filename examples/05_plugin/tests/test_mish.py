@@ -37,6 +37,13 @@ def test_the_entry_point_gives_the_fusions() -> None:
     assert sf.plugins.load("mish") == fusions
 
 
+def test_a_plan_knows_what_is_saved() -> None:
+    model = sf.Sequential(ops.Fork("skip"), ops.Scale(2.0), ops.Add("skip"), Mish(), fusions=fusions)
+    plan = model.plan(torch.empty(5, 6, device="meta"), env=sf.Env.of("cuda:sm_90"))
+    assert plan.count("AddMish") == 1, plan
+    assert plan.memory is not None, plan.memory_unknown
+
+
 def test_a_block_is_planned_with_both() -> None:
     block = ops.Residual(ops.Linear(64, 256), Mish(), ops.Linear(256, 64), ops.RMSNorm(64))
     model = sf.Sequential(block, Mish(), fusions=(*fusions, *sf.fusions.default)).bfloat16()
