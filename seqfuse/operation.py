@@ -16,7 +16,7 @@ from .errors import definition_error
 from .group import Group, Meeting, Share
 from .maingrad import Accumulated
 from .saved import Layout, Saved, always_saved, field, maker
-from .signature import Signature, check_pass_names
+from .signature import Signature, check_pass_names, show_arguments
 
 if TYPE_CHECKING:
     from .env import Env
@@ -185,6 +185,7 @@ class UnfusedOperation(FusableOperation):
     sum_over: Group | None = None
     shares: Mapping[str, Share] = MappingProxyType({})
     is_open: ClassVar[bool] = True
+    extra_repr = show_arguments
     is_final: ClassVar[bool] = False
     _saved: ClassVar[Callable[..., Any]]  # `Saved` with its fields by position
     forward_signature: ClassVar[Signature] = Signature()

@@ -87,3 +87,14 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
             said = f"{name} must take {wanted}, as the class states {why}; it takes ({', '.join(names)})"
             line = author_line(getattr(function, "fn", function), "def ")
             raise PluginError(f"{said}\n    {line}", code="SF301", operation=cls.__qualname__)
+
+
+def arguments_kept(thing: object) -> dict[str, int | float | str]:
+    """The numbers and strings that an object was made with and keeps under the names of these arguments."""
+    named = {name: vars(thing).get(name) for name in inspect.signature(type(thing)).parameters}
+    return {name: value for name, value in named.items() if isinstance(value, int | float | str)}
+
+
+def show_arguments(self: object) -> str:
+    """An `extra_repr`: the arguments that a module keeps."""
+    return ", ".join(f"{name}={value!r}" for name, value in arguments_kept(self).items())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..env import Env
-from ..errors import PluginError
 from ..fusion import FusedOperation
 from ..settings import fusing
 from .arguments import check_arguments, check_fusion_arguments
@@ -18,11 +17,11 @@ from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying
 from .operations import DTYPES
-from .patterns import configured_otherwise, described, example_lists
+from .patterns import configured_once, configured_otherwise, described, example_lists
 from .probe import NotRun, Probe
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Checked:
     """What `check_fusion` compared, and what it could not; `str` shows it."""
 
@@ -70,8 +69,9 @@ def check_fusion(
     float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since correct
     kernels alarm in about 1 case of 150; what fails in 16 bits or in structure counts at once.
 
-    Lists that are made here are also made with other configurations of the operations, of `examples(x)`. Where a fusion
-    neither respects one nor refuses it, a `UserWarning` says what goes wrong: it would be planned for that one, too.
+    Lists that are made here are also made with other configurations of the operations, of `examples(x)`: a fusion has
+    to respect each, or to refuse it in `requires`. The result names classes that were tried in one configuration alone.
+    It also says so where a forward cannot run on fake tensors, on which a plan counts what is saved for backward.
 
     Args:
         fusion: the class.
@@ -97,12 +97,10 @@ def check_fusion(
     try:
         with seeded(seed, x.device), as_on_a_gpu(), fusing(unmeasured=True):
             found = _check(fusion, x, ops, seed, dtypes, env, channels)
-            missed = [] if ops else [*_missed(fusion, x, seed, dtypes, channels)]
+            count, alone = (0, []) if ops else _otherwise(fusion, x, seed, dtypes, channels)
+            found = dataclasses.replace(found, cases=found.cases + count, skipped=(*found.skipped, *alone))
     except AssertionError as error:
         raise error.with_traceback(None) from error.__cause__  # the message says what failed, and on what
-    for said in missed:
-        message = f"{found.fusion} misses a configuration, which it has to respect or to refuse in `requires`: {said}"
-        warnings.warn(message, stacklevel=2)
     if not found.cases:
         message = f"check_fusion ran nothing of {found.fusion}, which was planned for {env} alone: {found.skipped[0]}"
         more = f", and {len(found.skipped) - 1} more" if len(found.skipped) > 1 else ""
@@ -140,6 +138,8 @@ def _check(
                 made, left_out = probe.check(where, whole=i == 0)
                 count += made
                 skipped += [f"{described(operations)}, {what}" for what in left_out]
+                unknown = None if checked else probe.unknown_memory()
+                skipped += [f"what it saves for backward: {unknown}"] if unknown is not None else []
                 checked += [described(operations)] * (described(operations) not in checked)
             elif env is None and dtypes is not None and i == 0:
                 raise type(refused)(f"{where}: {refused}")
@@ -153,22 +153,22 @@ def _check(
     return Checked(name, tuple(checked), count, tuple(skipped))
 
 
-def _missed(
+def _otherwise(
     fusion: type[FusedOperation],
     x: Tensor,
     seed: int,
     dtypes: Sequence[torch.dtype] | None,
     channels: Mapping[str, Tensor],
-) -> Iterator[str]:
-    """What goes wrong with other configurations than those of `example`, one sentence for each."""
+) -> tuple[int, list[str]]:
+    """Check other configurations than those of `example`: the number of cases, and the classes that have no other."""
+    count = 0
     for operations, entering in configured_otherwise(fusion, x):
-        where = str(operations)
-        try:
-            for dtype in dtypes or DTYPES:
-                with saying(where):
-                    probe = Probe(fusion, Specimen(operations, entering, channels, seed), dtype)
-                    refused = probe.place()
-                if refused is None:
-                    probe.check(where, whole=False)
-        except (AssertionError, PluginError) as error:
-            yield str(error)
+        where = f"{fusion.__name__} misses a configuration, to be respected or refused in `requires`: {operations}"
+        for dtype in dtypes or DTYPES:
+            with saying(where):
+                probe = Probe(fusion, Specimen(operations, entering, channels, seed), dtype)
+                refused = probe.place()
+            if refused is None:
+                count += probe.check(where, whole=False)[0]
+    once = configured_once(fusion, x)
+    return count, [f"configurations of {kind} other than {given}: its `examples` makes none" for kind, given in once]

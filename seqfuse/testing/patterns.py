@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..fusion import FusedOperation, Slot
 from ..operation import UnfusedOperation
+from ..signature import arguments_kept
 from .tensors import seeded_randn
 
 _MORE_COLUMNS = 5  # RoPE on query, key and value heads of an even size takes a multiple of six
@@ -70,6 +71,17 @@ def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tu
             except ValueError:
                 continue
             yield made
+
+
+def configured_once(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[str, str]]:
+    """Classes of a fusion's slots, but this library's, whose `examples` makes one configuration, and which."""
+    operations, _ = next(example_lists(fusion, x))
+    for kind, operation in {type(operation): operation for operation in operations}.items():
+        sizes = {size for t in (*operation.parameters(), *operation.buffers()) for size in t.shape}
+        kept = arguments_kept(operation)
+        given = {name: value for name, value in kept.items() if type(value) is not int or value not in sizes}
+        if given and not kind.__module__.startswith("seqfuse.") and len(kind.examples(x)) == 1:
+            yield kind.__name__, ", ".join(f"{name}={value!r}" for name, value in given.items())
 
 
 def _choices(slot: Slot) -> Iterator[Choice]:

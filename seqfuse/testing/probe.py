@@ -88,6 +88,13 @@ class Probe:
         self.start = step.covers.start
         return None
 
+    def unknown_memory(self) -> str | None:
+        """Why a plan cannot count what the fusion saves for backward, where that is so."""
+        if issubclass(self.fusion, BackwardFusion):
+            return None
+        grad = not issubclass(self.fusion, InferenceFusion)
+        return self._plan(Case(tuple(self.specimen.x.shape), self.dtype, grad=grad)).memory_unknown
+
     def _plan(self, case: Case) -> Plan:
         inputs = self.specimen.inputs_for(case, self.seed)
         with torch.set_grad_enabled(case.grad):
@@ -174,7 +181,8 @@ class Probe:
         if not torch.equal(fused.random, unfused.random):
             raise AssertionError("torch's random generator is left in another state than by the operations")
         self._check_passes(case, observer, bench)
-        f, u, r = dict(fused.tree), dict(unfused.tree), dict(self._reference(case, seed).tree)
+        # What was saved wrongly spoils gradients: it is told first.
+        f, u, r = dict[str, Tensor | None](), dict[str, Tensor | None](), dict[str, Tensor | None]()
         for ahead in observer.passes("fwd"):
             saved, parameters = self._saved(ahead, fused, unfused)
             if saved is None:
@@ -186,7 +194,7 @@ class Probe:
             )
             for field in compared(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
                 f[field.name], u[field.name], r[field.name] = field.fused, field.unfused, field.reference
-        return f, u, r
+        return f | fused.tree, u | unfused.tree, r | self._reference(case, seed).tree
 
     def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
         """Records to compare with the operations' own, and the parameters that have to be in them."""

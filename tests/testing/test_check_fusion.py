@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -313,6 +314,21 @@ def test_examples_that_cannot_be_made_ask_for_the_operations():
         check_fusion(Between, seeded_randn((4, 6), 0))
 
 
+class SavesWrong(sf.ForwardFusion):
+    bias: ops.Bias
+    act: ops.ReLU
+
+    def fwd(self, x):
+        y = torch.relu(x + self.bias.bias)
+        return y, {"bias": ops.Bias.Saved(), "act": ops.ReLU.Saved(y=-y)}
+
+
+def test_what_is_saved_wrongly_is_told_before_the_gradients_that_it_spoils():
+    with pytest.raises(AssertionError) as caught:
+        check_fusion(SavesWrong, X)
+    assert str(caught.value).splitlines()[1].startswith("  field 'y' of slot 'act': ")
+
+
 class FixedGeLU(sf.InferenceFusion):
     bias: ops.Bias
     act: ops.GeLU
@@ -340,18 +356,54 @@ class FixedDropout(sf.InferenceFusion):
 @pytest.mark.parametrize(
     ("fusion", "configured"),
     [
-        (FixedGeLU, ["GeLU(approximate='tanh')"]),
-        (FixedEps, ["LayerNorm((6,), eps=0.01", "zero_centered=True"]),
-        (FixedDropout, ["Dropout(p=0.2, mode='downscale_in_infer')"] * 2),  # in training and in evaluation
+        (FixedGeLU, "GeLU(approximate='tanh')"),
+        (FixedEps, "LayerNorm((6,), eps=0.01"),
+        (FixedDropout, "Dropout(p=0.2, mode='downscale_in_infer')"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_warns_of_a_fusion_that_misses_a_configuration(fusion: type[sf.FusedOperation], configured: list[str]):
-    with pytest.warns(UserWarning, match=r"(?s)^Fixed\w+ misses a configuration.*y: max") as said:
-        assert check_fusion(fusion, X, dtypes=(torch.float32,)).cases
-    assert len(said) == len(configured)
-    for warning, of in zip(said, configured, strict=True):
-        assert of in str(warning.message)
+def test_a_configuration_that_is_missed_is_a_failure(fusion: type[sf.FusedOperation], configured: str):
+    with pytest.raises(AssertionError, match=rf"(?s)^Fixed\w+ misses .*{re.escape(configured)}.*y: max"):
+        check_fusion(fusion, X, dtypes=(torch.float32,))
+
+
+class Gain(sf.UnfusedOperation):
+    class Saved(sf.Saved):
+        pass
+
+    def __init__(self, size: int, by: float = 2.0) -> None:
+        super().__init__()
+        self.size, self.by = size, by
+        self.gain = torch.nn.Parameter(torch.ones(size), requires_grad=False)
+
+    def reference(self, x):
+        return x * (self.gain * self.by)
+
+    def fwd(self, x):
+        return self.reference(x), self.Saved()
+
+    def bwd(self, dy, saved): ...
+
+    @classmethod
+    def example(cls, x):
+        return cls(x.shape[-1]).to(x.dtype)
+
+
+class TanhGain(sf.InferenceFusion):
+    act: ops.Tanh
+    gain: Gain
+
+    def fwd(self, x):
+        return self.gain.reference(torch.tanh(x))
+
+
+@FEW
+def test_a_class_that_was_tried_in_one_configuration_is_named(monkeypatch: pytest.MonkeyPatch):
+    (said,) = check_fusion(TanhGain, X).skipped
+    assert said == "configurations of Gain other than by=2.0: its `examples` makes none"
+    both = classmethod(lambda cls, x: (cls.example(x), cls(x.shape[-1], 3.0).to(x.dtype)))
+    monkeypatch.setattr(Gain, "examples", both)
+    assert check_fusion(TanhGain, X).skipped == ()
 
 
 @FEW

@@ -12,7 +12,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import seqfuse as sf
+from seqfuse import ops
 from seqfuse.fuser.fake import LaunchOnFakes, faking
+from seqfuse.testing import check_fusion
 from tests.fusions.triton.launching import ScaleScale, Tuned, said, scaled, scales
 
 
@@ -51,3 +53,9 @@ def test_triton_is_as_it_was_behind_the_last_of_several_blocks() -> None:
     after = [vars(kind)["run"] for kind in (JITFunction, InterpretedFunction)]
     assert before == after
     assert not set(before) & set(during)
+
+
+def test_the_test_kit_says_that_a_fusion_launches_on_fake_tensors(device: torch.device) -> None:
+    x = torch.randn(3, 8, device=device)
+    (skipped,) = check_fusion(ScaleScale, x, ops.Scale(2.0), ops.Scale(0.5), dtypes=[torch.float32]).skipped
+    assert skipped == f"what it saves for backward: {said('scaled_kernel')}"
