@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ def where(about: dict[str, Any]) -> str:
 
 def text(lines: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
+
+
+def paragraphs(*sentences: str) -> str:
+    """Paragraphs of wrapped lines, with an empty line between two."""
+    return "\n".join(textwrap.fill(" ".join(one.split()), 118, break_on_hyphens=False) + "\n" for one in sentences)
 
 
 def host() -> str | None:
@@ -203,6 +209,26 @@ def checkpoint() -> str | None:
         "CPU time of a training step",
     )
     return text([where(found["about"]), model, "", *table(head, rows)])
+
+
+def peak() -> str | None:
+    """Peak memory of a training step: what it adds to what is there before it."""
+    found = read("peak")
+    if found is None:
+        return None
+    eager = found["rows"][0]
+    rows = []
+    for row in found["rows"]:
+        cells = [(row["saved"], eager["saved"]), (row["peak"] - row["before"], eager["peak"] - eager["before"])]
+        sizes = (f"{size / 2**20:,.0f} MiB ({size / of:.2f})" for size, of in cells)
+        rows.append((_SIDES[row["side"]], *sizes, f"{row['peak'] / 2**20:,.0f} MiB"))
+    count, length = found["tokens"]
+    about = f"""A Llama of {found["layers"]} layers of width {found["width"]} on {count} x {length:,} tokens in float32,
+        with AdamW. Its parameters take {eager["parameters"] / 2**20:,.0f} MiB, their gradients as much, and AdamW's
+        state twice as much. In brackets: as a part of eager PyTorch's."""
+    lines = [where(found["about"]), "", paragraphs(about)]
+    head = ("model", "saved for backward", "added by a training step, at its peak", "the whole process then")
+    return text([*lines, *table(head, rows)])
 
 
 _SIDES = {
@@ -365,17 +391,31 @@ def families() -> int:
 
 
 def gain() -> str | None:
-    """What README.md says first: launches and bytes of one layer."""
-    counted = read("layer_counts")
-    if counted is None:
+    """What README.md says first: what converting gains, and what building of `seqfuse.nn` gains on a GPU."""
+    models, counted, steps = read("convert"), read("layer_counts"), _added()
+    if models is None or counted is None or steps is None:
         return None
     ours, theirs, kept, least = _llama(counted)
-    lines = [
-        f"A layer of Llama 3 8B takes **{ours} kernel launches in place of {theirs}** and saves **{kept} of the",
-        f'bytes** for backward, {least} with `memory="lean"`: built of `seqfuse.nn` and planned for an H100, beside',
-        "Hugging Face's layer in eager PyTorch. That is counted, not measured.",
-    ]
-    return text(lines)
+    first, *others = ((row["model"], f"{row['kept']['lean'] / row['eager']:.2f}") for row in models["rows"])
+    rest = " and ".join(f"one of {name} keeps {part}" for name, part in others)
+    return paragraphs(
+        f"""Converted with `memory="lean"`, as in the example below, a layer of Hugging Face's {first[0]} keeps
+        **{first[1]} of the bytes** that eager PyTorch keeps for the backward pass; {rest}. At its peak,
+        a whole training step of a small {first[0]} adds {steps["lean"]:.2f} of the memory that it adds in eager PyTorch.
+        This is measured on a CPU, in float32.""",
+        f"""A layer of Llama 3 8B that is built of `seqfuse.nn`, and not converted, takes **{ours} kernel launches** on
+        an H100 in place of the {theirs} of Hugging Face's layer in eager PyTorch. It keeps {kept} of the bytes, and
+        {least} with `memory="lean"`. This is counted from plans in bfloat16, not measured.""",
+    )
+
+
+def _added() -> dict[str, float] | None:
+    """What a training step adds to memory at its peak, of each side, as a part of eager's."""
+    found = read("peak")
+    if found is None:
+        return None
+    added = {row["side"]: row["peak"] - row["before"] for row in found["rows"]}
+    return {side: bytes_ / added["eager"] for side, bytes_ in added.items()}
 
 
 def _llama(counted: dict[str, Any]) -> tuple[int, int, str, str]:
@@ -389,8 +429,8 @@ def _llama(counted: dict[str, Any]) -> tuple[int, int, str, str]:
 def claims() -> str | None:
     """What README.md claims, each with how it is known."""
     blocks, bytes_of, calls, counted = read("layers"), read("memory"), read("host"), read("layer_counts")
-    models = read("convert")
-    if blocks is None or bytes_of is None or calls is None or counted is None or models is None:
+    models, steps = read("convert"), _added()
+    if blocks is None or bytes_of is None or calls is None or counted is None or models is None or steps is None:
         return None
 
     def saved(model: str, choice: str) -> str:
@@ -408,21 +448,29 @@ def claims() -> str | None:
     llama, gpt = (
         [saved(model, choice) for choice in ("seqfuse", "seqfuse lean")] for model in ("llama3-8b", "gpt2-xl")
     )
-    leanest = ", ".join(f"{row['kept']['lean'] / row['eager']:.2f} ({row['model']})" for row in models["rows"])
+
+    def kept_by(choice: str) -> str:
+        return ", ".join(f"{row['kept'][choice] / row['eager']:.2f} ({row['model']})" for row in models["rows"])
+
     overhead = between(row["ratio"] for row in calls["host"])
     ours, theirs, kept, least = _llama(counted)
     rows = {
         f"`sf.convert` gives the same outputs and gradients: {families()} small models, such as Llama, BERT, ViT and "
         "T5": "tested on a CPU",
-        f"a layer of Llama 3 8B in bfloat16 on an H100 takes {ours} kernel launches, Hugging Face's in eager PyTorch "
-        f"{theirs}": "counted from plans",
-        f'that layer saves {kept} of the bytes of Hugging Face\'s for backward, {least} with `memory="lean"`': (
-            "counted from plans"
-        ),
-        f"an MLP block of Llama 3 8B saves {llama[0]} of the bytes of eager PyTorch (with fused norms), {llama[1]} "
+        f'a layer converted with `memory="lean"` keeps {kept_by("lean")} of the bytes that eager PyTorch keeps for the '
+        f"backward pass; by default {kept_by('save')}": "measured on a CPU",
+        f'a training step of a small Llama converted with `memory="lean"` adds {steps["lean"]:.2f} of eager PyTorch\'s '
+        f"memory at its peak; with activation checkpointing {steps['eager, checkpointed']:.2f}, with both "
+        f"{steps['lean, checkpointed']:.2f}": "measured on a CPU",
+        f"a training step of a tiny converted model takes {between(row['step']['ratio'] for row in models['rows'])} "
+        "times the CPU time of eager PyTorch's, which for so small a model is Python and dispatch": "measured on a CPU",
+        f"a layer of Llama 3 8B built of `seqfuse.nn`, in bfloat16 on an H100, takes {ours} kernel launches, Hugging "
+        f"Face's in eager PyTorch {theirs}": "counted from plans",
+        f"that layer keeps {kept} of the bytes that Hugging Face's keeps for the backward pass, {least} with "
+        '`memory="lean"`': "counted from plans",
+        f"an MLP block of Llama 3 8B keeps {llama[0]} of the bytes of eager PyTorch (with fused norms), {llama[1]} "
         'with `memory="lean"`': "counted from plans",
-        f'an MLP block of GPT-2 XL saves {gpt[0]}, {gpt[1]} with `memory="lean"`': "counted from plans",
-        f'a converted layer with `memory="lean"` saves {leanest} of eager PyTorch\'s bytes': "measured on a CPU",
+        f'an MLP block of GPT-2 XL keeps {gpt[0]}, {gpt[1]} with `memory="lean"`': "counted from plans",
         "every fused kernel equals its operations within tolerance, in both passes and every gradient": (
             "tested in Triton's interpreter"
         ),
@@ -434,8 +482,6 @@ def claims() -> str | None:
         ),
         f"a block on a CPU takes {times(' 1024')} times as long as in eager PyTorch for 1,024 tokens, {times(' 64')} "
         "for 64": "measured on a CPU",
-        f"a training step of a tiny converted model takes {between(row['step']['ratio'] for row in models['rows'])} "
-        "times the CPU time of eager PyTorch's": "measured on a CPU",
         f"the CPU overhead of a call is {overhead} of `torch.nn.Sequential`'s": "measured in instructions",
     }
     return text(table(("what", "status"), rows.items(), left=2))
@@ -475,6 +521,7 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "memory": memory,
     "convert": converted,
     "checkpoint": checkpoint,
+    "peak": peak,
     "layers": layers,
     "layer_counts": layer_counts,
     "parallel": parallel,

@@ -87,7 +87,10 @@ def layer() -> str:
     left, step, right = 84.0, 66.0, 824.0
     for i, (name, _, _) in enumerate(COLUMNS):
         p.text(left + step * i + 31, 104, name, "small soft middle")
-    for name, top, side, high in (("Hugging Face, eager PyTorch", 122.0, eager, 128), ("seqfuse", 256.0, planned, 144)):
+    for name, top, side, high in (
+        ("Hugging Face, eager PyTorch", 122.0, eager, 128),
+        ("built of seqfuse.nn", 256.0, planned, 144),
+    ):
         p.box(8, top - 8, 948, high, "band")
         p.text(20, top + 8, name, "small bold")
         for i, pass_ in enumerate(("forward", "backward")):
@@ -109,7 +112,7 @@ def layer() -> str:
         for i, (choice, color, how) in enumerate(bars):
             y = top + 42 + 38 * i
             p.box(right, y, 122 * saved[choice] / saved["eager"], 9, color)
-            p.text(right, y + 22, f"{mib[choice]} saved", "small")
+            p.text(right, y + 22, f"{mib[choice]} kept", "small")
             p.text(right, y + 36, how, "small soft")
     return p.svg()
 
@@ -124,7 +127,7 @@ def layer_narrow() -> str:
     p.text(16, 30, "One Llama layer", "big")
     p.text(16, 50, f"Llama 3 8B, {row['x'][0] * row['x'][1]:,} tokens, bfloat16, forward and backward.", "small soft")
     p.text(16, 66, "Counted from the plan for an H100, not measured.", "small soft")
-    names = "Hugging Face, eager PyTorch", "seqfuse", 'seqfuse, memory="lean"'
+    names = "Hugging Face, eager PyTorch", "built of seqfuse.nn", 'the same, memory="lean"'
     kinds = "torch", "save", "lean"
     y = 92.0
     for title, values, form in (("kernel launches", launches, "{:,}"), ("saved for backward", saved, "{:,.0f} MiB")):
@@ -216,7 +219,7 @@ def memory() -> str:
     least = {row["model"]: row["kept"]["seqfuse lean"] / row["kept"]["eager"] for row in rows}
     p = Picture(840, 336, "Bytes that a feed-forward block saves for backward: PyTorch and the three choices of memory")
     low, high = (f"{f(least[model] for model in shown):.0%}" for f in (min, max))
-    p.text(20, 34, f'memory="lean" saves {low} to {high} of the bytes that eager PyTorch saves', "big")
+    p.text(20, 34, f'memory="lean" keeps {low} to {high} of the bytes that eager PyTorch keeps', "big")
     about = "A feed-forward block in bfloat16, 8,192 tokens, dropout 0.1. Counted from plans for an H100, not measured."
     p.text(20, 56, about, "small soft")
     for k, (model, title) in enumerate(shown.items()):
