@@ -401,8 +401,8 @@ def gain() -> str | None:
     return paragraphs(
         f"""Converted with `memory="lean"`, as in the example below, a layer of Hugging Face's {first[0]} keeps
         **{first[1]} of the bytes** that eager PyTorch keeps for the backward pass; {rest}. At its peak,
-        a whole training step of a small {first[0]} adds {steps["lean"]:.2f} of the memory that it adds in eager PyTorch.
-        This is measured on a CPU, in float32.""",
+        a whole training step of a small {first[0]} adds {steps["lean"]:.2f} of the memory that it adds in eager
+        PyTorch. This is measured on a CPU, in float32.""",
         f"""A layer of Llama 3 8B that is built of `seqfuse.nn`, and not converted, takes **{ours} kernel launches** on
         an H100 in place of the {theirs} of Hugging Face's layer in eager PyTorch. It keeps {kept} of the bytes, and
         {least} with `memory="lean"`. This is counted from plans in bfloat16, not measured.""",
