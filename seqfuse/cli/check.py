@@ -62,19 +62,20 @@ def checked(
     if file is not None:
         repro.check(file)
     torch.default_generator.manual_seed(0)
-    target, here = load(name), inputs.device(device)
+    targets, here = load(name).members, inputs.device(device)
     dtypes = _BOTH if dtype is None else (inputs.floating(dtype),)
     spec = inputs.spec(given or "4x64")
-    job = _Job(target, here, spec, dtypes, inputs.seed(seed), given is not None, channels)
     path: Path | None = None
-    for check, failure, skipped in job.checks(part, evaluate):
-        if isinstance(failure, str):
-            yield Checked(check, not_run=failure)
-        elif failure is None:
-            yield Checked(check, skipped=skipped)
-        else:
-            shows, path = path is None, path or repro.write(failure, target, file)
-            yield Checked(check, failure.message, str(path) if shows else None)
+    for target in targets:
+        job = _Job(target, here, spec, dtypes, inputs.seed(seed), given is not None, channels)
+        for check, failure, skipped in job.checks(part, evaluate):
+            if isinstance(failure, str):
+                yield Checked(check, not_run=failure)
+            elif failure is None:
+                yield Checked(check, skipped=skipped)
+            else:
+                shows, path = path is None, path or repro.write(failure, target, file)
+                yield Checked(check, failure.message, str(path) if shows else None)
 
 
 # What a check is called, how it failed or why it could not run, what it left out.
@@ -155,8 +156,7 @@ class _Job:
         try:
             message, skipped = _failure(run, spec, dtypes)
         except NotRun as error:
-            here = _interpreted(self.device) if "needs a Triton device" in str(error) else ""
-            return f"{check} {name}", f"{error}{here}", ()
+            return f"{check} {name}", str(error), ()
         if message is None:
             return f"{check} {name}", None, skipped
         for one in dtypes if len(dtypes) > 1 else ():

@@ -26,17 +26,22 @@ DRAWS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """A place that both runs have: whose tensor it is, and the checks that failed there, if any."""
+    """A place that both runs have: whose tensor it is, and the checks that failed there, if any.
+
+    `step` is the fusion that made it, `saver` the forward fusion whose saved tensors an unfused backward made it of.
+    """
 
     place: Place
     operation: str
     path: str
     step: str
     failures: tuple[str, ...]
+    saver: str = ""
 
     def __str__(self) -> str:
         named = f"{self.operation} {self.path}".rstrip()
-        return f"{self.place.tensor} of {named} at {self.place.at}" + (f", by {self.step}" if self.step else "")
+        made = f", by {self.step}" if self.step else f", of what {self.saver} saved" if self.saver else ""
+        return f"{self.place.tensor} of {named} at {self.place.at}{made}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +106,7 @@ def compare(
             nodes[place.at].path,
             names.get(place.at if place.tensor == "y" else ~place.at, ""),
             differing.get(place, ()),
+            "" if place.tensor == "y" else names.get(place.at, ""),
         )
         for place in places
     )
@@ -192,7 +198,7 @@ def data(found: Comparison) -> dict[str, Any]:
             "tensor": seen.place.tensor,
             "operation": seen.operation,
             "path": seen.path,
-            "fusion": seen.step or None,
+            "fusion": seen.step or seen.saver or None,
             "failures": [*seen.failures],
         }
         for seen in found.places

@@ -34,16 +34,18 @@ def drawn(spec: Spec, device: str) -> str:
 
 def script(failure: Failure, target: Target, where: Path) -> str:
     """A script that runs the check again and ends with its error; it finds its module from where it is itself."""
-    folder = os.path.relpath(target.folder, where)
+    folder, interpreted = os.path.relpath(target.folder, where), os.environ.get("TRITON_INTERPRET") == "1"
     about = [f"{target.name} fails {failure.check}:", "", *failure.message.splitlines()]
     about += ["", f"{_MADE} {target.name}`; run it with the same Python."]
     lines = [
         *(f"# {printable(line)}".rstrip() for line in about),
         "import importlib",
         "import operator",
+        *(["import os"] if interpreted else []),
         "import sys",
         "from pathlib import Path",
         "",
+        *(['os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported', ""] if interpreted else []),
         "import torch",
         "",
         failure.needs,
@@ -68,16 +70,17 @@ def check(file: Path) -> None:
 
 
 def write(failure: Failure, target: Target, file: Path | None) -> Path:
-    """Write the script, where no file is named to a new one; returns where it is.
+    """Write the script, where no file is named over the last one of the target alone; returns where it is.
 
     Raises:
         Unable: if it cannot be written.
     """
     text = script(failure, target, Path.cwd() if file is None else file.resolve().parent).encode()
+    own = f"# {_MADE} {printable(target.name)}`".encode()
     stem = "seqfuse_repro_" + "".join(c if c.isalnum() else "_" for c in target.attribute)
     path, number = file or Path(f"{stem}.py"), 1
     try:
-        while file is None and os.path.lexists(path) and not (path.is_file() and path.read_bytes() == text):
+        while file is None and os.path.lexists(path) and not (path.is_file() and own in path.read_bytes()):
             number += 1
             path = Path(f"{stem}_{number}.py")
         path.write_bytes(text)

@@ -37,6 +37,15 @@ class Target:
         """Whether it is a class."""
         return isinstance(self.value, type)
 
+    @property
+    def members(self) -> list[Target]:
+        """Each of the classes in a tuple of them, as an entry point names it; else itself alone."""
+        classes = cast(tuple[Any, ...], self.value if isinstance(self.value, tuple) else ())
+        if not classes or not all(isinstance(one, type) for one in classes):
+            return [self]
+        about = [(one.__module__, one.__qualname__, one) for one in classes]
+        return [Target(f"{module}:{name}", module, name, self.folder, one) for module, name, one in about]
+
     def build(self) -> nn.Module:
         """The module that it is, or that it makes when it is called without arguments.
 

@@ -58,6 +58,27 @@ MODELS = """
             return y, {"bias": ops.Bias.Saved(), "act": ops.GeLU.Saved(x=z)}
 
 
+    class SavesWrong(sf.ForwardFusion):
+        scale: ops.Scale
+        act: ops.GeLU
+
+        def saves(self, env):
+            return sf.Savings(launches=100)
+
+        def fwd(self, x: Tensor):
+            z = x * self.scale.factor
+            return nn.functional.gelu(z), {
+                "scale": ops.Scale.Saved(factor=self.scale.factor), "act": ops.GeLU.Saved(x=2 * z)
+            }
+
+
+    def saves_wrong():
+        return sf.Sequential(ops.Scale(0.5), ops.GeLU(), ops.Bias(16), fusions=(SavesWrong,))
+
+
+    pair = Wrong, SavesWrong
+
+
     class WrongBackward(sf.BackwardFusion):
         "The first row is not in the bias gradient."
 

@@ -160,14 +160,35 @@ def test_a_script_is_written_over_nothing_else(cli: Cli, tmp_path: Path) -> None
     given = ("check", "M:Third", "--input", "1x1", "--dtype", "float32", "--device", "cpu")
     theirs = tmp_path / "seqfuse_repro_Third.py"
     theirs.write_text("print('mine')")
-    for _ in range(2):  # the same script again is no other
+    for _ in range(2):
         assert "python seqfuse_repro_Third_2.py" in cli(*given).out
+    cli(*given, "--seed", "1")  # and another one of the same operation takes its place
     assert {p.name for p in tmp_path.glob("seqfuse_repro*")} == {theirs.name, "seqfuse_repro_Third_2.py"}
+    assert "seed=1" in (tmp_path / "seqfuse_repro_Third_2.py").read_text()
     done = cli(*given, "--repro", str(theirs))
     assert (done.status, done.out) == (2, "")
     assert "is there and is no script of `seqfuse check`" in done.err
     assert theirs.read_text() == "print('mine')"
     assert cli(*given, "--repro", "seqfuse_repro_Third_2.py").status == 1
+
+
+def test_a_script_interprets_kernels_where_the_check_did(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert cli("check", "M:Third", "--repro", "shown.py", "--dtype", "float32").status == 1
+    script = (tmp_path / "shown.py").read_text()
+    assert 'os.environ["TRITON_INTERPRET"] = "1"' in script.partition("import torch\n")[0]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert "operation differs from its reference" in reproduced_elsewhere("shown.py")
+
+
+def test_a_tuple_of_fusions_is_each_of_them(cli: Cli) -> None:
+    status, made = checks(cli, "M:pair", "--input", "3x16", "--dtype", "float32")
+    assert status == 1
+    assert [one["check"] for one in made] == ["testing.check_fusion Wrong", "testing.check_fusion SavesWrong"]
+    assert all(one["failure"] for one in made)
+    assert "attrgetter('Wrong')" in Path(made[0]["repro"]).read_text()
 
 
 def test_a_fusion_that_cannot_run_here_is_not_passed(cli: Cli) -> None:

@@ -66,6 +66,15 @@ def test_a_wrong_backward_is_found_where_it_is(cli: Cli) -> None:
     assert compared(cli, "M:wrong_backward", "--input", "33x16", "--no-grad")[0] == 0
 
 
+def test_a_forward_that_saves_what_is_wrong_is_named(cli: Cli) -> None:
+    status, data = compared(cli, "M:saves_wrong", "--input", "33x16")
+    assert status == 1
+    first = data["places"][data["difference"]]
+    assert (first["pass"], first["tensor"], first["at"], first["fusion"]) == ("backward", "dx", 1, "SavesWrong")
+    done = cli("compare", "M:saves_wrong", "--input", "33x16", "--device", "cpu")
+    assert "differ first in dx of GeLU 1 at 1, of what SavesWrong saved\n" in done.out
+
+
 def test_against_more_digits_it_finds_what_loses_more_than_rounding(cli: Cli) -> None:
     status, data = compared(cli, "M:build", "--input", "33x16:bf16", "--against", "float32")
     assert (status, data["difference"]) == (0, None)
