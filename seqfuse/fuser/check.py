@@ -53,9 +53,9 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
         for place, own in records.items():
             record = found.pop(place, None)
             if type(record) is not type(own):
-                got = "nothing" if record is None else f"a {type(record).__qualname__}"
+                got = "nothing" if record is None else type(record).__qualname__
                 kind = type(dict(fusion.named_operations())[place]).__name__
-                raise _wrong(step, f"slot {place!r} needs a {kind}.Saved, it saved {got}")
+                raise _wrong(step, f"slot {place!r} needs {kind}.Saved, it saved {got}")
             for field in own.fields:
                 kept = _raw(record, field)
                 # Parameters may be kept as they are where the operation keeps what autocast makes of them.

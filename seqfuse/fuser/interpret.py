@@ -233,7 +233,7 @@ def recovered(
             one, wanted = saved[name], cast(Any, node.operation.Saved)
             if type(one) is not wanted:
                 kind = type(node.operation).__name__
-                raise TypeError(f"slot {name!r} needs a {kind}.Saved, not a {type(one).__qualname__}")
+                raise TypeError(f"slot {name!r} needs {kind}.Saved, not {type(one).__qualname__}")
             found[position] = one
     except Exception as second:
         message = f"its backward failed ({type(error).__name__}: {error}), and then its unfused(saved): {second!r}"

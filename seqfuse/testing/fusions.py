@@ -142,15 +142,21 @@ def _check(
                 skipped += [f"what it saves for backward: {unknown}"] if unknown is not None else []
                 checked += [described(operations)] * (described(operations) not in checked)
             elif env is None and dtypes is not None and i == 0:
-                raise type(refused)(f"{where}: {refused}")
+                raise type(refused)(f"{where}: {refused}{_interpreted(refused, x)}")
             else:
                 matched = matched or isinstance(refused, NotRun)
                 skipped.append(f"{described(operations)} in {dtype}: {refused}")
                 unused.setdefault(str(refused), []).append(f"{described(operations)} in {dtype}")
     if not checked and env is None:
         why = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in unused.items())
-        raise (NotRun if matched else AssertionError)(f"{name} is never used; {why}")
+        raise (NotRun if matched else AssertionError)(f"{name} is never used; {why}{_interpreted(why, x)}")
     return Checked(name, tuple(checked), count, tuple(skipped))
+
+
+def _interpreted(why: object, x: Tensor) -> str:
+    """What to do where a Triton device is needed and there is none."""
+    hint = "; TRITON_INTERPRET=1, set before the start, runs Triton kernels on a CPU, slowly"
+    return hint if x.device.type == "cpu" and "needs a Triton device" in str(why) else ""
 
 
 def _otherwise(

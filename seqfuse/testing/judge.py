@@ -61,7 +61,8 @@ def _of_the_kit(error: AssertionError) -> bool:
 
 
 _MET = {
-    "one_nan": "x holds a NaN here: pass it on where the reference and its gradient do; comparisons with NaN are false",
+    "one_nan": "x holds a NaN here, and comparisons with it are false: tl.where(x <= 0, 0.0, t) passes it on, and "
+    "tl.where(x > 0, t, 0.0) gives 0; give what the reference and its gradient give",
     "one_inf": "x holds an Inf here, and 0 * Inf, Inf - Inf and Inf / Inf are NaN: give what the reference and its "
     "gradient give",
     HUGE: "x is near the end of the range of its dtype here: squares and sums overflow in it, and Inf - Inf is NaN",

@@ -49,9 +49,9 @@ def compared(
     for place, mine in own.items():
         record = found.pop(place, None)
         if type(record) is not type(mine):
-            made = "nothing" if record is None else f"a {type(record).__qualname__}"
+            made = "nothing" if record is None else type(record).__qualname__
             kind = type(dict(fusion.named_operations())[place]).__name__
-            raise AssertionError(f"slot {place!r} needs a {kind}.Saved, it saved {made}")
+            raise AssertionError(f"slot {place!r} needs {kind}.Saved, it saved {made}")
         for field in mine.fields:
             name, u = f"field {field!r} of slot {place!r}", stored(mine, field)
             parameter = parameters.get(id(u))

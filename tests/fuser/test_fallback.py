@@ -492,7 +492,7 @@ def forward_that_returns(make: Any) -> type[sf.ForwardFusion]:
 
 B, T = ops.Bias.Saved, ops.Tanh.Saved
 FORWARDS: dict[str, tuple[Any, str]] = {
-    "no record for a slot": (lambda f, x, y: (y, {"bias": B()}), "slot 'act' needs a Tanh.Saved, it saved nothing"),
+    "no record for a slot": (lambda f, x, y: (y, {"bias": B()}), "slot 'act' needs Tanh.Saved, it saved nothing"),
     "the record of another operation": (
         lambda f, x, y: (y, {"bias": B(), "act": ops.SiLU.Saved(x=x)}),
         "slot 'act'",

@@ -133,6 +133,12 @@ def test_a_requires_that_raises_is_a_mistake_and_no_fusion_that_cannot_run_here(
     assert not isinstance(error.value, NotRun)
 
 
+@pytest.mark.parametrize("dtypes", [None, [torch.float32]])
+def test_says_how_to_run_a_triton_fusion_without_a_gpu(dtypes: list[torch.dtype] | None):
+    with pytest.raises(NotRun, match=r"needs a Triton device.*; TRITON_INTERPRET=1, set before the start, runs"):
+        check_fusion(sf.fusions.PointwiseChain, X, ops.Bias(6), ops.ReLU(), dtypes=dtypes)
+
+
 def test_says_that_a_pattern_does_not_match():
     with pytest.raises(AssertionError, match=r"its pattern \(linear, bias\) matches nowhere in Linear, GeLU"):
         check_fusion(LinearBias, X, ops.Linear(6, 4, bias=False), ops.GeLU())

@@ -24,14 +24,14 @@ class ForgetsAField(BiasNorm):
         return y, {**saved, "norm": self.norm.Saved(x=norm.x, mean=norm.mean, rstd=norm.rstd)}
 
 
-@caught("slot 'bias' needs a Bias.Saved, it saved nothing")
+@caught("slot 'bias' needs Bias.Saved, it saved nothing")
 class ForgetsARecord(BiasNorm):
     def fwd(self, x):
         y, saved = super().fwd(x)
         return y, {"norm": saved["norm"]}
 
 
-@caught("slot 'bias' needs a Bias.Saved, it saved a LayerNorm.Saved")
+@caught("slot 'bias' needs Bias.Saved, it saved LayerNorm.Saved")
 class SwapsRecords(BiasNorm):
     def fwd(self, x):
         y, saved = super().fwd(x)
