@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import operator
 import threading
 from collections.abc import Iterable
@@ -14,9 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 
-from ..env import autocast_of
+from ..env import Env, autocast_of, rows_of
 from ..errors import SeqfuseError
-from ..fuser.budget import Mode
+from ..fuser.budget import MemoryChoice, Mode
+from ..fuser.footprint import Memory
 from ..fuser.op_list import Region as PlannedRegion
 from ..fuser.plan import Plan
 from ..fuser.run import Fuser
@@ -49,6 +52,7 @@ class Region(nn.Module):
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
         self._lock = threading.RLock()
+        self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same with its bytes
         self.given: list[Given] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         for r in order.members:
@@ -65,22 +69,57 @@ class Region(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """How the chain ran last; `None` before its first call."""
+        """How the chain ran last, `None` before its first call; its bytes are of tensors as large as those captured."""
         (region,) = self._fuser.op_list().parts
-        return region.program.plan if isinstance(region, PlannedRegion) and region.program is not None else None
-
-    def planned(self) -> Plan | None:
-        """The plan of the last call with the bytes it saves, for tensors without data, as large as those captured."""
-        plan = self.plan
+        plan = region.program.plan if isinstance(region, PlannedRegion) and region.program is not None else None
         if plan is None:
             return None
-        x, *given = (fake(node, "meta") for node in (self.order.x, *self.order.channels.values()))
+        if self._ran is None or self._ran[0] is not plan:
+            counted = functools.cache(lambda: self._planned(plan.env))
+
+            def memory(_: Plan) -> Memory | str | None:
+                return counted().memory or counted().memory_unknown
+
+            def choices(_: Plan) -> tuple[MemoryChoice, ...]:
+                return counted().choices
+
+            self._ran = plan, dataclasses.replace(plan, measure=memory, compare=choices)
+        return self._ran[1]
+
+    def plan_for(
+        self, device: str, *, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, grad: bool = True
+    ) -> Plan:
+        """The plan for a machine that need not be here, with the chain's own inputs: as large as those captured.
+
+        Args:
+            device: as `Env.of` takes it, such as `"cuda:sm_90"`.
+            dtype: of the model: inputs and parameters in the dtype of the first input are taken to be in this one.
+            autocast: the dtype of an autocast region around the model.
+            grad: whether gradients are recorded.
+
+        Raises:
+            InputError: (SF106) for a device or a dtype that is none, or a CUDA device that is not here.
+        """
+        x = example(self.order.x)
+        assert x is not None
+        rows = rows_of(numbers(x.shape))
+        return self._planned(Env.of(device, dtype=dtype or x.dtype, autocast=autocast, grad=grad, rows=rows))
+
+    def _planned(self, env: Env) -> Plan:
+        """The plan for an environment with the bytes of each choice, for tensors without data like those captured."""
+        x = example(self.order.x)
+
+        def like(t: Tensor) -> Tensor:
+            lowered = x is not None and t.dtype is x.dtype
+            return torch.empty_like(t, dtype=env.dtype if lowered else t.dtype, requires_grad=t.requires_grad)
+
+        given = [like(fake(node, "meta")) for node in (self.order.x, *self.order.channels.values())]
         # Parameters are on the device of the call, since autocast casts nothing on meta.
         with self._lock, FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
             stack.callback(self._take_back)
-            self._lend(self.stand_ins(self.given))
-            plan = self.model.plan(x, env=plan.env, **dict(zip(self._names, given, strict=True)))
-            _ = plan.memory  # it is measured while there are parameters
+            self._lend(map(like, self.stand_ins(self.given)))
+            plan = self.model.plan(given[0], env=env, **dict(zip(self._names, given[1:], strict=True)))
+            _ = plan.memory, plan.choices  # they are found while there are parameters
         return plan
 
     def stand_ins(self, values: Iterable[Given]) -> list[Tensor]:

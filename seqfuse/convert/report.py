@@ -58,6 +58,7 @@ class GraphReport:
         what = f"{_of(len(self.regions), 'chain')} of {_of(self.operations, 'operation')}"
         text = [f"{self.name}: {what if self.regions else 'nothing converted'}"]
         text += [f"  {line}" for region in self.regions for line in _chain(region)]
+        text += [f"  {line}" for line in _choices(self.regions)]
         text.append(f"  outside the chains: {_of(self.beside, 'call')} that launch a kernel, as before")
         alike = Counter((left.kind, left.call, left.reason) for left in self.left)
         for (kind, call, reason), count in alike.items():
@@ -80,7 +81,7 @@ _LIMIT = (
 def _chain(region: Region) -> list[str]:
     names = ", ".join(type(op).__name__ for op in region.order.operations if not isinstance(op, Fork))
     lines = textwrap.wrap(f"chain: {names}", 96, subsequent_indent="    ")
-    plan = region.planned()
+    plan = region.plan
     if plan is None:
         return [*lines, "    not called yet"]
     forward, backward = (
@@ -103,6 +104,25 @@ def _chain(region: Region) -> list[str]:
         if eager is not None:
             lines.append(f"    eager torch launches {_of(eager.forward, 'kernel')} for them")
     return lines
+
+
+def _choices(regions: Sequence[Region]) -> list[str]:
+    """What all chains together would save with each choice of memory, where choices differ."""
+    sums: dict[str, tuple[int, float, bool]] = {}
+    plans = [plan for region in regions if (plan := region.plan) is not None and plan.env.grad]
+    for name in dict.fromkeys(choice.memory for plan in plans for choice in plan.choices):
+        found = [next((c for c in plan.choices if c.memory == name), None) for plan in plans]
+        # In a chain without choices each is the plan that it has.
+        own = [plan.memory.saved if plan.memory is not None else 0 for plan in plans]
+        saved = sum(kept if c is None else c.saved for c, kept in zip(found, own, strict=True))
+        time = sum(c.microseconds for c in found if c is not None)
+        sums[name] = saved, time, any(c.used for c in found if c is not None)
+    said = [
+        f"{name} {saved:,}\xa0B" + (f", an estimated {time:,.1f} us more" if time else "") + " (used)" * used
+        for name, (saved, time, used) in sums.items()
+    ]
+    lines = textwrap.wrap(f"choices of memory: {'; '.join(said)}", 100, subsequent_indent="    ") if said else []
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _is_view(step: Step) -> bool:

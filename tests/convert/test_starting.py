@@ -56,7 +56,7 @@ def test_the_backend_takes_the_choice_of_memory():
         (region,) = gm.children()
         assert isinstance(region, Region)
         gm(*inputs_of(model, x).values())
-        plan = region.planned()
+        plan = region.plan
         assert plan is not None
         assert plan.memory is not None
         saved.append(plan.memory.saved)

@@ -1,0 +1,73 @@
+"""Plans of chains: bytes and choices of memory as of any plan, here and for machines that are not here."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import seqfuse as sf
+from seqfuse.convert.region import Region
+from seqfuse.convert.rewriting import Options
+from seqfuse.fuser.budget import Mode
+from seqfuse.testing import seeded_randn
+
+from .recording import Replayed
+
+
+class Heads(nn.Module):
+    """Attention with a mask, which enters the chain beside x, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(16) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(16, size, bias=False) for size in (16, 16, 16))
+        self.out, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.norms[0](x)
+        q, k, v = (part(h).unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+def converted(memory: Mode) -> tuple[Replayed, Region]:
+    inputs = {"x": seeded_randn((2, 8, 16), 0).requires_grad_(), "mask": seeded_randn((8, 8), 1)}
+    replayed = Replayed(Heads(), inputs, options=Options(memory=memory))
+    replayed(**inputs).sum().backward()
+    ((region,),) = (graph.regions for graph in replayed.graphs)
+    return replayed, region
+
+
+def test_the_plan_of_a_chain_says_bytes_and_what_other_choices_save():
+    replayed, region = converted("lean")
+    plan = region.plan
+    assert plan is not None
+    assert plan.memory is not None
+    assert plan is region.plan, "counted once"
+    choices = {choice.memory: choice for choice in plan.choices}
+    assert [name for name, choice in choices.items() if choice.used] == ["lean"]
+    assert plan.memory.saved == choices["lean"].saved < choices["save"].saved == plan.memory.saved_unfused
+    (said,) = re.findall(r"  choices of memory: ((?:.*\n    )*.*)\n  outside", str(replayed.graphs[0]))
+    for name, choice in choices.items():
+        time = f", an estimated {choice.microseconds:,.1f} us more" if choice.microseconds else ""
+        assert f"{name} {choice.saved:,} B{time}{' (used)' * choice.used}" in re.sub(r"\s+", " ", said)
+
+
+def test_the_plan_of_a_chain_for_another_machine_is_of_its_own_inputs():
+    _, region = converted("lean")
+    full, half = (region.plan_for("cuda:sm_90", dtype=dtype) for dtype in (None, torch.bfloat16))
+    assert region.plan is not None
+    assert region.plan.memory is not None
+    assert full.memory == region.plan.memory
+    assert half.memory is not None
+    assert half.memory.saved < 0.6 * region.plan.memory.saved
+    assert {plan.count("RecomputeHeads") for plan in (full, half)} == {1}
+    assert str(half).startswith("Plan for cuda:sm_90 bfloat16, 16 tokens")
+    assert "lean" in str(half).rpartition("choices of memory")[2]
+    assert region.plan_for("cuda:sm_90", grad=False).backward == ()
+    with pytest.raises(sf.InputError, match="there is no device 'gpu'"):
+        region.plan_for("gpu")
