@@ -8,6 +8,7 @@ from .fusions import Checked, check_fusion
 from .lists import ListSpec
 from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
 from .observe import GlobalState, Observer, Pass
+from .offline import compile_kernel
 from .operations import CheckedOp, check_op
 from .poison import Guarded, guarded, poisoned, red_zones
 from .probe import NotRun
@@ -38,6 +39,7 @@ __all__ = [
     "assert_fused_close",
     "check_fusion",
     "check_op",
+    "compile_kernel",
     "exact",
     "guarded",
     "in_regime",

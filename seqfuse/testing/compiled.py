@@ -100,7 +100,7 @@ def compile_variants(
     """Compile the `variants()` of modules for targets, in child processes; yields results as they come.
 
     Args:
-        modules: dotted names of kernel modules.
+        modules: dotted names of kernel modules, or a file of `compile_kernel`.
         targets: architectures.
         only: a regular expression that the variant's name must contain.
         jobs: child processes at a time; the number of CPUs by default.
@@ -260,7 +260,10 @@ def _amd(kernel: Any) -> dict[str, int]:
 
 def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
     """Compile what is left of a module: all of a target, or a share for each of several; prints each begin and end."""
-    variants: Iterable[Variant] = importlib.import_module(module).variants()
+    if module.endswith(".pickle"):
+        variants: Iterable[Variant] = importlib.import_module("seqfuse.testing.offline").sent(module)
+    else:
+        variants = importlib.import_module(module).variants()
     chosen = [v for v in variants if re.search(only, v.name)]
     tasks: list[tuple[Variant, str]] = []
     step = 8 * len(targets) if len(targets) > 1 else 1

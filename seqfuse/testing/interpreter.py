@@ -2,11 +2,12 @@
 
 As it comes, it computes bfloat16 and float8 on their bit patterns, cuts float32 off instead of rounding it to bfloat16,
 makes NaN of float8 overflow, sums a column one number after the other, rounds a product of matrices as the machine's
-BLAS does, otherwise where the factors change places, and patches `triton.language` again at every launch and call of a
-device function. Inside `corrected()` both formats go through float32 and come back rounded to nearest even, float8
-saturating, columns are summed in pairs, and products are made in float64 and rounded before they are added. It is
-faster, too: the patch is made once a block, the rounds of Philox are made for whole arrays, with the same numbers, and
-`interpreter_speed` says what else is.
+BLAS does, otherwise where the factors change places, lets a kernel write anywhere, and patches `triton.language` again
+at every launch and call of a device function. Inside `corrected()` both formats go through float32 and come back
+rounded to nearest even, float8 saturating, columns are summed in pairs, products are made in float64 and rounded before
+they are added, and `interpreter_bounds` refuses an access outside the tensors of a launch. It is faster, too: the patch
+is made once a block, the rounds of Philox are made for whole arrays, with the same numbers, and `interpreter_speed`
+says what else is.
 
 It replaces private parts of Triton 3.6 to 3.9. Each is looked for, with the arguments it is known to have, before any
 is replaced; an unknown one is refused.
@@ -25,7 +26,9 @@ from typing import Any
 
 import torch
 
+from . import interpreter_bounds
 from .interpreter_speed import Language, replacements
+from .traffic import ACCESSES
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {
@@ -40,6 +43,7 @@ _METHODS = {
     "create_rsqrt": ("arg",),
 }
 _REDUCTIONS = {"sum": ("input",), "min_max": ("input", "val_reduce_op", "idx_reduce_op")}
+_LAUNCH = {"_init_args_hst": ("args_dev", "kwargs")}
 _PHILOX = ["c0", "c1", "c2", "c3", "k0", "k1", "n_rounds"]
 
 _FLOAT8 = {
@@ -66,7 +70,8 @@ def corrected() -> Generator[None]:
     _probe(interpreter)
     replaced: list[tuple[Any, str, Any]] = []
     language = Language(interpreter)
-    parts = (*_replacements(interpreter), *replacements(interpreter), (interpreter, "_patch_lang", language.patch))
+    own = *_replacements(interpreter), *replacements(interpreter), *interpreter_bounds.replacements(interpreter)
+    parts = *own, (interpreter, "_patch_lang", language.patch)
     _blocks.append(replaced)
     for owner, name, value in parts:
         replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
@@ -103,10 +108,13 @@ def _probe(interpreter: Any) -> None:
     from triton.language import random
 
     unknown = [name for name in ("_patch_lang", "TensorHandle", "_get_np_dtype") if not hasattr(interpreter, name)]
-    for owner, wanted in (("InterpreterBuilder", _METHODS), ("ReduceOps", _REDUCTIONS)):
+    accesses = {**ACCESSES, **_METHODS}
+    for owner, wanted in (("InterpreterBuilder", accesses), ("ReduceOps", _REDUCTIONS), ("GridExecutor", _LAUNCH)):
         for name, arguments in wanted.items():
             function = getattr(getattr(interpreter, owner, None), name, None)
-            if function is None or tuple(inspect.signature(function).parameters)[1:] != arguments:
+            # Of an access the first arguments count: versions differ in those of caches.
+            last = len(arguments) + 1 if name in ACCESSES else None
+            if function is None or tuple(inspect.signature(function).parameters)[1:last] != arguments:
                 unknown.append(f"{owner}.{name}")
     if getattr(getattr(random, "philox_impl", None), "arg_names", None) != _PHILOX:
         unknown.append("random.philox_impl")

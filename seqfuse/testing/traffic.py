@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-# What is watched, and the arguments it must begin with after self: the others, which differ by version, are passed on.
-_METHODS = {
+# What each access to memory goes through, and the arguments it begins with after self: the others differ by version.
+ACCESSES = {
     "create_masked_load": ("ptrs", "mask"),
     "create_masked_store": ("ptrs", "value", "mask"),
     "create_atomic_rmw": ("rmwOp", "ptr", "val", "mask"),
@@ -142,7 +142,7 @@ def counted() -> Generator[Traffic]:
 
     _probe(interpreter)
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    plain = {name: getattr(builder, name) for name in _METHODS}
+    plain = {name: getattr(builder, name) for name in ACCESSES}
     run = executor.__call__
     traffic = Traffic()
     under_way: list[_Counter] = []
@@ -167,7 +167,7 @@ def counted() -> Generator[Traffic]:
 
     def launch(self: Any, *args: Any, **named: Any) -> Any:
         given = [*zip(self.arg_names, args, strict=False), *named.items()]
-        counter = _Counter({name: _Argument(tensor) for pair in given for name, tensor in _tensors(*pair)})
+        counter = _Counter({name: _Argument(tensor) for pair in given for name, tensor in tensors_of(*pair)})
         under_way.append(counter)
         try:
             run(self, *args, **named)
@@ -177,7 +177,7 @@ def counted() -> Generator[Traffic]:
         traffic.launches.append(Launch(self.fn.__name__, arguments, counter.outside))
 
     try:
-        for name, watched in zip(_METHODS, (load, store, rmw, cas), strict=True):
+        for name, watched in zip(ACCESSES, (load, store, rmw, cas), strict=True):
             setattr(builder, name, watched)
         executor.__call__ = launch
         yield traffic
@@ -199,12 +199,13 @@ def fewest(*tensors: Tensor | None) -> int:
     return total
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an argument of a launch, by name: those of a tuple as `operands.1`, of a descriptor its base."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, tuple):
         for i, inner in enumerate(value):
-            yield from _tensors(f"{name}.{i}", inner)
+            yield from tensors_of(f"{name}.{i}", inner)
     elif isinstance(getattr(value, "base", None), Tensor):
         yield name, value.base
 
@@ -215,7 +216,7 @@ def _probe(interpreter: Any) -> None:
     builder = getattr(interpreter, "InterpreterBuilder", None)
     unknown = [
         name
-        for name, arguments in _METHODS.items()
+        for name, arguments in ACCESSES.items()
         if tuple(inspect.signature(getattr(builder, name, _probe)).parameters)[1 : 1 + len(arguments)] != arguments
     ]
     unknown += [] if hasattr(interpreter, "GridExecutor") else ["GridExecutor"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from seqfuse.testing import compile_kernel
 from seqfuse.testing.compiled import Compiled, compile_variants, kernel_modules
 from seqfuse.testing.ttir import int32_multiplications, late_reads
 from tests.processes import Script
@@ -194,3 +198,45 @@ def test_what_is_recorded_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
     line, well = kernels_table.summary(kernels_table.recorded())
     assert line == "kernels: 3 variants, 1 spilled, 0 over shared memory, 0 dots without wgmma on sm_90"
     assert not well
+
+
+OF_AN_AUTHOR = """
+import triton
+import triton.language as tl
+
+FACTOR = 0.7
+
+@triton.jit
+def half(x):
+    return x * 0.5
+
+@triton.jit
+def right_kernel(x, y, n, by, F: tl.constexpr, BLOCK: tl.constexpr = 1024):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y[0] + at, by * F(tl.load(x + at, mask=at < n)), mask=at < n)
+
+@triton.jit
+def wrong_kernel(x, y, n, by, F: tl.constexpr):
+    tl.store(y[0], FACTOR * tl.load(x))
+"""
+
+
+def test_a_kernel_of_an_author_is_compiled_as_it_would_be_launched(tmp_path: Path) -> None:
+    file = tmp_path / "of_an_author.py"  # in no folder that is searched for modules
+    file.write_text(OF_AN_AUTHOR)
+    spec = importlib.util.spec_from_file_location("of_an_author", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "of_an_author", module)
+        spec.loader.exec_module(module)
+        x = torch.empty(4096, dtype=torch.bfloat16, device="meta")
+        launch = x, (x, None), 4096, 0.5, module.half
+        (one,) = compile_kernel(module.right_kernel, *launch, num_warps=2, targets=["sm_90"])
+        assert (one.module, one.variant, one.target, one.error) == ("of_an_author", "right_kernel", "sm_90", None)
+        assert (one.wide, one.narrow) == (4, 0)  # 16 elements for each of 64 threads
+        with pytest.raises(AssertionError, match=r"wrong_kernel does not compile for sm_90: .*global variable FACTOR"):
+            compile_kernel(module.wrong_kernel, *launch, targets=["sm_90"])
+        with pytest.raises(TypeError, match="takes tensors, numbers and tuples of them, not 'bf16'"):
+            compile_kernel(module.wrong_kernel, "bf16", *launch[1:])

@@ -15,6 +15,7 @@ from triton.runtime import interpreter
 
 from seqfuse.kernels._launch import launch
 from seqfuse.testing.interpreter import as_on_a_gpu, corrected
+from seqfuse.testing.interpreter_bounds import OutOfBounds
 from seqfuse.testing.interpreter_speed import operators
 from tests.processes import Script
 
@@ -230,3 +231,44 @@ def test_the_test_kit_corrects_it_once() -> None:
         environment = {**os.environ, "TRITON_INTERPRET": interprets}
         done = Script("-c", code, environment=environment, bare=True).done()
         assert done.stdout == printed, done.stderr
+
+
+@triton.jit
+def _shift_kernel(x, y, LOAD: tl.constexpr, STORE: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y[0] + i + STORE, tl.load(x + i + LOAD, mask=i >= -LOAD, other=0.0), mask=i > 0)
+
+
+@triton.jit
+def _count_kernel(x, at, N: tl.constexpr):
+    tl.atomic_add(x + at + tl.arange(0, N), 1, mask=tl.arange(0, N) > 0)
+
+
+@triton.jit
+def _table_kernel(table, y):
+    tl.store(y, tl.load(tl.load(table).to(tl.pointer_type(tl.float32))))
+
+
+def test_what_the_addresses_of_a_table_point_to_may_be_accessed() -> None:
+    x, y = torch.ones(1), torch.zeros(1)
+    launch(_table_kernel, 1, (torch.tensor([x.data_ptr()]), y), {})
+    assert y == 1
+
+
+def test_an_access_outside_the_arguments_of_a_launch_is_refused_before_it_happens() -> None:
+    room = torch.zeros(3, 64)
+    x, y = room[1], torch.zeros(64)
+    launch(_shift_kernel, 1, (x, (y,)), {"LOAD": -1, "STORE": -1, "N": 64})
+    assert y[62] == x[61]
+    for load, store, said in (
+        (65, 0, "_shift_kernel loads 4 bytes outside the memory of x"),
+        (0, 1, "_shift_kernel stores 4 bytes outside the memory of y.0"),
+        (0, -3, "_shift_kernel stores 8 bytes outside the memory of y.0"),
+    ):
+        with pytest.raises(OutOfBounds, match=said):
+            launch(_shift_kernel, 1, (x, (y,)), {"LOAD": load, "STORE": store, "N": 64})
+    counts = torch.zeros(4, dtype=torch.int64)
+    launch(_count_kernel, 1, (counts, 0), {"N": 4})
+    assert counts.tolist() == [0, 1, 1, 1]
+    with pytest.raises(OutOfBounds, match="_count_kernel stores 8 bytes outside the memory of x"):
+        launch(_count_kernel, 1, (counts, 1), {"N": 4})

@@ -1,0 +1,74 @@
+"""Interpreted kernels that load or store outside the tensors they are given: an error, before memory is written."""
+
+# pyright: basic, reportGeneralTypeIssues=false
+# The parts replaced have no types.
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from .traffic import ACCESSES, tensors_of
+
+
+class OutOfBounds(AssertionError):
+    """An access outside the memory of every argument."""
+
+    def __repr__(self) -> str:  # the interpreter's own error shows this
+        return str(self)
+
+
+def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
+    """The parts of Triton to replace: owner, name, and what stands in its place."""
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    kernel, memory = "", list[tuple[int, int, str]]()
+    arguments, to_pointer = executor._init_args_hst, builder.create_int_to_ptr
+
+    @functools.wraps(arguments)
+    def init_args(self: Any, args: Any, named: Any) -> Any:
+        nonlocal kernel
+        on_host = arguments(self, args, named)
+        kernel = self.fn.__name__
+        memory.clear()
+        for name, argument in (*zip(self.arg_names, on_host[0], strict=False), *on_host[1].items()):
+            for place, tensor in tensors_of(name, argument):
+                storage = tensor.untyped_storage()
+                memory.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), place))
+        return on_host
+
+    def inside(first: int, stop: int) -> bool:
+        return any(start <= first and stop <= end for start, end, _ in memory)
+
+    def check(verb: str, at: Any, size: int) -> None:
+        if not at.size or not memory or inside(int(at.min()), int(at.max()) + size):
+            return
+        for first in at.flatten().tolist():  # in the memory of several arguments, or of none
+            if not inside(first, first + size):
+                off, name = min((max(start - first, first + size - end), name) for start, end, name in memory)
+                raise OutOfBounds(f"{kernel} {verb} {off} bytes outside the memory of {name}")
+
+    def checked(name: str, parameters: tuple[str, ...]) -> Any:
+        method, verb = getattr(builder, name), "loads" if name.endswith("load") else "stores"
+        pointer = 1 if parameters[0] == "rmwOp" else 0
+        mask = parameters.index("mask") if "mask" in parameters else None
+
+        @functools.wraps(method)  # who watches it asks for its arguments
+        def access(self: Any, *args: Any, **kwargs: Any) -> Any:
+            handle = args[pointer]
+            on = None if mask is None else args[mask]
+            if on is not None and not hasattr(on, "all"):  # of a descriptor it is an array already
+                on = on.data
+            at = handle.data if on is None or on.all() else handle.data[on]
+            check(verb, at, max(1, handle.get_element_ty().primitive_bitwidth // 8))
+            return method(self, *args, **kwargs)
+
+        return access
+
+    def create_int_to_ptr(self: Any, *args: Any) -> Any:
+        memory.clear()  # addresses from a table: what they may point to is not known
+        return to_pointer(self, *args)
+
+    yield executor, "_init_args_hst", init_args
+    yield builder, "create_int_to_ptr", create_int_to_ptr
+    for name, parameters in ACCESSES.items():
+        yield builder, name, checked(name, parameters)

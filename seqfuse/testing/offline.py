@@ -1,0 +1,147 @@
+"""`compile_kernel`: whether a kernel of an author compiles for GPUs that are not here.
+
+The interpreter runs what Triton cannot compile. A process in which kernels are interpreted cannot compile them, so they
+are imported again in a child process, to which a launch is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import pickle
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..kernels._variants import TRITON_DTYPES, Type, Variant
+
+if TYPE_CHECKING:
+    from .compiled import Compiled  # needs Triton
+
+_OPTIONS = ("num_warps", "num_stages")
+
+
+def compile_kernel(
+    kernel: Any, *args: Any, targets: Sequence[str] = ("sm_80", "sm_90", "gfx942"), **kwargs: Any
+) -> tuple[Compiled, ...]:
+    """Compile a Triton kernel as a launch with these arguments would, for architectures that need not be here.
+
+    Of tensors the dtype counts, so that those on `"meta"` do; they are taken to be aligned to 16 bytes. Kernels may be
+    interpreted in this process. Others import the kernel's module again, also where it is the script that runs.
+
+    Args:
+        kernel: the `triton.jit` function.
+        args: what a launch passes.
+        targets: architectures, such as `"sm_90"` or `"gfx942"`.
+        kwargs: what a launch passes by name, `num_warps` and `num_stages` among them.
+
+    Returns:
+        Registers, spills and shared memory for each target; nothing inside a process that compiles.
+
+    Raises:
+        AssertionError: naming kernel and target, with what the compiler says.
+        TypeError: for arguments that the kernel does not take, and a kernel that is in no file.
+    """
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == "seqfuse.testing.compiled":
+        return ()  # the script is imported there
+    from .compiled import compile_variants
+
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    while not _is_kernel(kernel) and hasattr(kernel, "fn"):  # under an autotuner
+        kernel = kernel.fn
+    bound = inspect.signature(kernel.fn).bind(*args, **kwargs)
+    bound.apply_defaults()
+    signature: dict[str, Type] = {}
+    constexprs: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if value is None or "constexpr" in str(kernel.fn.__annotations__.get(name, "")):
+            constexprs[name] = value
+        else:
+            signature[name] = _type(value)
+    divisible = tuple(name for name in signature if _is_divisible(bound.arguments[name]))
+    name = kernel.fn.__qualname__
+    variant = Variant(
+        name=name, kernel=kernel, signature=signature, constexprs=constexprs, divisible=divisible, **options
+    )
+    with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as folder:
+        path = Path(folder, "launch.pickle")
+        with path.open("wb") as file:
+            pickle.dump(sys.path, file)
+            _Pickler(file).dump(vars(variant))
+        compiled = [*compile_variants([str(path)], targets)]
+    found = tuple(dataclasses.replace(one, module=kernel.fn.__module__) for one in compiled)
+    for one in found:
+        if one.error is not None:
+            raise AssertionError(f"{name} does not compile for {one.target}: {one.error}")
+    return found
+
+
+def sent(path: str) -> Iterator[Variant]:
+    """In the child: the launch that was sent."""
+    with Path(path).open("rb") as file:
+        sys.path[:] = pickle.load(file)
+        yield Variant(**_Unpickler(file).load())
+
+
+def _is_kernel(kernel: Any) -> bool:
+    return inspect.isfunction(getattr(kernel, "fn", None)) and hasattr(kernel, "arg_names")
+
+
+def _type(value: Any) -> Type:
+    if isinstance(value, tuple):
+        return tuple("none" if member is None else _type(member) for member in value)  # pyright: ignore[reportUnknownVariableType]
+    if isinstance(value, Tensor):
+        return f"*{TRITON_DTYPES[str(value.dtype).removeprefix('torch.')]}"
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    raise TypeError(f"a kernel takes tensors, numbers and tuples of them, not {value!r}")
+
+
+def _is_divisible(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(member is None or _is_divisible(member) for member in value)  # pyright: ignore[reportUnknownVariableType]
+    return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+
+
+class _Pickler(pickle.Pickler):
+    """Kernels and device functions, also where they are constexprs, by the names they have in their modules."""
+
+    def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
+        if not _is_kernel(obj):
+            return None
+        module = sys.modules[obj.fn.__module__]
+        if getattr(module, "__file__", None) is None:
+            raise TypeError(f"{obj.fn.__qualname__} is in no file, from which it could be compiled")
+        return module.__name__, str(module.__file__), obj.fn.__qualname__
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: tuple[str, str, str]) -> Any:
+        name, file, attributes = pid
+        found: Any = _imported(name, file)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+        return found
+
+
+def _imported(name: str, file: str) -> ModuleType:
+    if name != "__main__" and importlib.util.find_spec(name) is not None:
+        return importlib.import_module(name)
+    name = "__compiled_main__" if name == "__main__" else name
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
