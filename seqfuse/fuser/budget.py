@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from ..env import Env, Savings
 from ..errors import InputError
 from .schedule import TIES, Candidate, Edge, Kept, Path, Weigh, best, graph, passes_of
+from .step import Step
 
 BALANCED = 4
 """Bytes moved that are worth as much as one byte not saved, where memory and time are balanced."""
@@ -22,7 +23,7 @@ class Budget:
 
     Args:
         bytes: storages counted once, parameters left out, as `plan.memory.saved` counts them.
-        part: instead, a part of what the operations would save unfused.
+        part: instead, a part of what the operations would save unfused, from 0 to 1.
 
     Raises:
         InputError: (SF106) for a number that is none of these, or for both.
@@ -32,13 +33,27 @@ class Budget:
     part: float | None = None
 
     def __post_init__(self) -> None:
+        hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65)"
         whole = type(self.bytes) is int and self.bytes >= 0 and self.part is None
-        if not whole and not (self.bytes is None and type(self.part) in (int, float) and cast(float, self.part) >= 0):
-            hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65)"
+        number = self.bytes is None and type(self.part) in (int, float)
+        if number and not 0 <= cast(float, self.part) <= 1:
+            message = f"part is of the bytes that the operations save unfused, from 0 to 1, got {self.part!r}"
+            raise InputError(message, code="SF106", operation="Budget", hint=hint)
+        if not whole and not number:
             raise InputError(f"Budget(bytes={self.bytes!r}, part={self.part!r})", code="SF106", hint=hint)
 
     def __str__(self) -> str:
         return f"Budget({self.bytes})" if self.part is None else f"Budget(part={self.part:g})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Share(Budget):
+    """What one of several regions may save of a budget, `whole`, as which it prints."""
+
+    whole: Budget | None = None
+
+    def __str__(self) -> str:
+        return str(self.whole)
 
 
 Mode = Literal["save", "balanced", "lean"]
@@ -79,14 +94,26 @@ def chosen_for(
     """
     states = [*graph(start, stop, candidates, live_from, kept)]
     if isinstance(memory, Budget):
-        limit = int(cast(float, memory.part) * kept.unfused) if memory.bytes is None else memory.bytes
-        path = _within(states, limit)
+        path = _within(states, _limit(memory, kept))
     elif memory == "balanced":
         rate, per = (env.microseconds(Savings(bytes=BALANCED)) * 1000).as_integer_ratio()
         path = best(states, _weigher(per, rate << TIES))
     else:
         path = best(states, _fewest)
     return passes_of(path, live_from)
+
+
+def exceeded(memory: Choice, kept: Kept | str, forward: Sequence[Step]) -> str | None:
+    """Why a forward schedule is not what a choice asks, if so: too much is saved, or it is not known how much."""
+    if isinstance(kept, str):
+        return f"what would be saved is not known: {kept}"
+    if not isinstance(memory, Budget) or (saved := kept.saved_by(forward)) <= (limit := _limit(memory, kept)):
+        return None
+    return f"does not fit: the leanest plan was taken, which saves {saved:,} bytes, and {limit:,} are allowed here"
+
+
+def _limit(memory: Budget, kept: Kept) -> int:
+    return int(cast(float, memory.part) * kept.unfused) if memory.bytes is None else memory.bytes
 
 
 def _fewest(t: int, m: int) -> int:

@@ -14,7 +14,7 @@ from .. import pictures
 from ..casts import dtype_of
 from ..env import Env, short
 from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, StepData
-from .budget import Choice, MemoryChoice, chosen_for
+from .budget import Choice, MemoryChoice, chosen_for, exceeded
 from .cost_lookup import Known
 from .flatten import Node
 from .footprint import Memory, look
@@ -230,8 +230,6 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> 
         forward, backward = cheapest(start, stop, found, live) if found else ([], [])
     else:
         forward, backward = chosen_for(memory, start, stop, found, live, kept, stretch.env)
-    if isinstance(kept, str):
-        refused.append(Refusal(f"memory={memory}", start, f"what would be saved is not known: {kept}"))
     used = {id(c): c for c in (*forward, *backward)}
     applied = {(c.name, c.start) for c in used.values()}  # of several matches there, one
     winners: tuple[dict[int, Candidate], ...] = ({}, {})
@@ -244,8 +242,10 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> 
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             asked = "save" if kept is None or isinstance(kept, str) else memory
             refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()], asked), True))
-    refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
+    if kept is not None and (said := exceeded(memory, kept, ahead)) is not None:
+        refused.append(Refusal(f"memory={memory}", start, said))
+    refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     segments = _segments(stretch.nodes, ahead, back, start, stop)
     return Plan(stretch.env, ahead, back, segments, tuple(refused), cost=sum(c.cost for c in used.values()))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..operation import FusableOperation
-from .budget import MODES, Budget, Choice, MemoryChoice
+from .budget import MODES, Budget, Choice, MemoryChoice, Share
 from .flatten import Node
 from .footprint import Memory, entering_width, footprint, measure
 from .inputs import Border, borders_of, clearer, expect_tensor, under_autocast, validate
@@ -126,7 +126,8 @@ def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
     if not isinstance(memory, Budget) or memory.bytes is None:
         return memory
     planned = sum(len(part.positions) for part in op_list.parts if isinstance(part, Region))
-    return Budget(int(memory.bytes * len(region.positions) / planned))
+    share = int(memory.bytes * len(region.positions) / planned)
+    return memory if share == memory.bytes else Share(share, whole=memory)
 
 
 def _borders(

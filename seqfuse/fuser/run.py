@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -223,6 +224,9 @@ class Fuser:
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
         plan = plan_region(stretch, self._matcher, memory)
+        if isinstance(memory, Budget):
+            for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
+                warnings.warn(f"{refusal.fusion} at {refusal.at}: {refusal.reason}", UserWarning, stacklevel=2)
         note = weakref.WeakMethod(self._note_failure)
         context = Context.of(stretch, region.slots, parameters, stretch.fusing.on_error, note)
         index = {(id(owner), name): i for i, (owner, name) in enumerate(region.slots)}

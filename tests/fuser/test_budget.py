@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 import random
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -293,6 +294,13 @@ def test_another_choice_is_an_error(bad: Any):
         sf.Budget(bad)
 
 
+@pytest.mark.parametrize("part", [70, 1.01, -0.1, float("nan")])
+def test_a_part_is_from_0_to_1(part: float):
+    with pytest.raises(sf.InputError, match=r"from 0 to 1, got (70|1\.01|-0\.1|nan)"):
+        sf.Budget(part=part)
+    assert sf.Budget(part=1).part == 1
+
+
 def test_bytes_are_of_the_rows_of_each_call():
     model = block()
     model.memory = kept_by(block(), tensor(33, 16))
@@ -303,12 +311,30 @@ def test_bytes_are_of_the_rows_of_each_call():
         assert kept_by(model, tensor(rows, 16)) == plan.memory.saved
 
 
-def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan():
+@pytest.mark.parametrize("memory", [1, sf.Budget(part=0.01)])
+def test_a_budget_that_cannot_be_kept_gives_the_leanest_plan_and_says_so(memory: Any):
     x, model = tensor(64, 16), block()
     model.memory = "lean"
     least = model.plan(x).memory.saved
-    model.memory = 1
-    assert model.plan(x).memory.saved == least
+    model.memory = memory
+    plan = model.plan(x)
+    assert plan.memory.saved == least
+    said = f"does not fit: the leanest plan was taken, which saves {least:,} bytes, and "
+    (refusal,) = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
+    assert refusal.fusion == f"memory={model.memory}"
+    assert refusal.reason.startswith(said)
+    assert said in re.sub(r"\s+", " ", str(plan))
+    with pytest.warns(UserWarning, match=said):
+        model(x)
+
+
+def test_a_budget_that_several_regions_share_is_named_as_it_was_given():
+    model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
+    whole = model.plan(tensor(64, 16)).memory.saved
+    model.memory = int(0.9 * whole)
+    plan = model.plan(tensor(64, 16))
+    asked = f"as memory=Budget({model.memory.bytes}) asks"
+    assert {asked in refusal.reason for refusal in plan.refused if "as memory=" in refusal.reason} == {True}
 
 
 def test_modules_in_between_divide_a_budget():
