@@ -40,7 +40,7 @@ class Target:
     @property
     def members(self) -> list[Target]:
         """Each of the classes in a tuple of them, as an entry point names it; else itself alone."""
-        classes = cast(tuple[Any, ...], self.value if isinstance(self.value, tuple) else ())
+        classes: tuple[Any, ...] = self.value if issubclass(type(self.value), tuple) else ()
         if not classes or not all(isinstance(one, type) for one in classes):
             return [self]
         about = [(one.__module__, one.__qualname__, one) for one in classes]

@@ -56,7 +56,7 @@ def check_fusion(
       gradients; every subset of frozen parameters and inputs.
     * what a forward fusion saves, field by field: the class, the very parameter, plain data, shapes, dtypes, and
       values within the error bound. A `Recompute` is module-level and gives the same bits twice. The same holds for
-      `unfused(saved)`. What a joint fusion saves holds no copy of a parameter.
+      `unfused(saved)`. What is saved holds no copy of a parameter, an input or an output.
     * `bwd` reads no parameter of the operations, which may have changed since the forward, but those in what was saved;
       `fwd` reads those of now, not what an earlier call left.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters, saved tensors and incoming

@@ -217,6 +217,22 @@ def assert_saves_parameters(saved: Saved, parameters: Mapping[str, tuple[nn.Modu
                 raise AssertionError(f"field {field[1:]!r} must be the parameter {name!r} itself, {of}")
 
 
+def assert_saves_no_copies(ahead: Pass) -> None:
+    """What a forward was given and gave is saved as itself: a copy, in a wider dtype too, is memory beside it.
+
+    Raises AssertionError naming the field and the tensor.
+    """
+    y, *outputs, saved = ahead.out
+    named: dict[str, Any] = {"x": ahead.args[0], "y": y, **ahead.kwargs, **(outputs[0] if outputs else {})}
+    known = [(name, t) for name, t in named.items() if isinstance(t, Tensor) and t.numel() > 1]
+    for field, value in leaves("saved", saved):
+        if any(share_storage(value, t) for _, t in known):
+            continue
+        for name, t in known:
+            if value.numel() == t.numel() and torch.equal(value.flatten().double(), t.flatten().double()):
+                raise AssertionError(f"{field} is a copy of {name}, which takes memory of its own: save {name} itself")
+
+
 def assert_reads_records(back: Pass, parameters: Mapping[str, tuple[nn.Module, str]]) -> None:
     """A backward has parameters from its record: an optimizer may have changed the module's, and nobody would notice.
 

@@ -193,13 +193,16 @@ def _tensors_given(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def leaves(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an argument or of what was saved, by name: `saved.x`, `saved.acts[1]`."""
+    """The tensors of an argument or of what was saved, by name: `saved.x`, `saved.acts[1]`, `saved.act.x` by slot."""
     if isinstance(value, Tensor):
         yield key, value
     elif isinstance(value, Saved):
         for field in value.fields:
             if field in vars(value):
                 yield from leaves(f"{key}.{field}", vars(value)[field])
+    elif isinstance(value, dict):
+        for name, inner in cast(dict[str, Any], value).items():
+            yield from leaves(f"{key}.{name}", inner)
     elif isinstance(value, tuple):
         for i, inner in enumerate(value):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
             yield from leaves(f"{key}[{i}]", inner)

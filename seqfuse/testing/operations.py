@@ -22,6 +22,7 @@ from .judge import (
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
+    assert_saves_no_copies,
     assert_saves_parameters,
     assert_stays_finite,
     judge,
@@ -64,6 +65,7 @@ def check_op(
       gradients. Shapes that `infer` or the reference refuses are left out.
     * every subset of needed gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
+    * what was given or is returned is saved as itself, not as a copy, in a wider dtype or in the same.
     * a small case in evaluation, or in training where the operation is in evaluation.
     * `bwd` reads no parameter of the module, which may have changed since the forward, but those in what was saved.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters and incoming gradients are
@@ -112,6 +114,10 @@ def _check(
         for case in cases(shapes, dtype):
             _check_numbers(name, specimen, case)
             count += 1
+        few = Case(few_rows(shapes), dtype)
+        with saying(f"{name}, {few}"):
+            for ahead in _observed(specimen, few)[2].passes("fwd"):
+                assert_saves_no_copies(ahead)
     small = Case(few_rows(shapes), dtypes[0])
     with saying(f"{name}, {small}"):
         full = _check_subsets(specimen, small)

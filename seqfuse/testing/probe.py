@@ -22,6 +22,7 @@ from .judge import (
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
+    assert_saves_no_copies,
     assert_saves_parameters,
     assert_stays_finite,
     judge,
@@ -147,6 +148,8 @@ class Probe:
             with fusing(on_error="raise"):
                 assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
             self._check_reads(observer, bench)
+            for ahead in observer.passes("fwd") if whole and not inference else ():
+                assert_saves_no_copies(ahead)
         with saying(f"{where}: after its parameters changed, {few}"):
             assert_bitwise_equal(self._changed(few, True), self._changed(few, False))
         for name in ("fwd", "bwd"):

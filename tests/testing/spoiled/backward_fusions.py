@@ -160,6 +160,13 @@ class SavesACopyOfTheWeight(LinearBiasJoint):
         return weight.clone()
 
 
+@caught("saved.x is a copy of x, which takes memory of its own: save x itself")
+class SavesACopyOfTheInput(LinearBiasJoint):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return y, self.Saved(x=x.clone(), weight=saved.weight)
+
+
 @caught("field 'weight' must be the parameter 'linear.weight' itself, not a copy of it")
 class SavesATransposedCopy(LinearBiasJoint):
     def keep(self, weight):

@@ -49,6 +49,13 @@ class EditsTheRecord(BiasNorm):
         return y, {**saved, "norm": self.norm.Saved(x=x, mean=mean, rstd=rstd, weight=weight)}
 
 
+@caught("saved.act.x is a copy of x, which takes memory of its own: save x itself")
+class CopiesTheInput(GeLULinear):
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        return y, {**saved, "act": self.act.Saved(x=x.clone())}
+
+
 @caught("field 'mean' of slot 'norm': max")
 class SwapsMeanAndRstd(EditsTheRecord):
     def edit(self, x, mean, rstd, weight):

@@ -40,6 +40,19 @@ class Affine(sf.UnfusedOperation, open=True):
 # What it computes and keeps.
 
 
+@caught(r"KeepsAWiderX, bfloat16, .*saved.x is a copy of x, which takes memory of its own: save x itself")
+class KeepsAWiderX(Affine):
+    reference = Affine.reference
+
+    def fwd(self, x):
+        return torch.addcmul(self.bias, x, self.weight), self.Saved(x=x.float(), weight=self.weight)
+
+    def bwd(self, dy, saved, *, needs):
+        x = saved.x.to(dy.dtype) if "weight" in needs else None
+        weight = saved.weight if "x" in needs else None
+        return super().bwd(dy, self.Saved(x=x, weight=weight), needs=needs)
+
+
 @caught("field 'weight' must be the parameter 'weight' itself")
 class KeepsACopyOfTheWeight(Affine):
     reference = Affine.reference
