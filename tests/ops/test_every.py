@@ -111,6 +111,19 @@ def test_two_runs_agree_bit_for_bit(name: str):
     assert_bitwise_equal(by_passes(op, x, extras), first)
 
 
+@pytest.mark.parametrize("cls", [ops.Attention, ops.CrossAttention, ops.Dropout, ops.DropPath], ids=lambda c: c.__name__)
+def test_random_numbers_are_drawn_in_training_alone(cls: type[sf.UnfusedOperation]):
+    heads = (2,) if issubclass(cls, ops.Attention | ops.CrossAttention) else ()
+    x = seeded_randn((4, 5, 12), 0)
+    given = {"k": seeded_randn((4, 7, 12), 1), "v": seeded_randn((4, 7, 12), 2)} if cls is ops.CrossAttention else {}
+    named = {"dropout": 0.4} if heads else {"p": 0.4}
+    model = sf.Sequential(cls(*heads, **named))
+    training = [model(x, **given), model(x, **given)]
+    assert not torch.equal(*training)
+    kept = sf.Sequential(cls(*heads, **dict.fromkeys(named, 0.0)))(x, **given)
+    assert_bitwise_equal(model.eval()(x, **given), kept)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_infer_gives_the_shape_of_the_output(name: str):
     for shape in ((4, 6), (2, 3, 8), (6,)):
