@@ -25,8 +25,8 @@ def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(batch, heads, length, dtype=stats_dtype(q))
     grouped = _grouped(qkv, how)
     for rows, keys in _blocks(qkv, how):
-        scores, _ = _scores(grouped, rows, keys, how)
-        weights, sums = _weights(scores)
+        scores, _, _ = _scores(grouped, rows, keys, how)
+        weights, sums, _ = _weights(scores)
         lse[:, :, rows] = sums.flatten(1, 2).squeeze(-1)
         drop = _drop(qkv, rows, keys, how)
         if drop is not None:
@@ -42,14 +42,16 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
     dmask = q.new_zeros(how.mask.shape) if needs_mask and how.mask is not None else None
     dy = unflatten(dy.transpose(1, 2), 1, *q.shape[1:3]).to(q.dtype)
     for rows, keys in _blocks(qkv, how):
-        scores, bent = _scores(grouped, rows, keys, how)
-        weights, _ = _weights(scores)
+        scores, bent, hidden = _scores(grouped, rows, keys, how)
+        weights, _, blind = _weights(scores)
         d = dy[..., rows, :]
         dweights, kept = d @ v[..., keys, :].mT, weights
         drop = _drop(qkv, rows, keys, how)
         if drop is not None:
             dweights, kept = _dropped(dweights, drop, how.p), _dropped(weights, drop, how.p)
         dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        # What is NaN or Inf spoils no gradient of a key that is not seen.
+        dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
         if dmask is not None:
             _add_to_mask(dmask, dscores.flatten(1, 2), rows, keys)
         if out is None:
@@ -85,34 +87,43 @@ def _blocks(qkv: QKV, how: Scores) -> Iterator[tuple[slice, slice]]:
         yield slice(first, stop), slice(begin, end)
 
 
-def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor, Tensor | None]:
-    """Scores [B, Hkv, G, rows, keys], -inf where not seen, and tanh(score / softcap) where they are bent."""
+def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Scores [B, Hkv, G, rows, keys], -inf where not seen; tanh(score / softcap) where they are bent; what is not seen,
+    but by a mask of floats.
+    """
     q, k, _ = grouped
     # Autocast makes products in 16 bits, in which weights would lose more than they do.
     scores, bent = (q[..., rows, :] @ k[..., keys, :].mT).to(q.dtype), None
     if how.softcap is not None:
         bent = (scores / how.softcap).tanh_()
         scores = bent * how.softcap
-    if how.mask is not None:
-        mask = additive(_part(how.mask, rows, keys), scores.dtype)
-        scores = scores + (mask.unsqueeze(2) if mask.shape[1] == 1 else unflatten(mask, 1, *q.shape[1:3]))
     hidden = _hidden(rows, keys, how, scores.device)
-    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), bent
+    if how.mask is not None:
+        mask = _part(how.mask, rows, keys)
+        mask = mask.unsqueeze(2) if mask.shape[1] == 1 else unflatten(mask, 1, *q.shape[1:3])
+        if mask.is_floating_point():
+            scores = scores + additive(mask, scores.dtype)
+        else:
+            hidden = mask == 0 if hidden is None else hidden | (mask == 0)
+    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf), bent, hidden
 
 
-def _weights(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of the scores, zeros for a row that sees no key, and the log-sum-exp; the scores are overwritten.
+def _weights(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax of the scores, zeros for a row that sees no key, the log-sum-exp, and which rows see none.
+
+    The scores are overwritten.
 
     Greatest score and sum are kept apart: beside a large mask that all keys of a row have, the logarithm of the sum is
     lost, and weights made of the log-sum-exp would not add up to one.
     """
     most = scores.amax(-1, keepdim=True)
-    most.masked_fill_(most == -torch.inf, 0)
+    blind = most == -torch.inf
+    most.masked_fill_(blind, 0)
     weights = scores.sub_(most).exp_()
     total = weights.sum(-1, keepdim=True)
     # Of an infinite score no more is spoiled than the key that it is of.
     total.masked_fill_((total == 0) | (most == torch.inf), 1)
-    return weights.div_(total), most + total.log()
+    return weights.div_(total), most + total.log(), blind
 
 
 def _hidden(rows: slice, keys: slice, how: Scores, device: torch.device) -> Tensor | None:

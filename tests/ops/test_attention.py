@@ -418,3 +418,18 @@ def test_heads_are_views_of_the_packed_numbers():
 def test_a_window_of_one_row_attends_to_that_row_alone() -> None:
     op, x = ops.Attention(2, causal=True, window=1), torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(op(x), x[..., 8:])
+
+
+@pytest.mark.parametrize("how", [{"causal": True}, {"mask": "m"}, {"window": 2}], ids=str)
+def test_a_nan_spoils_the_gradients_that_it_spoils_in_the_reference(how: dict[str, Any]):
+    op, dy = ops.Attention(4, 2, **how), seeded_randn((7, 16), 3)
+    seen = seeded_randn((7, 7), 4) > 0
+    given, named = ({"m": seen}, {"attn_mask": seen}) if op.mask else ({}, {})
+    for row, column in ((0, 1), (3, 5), (6, 0), (2, 17)):
+        x = packed((7,), 4, 2, 4).index_put((torch.tensor(row), torch.tensor(column)), torch.tensor(torch.nan))
+        mine, wanted = x.clone().requires_grad_(), x.requires_grad_()
+        sf.Sequential(op)(mine, **given).backward(dy)
+        op.reference(wanted, **named).backward(dy)
+        assert mine.grad is not None
+        assert wanted.grad is not None
+        assert_bitwise_equal(mine.grad.isnan(), wanted.grad.isnan())

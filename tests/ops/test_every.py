@@ -111,7 +111,7 @@ def test_two_runs_agree_bit_for_bit(name: str):
     assert_bitwise_equal(by_passes(op, x, extras), first)
 
 
-@pytest.mark.parametrize("cls", [ops.Attention, ops.CrossAttention, ops.Dropout, ops.DropPath], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("cls", [ops.Attention, ops.CrossAttention, ops.Dropout, ops.DropPath])
 def test_random_numbers_are_drawn_in_training_alone(cls: type[sf.UnfusedOperation]):
     heads = (2,) if issubclass(cls, ops.Attention | ops.CrossAttention) else ()
     x = seeded_randn((4, 5, 12), 0)
