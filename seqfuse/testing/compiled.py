@@ -24,6 +24,7 @@ from typing import Any
 from .. import kernels
 from ..kernels._launch import keyed
 from ..kernels._variants import Type, Variant
+from .launches import sent
 from .ttir import int32_multiplications, late_reads
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -261,7 +262,7 @@ def _amd(kernel: Any) -> dict[str, int]:
 def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
     """Compile what is left of a module: all of a target, or a share for each of several; prints each begin and end."""
     if module.endswith(".pickle"):
-        variants: Iterable[Variant] = importlib.import_module("seqfuse.testing.offline").sent(module)
+        variants: Iterable[Variant] = sent(module)
     else:
         variants = importlib.import_module(module).variants()
     chosen = [v for v in variants if re.search(only, v.name)]

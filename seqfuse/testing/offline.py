@@ -7,19 +7,17 @@ are imported again in a child process, to which a launch is sent.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
-import pickle
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..kernels._variants import TRITON_DTYPES, Type, Variant
+from .launches import is_kernel, send
 
 if TYPE_CHECKING:
     from .compiled import Compiled  # needs Triton
@@ -53,7 +51,7 @@ def compile_kernel(
     from .compiled import compile_variants
 
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
-    while not _is_kernel(kernel) and hasattr(kernel, "fn"):  # under an autotuner
+    while not is_kernel(kernel) and hasattr(kernel, "fn"):  # under an autotuner
         kernel = kernel.fn
     bound = inspect.signature(kernel.fn).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -72,25 +70,13 @@ def compile_kernel(
     with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as folder:
         path = Path(folder, "launch.pickle")
         with path.open("wb") as file:
-            pickle.dump(sys.path, file)
-            _Pickler(file).dump(vars(variant))
+            send(variant, file)
         compiled = [*compile_variants([str(path)], targets)]
     found = tuple(dataclasses.replace(one, module=kernel.fn.__module__) for one in compiled)
     for one in found:
         if one.error is not None:
             raise AssertionError(f"{name} does not compile for {one.target}: {one.error}")
     return found
-
-
-def sent(path: str) -> Iterator[Variant]:
-    """In the child: the launch that was sent."""
-    with Path(path).open("rb") as file:
-        sys.path[:] = pickle.load(file)
-        yield Variant(**_Unpickler(file).load())
-
-
-def _is_kernel(kernel: Any) -> bool:
-    return inspect.isfunction(getattr(kernel, "fn", None)) and hasattr(kernel, "arg_names")
 
 
 def _type(value: Any) -> Type:
@@ -111,37 +97,3 @@ def _is_divisible(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(member is None or _is_divisible(member) for member in value)  # pyright: ignore[reportUnknownVariableType]
     return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
-
-
-class _Pickler(pickle.Pickler):
-    """Kernels and device functions, also where they are constexprs, by the names they have in their modules."""
-
-    def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
-        if not _is_kernel(obj):
-            return None
-        module = sys.modules[obj.fn.__module__]
-        if getattr(module, "__file__", None) is None:
-            raise TypeError(f"{obj.fn.__qualname__} is in no file, from which it could be compiled")
-        return module.__name__, str(module.__file__), obj.fn.__qualname__
-
-
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, pid: tuple[str, str, str]) -> Any:
-        name, file, attributes = pid
-        found: Any = _imported(name, file)
-        for attribute in attributes.split("."):
-            found = getattr(found, attribute)
-        return found
-
-
-def _imported(name: str, file: str) -> ModuleType:
-    if name != "__main__" and importlib.util.find_spec(name) is not None:
-        return importlib.import_module(name)
-    name = "__compiled_main__" if name == "__main__" else name
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
