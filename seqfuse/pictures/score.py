@@ -50,7 +50,12 @@ class Column:
     @property
     def prints(self) -> Hashable:
         """What is printed of it as text, apart from its position."""
-        return self.operation["name"], self.forward, self.backward, self.opens
+        return self.prints_apart, self.opens
+
+    @property
+    def prints_apart(self) -> Hashable:
+        """What is printed of it as text, apart from its position and from where segments begin."""
+        return self.operation["name"], self.forward, self.backward
 
     @property
     def looks(self) -> Hashable:
@@ -134,19 +139,26 @@ def fold(columns: Sequence[Column], shown: Callable[[Column], Hashable] = lambda
     return [*blocks, Block(tuple(columns[kept:]))] if kept < len(columns) else blocks
 
 
-def fold_loosely(columns: Sequence[Column]) -> list[Block]:
-    """As `fold`; without segments where they do not end with the blocks of a sequence and hide that those repeat."""
-    exact, loose = fold(columns), fold(columns, lambda column: column.looks_apart)
+def fold_loosely(
+    columns: Sequence[Column],
+    shown: Callable[[Column], Hashable] = lambda c: c.looks,
+    apart: Callable[[Column], Hashable] = lambda c: c.looks_apart,
+) -> list[Block]:
+    """As `fold`; without segments where they do not end with the blocks of a sequence and hide that those repeat.
+
+    Of columns as they are `shown`, and as they are shown without segments, which is `apart`.
+    """
+    exact, loose = fold(columns, shown), fold(columns, apart)
     if sum(len(block.columns) for block in exact) <= 2 * sum(len(block.columns) for block in loose):
         return exact
     blocks: list[Block] = []
     for block in loose:
         segments = (None if column.segment is None else ANY for column in block.columns)
-        apart = (
+        without = (
             dataclasses.replace(column, segment=segment, opens=False, closes=False)
             for column, segment in zip(block.columns, segments, strict=True)
         )
-        blocks.append(Block(tuple(apart), block.times))
+        blocks.append(Block(tuple(without), block.times))
     return blocks
 
 

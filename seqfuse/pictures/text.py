@@ -8,7 +8,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
 from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, RefusalData
-from .score import Mark, columns_of, fold
+from .score import Mark, columns_of, fold_loosely
 
 WIDTH = 80
 NARROWEST = 60
@@ -47,7 +47,7 @@ def render(plan: PlanData, width: int | None = None) -> str:
     width = width or terminal_width()
     head, counts, *memory = plan["summary"]
     lines = _wrap(f"{head}: {counts}", "  ", width)
-    blocks = fold(columns_of(plan), lambda column: column.prints)
+    blocks = fold_loosely(columns_of(plan), lambda column: column.prints, lambda column: column.prints_apart)
     rows = [(_label(c.operation), _marked(c.forward), _marked(c.backward)) for block in blocks for c in block.columns]
     wide, ahead, back = _widths([("operation", "forward", "backward"), *rows], width - 10)
     lines.append(f"{'at':>4}  {'operation':<{wide}}  {'forward':<{ahead}}  backward".rstrip())

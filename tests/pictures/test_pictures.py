@@ -27,6 +27,7 @@ from seqfuse.pictures.svg import MOST
 from seqfuse.pictures.svg import _listed as listed
 from seqfuse.pictures.svg import _split as split_name
 from seqfuse.pictures.svg import headline as svg_headline
+from seqfuse.pictures.text import render
 from tests.pictures import drawn as drawn_now
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -388,6 +389,10 @@ def test_blocks_are_folded_where_segments_do_not_end_with_them() -> None:
     words = [text.text for text in ElementTree.fromstring(svg(data)).iter(f"{SVG}text")]
     assert "× 31" in words
     assert not any((word or "").startswith("segment") for word in words)
+    lines = render(data).splitlines()
+    (folded,) = (i for i, line in enumerate(lines) if line.lstrip().startswith("x31, at "))
+    many = int(re.findall(r"the next (\d+) lines", lines[folded])[0])
+    assert not any("-----" in line for line in lines[folded : folded + many + 1]), "one layer would stand for all"
 
 
 def test_a_long_list_without_repeats_is_drawn_whole_and_stays_narrow() -> None:
