@@ -18,8 +18,9 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
-from .report import GraphReport, text_of
-from .rewriting import Options, rewrite
+from .calls import Call, Calls, name_owners
+from .report import GraphReport, Left, text_of
+from .rewriting import Options, kind_of, rewrite
 
 _dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
 _frames = itertools.count()
@@ -36,11 +37,10 @@ class Backend:
 
     Attributes:
         graphs: a report for each graph that was captured.
-        missed: how many calls ran as before the conversion, since Dynamo captured nothing for them.
     """
 
     def __init__(self, options: Options, then: Literal["inductor"] | None = None) -> None:
-        self.options, self.then, self.missed = options, then, 0
+        self.options, self.then = options, then
         self.graphs: list[GraphReport] = []
         self._numbers = itertools.count()
 
@@ -71,14 +71,20 @@ class Conversion:
         graphs: a report for each graph captured up to now; none before the first call.
     """
 
-    def __init__(self, model: nn.Module, places: Iterable[nn.Module], backend: Backend) -> None:
+    def __init__(self, model: nn.Module, places: Sequence[nn.Module], backend: Backend) -> None:
         self.model, self._backend = model, backend
-        compiled = torch.compile(_frame_of(backend), backend=functools.partial(_captured, backend))  # pyright: ignore[reportUnknownMemberType]
+        self._places, self._calls = places, Calls()
+
+        # No `partial`, which torch would print, with the model in it.
+        def captured(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return _captured(model, self._calls, backend, gm, inputs)
+
+        compiled = torch.compile(_frame_of(self._calls), backend=captured)  # pyright: ignore[reportUnknownMemberType]
         if torch.__version__ < "2.13":
             compiled = _not_exporting(compiled)
         self._before = [(place, call_impl(place)) for place in places]
         for place, _ in self._before:
-            call = functools.partial(_guarded, compiled, place)
+            call = functools.partial(_guarded, self._calls, compiled, place)
             vars(call)["conversion"] = self
             place._compiled_call_impl = call  # pyright: ignore[reportPrivateUsage]
 
@@ -95,8 +101,18 @@ class Conversion:
                 del place._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
         self._before = []
 
+    @property
+    def left(self) -> tuple[Left, ...]:
+        """The GEMMs, norms and activations of the model that no graph has, where Dynamo left the code around them."""
+        skipped = self._calls.skipped(self.model, self._places)
+        return tuple(
+            Left(type(module).__name__, kind, path, reason)
+            for path, module, reason in skipped
+            if (kind := kind_of(module)) is not None
+        )
+
     def __str__(self) -> str:
-        text = [text_of(self.graphs, self._backend.missed, undone=not self._before)]
+        text = [text_of(self.graphs, self._calls, self.left, one=len(self._places) == 1, undone=not self._before)]
         text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
         return "\n".join(text)
 
@@ -114,14 +130,29 @@ def _own(model: nn.Module) -> list[str]:
     return list(found.values())
 
 
-def _captured(backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _captured(
+    model: nn.Module, calls: Calls, backend: Backend, gm: GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
     # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set later;
     # the second, where it is the default (torch 2.11), another class and another requires_grad. `_guarded` sets them
     # back.
     vars(_local).setdefault("shortcuts", {name: getattr(_dynamo, name) for name in _SHORTCUTS})
     for name in _SHORTCUTS:
         setattr(_dynamo, name, False)
-    return backend(gm, example_inputs)
+    call: Call = vars(_local)["call"]
+    captured = call.captures(gm, example_inputs)
+    calls.see(call.module, gm, example_inputs)
+    name_owners(model, call.module, gm)
+    known = len(backend.graphs)
+    run = backend(gm, example_inputs)
+    backend.graphs[known:] = [dataclasses.replace(report, captured=captured) for report in backend.graphs[known:]]
+
+    def counted(*args: Any) -> Any:
+        captured.calls += 1
+        captured.last = calls.count
+        return run(*args)
+
+    return counted
 
 
 def call_impl(module: nn.Module) -> Callable[..., Any] | None:
@@ -129,7 +160,7 @@ def call_impl(module: nn.Module) -> Callable[..., Any] | None:
     return module._compiled_call_impl  # pyright: ignore
 
 
-def _frame_of(backend: Backend) -> Callable[..., Any]:
+def _frame_of(calls: Calls) -> Callable[..., Any]:
     """What Dynamo captures: a frame of ours, because it skips those of torch.nn.
 
     With the module as an argument layers share a graph. The code object and its name are its own: Dynamo keeps graphs
@@ -138,21 +169,29 @@ def _frame_of(backend: Backend) -> Callable[..., Any]:
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # Dynamo, which takes that for a constant, lets the frame run as it is
-            backend.missed += 1
+            calls.missed["Dynamo captured nothing for them"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
 
     code = call.__code__.replace(co_name=f"call_{next(_frames)}")
     return types.FunctionType(code, call.__globals__, "call", None, call.__closure__)
 
 
-def _guarded(compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Within the capture of a larger model or a trace; and no guard of Dynamo sees hooks that are set for all modules.
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _has_any_global_hook():  # pyright: ignore
+def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Within the capture of a larger model or a trace.
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return module._call_impl(*args, **kwargs)  # pyright: ignore
+    calls.count += 1
+    if _has_any_global_hook():  # no guard of Dynamo sees hooks that are set for all modules
+        calls.missed["hooks of all modules were set"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
     _mark_growing(kwargs.get("past_key_values"))
+    outer, call = vars(_local).get("call"), Call(module, args, kwargs)
+    _local.call = call
     try:
         return compiled(module, *args, **kwargs)
     finally:
+        _local.call = outer
+        calls.breaks.update(dict.fromkeys(call.breaks()))
         if shortcuts := vars(_local).pop("shortcuts", None):
             for name in _SHORTCUTS:
                 setattr(_dynamo, name, shortcuts[name])

@@ -196,8 +196,14 @@ def ahead(node: Node, names: set[str]) -> Node | None:
     return found if spelled(found) in names and found is not None and found.args[:1] == (node,) else None
 
 
+PATH = "seqfuse_path"
+"""Where a node notes the path of the module that it was called in, if that is known."""
+
+
 def owner(node: Node) -> str:
     """The path of the module that a node was called in, as `named_modules` has it; empty for the model's own."""
+    if PATH in node.meta:
+        return node.meta[PATH]
     stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
     if not stack:
         return ""

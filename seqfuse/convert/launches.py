@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -16,25 +17,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .chains import Chain, Order
 from .effects import in_place
-from .graph import example, fake, is_plain, is_same, numbers
+from .graph import example, fake, is_fixed, is_plain, is_same, numbers, spelled
 
 
-def launching(nodes: Iterable[Node]) -> int:
-    """How many calls of a graph launch something: all but views and changes of modes."""
-    return sum(map(_launches, nodes))
+def launching(nodes: Iterable[Node]) -> Counter[str]:
+    """The calls of a graph that launch something, by name: all but views and changes of modes."""
+    return Counter(_name(node) for node in nodes if _launches(node))
+
+
+def _name(node: Node) -> str:
+    return spelled(node) or getattr(node.target, "__name__", str(node.target))
 
 
 def _launches(node: Node) -> bool:
-    if node.op not in ("call_function", "call_method") or is_same(node) is not None:
+    if node.op not in ("call_function", "call_method") or is_same(node) is not None or spelled(node) in _VIEWS:
         return False
+    if spelled(node) == "getitem" and node.args[0].op == "call_module":  # pyright: ignore
+        return False  # one of several results of a region
     made = set(_memories(node))
     return bool(made) and (in_place(node) or made.isdisjoint(m for n in node.all_input_nodes for m in _memories(n)))
+
+
+# Of what a region returns, whose memory is not known.
+_VIEWS = {"transpose", "unflatten", "detach", "t"}
 
 
 def _memories(node: Node) -> Iterator[int]:
     value: Any = node.meta.get("example_value", node.meta.get("val"))
     values = cast("Iterable[Any]", value) if isinstance(value, list | tuple) else (value,)
-    return (t.untyped_storage()._cdata for t in values if is_plain(t))  # pyright: ignore[reportPrivateUsage]
+    full = (t for t in values if is_plain(t) and not any(is_fixed(size) and size == 0 for size in t.shape))
+    return (t.untyped_storage()._cdata for t in full)  # pyright: ignore[reportPrivateUsage]
 
 
 class Unconverted(NamedTuple):
@@ -89,7 +101,7 @@ class Before:
                 return made[node]
 
             held = _Held()
-            with _Counter() as forward, saved_tensors_hooks(held.add, _itself):
+            with Launches() as forward, saved_tensors_hooks(held.add, _itself):
                 for node, op, target, args, kwargs in self._calls:
                     args, kwargs = map_arg((args, kwargs), value)
                     call = getattr(args[0], target) if op == "call_method" else target
@@ -97,7 +109,7 @@ class Before:
             outputs = [t for n in self._outputs if isinstance(t := made[n], Tensor) and t.requires_grad]
             inputs = [t for t in made.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
             given = [torch.empty_like(t) for t in outputs]
-            with _Counter() as backward:
+            with Launches() as backward:
                 if outputs:
                     torch.autograd.grad(outputs, inputs, given, allow_unused=True)
             called = {call[0] for call in self._calls}
@@ -128,15 +140,16 @@ def _itself(t: Tensor) -> Tensor:
     return t
 
 
-class _Counter(TorchDispatchMode):
-    """Counts calls of ATen that are no views and fill what they make."""
+class Launches(TorchDispatchMode):
+    """Counts calls of ATen and of this library's kernels that are no views and fill what they make."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name: str = func.overloadpacket.__name__
-        self.count += func.namespace == "aten" and not func.is_view and not name.startswith(_UNFILLED)
+        self.count += func.namespace in _LAUNCHING and not func.is_view and not name.startswith(_UNFILLED)
         return func(*args, **(kwargs or {}))
 
 
-_UNFILLED = ("empty", "new_empty", "_unsafe_view", "detach", "is_", "sym_")
+_LAUNCHING = ("aten", "seqfuse")
+_UNFILLED = ("squeeze_", "unsqueeze_", "empty", "new_empty", "_unsafe_view", "detach", "is_", "sym_")

@@ -22,12 +22,13 @@ from ..fuser.budget import MemoryChoice, Mode
 from ..fuser.footprint import Memory
 from ..fuser.op_list import Region as PlannedRegion
 from ..fuser.plan import Plan
+from ..fuser.reference import draw
 from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
 from .chains import Chain, Order
 from .effects import in_place
 from .graph import example, fake, numbers, owner, same_shape
-from .launches import Before, Unconverted
+from .launches import Before, Launches, Unconverted
 from .raising import Given, Transposed
 
 
@@ -143,6 +144,34 @@ class Region(nn.Module):
             return self.before.eager(None if plan is None else plan.env.autocast, plan is None or plan.env.grad)
         except Exception:  # a call that does not run without data
             return None
+
+    @property
+    def launched(self) -> tuple[int, int] | None:
+        """The kernels that the plan of the last call launches forward and backward, where that can be counted."""
+        (part,) = (op_list := self._fuser.op_list()).parts
+        if not isinstance(part, PlannedRegion) or (program := part.program) is None:
+            return None
+        env = program.plan.env
+        try:
+            with self._lock, FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(env.grad):
+                if env.autocast is not None:
+                    stack.enter_context(torch.autocast(self.device, env.autocast))
+                given = self.stand_ins((self.order.x, *self.order.channels.values(), *self.given))
+                stack.callback(self._take_back)
+                self._lend(given[1 + len(self._names) :])
+                channels = dict(zip(self._names, given[1:], strict=False))
+                own = [getattr(holder, name) for holder, name in part.slots]
+                with Launches() as forward:
+                    seeds = draw(op_list.nodes, given[0])
+                    y = program.run(given[0], channels, seeds, own)
+                outputs = [t for t in (y, *(channels[name] for name in op_list.outputs)) if t.requires_grad]
+                inputs = [t for t in given if t.requires_grad]
+                with Launches() as backward:
+                    if outputs:
+                        torch.autograd.grad(outputs, inputs, [*map(torch.empty_like, outputs)], allow_unused=True)
+        except Exception:  # a fusion that does not run without data
+            return None
+        return forward.count, backward.count
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Any:
         """Run the chain."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..fuser.step import Step
 from ..ops import Fork
+from .calls import Calls, Captured
 from .region import Region
 
 
@@ -37,17 +37,19 @@ class GraphReport:
         name: of the graph.
         regions: what runs each of its chains; `plan` of each is how it ran last, `None` before its first call.
         left: the GEMMs, norms, activations, attentions and convolutions that run as before.
-        beside: how many calls that launch a kernel run as before; calls of chains are not among them.
+        beside: how many calls that launch a kernel run as before, by name; calls of chains are not among them.
         limit: Dynamo's limit of graphs for one piece of code, if this graph is the last within it.
         again: whether the same code had been captured before, for calls that differed from this one.
+        captured: the call that it was captured in, and how many it served since.
     """
 
     name: str
     regions: tuple[Region, ...]
     left: tuple[Left, ...]
-    beside: int = 0
+    beside: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
     limit: int | None = None
     again: bool = False
+    captured: Captured | None = None
 
     @property
     def operations(self) -> int:
@@ -55,22 +57,55 @@ class GraphReport:
         return sum(len(region.order.members) for region in self.regions)
 
     def __str__(self) -> str:
-        what = f"{_of(len(self.regions), 'chain')} of {_of(self.operations, 'operation')}"
-        text = [f"{self.name}: {what if self.regions else 'nothing converted'}"]
-        text += [f"  {line}" for region in self.regions for line in _chain(region)]
+        return "\n".join([self.heading(), *self.body()])
+
+    def heading(self, of: int | None = None) -> str:
+        """The call that it was captured in, and how often it ran, `of` so many calls of the model."""
+        captured = self.captured
+        if captured is None:
+            return self.name
+        after = "" if captured.after is None else f"after the graph break at {captured.after.place}, "
+        gone = of is not None and captured.last < of and captured.calls
+        since = f", none since call {captured.last} of {of}" if gone else ""
+        return f"{self.name}: {after}{captured.call}; {_of(captured.calls, 'call')}{since}"
+
+    def body(self) -> list[str]:
+        """Its chains, what is beside them, and what was left, in lines."""
+        text = [f"  {line}" for region in self.regions for line in _chain(region)]
+        if not self.regions:
+            none = "none of its calls is known" if not self.left else "what is known of it is left, as said below"
+            text.append(f"  nothing converted: {none}")
         text += [f"  {line}" for line in _choices(self.regions)]
-        text.append(f"  outside the chains: {_of(self.beside, 'call')} that launch a kernel, as before")
-        alike = Counter((left.kind, left.call, left.reason) for left in self.left)
-        for (kind, call, reason), count in alike.items():
-            where = next(
-                left.module for left in self.left if (left.kind, left.call, left.reason) == (kind, call, reason)
-            )
-            more = f" and {count - 1} more" if count > 1 else ""
-            text.append(f"  left: {kind} {call} in {where or 'the model'}{more}: {reason}")
+        count = sum(self.beside.values())
+        beside = f"{_of(count, 'kernel call')} as before: {_named(self.beside)}" if count else "no kernel calls"
+        text.append(f"  outside the chains: {beside}")
+        text += _left(self.left)
+        if self.captured is not None and (until := self.captured.until) is not None:
+            text.append(f"  ends at a graph break, {until.place}: {until.reason}")
         if self.limit is not None:
             text.append(f"  the last of {self.limit} graphs of its code: {_LIMIT}")
-        return "\n".join(text)
+        return text
 
+
+def _named(beside: Mapping[str, int]) -> str:
+    names = sorted(beside, key=lambda name: -beside[name])
+    few = [f"{name} x{beside[name]}" if beside[name] > 1 else name for name in names[:_MOST]]
+    return ", ".join(few) + (f" and {len(names) - _MOST} others" if len(names) > _MOST else "")
+
+
+def _left(lefts: Sequence[Left], indent: str = "  ") -> list[str]:
+    """A line for each reason and name of a call."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for left in lefts:
+        alike.setdefault((left.kind, left.call, left.reason), []).append(left.module)
+    return [
+        f"{indent}left: {kind} {call} in {first or 'the model'}{f' and {len(more)} more' if more else ''}: {reason}"
+        for (kind, call, reason), (first, *more) in alike.items()
+    ]
+
+
+_MOST = 8
+"""Names of calls beside the chains that are printed, at most."""
 
 _LIMIT = (
     "calls that fit none of them run as before. Raise torch._dynamo.config.recompile_limit before the first call, or "
@@ -79,30 +114,29 @@ _LIMIT = (
 
 
 def _chain(region: Region) -> list[str]:
-    names = ", ".join(type(op).__name__ for op in region.order.operations if not isinstance(op, Fork))
-    lines = textwrap.wrap(f"chain: {names}", 96, subsequent_indent="    ")
+    names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork)]
+    head = f"chain of {_of(len(region.order.members), 'operation')}: {_folded(names)}"
+    lines = textwrap.wrap(head, 96, subsequent_indent="    ")
     plan = region.plan
     if plan is None:
         return [*lines, "    not called yet"]
     forward, backward = (
         _of(sum(step.fused or not _is_view(step) for step in steps), "step") for steps in (plan.forward, plan.backward)
     )
-    eager = region.eager
-    if plan.env.grad:
-        saved = ""
-        if (memory := plan.memory) is not None:
-            saved = f"; saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
-        lines.append(
-            f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused{saved}"
-        )
-        if eager is not None:
-            share = "" if memory is None or not eager.saved else f" (the chain {memory.saved / eager.saved:.2f} of it)"
-            passes = f"{_of(eager.forward, 'kernel')} forward, {eager.backward} backward for them"
-            lines.append(f"    eager torch launches {passes}, and saves {eager.saved:,} B{share}")
-    else:
+    eager, launched = region.eager, region.launched
+    if not plan.env.grad:
         lines.append(f"    {forward}, {plan.fused[0]} of them fused; without gradients")
-        if eager is not None:
-            lines.append(f"    eager torch launches {_of(eager.forward, 'kernel')} for them")
+        if eager is not None and launched is not None:
+            lines.append(f"    launches {_of(launched[0], 'kernel')}; eager torch {eager.forward}")
+        return lines
+    lines.append(f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused")
+    if eager is not None and launched is not None:
+        own = f"{_of(launched[0], 'kernel')} forward, {launched[1]} backward"
+        lines.append(f"    launches {own}; eager torch {eager.forward} and {eager.backward}")
+    if (memory := plan.memory) is not None:
+        saved = f"    saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
+        share = "" if eager is None else f", eager torch {eager.saved:,} B"
+        lines.append(saved + share + (f" ({memory.saved / eager.saved:.2f} of it)" if eager and eager.saved else ""))
     return lines
 
 
@@ -125,6 +159,35 @@ def _choices(regions: Sequence[Region]) -> list[str]:
     return [line.replace("\xa0", " ") for line in lines]
 
 
+def _folded(names: Sequence[str]) -> str:
+    """Names in a row; several that repeat themselves at once stand there one time, with the number of times."""
+    text, at = list[str](), 0
+    while at < len(names):
+        length, times = max(((n, _times(names, at, n)) for n in range(1, len(names) - at + 1)), key=_saved)
+        if _saved((length, times)) < _LEAST:
+            length, times = 1, 1
+        block = ", ".join(names[at : at + length])
+        text.append(f"({block}) x{times}" if times > 1 else block)
+        at += length * times
+    return ", ".join(text)
+
+
+_LEAST = 4
+"""Names that folding has to save."""
+
+
+def _times(names: Sequence[str], at: int, length: int) -> int:
+    """How often a block of names stands there in a row."""
+    block, times = names[at : at + length], 1
+    while names[at + times * length : at + (times + 1) * length] == block:
+        times += 1
+    return times
+
+
+def _saved(block: tuple[int, int]) -> int:
+    return block[0] * (block[1] - 1)
+
+
 def _is_view(step: Step) -> bool:
     return all(node.operation.is_view for node in step.nodes)
 
@@ -133,20 +196,33 @@ def _of(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def text_of(graphs: Sequence[GraphReport], missed: int, undone: bool) -> str:
-    """The reports of all graphs, those that are alike once, and how many calls none of them served."""
+def text_of(graphs: Sequence[GraphReport], calls: Calls, left: Sequence[Left], one: bool, undone: bool) -> str:
+    """The reports of all graphs, those that are alike once, what no graph has, and the calls that none served.
+
+    Where `one` module is called, and not each of several layers, a graph says if later calls did not use it.
+    """
     alike: dict[str, list[GraphReport]] = {}
     for graph in graphs:
-        alike.setdefault(str(graph).removeprefix(graph.name), []).append(graph)
-    text = [] if graphs or undone else ["nothing captured yet: call the model"]
+        alike.setdefault("\n".join(graph.body()), []).append(graph)
+    of = calls.count if one else None
+    text = [] if graphs or undone else [_nothing(calls)]
     for body, (first, *others) in alike.items():
-        text.append(first.name + body)
-        if others:
-            why = "; captured again because a call differed, TORCH_LOGS=recompiles says in what"
-            again = why if any(graph.again for graph in others) else ""
-            text.append(f"  alike: {', '.join(graph.name for graph in others)}{again}")
+        text += [first.heading(of), body]
+        text += [f"  alike: {graph.heading(of)}" for graph in others]
+        if any(graph.again for graph in others):
+            text.append("  captured again because a call differed, TORCH_LOGS=recompiles says in what")
+    text += _left(left, indent="")
     if undone:
         text.insert(0, "undone; what had been converted:" if graphs else "undone; nothing had been captured")
-    if missed:
-        text.append(f"{_of(missed, 'call')} ran as before the conversion: Dynamo captured nothing for them")
+    text += [f"{_of(n, 'call')} ran as before the conversion: {why}" for why, n in calls.missed.items()]
     return "\n".join(text)
+
+
+def _nothing(calls: Calls) -> str:
+    if not calls.count:
+        return "nothing captured yet: call the model"
+    text = f"called {_of(calls.count, 'time')}; nothing was captured"
+    if calls.breaks:
+        *_, last = calls.breaks
+        return f"{text}: Dynamo left the code at {last.place}: {last.reason}"
+    return text if calls.missed else f"{text}: Dynamo found no call of torch in it"

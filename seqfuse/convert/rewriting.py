@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
@@ -106,6 +107,18 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     ]
     found = GraphReport(name, tuple(region for _, region in regions), tuple(left), launching(graph.nodes))
     return [found, *reports]
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """What a module without submodules is in the words of a report: GEMM, norm, activation, attention, convolution."""
+    name, where = type(module).__name__, type(module).__module__
+    if isinstance(module, nn.Linear | nn.Bilinear) or name == "Conv1D":  # which a GEMM is called by Hugging Face
+        return "GEMM"
+    if isinstance(module, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
+        return "convolution"
+    if "Norm" in name:
+        return "norm"
+    return "activation" if where.endswith((".activation", ".activations")) else None
 
 
 def _checkpointed(body: GraphModule, *args: Any, **how: Any) -> Any:

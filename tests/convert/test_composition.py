@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import re
 import sys
 import threading
 from collections import OrderedDict
@@ -299,28 +298,6 @@ def test_a_part_of_a_converted_model_may_be_converted_for_calls_of_its_own():
     assert_equal(passes(model, X), passes(plain, X), 0)
 
 
-class Settled(Net):
-    """Sets what it reads in its first call, as a classifier of Hugging Face does with its `problem_type`."""
-
-    kind: str | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind is None:
-            self.kind = "one"
-        return super().forward(x)
-
-
-def test_graphs_that_are_alike_are_printed_once():
-    model = Settled()
-    conversion = sf.convert(model)
-    passes(model, X)
-    once = str(conversion)
-    passes(model, X)
-    assert [graph.again for graph in conversion.graphs] == [False, True]
-    why = "captured again because a call differed, TORCH_LOGS=recompiles says in what"
-    assert str(conversion) == f"{once}\n  alike: graph 1; {why}"
-
-
 def test_undo_leaves_what_compile_did():
     model = Net()
     model.compile(backend="eager")
@@ -557,92 +534,6 @@ def test_the_rest_may_go_through_inductor():
     conversion = sf.convert(model, then="inductor")
     assert_equal(passes(model, x), wanted, 1e-5)
     assert chains(conversion)
-
-
-class WithASequence(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.ours = sf.Sequential(sf.ops.LayerNorm(8), sf.ops.Linear(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ours(self.first(x))
-
-
-def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone():
-    model = WithASequence()
-    conversion = sf.convert(model)
-    assert str(conversion).startswith("nothing captured yet")
-    model(X.float())
-    assert str(conversion).startswith("graph 0: 1 chain of 3 operations\n  chain: Linear, LayerNorm, Linear\n")
-    assert str(conversion).endswith("Sequential ours: traced as torch calls; its own plan and fusions are not used")
-    assert "undone" not in str(conversion) + repr(conversion)
-    conversion.undo()
-    assert str(conversion).startswith("undone; what had been converted:\ngraph 0")
-    assert repr(conversion) == "<Conversion of WithASequence, 1 graphs, undone>"
-
-
-@pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "and saves the least"])
-def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))
-    model[3].requires_grad_(False)
-    conversion, kept = sf.convert(model, memory="save" if lowered else "lean"), dict[int, int]()
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autocast("cpu", torch.bfloat16, lowered):
-        model(X.float())
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = model(X.float())
-    saved = sum(size for place, size in kept.items() if place not in {p.data_ptr() for p in model.parameters()})
-    assert y.requires_grad
-    assert f"; saved for backward {saved:,} B, unfused " in str(conversion)
-    assert lowered or f"unfused {saved:,} B" not in str(conversion)
-    plan = conversion.graphs[0].regions[0].plan
-    assert plan is not None
-    assert plan.fused != (0, 0), "a report leaves the plan of the last call as it was"
-    with torch.no_grad():
-        model(X.float())
-    said = r"\n +\d steps?, \d of them fused; without gradients\n +eager torch launches \d+ kernels for them\n"
-    assert re.search(said, str(conversion))
-
-
-class Shared(nn.Module):
-    """Attention with shared key heads, a mask and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).split((16, 8, 8), -1)
-        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))
-        seen = torch.ones(5, 5, dtype=torch.bool).tril()
-        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), seen)
-        return F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.1) + x
-
-
-@pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "in float32"])
-def test_the_report_counts_the_bytes_that_eager_torch_saves(lowered: bool):
-    model, x = Shared(), torch.randn(2, 5, 16, requires_grad=True)
-    kept = dict[int, torch.UntypedStorage]()
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.data_ptr()] = t.untyped_storage()
-        return t
-
-    with torch.autocast("cpu", torch.bfloat16, lowered):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = model(x)
-        conversion = sf.convert(model)
-        model(x)
-    saved = {s.data_ptr(): s.nbytes() for s in kept.values()}
-    eager = sum(size for place, size in saved.items() if place not in {p.data_ptr() for p in model.parameters()})
-    assert y.requires_grad
-    assert conversion.graphs[0].operations == 6
-    assert f" backward for them, and saves {eager:,} B (the chain 0." in str(conversion)
 
 
 def test_an_error_in_a_chain_names_the_module_of_the_model():

@@ -1,0 +1,191 @@
+"""The calls of a converted model: how many there were, in which a graph was captured, and what no graph has."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from ..env import autocast_of
+from .graph import PATH, example, is_fixed, owner
+
+_breaks: list[Any] = torch._dynamo.utils.graph_break_reasons  # pyright: ignore
+_MOST = 4
+"""Tensors of a call that are described, at most."""
+
+
+class Break(NamedTuple):
+    """Where Dynamo ended a graph or left the code as it is, by file, line and function, outermost first, and why."""
+
+    stack: tuple[tuple[str, int, str], ...]
+    reason: str
+
+    @property
+    def place(self) -> str:
+        """The line of code."""
+        if not self.stack:
+            return "a place that Dynamo does not say"
+        file, line, function = self.stack[-1]
+        return f"{os.path.basename(file)}:{line} in {function}"
+
+
+def _break_of(found: Any) -> Break:
+    reason = str(found.reason).partition("\n")[0].rstrip(".:")
+    if reason.startswith("generic_jump"):  # as Dynamo calls it where it can go on behind it
+        reason = "Data-dependent branching"
+    return Break(tuple((frame.filename, frame.lineno or 0, frame.name) for frame in found.user_stack), reason)
+
+
+@dataclasses.dataclass
+class Captured:
+    """The call that a graph was captured in, and those that it served.
+
+    Attributes:
+        call: training or eval, without gradients or under autocast, and the shapes of the tensors given; a size that
+            the graph takes as it comes is `any`.
+        after: the graph break behind which it begins, if it begins behind one.
+        until: the graph break that ends it, if one does.
+        calls: how often it ran.
+        last: which call of the model was the last that it ran in.
+    """
+
+    call: str
+    after: Break | None = None
+    until: Break | None = None
+    calls: int = 0
+    last: int = 0
+
+
+class Call:
+    """A call of a converted module that is going on.
+
+    Args:
+        module: that is called.
+        args: what is given by place.
+        kwargs: what is given by name.
+    """
+
+    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.module, self._args, self._kwargs = module, args, kwargs
+        self._before, self._captured = len(_breaks), False
+
+    def breaks(self) -> list[Break]:
+        """The graph breaks since it began."""
+        return [] if len(_breaks) == self._before else list(map(_break_of, self._reasons()))
+
+    def _reasons(self) -> list[Any]:
+        return _breaks[self._before :]
+
+    def captures(self, gm: GraphModule, inputs: Sequence[Any]) -> Captured:
+        """Of a graph that Dynamo captured in it just now."""
+        own: Any = getattr(gm, "compile_subgraph_reason", None)
+        before = [_break_of(reason) for reason in self._reasons() if reason is not own]
+        until = _break_of(own) if own and own.graph_break else None
+        # Where code that is called broke, that of its caller did at the same line, and the callee begins anew.
+        after = before[-1] if before and self._captured else None
+        if after is not None and until is not None and after.stack[-1:] == until.stack[-1:]:
+            after = None
+        self._captured = True
+        return Captured(self._described(gm, inputs), after, until)
+
+    def _described(self, gm: GraphModule, inputs: Sequence[Any]) -> str:
+        sizes = {
+            id(given): [size if is_fixed(size) else "any" for size in e.shape]
+            for given, node in zip(inputs, gm.graph.find_nodes(op="placeholder"), strict=False)
+            if (e := example(node)) is not None
+        }
+        names = inspect.signature(self.module.forward).parameters
+        named = [*zip(names, self._args, strict=False), *self._kwargs.items()]
+        tensors = [(name, t) for name, t in named if isinstance(t, Tensor)]
+        found = ["training" if self.module.training else "eval"]
+        if not torch.is_grad_enabled():
+            found.append("without gradients")
+        if tensors and (dtype := autocast_of(tensors[0][1].device.type)) is not None:
+            found.append(f"autocast to {str(dtype).removeprefix('torch.')}")
+        for name, t in tensors[:_MOST]:
+            found.append(f"{name} [{', '.join(map(str, sizes.get(id(t), t.shape)))}]")
+        more = len(tensors) - _MOST
+        return ", ".join(found) + (f" and {more} more" if more > 0 else "")
+
+
+class Calls:
+    """The calls of a converted model.
+
+    Attributes:
+        count: how many there were.
+        missed: how many of them ran as before the conversion, by the reason.
+        breaks: the graph breaks that they met.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.missed: Counter[str] = Counter()
+        self.breaks: dict[Break, None] = {}
+        self._seen: set[str] = set()
+
+    def see(self, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> None:
+        """Note which modules of what is called a graph has calls or parameters of."""
+        modules = cast("Iterable[tuple[str, nn.Module]]", place.named_modules())
+        paths: dict[int, str] = {}
+        for path, module in modules:
+            paths |= {id(module): path, **{id(p): path for p in module.parameters(recurse=False)}}
+        bodies = [body for body in gm.modules() if isinstance(body, GraphModule)]
+        called = (key for body in bodies for node in body.graph.nodes for key in _modules_of(node))
+        self._seen.update(paths[key] for key in (*called, *map(id, inputs)) if key in paths)
+
+    def skipped(self, model: nn.Module, places: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str]]:
+        """Modules without submodules that no graph has, by path, as Dynamo left the code of one around them."""
+        paths = {module: path for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
+        found: dict[str, tuple[str, nn.Module, str]] = {}
+        for place in places if self.breaks else ():
+            inner = dict(cast("Iterable[tuple[str, nn.Module]]", place.named_modules()))
+            left = {path: at for path, module in inner.items() if (at := self._left_at(module)) is not None}
+            for path, module in inner.items():
+                around = [p for p in left if not p or path == p or path.startswith(f"{p}.")]
+                if around and path not in self._seen and not any(True for _ in module.children()):
+                    where = max(around, key=len)
+                    reason = (
+                        f"in no graph, as Dynamo left the code of {type(inner[where]).__name__} at {left[where].place}"
+                    )
+                    found[paths[module]] = paths[module], module, f"{reason}: {left[where].reason}"
+        return list(found.values())
+
+    def _left_at(self, module: nn.Module) -> Break | None:
+        """The graph break in the forward of a module, or in what that calls."""
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None:
+            return None
+        lines = {line for _, _, line in code.co_lines()}
+        here = (b for b in self.breaks if any(f == code.co_filename and n in lines for f, n, _ in b.stack))
+        return next(here, None)
+
+
+def name_owners(model: nn.Module, place: nn.Module, gm: GraphModule) -> None:
+    """Note on each node the path, in the model, of the module that it was called in.
+
+    Dynamo notes paths from the module whose code the graph is of: behind a graph break that may be a submodule.
+    """
+    paths = {id(module): path for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())}
+    nodes = [node for body in gm.modules() if isinstance(body, GraphModule) for node in body.graph.nodes]
+    start = paths.get(id(place), "")
+    for node in nodes:
+        known = [paths[module] for module in _modules_of(node) if module in paths]
+        if known:
+            start = known[-1].removesuffix(owner(node)).rstrip(".")
+            node.meta[PATH] = known[-1]
+    for node in nodes:
+        if not node.meta.get("nn_module_stack"):
+            node.meta[PATH] = start
+
+
+def _modules_of(node: Node) -> Iterator[int]:
+    """The ids of the modules that a node was called in; further calls of one are counted behind an `@`."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    return (int(name) for key in stack if (name := key.partition("@")[0]).isdigit())

@@ -1,0 +1,300 @@
+"""The report of a conversion: calls, graphs and where they end, chains and their bytes, and what is left."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse.convert.launches import Launches
+from seqfuse.convert.report import _folded as folded
+
+from .comparing import passes
+from .test_composition import Net, X
+
+
+class Settled(Net):
+    """Sets what it reads in its first call, as a classifier of Hugging Face does with its `problem_type`."""
+
+    kind: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = "one"
+        return super().forward(x)
+
+
+def test_graphs_that_are_alike_are_printed_once():
+    model = Settled()
+    conversion = sf.convert(model)
+    passes(model, X)
+    once = str(conversion)
+    passes(model, X)
+    assert [graph.again for graph in conversion.graphs] == [False, True]
+    assert str(conversion).splitlines() == [
+        "graph 0: training, x [3, 8]; 1 call, none since call 1 of 2",
+        *once.splitlines()[1:],
+        "  alike: graph 1: training, x [3, 8]; 1 call",
+        "  captured again because a call differed, TORCH_LOGS=recompiles says in what",
+    ]
+
+
+class WithASequence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.ours = sf.Sequential(sf.ops.LayerNorm(8), sf.ops.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ours(self.first(x))
+
+
+def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone():
+    model = WithASequence()
+    conversion = sf.convert(model)
+    assert str(conversion).startswith("nothing captured yet")
+    model(X.float())
+    assert str(conversion).startswith(
+        "graph 0: training, x [3, 8]; 1 call\n  chain of 3 operations: Linear, LayerNorm, Linear\n"
+    )
+    assert str(conversion).endswith("Sequential ours: traced as torch calls; its own plan and fusions are not used")
+    assert "undone" not in str(conversion) + repr(conversion)
+    conversion.undo()
+    assert str(conversion).startswith("undone; what had been converted:\ngraph 0")
+    assert repr(conversion) == "<Conversion of WithASequence, 1 graphs, undone>"
+
+
+@pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "and saves the least"])
+def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))
+    model[3].requires_grad_(False)
+    conversion, kept = sf.convert(model, memory="save" if lowered else "lean"), dict[int, int]()
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autocast("cpu", torch.bfloat16, lowered):
+        model(X.float())
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(X.float())
+    saved = sum(size for place, size in kept.items() if place not in {p.data_ptr() for p in model.parameters()})
+    assert y.requires_grad
+    assert f" saved for backward {saved:,} B, unfused " in str(conversion)
+    assert lowered or f"unfused {saved:,} B" not in str(conversion)
+    plan = conversion.graphs[0].regions[0].plan
+    assert plan is not None
+    assert plan.fused != (0, 0), "a report leaves the plan of the last call as it was"
+    with torch.no_grad():
+        model(X.float())
+    said = r"\n +\d steps?, \d of them fused; without gradients\n +launches \d+ kernels; eager torch \d+\n"
+    assert re.search(said, str(conversion))
+
+
+class Shared(nn.Module):
+    """Attention with shared key heads, a mask and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).split((16, 8, 8), -1)
+        q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))
+        seen = torch.ones(5, 5, dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), seen)
+        return F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.1) + x
+
+
+@pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "in float32"])
+def test_the_report_counts_the_bytes_that_eager_torch_saves(lowered: bool):
+    model, x = Shared(), torch.randn(2, 5, 16, requires_grad=True)
+    kept = dict[int, torch.UntypedStorage]()
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.data_ptr()] = t.untyped_storage()
+        return t
+
+    with torch.autocast("cpu", torch.bfloat16, lowered):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(x)
+        conversion = sf.convert(model)
+        model(x)
+    saved = {s.data_ptr(): s.nbytes() for s in kept.values()}
+    eager = sum(size for place, size in saved.items() if place not in {p.data_ptr() for p in model.parameters()})
+    assert y.requires_grad
+    assert conversion.graphs[0].operations == 6
+    assert f", eager torch {eager:,} B (0." in str(conversion)
+
+
+class Recurrent(nn.Module):
+    """Dynamo does not follow an LSTM, and leaves the code that calls it within an expression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.norm, self.fc = nn.LSTM(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.fc(self.norm(self.cell(x)[0])))
+
+
+def line_of(function: Any, text: str) -> str:
+    lines, first = inspect.getsourcelines(function)
+    return f"test_report.py:{first + next(i for i, line in enumerate(lines) if text in line)} in forward"
+
+
+def test_a_model_of_which_nothing_was_captured_says_that_it_was_called_and_why():
+    model = Recurrent()
+    conversion = sf.convert(model)
+    assert str(conversion) == "nothing captured yet: call the model"
+    model(X.float())
+    model(X.float())
+    at = line_of(Recurrent.forward, "self.cell")
+    why = f"Dynamo left the code at {at}: Attempted to wrap RNN, GRU, or LSTM"
+    assert str(conversion).splitlines()[0] == f"called 2 times; nothing was captured: {why}"
+    assert {(left.kind, left.module) for left in conversion.left} == {("norm", "norm"), ("GEMM", "fc")}
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.inner = nn.Linear(8, 8), Recurrent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.relu(self.fc(x)))
+
+
+@pytest.mark.parametrize(
+    ("build", "left"),
+    [
+        pytest.param(Around, {"inner.fc": "Recurrent", "inner.norm": "Recurrent"}, id="a submodule"),
+        pytest.param(
+            lambda: nn.Sequential(nn.Linear(8, 8), Recurrent()),
+            {"0": "Sequential", "1.fc": "Recurrent", "1.norm": "Recurrent"},
+            id="in the loop of a Sequential",
+        ),
+    ],
+)
+def test_modules_that_no_graph_has_are_left_with_the_line_at_which_dynamo_left_their_code(
+    build: Callable[[], nn.Module], left: dict[str, str]
+):
+    model = build()
+    conversion = sf.convert(model)
+    model(X.float())
+    at = f"{line_of(Recurrent.forward, 'self.cell')}: Attempted to wrap RNN, GRU, or LSTM"
+    assert {one.module: one.reason for one in conversion.left} == {
+        path: f"in no graph, as Dynamo left the code of {name} at {at}" for path, name in left.items()
+    }
+    assert all(
+        f"\nleft: {one.kind} {one.call} in {one.module}: {one.reason}" in str(conversion) for one in conversion.left
+    )
+
+
+def test_calls_under_hooks_of_all_modules_are_counted():
+    model = Net()
+    conversion = sf.convert(model)
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: None):
+        model(X)
+    hooked = "1 call ran as before the conversion: hooks of all modules were set"
+    assert str(conversion).splitlines() == ["called 1 time; nothing was captured", hooked]
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.fc(self.norm(x)))
+        if x.sum() > 1e9:
+            return x
+        return torch.relu(self.fc(self.norm(x)))
+
+
+class Nested(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Branching()
+
+
+def test_a_graph_says_in_which_call_it_was_captured_where_it_ends_and_how_often_it_ran():
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
+    conversion = sf.convert(model)
+    for _ in range(2):
+        model(X.float())
+    assert "\n  ends at" not in str(conversion)
+    model[0] = Branching().eval()
+    model(X.float())
+    text, at = str(conversion), line_of(Branching.forward, "if x.sum()")
+    assert text.startswith("graph 0: training, input [3, 8]; 2 calls, none since call 2 of 3\n")
+    assert f"\n  ends at a graph break, {at}: Data-dependent branching" in text
+    assert re.search(rf"\ngraph \d: after the graph break at {re.escape(at)}, training, input \[3, 8\]; 1 call\n", text)
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(5, 8))
+    assert "eval, without gradients, input [" in str(conversion)
+
+
+def test_sizes_that_a_graph_takes_as_they_come_are_any():
+    model = Net()
+    conversion = sf.convert(model)
+    for n in (3, 4):
+        model(torch.randn(n, 8).double())
+    assert "\ngraph 1: training, x [any, 8]; 1 call\n" in str(conversion)
+
+
+def test_filter_fn_is_given_paths_of_the_model_behind_a_graph_break_too():
+    model, given = Nested(), set[str]()
+    sf.convert(model, filter_fn=lambda module, path: not given.add(path))
+    model(X.float())
+    assert given == {"", "fc", "inner", "inner.norm", "inner.fc"}
+
+
+def test_calls_beside_the_chains_are_named():
+    class Beside(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).cumsum(0).cumsum(0).sort().values
+
+    model = Beside()
+    conversion = sf.convert(model)
+    model(X)
+    assert conversion.graphs[0].beside == {"cumsum": 2, "sort": 1}
+    assert "\n  outside the chains: 3 kernel calls as before: cumsum x2, sort" in str(conversion)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ("abab", "a, b, a, b"),
+        ("nababababc", "n, (a, b) x4, c"),
+        ("aaaaab", "(a) x5, b"),
+        ("abcabcabcab", "(a, b, c) x3, a, b"),
+        ("", ""),
+    ],
+)
+def test_operations_that_repeat_themselves_are_named_once(names: str, wanted: str):
+    assert folded(list(names)) == wanted
+
+
+def test_the_kernels_that_a_chain_launches_are_those_of_a_call():
+    model, x = Net(p=0.1).float(), X.float().requires_grad_()
+    conversion = sf.convert(model)
+    model(x)
+    (region,) = conversion.graphs[0].regions
+    given = list(model.parameters())
+    with Launches() as forward:
+        y = region(x, *given)
+    dy = torch.ones_like(y)
+    with Launches() as backward:
+        torch.autograd.grad(y, [x, *given], dy)
+    assert region.launched == (forward.count, backward.count)
+    assert f"\n      launches {forward.count} kernels forward, {backward.count} backward; eager torch " in str(
+        conversion
+    )
