@@ -112,9 +112,10 @@ def fusing(
 
     Args:
         enabled: `False` runs every operation unfused, bit for bit; `True` turns fusing on again.
-        only: names or classes of the fusions that may be used, of those that may outside. A name that no fusion has is
-            an error where a sequence is planned: by then the fusions of its fusion set exist.
-        exclude: names or classes of fusions that may not be, beside those that may not outside.
+        only: names or classes of the fusions that may be used, of those that may outside; one, or several. A name that
+            no fusion has is an error where a sequence is planned, not before: a class, or a plug-in that brings it,
+            may be loaded within the block.
+        exclude: likewise, of fusions that may not be used, beside those that may not outside.
         on_error: `"fallback"` runs the unfused operations when a fusion fails, `"raise"` lets the error through.
         unmeasured: whether fusions that a GPU uses only where `sf.tune` measured that they win may be used without.
 
