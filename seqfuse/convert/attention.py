@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.fx import Node
 
 from .. import ops
 from .graph import ahead, argument, back, channel, example, is_same, narrow_of, operands, same_size, spelled
 from .heads import Heads, heads_of, is_transpose
 from .linears import product_ending_at
+from .masks import limited
 from .pointwise import scaled
 from .products import merged
 from .raising import META, Found, Inner, Raised, Value, View, linear, matcher
@@ -42,7 +41,6 @@ def raise_attention_by_hand(node: Node) -> Found:
         scores, mask = back(total[0], took), total[1]
         if (m := example(mask)) is None or not m.is_floating_point():
             return "what is added to its scores is no tensor of floating-point numbers"
-        mask = _with_nan(back(mask, []))
     if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
         divided = scaled(capped[0].args[0])
         if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
@@ -74,21 +72,6 @@ def raise_attention_by_hand(node: Node) -> Found:
     return _attention((q, keys.args[0], out.args[1]), mask, how, out, [*took, out])
 
 
-def nan_in_rows_of_nothing(mask: Tensor) -> Tensor:
-    """A mask whose rows of nothing but -inf are NaN: what softmax makes of them, where attention gives zeros."""
-    return mask.masked_fill((mask == -torch.inf).all(-1, keepdim=True), torch.nan)
-
-
-def _with_nan(mask: Node) -> Node:
-    """The node of a mask with these rows, one for all that read it."""
-    found = next((user for user in mask.users if user.target is nan_in_rows_of_nothing), None)
-    if found is None:
-        with mask.graph.inserting_after(mask):
-            found = mask.graph.call_function(nan_in_rows_of_nothing, (mask,))
-        found.meta = dict(mask.meta)
-    return found
-
-
 def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node, took: list[Node]) -> Found:
     """Products, norms of heads, RoPE and attention, up to heads that lie side by side again."""
     if any(isinstance(number, Node) for number in how.values()):
@@ -117,6 +100,7 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
     if out is None:
         return "its heads are not laid side by side"
     first = _packed(parts, Inner(), took)
+    mask = limited(mask, how, qkv, by_hand=spelled(node) == "matmul", window=not isinstance(first, str))
     if isinstance(first, str):
         across = _across(parts, mask, how, out, took)
         return first if across is None else across
@@ -139,7 +123,6 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
         for heads in (k, v):
             last.views.append(View(heads.seen, place, heads.heads, heads.size))
             place += heads.heads * heads.size
-    mask = back(mask, [])
     attention = ops.Attention(q.heads, k.heads, mask=None if mask is None else channel(mask), **how)
     given = {} if mask is None else {channel(mask): mask}
     raised.append(Raised(attention, last, out, [*took, out], node, {}, given))
@@ -160,7 +143,6 @@ def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took:
     if how.get("causal") and not same_size(*lengths):
         return None
     given = {channel(k.source): k.source, channel(v.source): v.source}
-    mask = back(mask, [])
     if mask is not None:
         given[channel(mask)] = mask
     operation = ops.CrossAttention(

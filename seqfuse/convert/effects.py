@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -12,7 +13,12 @@ from torch.fx import Graph, Node
 
 from .graph import argument, back, example, is_same, spelled
 
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "setitem"}
+_IN_PLACE = {
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
+    "irshift", "setitem",
+}  # fmt: skip
+# Of Python; they change nothing, though they are called as methods are that do.
+_OPERATORS: tuple[Any, ...] = (operator.and_, operator.or_, operator.not_, operator.is_)  # pyright: ignore
 _MODES = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 # Those of functorch, of inference mode, of hooks of saved tensors, of attention's kernels, of generators.
 _SWITCH = re.compile(r"_?(enter|exit|set|push|pop|manual_seed)(_|$)|.*(_nesting|_hooks_(en|dis)able|sdpa_kernel)")
@@ -39,6 +45,8 @@ def in_place(node: Node) -> bool:
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
         return True
     name = _name(node)
+    if target in _OPERATORS:
+        return False
     if name in _IN_PLACE or (name == "dropout" and argument(node, 3, "inplace", False)):
         return True
     if node.op == "call_function" and name not in _MODES and _SWITCH.match(name) is not None:
@@ -65,6 +73,12 @@ def _changed(node: Node) -> set[object]:
 
 def _meet(memory: set[object], changed: set[object]) -> bool:
     return None in memory or None in changed or not memory.isdisjoint(changed)
+
+
+def are_changed(graph: Graph, nodes: Iterable[Node]) -> bool:
+    """Whether a graph changes in place what any of these nodes makes."""
+    memory = set(map(_memory, nodes))
+    return any(_meet(memory, _changed(node)) for node in graph.nodes if in_place(node))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
 from .graph import owner, positional, spelled
 from .launches import Before, launching
+from .masks import erase_unread
 from .ordering import CannotOrder, sort
 from .raising import Raised, Transposed, raised
 from .region import Region, insert, why_not
@@ -96,10 +97,8 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
             continue
     else:
         regions = []
-    for node in graph.find_nodes(op="call_function", target=attention.nan_in_rows_of_nothing):
-        if not node.users:
-            graph.erase_node(node)
-            gm.recompile()
+    erase_unread(graph)
+    gm.recompile()
     left = [
         Left(spelled(n) or "", kind, owner(n), reasons.get(n) or _reason(n, may(n)))
         for n in graph.nodes

@@ -134,6 +134,8 @@ def test_a_layer_of_llama_on_a_gpu_takes_nine_steps_each_way_and_eight_with_epil
             plan = region.model.plan(env=env)
         found[unmeasured] = [[s.name for s in cover if s.name != "Fork"] for cover in (plan.forward, plan.backward)]
     assert conversion.graphs[0].left == ()
+    attention = [op for op in region.model if isinstance(op, sf.ops.Attention)]
+    assert [(op.causal, op.mask) for op in attention] == [(True, None)] * 2  # FlashAttention takes no mask
     # Beside those of each layer there is the norm before the first.
     assert [len(names) for names in found[False]] == [2 * 9 + 1] * 2
     assert [len(names) for names in found[True]] == [2 * 8 + 1] * 2

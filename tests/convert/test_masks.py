@@ -1,0 +1,259 @@
+"""Masks that a graph makes of positions: causal ones and sliding windows become options, nearly causal ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from seqfuse import ops
+from seqfuse.convert import GraphReport
+from seqfuse.convert.masks import Limits, limits_of
+
+from .comparing import assert_same_recorded
+from .recording import recorded
+
+S = F.scaled_dot_product_attention
+Mask = Callable[[Tensor], Tensor]
+"""A mask for x [B, S, C]."""
+
+CAUSAL = Limits(True, None, exact=True)
+
+
+def positions(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of rows, [S, 1], and of keys, [1, S]."""
+    p = torch.arange(x.shape[1])
+    return p[:, None], p[None, :]
+
+
+def seen(x: Tensor) -> Tensor:
+    i, j = positions(x)
+    return j <= i
+
+
+def ones(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1])
+
+
+def lowest(x: Tensor) -> Tensor:
+    return torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=torch.float64)
+
+
+def of_huggingface(x: Tensor, window: int | None = None) -> Tensor:
+    """As transformers makes it where no positions are given: it looks for packed sequences in those that it makes."""
+    batch, length = x.shape[:2]
+    ids = (torch.arange(length) + 0).unsqueeze(0).expand(batch, -1)
+    packed = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    b = torch.arange(batch)[:, None, None, None]
+    i = (torch.arange(length) + 0)[None, None, :, None]
+    j = (torch.arange(length) + 0)[None, None, None, :]
+    mask = i.new_ones((), dtype=torch.bool) & (packed[b, i] == packed[b, j]).to(x.device)
+    if window is not None:
+        mask = mask & (ids[b, j] > ids[b, i] - window)
+    return (mask & (ids[b, j] <= ids[b, i])).expand(batch, -1, length, length)
+
+
+def between(x: Tensor, before: int, behind: int) -> Tensor:
+    i, j = positions(x)
+    return (j > i - before) & (j < i + behind)
+
+
+SPELLINGS: dict[str, tuple[Mask, Limits]] = {
+    "of Hugging Face": (of_huggingface, CAUSAL),
+    "of Hugging Face, with a window": (lambda x: of_huggingface(x, 3), Limits(True, 3, exact=True)),
+    "keys at most rows": (seen, CAUSAL),
+    "rows at least keys": (lambda x: (p := positions(x))[0].ge(p[1]), CAUSAL),
+    "keys before the next row": (lambda x: (p := positions(x))[1] < p[0] + 1, CAUSAL),
+    "rows behind the key before": (lambda x: (p := positions(x))[0] > p[1] - 1, CAUSAL),
+    "their difference": (lambda x: (p := positions(x))[0] - p[1] >= 0, CAUSAL),
+    "not keys behind rows": (lambda x: ~((p := positions(x))[1] > p[0]), CAUSAL),
+    "from another start": (lambda x: (p := torch.arange(5, 5 + x.shape[1]))[None] <= p.view(-1, 1), CAUSAL),
+    "counted": (lambda x: (p := torch.ones(x.shape[1], dtype=torch.long).cumsum(0))[None] <= p[:, None], CAUSAL),
+    "of four dimensions": (lambda x: seen(x)[None, None].expand(x.shape[0], 2, -1, -1), CAUSAL),
+    "viewed": (lambda x: seen(x).view(1, 1, x.shape[1], -1).contiguous(), CAUSAL),
+    "a lower triangle": (lambda x: torch.tril(ones(x)).bool(), CAUSAL),
+    "a triangle that is not zero": (lambda x: ones(x).tril() != 0, CAUSAL),
+    "not an upper triangle": (lambda x: torch.logical_not(torch.triu(ones(x).bool(), diagonal=1)), CAUSAL),
+    "added": (lambda x: torch.triu(lowest(x), diagonal=1), CAUSAL),
+    "filled": (lambda x: x.new_zeros(x.shape[1], x.shape[1]).masked_fill(~seen(x), torch.finfo(x.dtype).min), CAUSAL),
+    "chosen": (lambda x: torch.where(seen(x), 0.0, -torch.inf).double(), CAUSAL),
+    "multiplied": (lambda x: (1.0 - seen(x).double()) * torch.finfo(x.dtype).min, CAUSAL),
+    "or nothing": (lambda x: seen(x) | torch.zeros_like(seen(x)), CAUSAL),
+    "and rows that are there": (lambda x: seen(x) & (positions(x)[0] >= 0), CAUSAL),
+    "all": (lambda x: ones(x).bool(), Limits(False, None, exact=True)),
+    "nothing added": (lambda x: x.new_zeros(1, 1, x.shape[1], x.shape[1]), Limits(False, None, exact=True)),
+    "a window": (lambda x: between(x, 3, 1), Limits(True, 3, exact=True)),
+    "a window on both sides": (lambda x: between(x, 3, 3), Limits(False, 3, exact=True)),
+    "not behind or too far": (
+        lambda x: ~(((p := positions(x))[1] > p[0]) | (p[0] - p[1] >= 3)), Limits(True, 3, exact=True),
+    ),
+    "with padding": (lambda x: seen(x) & (x[:, None, None, :, 0] < 9), Limits(True, None, exact=False)),
+}  # fmt: skip
+
+NEARLY: dict[str, Mask] = {
+    "a row less": lambda x: (p := positions(x))[1] < p[0],
+    "a row more": lambda x: (p := positions(x))[1] <= p[0] + 1,
+    "a triangle with a diagonal more": lambda x: ones(x).tril(1).bool(),
+    "transposed": lambda x: seen(x).transpose(0, 1),
+    "the other way round": lambda x: (p := positions(x))[0] <= p[1],
+    "every other key": lambda x: (p := positions(x))[1] * 2 <= p[0],
+    "in steps": lambda x: torch.arange(0, 2 * x.shape[1], 2)[None] <= torch.arange(x.shape[1])[:, None],
+    "turned round": lambda x: seen(x).flip(-1),
+    "of batches": lambda x: (torch.arange(x.shape[0])[:, None, None] <= torch.arange(x.shape[1])[:, None])[:, None],
+    "of heads": lambda x: torch.arange(2)[:, None, None] <= torch.arange(x.shape[1])[:, None],
+    "of keys alone": lambda x: torch.arange(x.shape[1])[None] <= 2,
+    "padding": lambda x: x[:, None, None, :, 0] < 9,
+    "or data": lambda x: seen(x) | (x[:, None, None, :, 0] > 9),
+    "not data": lambda x: ~(seen(x) & (x[:, None, None, :, 0] < 9)),
+    "added where not seen": lambda x: torch.where(seen(x), -torch.inf, 0.0).double(),
+    "a small number added": lambda x: torch.where(seen(x), 0.0, -9.0).double(),
+    "a slope": lambda x: torch.where(seen(x), -1.0, -torch.inf).double(),
+    "uneven windows": lambda x: between(x, 3, 2),
+    "a window of data": lambda x: torch.arange(x.shape[1])[None] <= x[0, :, :1].long(),
+    "from data on": lambda x: (p := positions(x))[1] <= p[0] + x[0, 0, 0].long(),
+    "changed in place": lambda x: changed(seen(x), lambda m: m.logical_and_(x[0, :, 0] < 9)),
+    "changed in a part": lambda x: changed(seen(x), lambda m: m[:, :1].fill_(False)),
+    "set in a part": lambda x: changed(seen(x), lambda m: m.__setitem__((slice(None), 0), False)),
+    "of positions that are changed": lambda x: (
+        changed(torch.arange(x.shape[1]), lambda p: p[1:].sub_(1)) <= positions(x)[0]
+    ),
+}
+
+
+def changed(t: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    change(t)
+    return t
+
+
+class Masked(nn.Module):
+    """Attention of two heads with a mask, between products."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(4))
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.o(self.weighted(q, k, v, self.mask(x)).transpose(1, 2).reshape(x.shape))
+
+    def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return S(q, k, v, attn_mask=mask)
+
+
+class ByHand(Masked):
+    def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(q @ k.transpose(-1, -2) * 0.5 + mask, -1) @ v
+
+
+class Capped(Masked):
+    def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(torch.tanh(q @ k.transpose(-1, -2) * 0.5 / 3) * 3 + mask, -1) @ v
+
+
+X = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def found_in(graph: GraphModule) -> list[tuple[Node, Limits | None]]:
+    """What is proved of the mask of each attention."""
+    nodes = [n for n in graph.graph.nodes if n.target is S]
+    lengths = [n.args[0].meta["example_value"].shape[-2] for n in nodes]
+    return [(m, limits_of(m, s, s)) for n, s in zip(nodes, lengths, strict=True) for m in [n.kwargs["attn_mask"]]]
+
+
+def converted(model: nn.Module) -> tuple[GraphReport, list[ops.Attention]]:
+    """The graph of a converted model, which gives the same as before, and its attention."""
+    (graph,) = assert_same_recorded(model, X).graphs
+    return graph, [op for region in graph.regions for op in region.model if isinstance(op, ops.Attention)]
+
+
+@pytest.fixture(scope="module")
+def symbolic() -> dict[str, Limits | None]:
+    """What is proved of masks whose sizes are symbols, in one graph."""
+    masks = {name: mask for name, (mask, _) in SPELLINGS.items()} | NEARLY
+    found: dict[str, Limits | None] = {}
+
+    def backend(gm: GraphModule, inputs: Any) -> Any:
+        found.update(zip(masks, (limits for _, limits in found_in(gm)), strict=True))
+        return gm.forward
+
+    def every(x: Tensor) -> list[Tensor]:
+        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return [S(heads, heads, heads, attn_mask=mask(x)) for mask in masks.values()]
+
+    torch._dynamo.reset()
+    torch.compile(every, backend=backend, dynamic=True, fullgraph=True)(X)
+    return found
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_what_masks_of_positions_let_through_is_known_for_all_sizes(name: str, symbolic: dict[str, Limits | None]):
+    assert symbolic[name] == SPELLINGS[name][1]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_what_is_known_of_a_mask_is_what_the_mask_is(name: str):
+    gm, _ = recorded(Masked(SPELLINGS[name][0]), X, renames=True, tensors=lambda y: (y,))
+    ((mask, limits),) = found_in(gm)
+    assert limits == SPELLINGS[name][1]
+    value = mask.meta["example_value"]
+    visible = value if value.dtype is torch.bool else value == 0
+    i, j = torch.arange(5)[:, None], torch.arange(5)
+    wanted = (j <= i) | torch.tensor(not limits.causal)
+    wanted = wanted & ((i - j).abs() < (limits.window or 9))
+    assert torch.equal(visible & wanted, visible)
+    assert not limits.exact or torch.equal(visible.expand(2, 2, 5, 5), wanted.expand(2, 2, 5, 5))
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_nothing_is_known_of_masks_that_are_nearly_causal(name: str, symbolic: dict[str, Limits | None]):
+    gm, _ = recorded(Masked(NEARLY[name]), X, renames=True, tensors=lambda y: (y,))
+    assert [limits for _, limits in found_in(gm)] == [None]
+    assert symbolic[name] is None
+
+
+@pytest.mark.parametrize("name", ["of Hugging Face", "a lower triangle", "added", "all"])
+def test_attention_with_a_causal_mask_is_causal_and_reads_none(name: str):
+    graph, (found,) = converted(Masked(SPELLINGS[name][0]))
+    assert (found.causal, found.window, found.mask) == (name != "all", None, None)
+    assert graph.beside == 0  # what made the mask is gone
+
+
+@pytest.mark.parametrize("name", ["added", "chosen", "nothing added"])
+def test_attention_by_hand_with_a_causal_mask_is_causal_and_reads_none(name: str):
+    graph, (found,) = converted(ByHand(SPELLINGS[name][0]))
+    assert (found.causal, found.mask) == (name != "nothing added", None)
+    assert graph.beside == 0
+
+
+def test_a_window_is_an_option_where_no_kernel_of_torch_would_run_with_the_mask():
+    _, (found,) = converted(Capped(lambda x: torch.where(between(x, 3, 1), x.new_zeros(()), -torch.inf)))
+    assert (found.causal, found.window, found.mask) == (True, 3, None)
+
+
+def test_a_window_stays_a_mask_where_a_kernel_of_torch_runs_with_it():
+    _, (found,) = converted(Masked(lambda x: between(x, 3, 1)))
+    assert (found.causal, found.window, found.mask is None) == (True, None, False)
+
+
+def test_a_window_as_wide_as_the_sequence_is_none():
+    _, (found,) = converted(Masked(lambda x: between(x, 5, 1)))
+    assert (found.causal, found.window, found.mask) == (True, None, None)
+
+
+def test_a_causal_mask_with_padding_is_causal_and_stays():
+    _, (found,) = converted(Masked(lambda x: seen(x) & (x[:, None, None, :, 0] < 0.5)))
+    assert found.causal
+    assert found.mask is not None
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_attention_with_a_nearly_causal_mask_gives_what_it_gave(name: str):
+    _, found = converted(Masked(NEARLY[name]))
+    assert not any(op.causal or op.mask is None for op in found)
