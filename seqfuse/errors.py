@@ -106,7 +106,7 @@ def author_line(subject: Any, needle: str = "") -> str:
     target = getattr(subject, "__func__", subject)
     try:
         lines, first = inspect.getsourcelines(target)
-        path = inspect.getsourcefile(target) or "?"
+        path = inspect.getsourcefile(target)
     except (OSError, TypeError):
         return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', target)}"
     word = re.escape(needle)

@@ -187,16 +187,10 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return new
 
     def __add__(self, other: Iterable[nn.Module]) -> Sequential:
-        if not isinstance(other, nn.Sequential):
-            raise ValueError(f"add operator supports only objects of Sequential class, but {type(other)} is given.")
-        return self._like([*self, *other])
+        return self._like(super().__add__(other))  # pyright: ignore[reportUnknownMemberType]
 
     def __mul__(self, other: int) -> Sequential:
-        if not isinstance(other, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"unsupported operand type(s) for *: {type(self)} and {type(other)}")
-        if other <= 0:
-            raise ValueError(f"Non-positive multiplication factor {other} for {type(self)}")
-        return self._like([*self] * other)
+        return self._like(super().__mul__(other))
 
     def __iadd__(self, other: Iterable[nn.Module]) -> Self:
         return super().__iadd__(other)  # pyright: ignore[reportUnknownMemberType]

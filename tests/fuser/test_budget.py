@@ -239,6 +239,31 @@ def test_a_fusion_of_both_passes_counts_with_what_it_saves_itself():
     assert used.saved == plan.memory.saved
 
 
+def _twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class TwiceLinear(sf.ForwardFusion):
+    """Saves what it got, which nothing else saves, in place of what the GEMM takes."""
+
+    twice: ops.Scale
+    linear: ops.Linear
+
+    def saves(self, env: sf.Env) -> sf.Savings:
+        return sf.Savings(launches=5)
+
+    def fwd(self, x: Tensor) -> Any:
+        later = sf.Recompute(_twice, x)
+        y = _twice(x) @ self.linear.weight.T
+        return y, {"twice": ops.Scale.Saved(factor=2.0), "linear": ops.Linear.Saved(x=later, weight=self.linear.weight)}
+
+
+def test_what_is_made_again_counts_with_the_tensors_that_it_is_made_from():
+    model = sf.Sequential(ops.Scale(2.0), ops.Linear(16, 8, bias=False), fusions=[TwiceLinear])
+    x = tensor(64, 16)
+    assert kept_by(model, x) == model.plan(x).memory.saved == x.nbytes
+
+
 def test_the_cost_of_a_plan_is_that_of_all_its_regions():
     def cost(*operations: nn.Module) -> int:
         return sf.Sequential(*operations).plan(env=sf.Env(rows=64)).cost
@@ -344,6 +369,8 @@ def test_modules_in_between_divide_a_budget():
     for part in (0.9, 0.7):
         model.memory = int(part * whole)
         assert kept_by(model, x) <= part * whole
+    model.memory = "lean"
+    assert kept_by(model, x) == model.plan(x).memory.saved
 
 
 def test_a_machine_that_is_not_here_has_the_choices_too():

@@ -643,6 +643,7 @@ REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {
     "integers": ("cannot be multiplied", lambda o: gemm.linear(o.x.int(), o.weight.int())),
     "two dtypes": ("one dtype", lambda o: gemm.linear(o.x, o.weight.half())),
     "width": ("expected last dimension 56", lambda o: gemm.linear(o.x[:, 1:], o.weight)),
+    "width of dy": ("dy: expected last dimension", lambda o: gemm.linear_dgrad(o.dy[:, 1:], o.weight)),
     "rank of the weight": ("two dimensions", lambda o: gemm.linear(o.x, o.weight[None])),
     "strides": ("rows or in its columns", lambda o: gemm.linear(o.x[:, ::2], o.weight[:, ::2])),
     "shape of the residual": ("expected shape", lambda o: gemm.linear(o.x, o.weight, residual=o.bias)),

@@ -169,3 +169,4 @@ def test_refusals():
         sf.Sequential(ops.CrossAttention(4, 2, mask="m"))(x, **named, m=torch.zeros(5, 5))
     op = ops.CrossAttention(4, 2, k="keys", causal=True, mask="m")
     assert repr(op) == "CrossAttention(4, 2, k='keys', causal=True, mask='m')"
+    assert repr(ops.CrossAttention(4, v="values", dropout=0.5)) == "CrossAttention(4, v='values', dropout=0.5)"

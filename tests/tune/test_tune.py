@@ -815,6 +815,8 @@ def test_a_file_of_ones_own_is_used_instead_of_the_cache(
     report = sf.tune(pair(Slow), X, modes="train", file=own)
     assert report.file == own
     assert str(own) in str(report)
+    assert report.machine
+    assert str(report).startswith(f"1 candidates on {report.machine}: 1 measured now, ")
     assert not cache.exists() or not list(cache.iterdir())
     forget(monkeypatch)
     assert pair(Slow).plan(X).count("Slow") == 1
@@ -955,9 +957,18 @@ def test_settings_of_every_plain_kind_tell_operations_apart():
         def reference(self, x: Tensor) -> Tensor:
             return torch.tanh(x)
 
-    values: list[Any] = [1, 1.0, True, 1j, "1", b"1", None, (1,), (1, 2), torch.float32, torch.float64]
+    values: list[Any] = [1, 2, 1.0, 2.0, True, False, 1j, 2j, "1", "2", b"1", b"2", None, (1,), (1, 2), [1, "2"]]
+    values += [torch.float32, torch.float64, int, float, kit.spend, kit.pair]
     known = {cost_lookup.describe(node) for node in flatten(sf.Sequential(*map(Configured, values)))}
     assert len(known) == len(values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool], ids=str)
+def test_what_is_measured_on_is_like_what_enters(dtype: torch.dtype) -> None:
+    made = timing.scratch_like(torch.ones(4, 3, dtype=dtype), torch.Generator().manual_seed(0))
+    assert (made.shape, made.dtype) == ((4, 3), dtype)
+    # Of numbers that may be indices nothing is known but that 0 is one of each table.
+    assert len({*made.flatten().tolist()}) == (1 if dtype in (torch.int64, torch.bool) else 12)
 
 
 def test_a_model_in_another_mode_is_copied_in_the_one_that_is_measured() -> None:

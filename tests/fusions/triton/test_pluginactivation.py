@@ -198,7 +198,7 @@ def define(**attributes: object) -> type:
         ({"value": _two, "derivative": Mish.value, "P": (1.0,)}, ("derivative must take (t, P)", "def value(x):")),
         ({"derivative": None}, ("value is stated without derivative",)),
         ({"value": None}, ("derivative is stated without value",)),
-        ({"value": lambda x: x}, ("value must be a triton.jit function",)),
+        ({"value": lambda x: x}, ("SF301 Odd: value must be a triton.jit function\n",)),
     ],
 )
 def test_functions_that_kernels_cannot_call_are_refused_at_definition(
