@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .graph import argument, back, example, is_same, spelled
 
@@ -75,10 +75,12 @@ def _meet(memory: set[object], changed: set[object]) -> bool:
     return None in memory or None in changed or not memory.isdisjoint(changed)
 
 
-def are_changed(graph: Graph, nodes: Iterable[Node]) -> bool:
-    """Whether a graph changes in place what any of these nodes makes."""
+def are_changed(nodes: Sequence[Node]) -> bool:
+    """Whether the graphs of nodes, or graphs that these call, change in place what any of the nodes makes."""
     memory = set(map(_memory, nodes))
-    return any(_meet(memory, _changed(node)) for node in graph.nodes if in_place(node))
+    modules = {part for node in nodes if (gm := node.graph.owning_module) is not None for part in gm.modules()}
+    graphs = {node.graph for node in nodes} | {part.graph for part in modules if isinstance(part, GraphModule)}
+    return any(_meet(memory, _changed(node)) for graph in graphs for node in graph.nodes if in_place(node))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,6 +96,6 @@ def limits_of(mask: Any, rows: Any, keys: Any) -> Limits | None:
     fits = (not reach or same_size(rows, keys)) and (exact or not added)
     if not fits or not (behind == 0 or (exact and before == behind)):
         return None
-    if are_changed(mask.graph, [node for node, value in values.found.items() if value is not None]):
+    if are_changed([node for node, value in values.found.items() if value is not None]):
         return None
     return Limits(behind == 0, None if before is None else before + 1, exact)

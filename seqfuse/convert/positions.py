@@ -27,6 +27,9 @@ from .indices import (
     where_natural,
 )
 
+OUTER = "outer"
+"""What an input of a graph that another graph calls has as a name of the node that it is there."""
+
 
 class Values:
     """What is known of the values of nodes.
@@ -40,6 +43,8 @@ class Values:
 
     def of(self, given: Any) -> Known:
         """What is known of a node, or of a number that a call is given."""
+        if isinstance(given, Node):
+            given = given.meta.get(OUTER, given)
         number = _number(given)
         if number is not None:
             return constant(number, torch.float64) if isinstance(number, float) else Index(number, {})

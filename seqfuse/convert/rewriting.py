@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
-from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from ..fuser.budget import Mode
 from ..fuser.sequential import Fusions
 from . import attention, linears, norms, pointwise, products
+from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
 from .graph import owner, positional, spelled
@@ -69,11 +67,10 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     Returns:
         A report of the graph, and of each body.
     """
+    hand_over(gm)
     bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
     reports = [report for child, body in bodies for report in rewrite(body, options, f"{name}, {child}")]
-
-    for node in gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint):
-        node.target = _checkpointed
+    run_bodies(gm)
 
     def may(node: Node) -> bool:
         return options.allowed(owner(node))
@@ -118,14 +115,6 @@ def kind_of(module: nn.Module) -> str | None:
     if "Norm" in name:
         return "norm"
     return "activation" if where.endswith((".activation", ".activations")) else None
-
-
-def _checkpointed(body: GraphModule, *args: Any, **how: Any) -> Any:
-    # What Dynamo puts into a graph leaves it to a compiler to draw dropout's numbers again in a second run.
-    how |= {"use_reentrant": False}
-    if "_checkpoint_context_fn" in body.meta:
-        how["context_fn"] = body.meta["_checkpoint_context_fn"]
-    return checkpoint(body, *args, **how)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _regions(

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from seqfuse import ops
 from seqfuse.convert import GraphReport
 from seqfuse.convert.masks import Limits, limits_of
 
-from .comparing import assert_same_recorded
+from .comparing import assert_same, assert_same_recorded
 from .recording import recorded
 
 S = F.scaled_dot_product_attention
@@ -140,8 +141,11 @@ class Masked(nn.Module):
         self.mask = mask
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.attended(x, self.mask(x))
+
+    def attended(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.o(self.weighted(q, k, v, self.mask(x)).transpose(1, 2).reshape(x.shape))
+        return self.o(self.weighted(q, k, v, mask).transpose(1, 2).reshape(x.shape))
 
     def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return S(q, k, v, attn_mask=mask)
@@ -222,14 +226,14 @@ def test_nothing_is_known_of_masks_that_are_nearly_causal(name: str, symbolic: d
 def test_attention_with_a_causal_mask_is_causal_and_reads_none(name: str):
     graph, (found,) = converted(Masked(SPELLINGS[name][0]))
     assert (found.causal, found.window, found.mask) == (name != "all", None, None)
-    assert graph.beside == 0  # what made the mask is gone
+    assert not graph.beside  # what made the mask is gone
 
 
 @pytest.mark.parametrize("name", ["added", "chosen", "nothing added"])
 def test_attention_by_hand_with_a_causal_mask_is_causal_and_reads_none(name: str):
     graph, (found,) = converted(ByHand(SPELLINGS[name][0]))
     assert (found.causal, found.mask) == (name != "nothing added", None)
-    assert graph.beside == 0
+    assert not graph.beside
 
 
 def test_a_window_is_an_option_where_no_kernel_of_torch_would_run_with_the_mask():
@@ -257,3 +261,15 @@ def test_a_causal_mask_with_padding_is_causal_and_stays():
 def test_attention_with_a_nearly_causal_mask_gives_what_it_gave(name: str):
     _, found = converted(Masked(NEARLY[name]))
     assert not any(op.causal or op.mask is None for op in found)
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["as it was made", "changed"])
+def test_the_body_of_a_checkpoint_knows_the_mask_that_it_is_called_with(changes: bool):
+    class Checkpointed(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = changed(seen(x), lambda m: m[1:, :1].fill_(False) if changes else m)
+            return checkpoint(self.attended, x, mask, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+    graphs = assert_same(Checkpointed(seen), X).graphs
+    found = [op for g in graphs for region in g.regions for op in region.model if isinstance(op, ops.Attention)]
+    assert {(op.causal, op.mask is None) for op in found} == {(not changes, not changes)}
