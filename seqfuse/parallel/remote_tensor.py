@@ -54,7 +54,7 @@ class Elsewhere(Tensor):
         if name in _READS or (name == "__format__" and args[1]):
             raise _absent(where, name)
         # Torch hands on the arguments of both backward functions by name.
-        if func is torch.autograd.grad or (func in _BACKWARD and named.get("inputs")):
+        if func is torch.autograd.grad or (func in _BACKWARD and named.get("inputs") is not None):
             message = "gradients of some tensors alone would not reach the stages before them"
             raise StateError(message, code="SF508", hint="call backward() on every rank, and read .grad")
         if name == "__repr__":

@@ -220,7 +220,6 @@ class StagedFuser(Fuser):
     def run_stage(self, index: int, tensors: list[Tensor], given: dict[str, Tensor]) -> list[Tensor]:
         """Run one of this rank's stages by itself on one of several micro-batches."""
         op_list = self.op_list()
-        given = {name: value for name, value in given.items() if name in op_list.inputs}
         seeds = self._draw(index, op_list, tensors[0])
         with parametrize.cached() if op_list.parametrized else contextlib.nullcontext():
             return self._own(op_list, self.stages(op_list)[index], tensors, given, seeds)

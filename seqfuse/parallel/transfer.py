@@ -184,10 +184,9 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        wanted = ctx.needs_input_grad[2:]
-        pairs = [(d, meta) for d, meta, n in zip(douts, ctx.metas, wanted, strict=True) if n]
+        pairs = [(d, meta) for d, meta, n in zip(douts, ctx.metas, ctx.needs_input_grad[2:], strict=True) if n]
         ctx.boundary.send_gradients(pairs, ctx.device)
-        return (None, None, *[m if n else None for m, n in zip(ctx.metas, wanted, strict=True)])
+        return (None, None, *ctx.metas)
 
 
 class _Leave(torch.autograd.Function):
@@ -224,8 +223,7 @@ class _Through(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         before = len(ctx.needs_input_grad) - len(ctx.entries)
-        wanted = ctx.needs_input_grad[before:]
-        return (*[None] * before, *[t if n else None for t, n in zip(ctx.entries, wanted, strict=True)])
+        return (*[None] * before, *ctx.entries)
 
 
 class _Together(torch.autograd.Function):
@@ -286,7 +284,7 @@ def nodes(tensor: Tensor) -> Iterator[Any]:
 def sources(tensor: Tensor, leaves: Sequence[Tensor]) -> list[int]:
     """Which of the leaves have a path from a tensor."""
     found = {id(tensor), *(id(getattr(node, "variable", None)) for node in nodes(tensor))}
-    return [i for i, leaf in enumerate(leaves) if leaf.requires_grad and id(leaf) in found]
+    return [i for i, leaf in enumerate(leaves) if id(leaf) in found]
 
 
 _enter: Callable[..., tuple[Tensor, ...]] = _Enter.apply  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportAssignmentType]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
@@ -161,6 +162,9 @@ def outputs_say_what_they_are_everywhere() -> None:
     y = staged(torch.empty(0, 4, dtype=DTYPE))
     assert y.shape == (0, 3)
     y.sum().backward()
+    y, expected = staged.float()(x.float()), alone.float()(x.float())
+    assert y.dtype is torch.float32
+    assert torch.equal(everywhere(y, staged), expected)
 
 
 def without_a_gradient_before_a_boundary() -> None:
@@ -239,6 +243,40 @@ def a_channel_may_pass_a_stage_in_which_the_chain_ends() -> None:
             assert torch.equal(p.grad, expected[name].grad), (shapes, name)
 
 
+class Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0).long()
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).to(DTYPE)
+
+
+def integers_may_leave_a_stage_beside_a_channel() -> None:
+    for shapes in ("infer", "broadcast"):
+        alone = sf.Sequential(
+            ops.Linear(4, 6), ops.Fork("skip"), Signs(), Doubled(), ops.Add("skip"), ops.Linear(6, 3)
+        ).to(DTYPE)
+        same_as_alone(staged_of(alone, ("3", "5"), shapes=shapes), alone)
+
+
+class Turned(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+def tensors_are_sent_however_they_lie_in_memory() -> None:
+    """One goes on turned, and so does the gradient that comes back."""
+    alone = sf.Sequential(ops.Linear(4, 6), Turned(), Turned(), ops.Linear(6, 6), ops.Linear(6, 3)).to(DTYPE)
+    staged = staged_of(alone, ("2", "4"))
+    for model in (staged, alone):
+        model(batch(0)[0]).square().sum().backward()
+    expected = dict(alone.named_parameters())
+    for name, p in own(staged).items():
+        assert_near(p.grad, expected[name].grad, name)
+
+
 class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -267,6 +305,9 @@ def a_stage_may_give_back_no_gradient_at_all() -> None:
             assert p.grad is None or not p.grad.any()
         else:
             assert torch.equal(p.grad, expected[name].grad)
+    of_one_tensor = staged_of(sf.Sequential(ops.Linear(4, 6), GivesNone(), ops.Linear(6, 3)).to(DTYPE), ("1", "2"))
+    of_one_tensor(batch(0)[0]).sum().backward()
+    assert all(p.grad is None or p.grad.any() == name.startswith("2") for name, p in own(of_one_tensor).items())
 
 
 def public_channels_go_with_the_chain() -> None:
@@ -328,6 +369,7 @@ def a_tensor_of_this_rank_gets_no_gradient_from_the_loss() -> None:
         for ask in (
             lambda: torch.autograd.grad(y.sum(), [scale]),
             lambda: y.sum().backward(inputs=[scale]),
+            lambda: y.sum().backward(inputs=scale * 0),
             lambda: y.sum().backward(None, None, None, [scale]),
         ):
             with pytest.raises(sf.errors.StateError, match=r"SF508.*backward"):
@@ -471,6 +513,7 @@ def every_loss_is_written_once() -> None:
     for loss_of in (
         lambda y: nn.functional.cross_entropy(y, labels),
         lambda y: nn.CrossEntropyLoss(label_smoothing=0.1)(y, labels),
+        lambda y: nn.functional.cross_entropy(y, labels, weight=torch.ones(3, dtype=DTYPE)),
         lambda y: (y - target).abs().mean() + 0.1 * torch.stack([y.sum(), y.sum()]).norm(),
         lambda y: torch.where(target > 0, y, 0.0).sum() / target.numel(),
         lambda y: y.log_softmax(-1).gather(1, labels[:, None]).mean(),
@@ -542,6 +585,16 @@ def schedules_take_shapes_that_are_told() -> None:
     microbatched(lambda s: ScheduleGPipe(s[0], 3, nn.functional.mse_loss), staged, alone, 3)
 
 
+def schedules_take_public_channels() -> None:
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    alone = sf.Sequential(ops.Linear(4, 6), ops.Add("early"), ops.Linear(6, 3), ops.Add("late")).to(DTYPE)
+    channels = {"early": batch(2, 12)[0] @ torch.ones(4, 6, dtype=DTYPE), "late": batch(3, 12)[1]}
+    microbatched(
+        lambda s: ScheduleGPipe(s[0], 3, nn.functional.mse_loss), staged_of(alone, ("2",)), alone, 3, **channels
+    )
+
+
 def a_batch_that_has_no_equal_parts_is_refused() -> None:
     staged = staged_of(model_of(), ("3.1",))
     with pytest.raises(sf.errors.InputError, match=r"SF101.*shape \(5, 4\) has no 2 equal parts"):
@@ -558,6 +611,8 @@ THREE = [
     complex_numbers_have_gradients_too,
     gradients_that_end_in_a_stage_are_not_waited_for,
     a_channel_may_pass_a_stage_in_which_the_chain_ends,
+    integers_may_leave_a_stage_beside_a_channel,
+    tensors_are_sent_however_they_lie_in_memory,
     a_stage_may_give_back_no_gradient_at_all,
     public_channels_go_with_the_chain,
     several_forwards_before_one_backward,
@@ -587,6 +642,7 @@ def a_parameter_on_two_ranks_is_refused() -> None:
 TWO = [
     schedules_take_several_stages_of_a_rank,
     schedules_take_shapes_that_are_told,
+    schedules_take_public_channels,
     a_batch_that_has_no_equal_parts_is_refused,
     a_parameter_on_two_ranks_is_refused,
 ]
@@ -620,6 +676,14 @@ def stages_of_shares_give_the_gradients_of_one_process() -> None:
             share = shard(divided, gradients)
             for name, p in own(staged).items():
                 assert_near(p.grad, share[name], name)
+
+
+def schedules_run_in_one_dimension_of_a_mesh() -> None:
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    alone = model_of()
+    staged = pipeline(copy.deepcopy(alone), mesh((2, 2), ("pp", "dp"))["pp"], stages=("3.1",))
+    microbatched(lambda s: ScheduleGPipe(s[0], 3, nn.functional.mse_loss), staged, alone, 3)
 
 
 def a_cache_of_keys_is_refused_on_every_rank() -> None:
@@ -662,7 +726,7 @@ for works in (THREE, TWO):
     both = [work for work in works if work not in _OF_ONE_DTYPE]
     works += [InBFloat16(work) for work in (both if processes.FULL else both[::3])]
 
-FOUR: list[Any] = [stages_of_shares_give_the_gradients_of_one_process]
+FOUR: list[Any] = [stages_of_shares_give_the_gradients_of_one_process, schedules_run_in_one_dimension_of_a_mesh]
 FOUR.append(InBFloat16(FOUR[0]))
 
 
@@ -736,6 +800,14 @@ def test_one_rank_has_all_stages_and_sends_nothing(one: Any, monkeypatch: pytest
     same_as_alone(again, alone)
 
 
+@pytest.fixture
+def two_pretended() -> Iterator[Any]:
+    """Two ranks, of which this is the first and the other one sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield mesh()
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     ("stages_asked", "sentence"),
     [
@@ -770,6 +842,40 @@ def test_refuses_a_model_that_is_in_stages_and_other_settings(one: Any):
         pipeline(model_of(), one, shapes=unknown)
     with pytest.raises(sf.errors.InputError, match="SF106: takes a model that"):
         everywhere(torch.zeros(()), model_of())
+
+
+def test_refuses_meshes_stages_and_names_that_do_not_fit(two_pretended: Any):
+    with pytest.raises(sf.errors.PlanError, match="SF202: a pipeline takes one dimension of a mesh, not 2"):
+        pipeline(model_of(), mesh((1, 2), ("pp", "tp")))
+    with pytest.raises(sf.errors.PlanError, match="SF202: 3 stages cannot be dealt evenly to 2 ranks"):
+        pipeline(model_of(), two_pretended, stages=3)
+    model = model_of()
+    model[3].register_module("boundary1", ops.Tanh())
+    with pytest.raises(sf.errors.PlanError, match=r"SF202: modules are called \['boundary1'\], as boundaries are"):
+        pipeline(model, two_pretended, stages=("3.2",))
+
+
+def test_only_a_tensor_of_the_last_stage_is_taken_everywhere(two_pretended: Any):
+    staged = pipeline(model_of(), two_pretended, stages=2)
+    with pytest.raises(sf.errors.InputError, match="SF105 everywhere: takes a tensor of the last stage"):
+        everywhere(torch.zeros(()), staged)
+
+
+def test_what_has_two_names_on_another_rank_is_in_no_state_under_either(two_pretended: Any):
+    norm = nn.BatchNorm1d(6)
+    alone = sf.Sequential(ops.Linear(4, 6), norm, ops.Tanh(), norm)
+    staged = pipeline(copy.deepcopy(alone), two_pretended, stages=("1",))
+    assert set(staged.state_dict()) == {"0.weight", "0.bias"}
+    staged.load_state_dict(alone.state_dict())
+
+
+def test_the_shapes_of_few_inputs_are_kept(one: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sf.parallel.staged, "KEPT_PROGRAMS", 3)
+    staged = pipeline(model_of(), one, stages=("3",))
+    fuser = staged._fuser
+    for rows in range(1, 9):
+        fuser.infer(batch(0, rows)[0], {})
+        assert all(0 < len(stage.clipped) <= 3 for stage in fuser.stages(fuser.op_list()))
 
 
 def test_stages_of_a_count_are_balanced_where_a_single_tensor_crosses(one: Any):
@@ -822,6 +928,17 @@ def test_gradients_of_some_tensors_of_another_rank_are_refused_however_they_are_
     there.sum().backward()
 
 
+def total(inputs: Tensor) -> Tensor:
+    if torch.overrides.has_torch_function((inputs,)):
+        return torch.overrides.handle_torch_function(total, (inputs,), inputs=inputs)
+    return inputs.sum()
+
+
+def test_other_functions_may_have_inputs_of_another_rank():
+    there = Elsewhere.of(torch.empty(3, device="meta", requires_grad=True), "on rank 1")
+    assert isinstance(total(inputs=there), Elsewhere)
+
+
 def test_stages_of_one_rank_may_share_a_parameter(one: Any):
     model = model_of()
     model[2][4].weight = model[3][4].weight
@@ -844,6 +961,7 @@ def test_stages_that_are_made_again_begin_with_the_first_micro_batch(one: Any):
         crossing = first(x[:2])
     torch.manual_seed(3)
     assert torch.equal(second(*crossing), alone(x[:2]))
+    assert not staged._fuser._drawn  # each is let go with the last stage that reads it
 
 
 def test_what_stands_for_a_stage_has_a_gradient_only_where_gradients_are_recorded(one: Any):
