@@ -13,7 +13,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.saved import packing
 from seqfuse.testing import Untouched, assert_bitwise_equal, seeded_randn
-from seqfuse.testing.judge import judge
+from seqfuse.testing.judge import judge, judge_together
 from seqfuse.testing.tensors import redrawn
 
 Tensors = dict[str, Tensor | None]
@@ -122,7 +122,8 @@ def check_passes(op: sf.UnfusedOperation, x: Tensor) -> None:
         exact = by_autograd(copy.deepcopy(op).double(), x.double(), {name: t.double() for name, t in extras.items()})
         return tuple({n: None if t is None else t.clone() for n, t in r.items()} for r in (found, unfused, exact))
 
-    judge(measure, 0)
+    # A few numbers err too unlike for one draw.
+    (judge if x.numel() >= 100 else judge_together)(measure, 0)
 
 
 def check_needs(op: sf.UnfusedOperation, x: Tensor) -> None:

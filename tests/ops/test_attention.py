@@ -68,7 +68,9 @@ def masks(kind: str | None, heads: int, length: int) -> Mask:
         return (drawn[:, :1, :1] > -0.5).long()
     if kind == "float":
         return drawn[0]
-    return drawn[:, :1, 0, :].unsqueeze(2).masked_fill(drawn[:, :1, :1] < -1, -1e9) if kind == "keys" else None
+    # Of keys that lie side by side one is not masked: beside -1e9 float32 has no digit for the scores of a row.
+    hidden = (drawn[:, :1, :1] < -1) & (torch.arange(length) % 3 != 0)
+    return drawn[:, :1, 0, :].unsqueeze(2).masked_fill(hidden, -1e9) if kind == "keys" else None
 
 
 def agree(op: ops.Attention, x: Tensor, mask: Mask = None, ends: Mask = None) -> None:
@@ -80,10 +82,12 @@ def agree(op: ops.Attention, x: Tensor, mask: Mask = None, ends: Mask = None) ->
     y = truth(x, op, mask, ends)
     dy = seeded_randn(tuple(y.shape), 8)
     want = [y, *torch.autograd.grad(y, leaves, dy.double())]
+    # A score is a sum over the size of a head: its error grows with the root of that.
+    near = 1e-5 * max(1, y.shape[-1] / op.heads / 64) ** 0.5
     for found in (sf.Sequential(op)(x, **channels), op.reference(x, **extras)):
         got = [found, *torch.autograd.grad(found, leaves, dy)]
         for a, b in zip(got, want, strict=True):
-            torch.testing.assert_close(a.double(), b.double(), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(a.double(), b.double(), atol=near, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)

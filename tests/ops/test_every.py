@@ -114,8 +114,8 @@ def test_two_runs_agree_bit_for_bit(name: str):
 @pytest.mark.parametrize("cls", [ops.Attention, ops.CrossAttention, ops.Dropout, ops.DropPath])
 def test_random_numbers_are_drawn_in_training_alone(cls: type[sf.UnfusedOperation]):
     heads = (2,) if issubclass(cls, ops.Attention | ops.CrossAttention) else ()
-    x = seeded_randn((4, 5, 12), 0)
-    given = {"k": seeded_randn((4, 7, 12), 1), "v": seeded_randn((4, 7, 12), 2)} if cls is ops.CrossAttention else {}
+    x = seeded_randn((64, 5, 12), 0)
+    given = {"k": seeded_randn((64, 7, 12), 1), "v": seeded_randn((64, 7, 12), 2)} if cls is ops.CrossAttention else {}
     named = {"dropout": 0.4} if heads else {"p": 0.4}
     model = sf.Sequential(cls(*heads, **named))
     training = [model(x, **given), model(x, **given)]
