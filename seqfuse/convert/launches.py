@@ -15,9 +15,10 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import ops
 from .chains import Chain, Order
 from .effects import in_place
-from .graph import example, fake, is_fixed, is_plain, is_same, numbers, spelled
+from .graph import argument, example, fake, is_fixed, is_plain, is_same, numbers, spelled
 
 
 def launching(nodes: Iterable[Node]) -> Counter[str]:
@@ -59,6 +60,16 @@ class Unconverted(NamedTuple):
     saved: int
 
 
+def _arguments(node: Node, operation: Any) -> tuple[Any, Any]:
+    """Those of a call; none that is a mask where attention was proved to need none: a capture alone may make it."""
+    called = spelled(node) == "scaled_dot_product_attention" and isinstance(operation, ops.Attention)
+    if not called or operation.mask is not None or operation.window is not None:
+        return node.args, node.kwargs
+    kwargs = {name: value for name, value in node.kwargs.items() if name not in ("attn_mask", "is_causal")}
+    dropped = {"dropout_p": argument(node, 4, "dropout_p", 0.0), "is_causal": operation.causal}
+    return node.args[:3], {**kwargs, **dropped}
+
+
 class Before:
     """What a chain stands for, as it was captured.
 
@@ -76,12 +87,13 @@ class Before:
             n for v in order.outputs for n in ([v] if isinstance(v, Node) else [view.node for view in v.views])
         ]
         inside = {node for r in chain.members for node in r.took}
+        operations = {node: r.operation for r in chain.members for node in r.took}
         read = set(self._outputs)
         self._calls: list[tuple[Node, str, Any, Any, Any]] = []
         for node in reversed(list(nodes)):
             if node in inside and node in read:
                 read.update(node.all_input_nodes)
-                self._calls.append((node, node.op, node.target, node.args, node.kwargs))
+                self._calls.append((node, node.op, node.target, *_arguments(node, operations.get(node))))
         self._calls.reverse()
 
     def eager(self, autocast: torch.dtype | None, gradients: bool) -> Unconverted:

@@ -229,6 +229,17 @@ def test_attention_with_a_causal_mask_is_causal_and_reads_none(name: str):
     assert not graph.beside  # what made the mask is gone
 
 
+def test_eager_torch_is_counted_without_a_mask_that_a_capture_alone_makes():
+    class Flagged(Masked):
+        def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return S(q, k, v, is_causal=True)
+
+    graphs = [converted(model)[0] for model in (Masked(of_huggingface), Flagged(seen))]
+    with_mask, with_flag = (region.eager for graph in graphs for region in graph.regions)
+    assert with_flag is not None
+    assert with_mask == with_flag
+
+
 @pytest.mark.parametrize("name", ["added", "chosen", "nothing added"])
 def test_attention_by_hand_with_a_causal_mask_is_causal_and_reads_none(name: str):
     graph, (found,) = converted(ByHand(SPELLINGS[name][0]))
