@@ -10,7 +10,7 @@ from .. import ops
 from .graph import ahead, argument, back, channel, example, is_same, narrow_of, operands, same_size, spelled
 from .heads import Heads, heads_of, is_transpose
 from .linears import product_ending_at
-from .masks import limited
+from .masks import limited, scores_of
 from .pointwise import scaled
 from .products import merged
 from .raising import META, Found, Inner, Raised, Value, View, linear, matcher
@@ -34,6 +34,7 @@ def raise_attention_by_hand(node: Node) -> Found:
     if argument(node, 1, "dim") not in (-1, 3):
         return None
     took: list[Node] = [node]
+    how: dict[str, Any] = {}
     scores, mask, softcap, scale = narrow_of(node.args[0], took), None, None, 1.0
     total = operands(scores, "add")
     if total is not None:
@@ -41,6 +42,9 @@ def raise_attention_by_hand(node: Node) -> Found:
         scores, mask = back(total[0], took), total[1]
         if (m := example(mask)) is None or not m.is_floating_point():
             return "what is added to its scores is no tensor of floating-point numbers"
+    elif (unmasked := scores_of(scores, how)) is not None:
+        took.append(scores)
+        scores = back(unmasked, took)
     if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
         divided = scaled(capped[0].args[0])
         if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
@@ -68,7 +72,7 @@ def raise_attention_by_hand(node: Node) -> Found:
     out = ahead(weights, {"matmul"})
     if out is None:
         return None
-    how: dict[str, Any] = {"dropout": dropout, "scale": scale, "softcap": softcap}
+    how |= {"dropout": dropout, "scale": scale, "softcap": softcap}
     return _attention((q, keys.args[0], out.args[1]), mask, how, out, [*took, out])
 
 
@@ -133,7 +137,7 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
 
 def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took: list[Node]) -> list[Raised] | None:
     """Attention to keys and values that are made of another tensor."""
-    if any(h.rope is not None or h.norm is not None or h.start != 0 for h in parts):
+    if any(h.rope is not None or h.norm is not None or h.start != 0 for h in parts) or how.get("window") is not None:
         return None
     widths = [(example(h.source), h.heads * h.size) for h in parts]
     if any(e is None or e.ndim != 3 or not same_size(e.shape[-1], width) for e, width in widths):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .effects import are_changed
-from .graph import back, example, numbers, same_size
-from .indices import fixed
+from .graph import alike, back, example, numbers, same_size, spelled
+from .indices import constant, fixed
 from .positions import Values, is_known
 
 
@@ -39,6 +39,22 @@ def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: 
             return None
     mask = back(mask, [])
     return _with_nan(mask) if by_hand else mask
+
+
+def scores_of(filled: Any, how: dict[str, Any]) -> Node | None:
+    """The scores that a call fills where rows do not see, if options say the same, which are added to `how`."""
+    e, name = example(filled), spelled(filled)
+    scores = next((n for n in filled.all_input_nodes if alike(n, filled)), None) if name in _FILLING else None
+    if e is None or scores is None:
+        return None
+    found = limits_of(filled, e.shape[-2], e.shape[-1], scores)
+    if found is None or not found.exact:
+        return None
+    how |= {"causal": found.causal, "window": found.window}
+    return scores
+
+
+_FILLING = ("masked_fill", "where")
 
 
 def erase_unread(graph: Graph) -> None:
@@ -71,10 +87,12 @@ class Limits(NamedTuple):
     exact: bool
 
 
-def limits_of(mask: Any, rows: Any, keys: Any) -> Limits | None:
-    """What is proved of a mask for so many rows and keys; `None` if that is nothing."""
+def limits_of(mask: Any, rows: Any, keys: Any, scores: Node | None = None) -> Limits | None:
+    """What is proved of a mask, or of scores that are masked, for so many rows and keys; `None` if that is nothing."""
     e, values = example(mask), Values()
-    made = None if e is None or e.requires_grad else values.choice(mask)
+    if scores is not None:
+        values.found[scores] = constant(0, torch.float64)  # what is added to them
+    made = None if e is None or (e.requires_grad and scores is None) else values.choice(mask)
     if e is None or made is None:
         return None
     added, exact = e.is_floating_point(), made.exact

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from seqfuse import ops
 from seqfuse.convert import GraphReport
 from seqfuse.convert.masks import Limits, limits_of
+from seqfuse.convert.rewriting import Options, rewrite
 
 from .comparing import assert_same, assert_same_recorded
 from .recording import recorded
@@ -23,7 +24,7 @@ S = F.scaled_dot_product_attention
 Mask = Callable[[Tensor], Tensor]
 """A mask for x [B, S, C]."""
 
-CAUSAL = Limits(True, None, exact=True)
+CAUSAL, WINDOW = Limits(True, None, exact=True), Limits(True, 3, exact=True)
 
 
 def positions(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,10 +40,6 @@ def seen(x: Tensor) -> Tensor:
 
 def ones(x: Tensor) -> Tensor:
     return torch.ones(x.shape[1], x.shape[1])
-
-
-def lowest(x: Tensor) -> Tensor:
-    return torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=torch.float64)
 
 
 def of_huggingface(x: Tensor, window: int | None = None) -> Tensor:
@@ -66,7 +63,7 @@ def between(x: Tensor, before: int, behind: int) -> Tensor:
 
 SPELLINGS: dict[str, tuple[Mask, Limits]] = {
     "of Hugging Face": (of_huggingface, CAUSAL),
-    "of Hugging Face, with a window": (lambda x: of_huggingface(x, 3), Limits(True, 3, exact=True)),
+    "of Hugging Face, with a window": (lambda x: of_huggingface(x, 3), WINDOW),
     "keys at most rows": (seen, CAUSAL),
     "rows at least keys": (lambda x: (p := positions(x))[0].ge(p[1]), CAUSAL),
     "keys before the next row": (lambda x: (p := positions(x))[1] < p[0] + 1, CAUSAL),
@@ -80,7 +77,7 @@ SPELLINGS: dict[str, tuple[Mask, Limits]] = {
     "a lower triangle": (lambda x: torch.tril(ones(x)).bool(), CAUSAL),
     "a triangle that is not zero": (lambda x: ones(x).tril() != 0, CAUSAL),
     "not an upper triangle": (lambda x: torch.logical_not(torch.triu(ones(x).bool(), diagonal=1)), CAUSAL),
-    "added": (lambda x: torch.triu(lowest(x), diagonal=1), CAUSAL),
+    "added": (lambda x: torch.triu((ones(x) * -torch.inf).double(), diagonal=1), CAUSAL),
     "filled": (lambda x: x.new_zeros(x.shape[1], x.shape[1]).masked_fill(~seen(x), torch.finfo(x.dtype).min), CAUSAL),
     "chosen": (lambda x: torch.where(seen(x), 0.0, -torch.inf).double(), CAUSAL),
     "multiplied": (lambda x: (1.0 - seen(x).double()) * torch.finfo(x.dtype).min, CAUSAL),
@@ -88,11 +85,9 @@ SPELLINGS: dict[str, tuple[Mask, Limits]] = {
     "and rows that are there": (lambda x: seen(x) & (positions(x)[0] >= 0), CAUSAL),
     "all": (lambda x: ones(x).bool(), Limits(False, None, exact=True)),
     "nothing added": (lambda x: x.new_zeros(1, 1, x.shape[1], x.shape[1]), Limits(False, None, exact=True)),
-    "a window": (lambda x: between(x, 3, 1), Limits(True, 3, exact=True)),
+    "a window": (lambda x: between(x, 3, 1), WINDOW),
     "a window on both sides": (lambda x: between(x, 3, 3), Limits(False, 3, exact=True)),
-    "not behind or too far": (
-        lambda x: ~(((p := positions(x))[1] > p[0]) | (p[0] - p[1] >= 3)), Limits(True, 3, exact=True),
-    ),
+    "not behind or too far": (lambda x: ~(((p := positions(x))[1] > p[0]) | (p[0] - p[1] >= 3)), WINDOW),
     "with padding": (lambda x: seen(x) & (x[:, None, None, :, 0] < 9), Limits(True, None, exact=False)),
 }  # fmt: skip
 
@@ -120,9 +115,7 @@ NEARLY: dict[str, Mask] = {
     "changed in place": lambda x: changed(seen(x), lambda m: m.logical_and_(x[0, :, 0] < 9)),
     "changed in a part": lambda x: changed(seen(x), lambda m: m[:, :1].fill_(False)),
     "set in a part": lambda x: changed(seen(x), lambda m: m.__setitem__((slice(None), 0), False)),
-    "of positions that are changed": lambda x: (
-        changed(torch.arange(x.shape[1]), lambda p: p[1:].sub_(1)) <= positions(x)[0]
-    ),
+    "of changed positions": lambda x: changed(torch.arange(x.shape[1]), lambda p: p[1:].sub_(1)) <= positions(x)[0],
 }
 
 
@@ -154,6 +147,17 @@ class Masked(nn.Module):
 class ByHand(Masked):
     def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return torch.softmax(q @ k.transpose(-1, -2) * 0.5 + mask, -1) @ v
+
+
+class Filled(Masked):
+    def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax((q @ k.transpose(-1, -2) * 0.5).masked_fill(mask, -torch.inf), -1) @ v
+
+
+class Chosen(Masked):
+    def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        s = q @ k.transpose(-1, -2) * 0.5
+        return torch.softmax(torch.where(mask, s, torch.finfo(s.dtype).min), -1) @ v
 
 
 class Capped(Masked):
@@ -206,8 +210,7 @@ def test_what_is_known_of_a_mask_is_what_the_mask_is(name: str):
     gm, _ = recorded(Masked(SPELLINGS[name][0]), X, renames=True, tensors=lambda y: (y,))
     ((mask, limits),) = found_in(gm)
     assert limits == SPELLINGS[name][1]
-    value = mask.meta["example_value"]
-    visible = value if value.dtype is torch.bool else value == 0
+    visible = value if (value := mask.meta["example_value"]).dtype is torch.bool else value == 0
     i, j = torch.arange(5)[:, None], torch.arange(5)
     wanted = (j <= i) | torch.tensor(not limits.causal)
     wanted = wanted & ((i - j).abs() < (limits.window or 9))
@@ -247,14 +250,36 @@ def test_attention_by_hand_with_a_causal_mask_is_causal_and_reads_none(name: str
     assert not graph.beside
 
 
+@pytest.mark.parametrize("model", [Filled(lambda x: ones(x).triu(1) == 1), Chosen(seen)], ids=["filled", "chosen"])
+def test_attention_by_hand_whose_scores_are_filled_behind_each_row_is_causal(model: nn.Module):
+    graph, (found,) = converted(model)
+    assert (found.causal, found.mask) == (True, None)
+    assert not graph.beside
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Filled(lambda x: ones(x).triu(2) == 1), Filled(lambda x: ~seen(x) | (x[:, None, None, :, 0] > 9)), Filled(seen)],
+    ids=["a row more", "with padding", "the other way round"],
+)
+def test_attention_by_hand_whose_scores_are_filled_in_another_way_gives_what_it_gave(model: nn.Module):
+    _, found = converted(model)
+    assert not found
+
+
 def test_a_window_is_an_option_where_no_kernel_of_torch_would_run_with_the_mask():
     _, (found,) = converted(Capped(lambda x: torch.where(between(x, 3, 1), x.new_zeros(()), -torch.inf)))
     assert (found.causal, found.window, found.mask) == (True, 3, None)
 
 
-def test_a_window_stays_a_mask_where_a_kernel_of_torch_runs_with_it():
-    _, (found,) = converted(Masked(lambda x: between(x, 3, 1)))
-    assert (found.causal, found.window, found.mask is None) == (True, None, False)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_window_stays_a_mask_on_a_cpu_where_a_kernel_of_torch_runs_with_it(device: str):
+    with torch.device(device):
+        gm, _ = recorded(Masked(lambda x: between(x, 3, 1)), X.to(device), renames=True, tensors=lambda y: (y,))
+        (graph,) = rewrite(gm, Options())
+    (found,) = [op for op in graph.regions[0].model if isinstance(op, ops.Attention)]
+    assert found.causal
+    assert (found.window, found.mask is None) == ((None, False) if device == "cpu" else (3, True))
 
 
 def test_a_window_as_wide_as_the_sequence_is_none():
@@ -264,8 +289,7 @@ def test_a_window_as_wide_as_the_sequence_is_none():
 
 def test_a_causal_mask_with_padding_is_causal_and_stays():
     _, (found,) = converted(Masked(lambda x: seen(x) & (x[:, None, None, :, 0] < 0.5)))
-    assert found.causal
-    assert found.mask is not None
+    assert (found.causal, found.mask is None) == (True, False)
 
 
 @pytest.mark.parametrize("name", NEARLY)
