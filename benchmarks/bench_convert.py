@@ -1,12 +1,14 @@
 """Models of Hugging Face, converted and as they are: bytes saved for backward by a layer, cost of a training step.
 
-The step is of a tiny model where little but Python and dispatch costs anything, in CPU time and in instructions. The
-time is the process's own, on one thread; sides alternate, and ratios are of medians. Instructions are counted with
-callgrind, and are left out without valgrind. Writes `results/convert.json`.
+The step is of a tiny model where little but Python and dispatch costs anything, in CPU time and in instructions; of
+Llama there is one of a longer sequence, too, where attention costs the most. The time is the process's own, on one
+thread; sides alternate, and ratios are of medians. Instructions are counted with callgrind, and are left out without
+valgrind. Writes `results/convert.json`.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import statistics
 import time
@@ -23,6 +25,7 @@ import seqfuse as sf
 
 MODES = ("save", "balanced", "lean")
 ROUNDS, STEPS, COUNTED = 15, 20, 10
+SHORT, LONG = (2, 16), (1, 1024)
 _USUAL = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
 
 
@@ -83,11 +86,11 @@ def layer_bytes(build: Callable[..., nn.Module], memory: Any) -> int:
     return totals[1] - totals[0]
 
 
-def step(name: str, converted: bool) -> Callable[[], None]:
-    """A training step of 2 x 16 tokens of a tiny model, as it is or converted, which has run some times."""
+def step(name: str, converted: bool, shape: tuple[int, int] = SHORT, width: int = 16) -> Callable[[], None]:
+    """A training step of a tiny model for tokens of a shape, as it is or converted, which has run some times."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    tokens, model = torch.arange(32).reshape(2, 16), MODELS[name](2, 16).train()
+    tokens, model = torch.arange(math.prod(shape)).reshape(shape) % 32, MODELS[name](2, width).train()
     if converted:
         sf.convert(model)
 
@@ -95,20 +98,20 @@ def step(name: str, converted: bool) -> Callable[[], None]:
         model(input_ids=tokens).last_hidden_state.sum().backward()
         model.zero_grad()
 
-    for _ in range(STEPS):
+    for _ in range(STEPS if shape == SHORT else 2):
         run()
     return run
 
 
-def cpu_time(name: str) -> dict[str, float]:
+def cpu_time(name: str, shape: tuple[int, int] = SHORT, width: int = 16, steps: int = STEPS) -> dict[str, float]:
     """CPU time of converted steps beside those of the model as it is."""
     torch._dynamo.reset()
-    sides = {side: step(name, side == "converted") for side in ("eager", "converted")}
+    sides = {side: step(name, side == "converted", shape, width) for side in ("eager", "converted")}
     times: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(ROUNDS):
         for side, run in sides.items():
             begun = time.process_time()
-            for _ in range(STEPS):
+            for _ in range(steps):
                 run()
             times[side].append(time.process_time() - begun)
     ratios = sorted(c / e for c, e in zip(times["converted"], times["eager"], strict=True))
@@ -134,6 +137,9 @@ def main() -> None:
         row: dict[str, Any] = {"model": name, "eager": eager, "kept": kept, "step": cpu_time(name)}
         parts = ", ".join(f"{memory} {size / eager:.2f}" for memory, size in kept.items())
         text = f"{name}: of eager's, bytes of a layer: {parts}; CPU time of a step: {row['step']['ratio']:.2f}"
+        if name == "Llama":
+            row["long"] = cpu_time(name, LONG, 128, steps=1)
+            text += f", of {LONG[0]} x {LONG[1]} tokens {row['long']['ratio']:.2f}"
         if shutil.which("valgrind"):
             row["instructions"] = instructions(name)
             text += f"; instructions: {row['instructions']['ratio']:.3f}"

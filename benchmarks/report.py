@@ -179,12 +179,14 @@ def converted() -> str | None:
     if found is None:
         return None
     rows = []
+    steps = {"step": "CPU time"} | ({"long": "CPU time, long"} if any("long" in row for row in found["rows"]) else {})
     for row in found["rows"]:
-        step, kept, counted = row["step"], row["kept"], row.get("instructions")
+        kept, counted = row["kept"], row.get("instructions")
         cells = ["-" if counted is None else f"{counted['ratio']:.2f}"]
-        cells.append(f"{step['ratio']:.2f} ({step['low']:.2f} to {step['high']:.2f})")
+        times = (row.get(name) for name in steps)
+        cells += ["-" if t is None else f"{t['ratio']:.2f} ({t['low']:.2f} to {t['high']:.2f})" for t in times]
         rows.append((row["model"], *cells, *(f"{kept[choice] / row['eager']:.2f}" for choice in kept)))
-    head = ("model", "instructions", "CPU time", *(f"saved, {choice}" for choice in found["rows"][0]["kept"]))
+    head = ("model", "instructions", *steps.values(), *(f"saved, {choice}" for choice in found["rows"][0]["kept"]))
     return text([where(found["about"]), "", *table(head, rows)])
 
 
