@@ -261,7 +261,9 @@ def _check_gradients_numerically(specimen: Specimen, shape: Shape) -> None:
             return bench(**dict(zip(inputs, perturbed, strict=False)))
 
     if any(t.numel() for t in tensors):
-        torch.autograd.gradcheck(call, tuple(t.requires_grad_() for t in tensors), fast_mode=True)
+        leaves = tuple(t.requires_grad_() for t in tensors)
+        # Differences err by 1e-9 in float64.
+        torch.autograd.gradcheck(call, leaves, atol=1e-6, rtol=1e-5, fast_mode=True)
 
 
 def _check_copies(op: UnfusedOperation, specimen: Specimen, case: Case, full: Outcome) -> None:

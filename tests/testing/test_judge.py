@@ -101,7 +101,7 @@ def test_right_results_of_a_deep_model_agree_over_many_draws_and_not_in_each():
             assert_fused_close(*Deep()(100 * seed))
         except FusedMismatch:
             alarms += 1
-    assert alarms >= 10
+    assert alarms >= 3
 
 
 def test_tensors_without_elements_are_passed_over():
