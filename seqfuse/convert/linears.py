@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .graph import ahead, argument, example, same_shape, spelled
+from .graph import ahead, argument, example, same_shape, same_size, spelled
 from .raising import Found, Transposed, linear, matcher, weight_of
 
 
@@ -23,9 +23,9 @@ def raise_addmm(node: Node) -> Found:
     if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
         return None
     bias, flat, right = (argument(node, i, name) for i, name in enumerate(("input", "mat1", "mat2")))
-    b, took = example(bias), [node]
+    took = [node]
     weight = weight_of(right, took)
-    if weight is None or b is None or b.ndim != 1:
+    if weight is None:
         return None
     x, out = _unflattened(flat, node, took)
     return linear(x, weight, bias, out, took)
@@ -37,10 +37,10 @@ def raise_matmul(node: Node) -> Found:
     x, right = argument(node, 0, "input"), argument(node, 1, "other")
     took = [node]
     weight = weight_of(right, took)
-    holder = weight.node if isinstance(weight, Transposed) else weight
-    if holder is None or holder.op not in ("placeholder", "get_attr") or (e := example(x)) is None or e.ndim < 2:
+    if weight is None:
         return None
-    return None if weight is None else linear(x, weight, None, node, took)
+    holder = weight.node if isinstance(weight, Transposed) else weight
+    return linear(x, weight, None, node, took) if holder.op in ("placeholder", "get_attr") else None
 
 
 def _unflattened(flat: Any, node: Node, took: list[Node]) -> tuple[Any, Node]:
@@ -48,8 +48,10 @@ def _unflattened(flat: Any, node: Node, took: list[Node]) -> tuple[Any, Node]:
     out = ahead(node, {"view", "reshape"})
     if spelled(flat) in ("view", "reshape") and out is not None:
         x = flat.args[0]
-        before, after = example(x), example(out)
-        if before is not None and after is not None and same_shape(before.shape[:-1], after.shape[:-1]):
+        before, viewed, after = example(x), example(flat), example(out)
+        if before is None or viewed is None or after is None or not same_size(before.shape[-1], viewed.shape[-1]):
+            return flat, node
+        if same_shape(before.shape[:-1], after.shape[:-1]):
             took += [flat, out]
             return x, out
     return flat, node

@@ -43,6 +43,7 @@ def assert_same_recorded(model: nn.Module, x: Tensor, bound: float = 1e-9) -> Re
     """The same of a graph that is recorded, not captured, in a tenth of the time."""
     wanted = passes(model, x)
     replayed = Replayed(model, x.clone().requires_grad_())
+    assert replayed.calls == sum(len(graph.regions) for graph in replayed.graphs)
     _assert_gives(replayed, x, wanted, bound)
     return replayed
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
+from seqfuse.convert.region import Region
 from seqfuse.convert.rewriting import Options, rewrite
 
 _OPERATORS = {
@@ -150,6 +151,12 @@ class Replayed:
     def __call__(self, *args: Tensor, **inputs: Tensor) -> Any:
         outputs = self._graph(*given(self.model, args[0] if args else inputs).values())
         return outputs[0] if self._one else outputs
+
+    @property
+    def calls(self) -> int:
+        """How many calls of regions are in the graph."""
+        nodes = self._graph.graph.find_nodes(op="call_module")
+        return sum(isinstance(self._graph.get_submodule(str(node.target)), Region) for node in nodes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
