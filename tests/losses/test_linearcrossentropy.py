@@ -221,7 +221,7 @@ def test_the_gradient_of_the_weight_is_summed_in_float32(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("row", ["counted", "ignored"])
 def test_a_bad_number_spoils_what_it_spoils_in_torch(row: str, value: float, reduction: str) -> None:
-    case = Case((9,), 6, 11, reduction=reduction)
+    case = Case((40,), 6, 11, reduction=reduction)
     counted = case.targets() != case.ignore_index
     tensors = case.drawn()
     tensors["x"][counted.nonzero()[0] if row == "counted" else (~counted).nonzero()[0], 2] = value
