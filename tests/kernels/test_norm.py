@@ -114,13 +114,18 @@ def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> dict[str, Tensor]:
+def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm, only: str | None = None) -> dict[str, Tensor]:
+    """The results and all gradients, or `only` one of these."""
     x, dtype = tensors["x"], tensors["x"].dtype
     weight, bias = tensors.get("weight"), tensors.get("bias")
     act = None if case.act is None else ACTS[case.act]
     dropout: dict[str, Any] = {"seed": SEED.to(x.device), "p": P} if case.around else {}
     before = {name: tensors[name] for name in ("pre_bias", "residual")} if case.around else {}
     f = k.forward(case.centered, x, weight, bias, EPS, zero_centered=case.zero_centered, act=act, **before, **dropout)
+
+    def asked(kind: str) -> bool:
+        return only in (None, kind)
+
     b = k.backward(
         case.centered,
         tensors["dy"],
@@ -131,11 +136,12 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = _norm) -> dict[s
         bias,
         zero_centered=case.zero_centered,
         act=act,
-        dweight=dtype if weight is not None else None,
-        dbias=dtype if bias is not None else None,
+        dx=asked("d_residual" if case.around else "d_x"),
+        dweight=dtype if weight is not None and asked("d_weight") else None,
+        dbias=dtype if bias is not None and asked("d_bias") else None,
         dstream=tensors.get("dstream"),
-        dbranch=case.around,
-        dpre_bias=dtype if case.around else None,
+        dbranch=case.around and asked("d_x"),
+        dpre_bias=dtype if case.around and asked("d_pre_bias") else None,
         **dropout,
     )
     results = {
@@ -460,6 +466,32 @@ def test_a_float32_stream_beside_16_bits_gives_the_bits_of_float32_inputs(center
         assert_bitwise_equal([made.dx, made.dweight, made.dpre_bias], [same.dx, same.dweight, same.dpre_bias])
         assert_bitwise_equal(made.dbranch, same.dbranch.to(half))
         assert dropped or torch.equal(made.dbranch, made.dx.to(half))
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_all"])
+def test_each_gradient_alone_is_what_it_is_beside_the_others(
+    name: str, chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunked:
+        in_chunks(monkeypatch, _norm, 16)
+    tensors = drawn(CASES[name], (3,), 24, torch.float32)
+    every = run(CASES[name], tensors)
+    for only in every.keys() - {"y", "stream"}:
+        expected = {key: t for key, t in every.items() if key in ("y", "stream", only)}
+        assert_bitwise_equal(run(CASES[name], tensors, only=only), expected)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("columns", [24, 37])
+def test_a_row_of_one_number_has_no_variance(columns: int, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large numbers what rounding leaves in the mean, squared, is many times eps."""
+    if chunked:
+        in_chunks(monkeypatch, _norm, 16)
+    x = torch.tensor([[1e6 + 0.1], [-123456.7], [0.1]], device=DEVICE).repeat(1, columns)
+    f = layernorm_fwd(x, None, None, EPS)
+    torch.testing.assert_close(f.mean, x[:, 0], rtol=2e-7, atol=0)
+    torch.testing.assert_close(f.rstd, torch.full_like(f.rstd, EPS**-0.5), rtol=2e-3, atol=0)
 
 
 def test_only_what_is_wanted_is_made() -> None:

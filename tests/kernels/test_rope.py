@@ -121,7 +121,8 @@ def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"y": y.detach()} | {f"d_{name}": t.grad for name, t in leaves.items() if t.grad is not None}
 
 
-def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> dict[str, Tensor]:
+def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope, only: str | None = None) -> dict[str, Tensor]:
+    """The result and all gradients, or `only` one of these."""
     x, dtype = tensors["x"], tensors["x"].dtype
     rotation: Any = case.rotation
     if rotation is not None:
@@ -135,11 +136,9 @@ def run(case: Case, tensors: dict[str, Tensor], k: ModuleType = rope) -> dict[st
         store=case.bias and case.norm, **both, **weights,
     )  # fmt: skip
     kept = {"x": x if f.z is None else f.z, "rstd": f.rstd, **weights} if case.norm else {}
-    of = dtype if case.norm and case.affine else None
-    b = k.rope_bwd(
-        tensors["dy"], HEADS, KV, rotation, dbias=dtype if case.bias else None, dq_weight=of, dk_weight=of, **both,
-        **kept,
-    )  # fmt: skip
+    sums = {"dbias": case.bias, "dq_weight": case.norm and case.affine, "dk_weight": case.norm and case.affine}
+    dtypes = {name: dtype if there and only in (None, name) else None for name, there in sums.items()}
+    b = k.rope_bwd(tensors["dy"], HEADS, KV, rotation, dx=only in (None, "dx"), **dtypes, **both, **kept)
     results = {"y": f.y, "d_x": b.dx, "d_bias": b.dbias, "d_q": b.dq_weight, "d_k": b.dk_weight}
     return {name: t for name, t in results.items() if t is not None}
 
@@ -265,6 +264,15 @@ def test_values_pass_bit_for_bit() -> None:
     ours, values = run(CASES["norm"], tensors), slice((HEADS + KV) * 8, None)
     assert_bitwise_equal(ours["y"][:, values].clone(), tensors["x"][:, values].clone())
     assert_bitwise_equal(ours["d_x"][:, values].clone(), tensors["dy"][:, values].clone())
+
+
+@pytest.mark.parametrize("name", ["all", "half"])
+def test_each_gradient_alone_is_what_it_is_beside_the_others(name: str) -> None:
+    tensors = drawn(CASES[name], (3,), torch.float32)
+    every = run(CASES[name], tensors)
+    for only, key in (("dx", "d_x"), ("dbias", "d_bias"), ("dq_weight", "d_q"), ("dk_weight", "d_k")):
+        expected = {kind: t for kind, t in every.items() if kind in ("y", key)}
+        assert_bitwise_equal(run(CASES[name], tensors, only=only), expected)
 
 
 @pytest.mark.parametrize("name", ["all", "norm_alone", "half"])
