@@ -88,7 +88,7 @@ class Case:
     regime: str = "normal"
     layout: str = "contiguous"  # of x and the channels
     dy_layout: str = "contiguous"
-    dy_infinite: bool = False
+    dy_regime: str = "normal"  # or "large", "infinite", "one_nan"
     frozen: frozenset[str] = frozenset()
     grad: bool = True
 
@@ -96,7 +96,7 @@ class Case:
         parts = [str(self.dtype).removeprefix("torch."), f"x {self.shape}", self.regime]
         parts += [f"x {self.layout}"] if self.layout != "contiguous" else []
         parts += [f"dy {self.dy_layout}"] if self.dy_layout != "contiguous" else []
-        parts += ["dy infinite"] if self.dy_infinite else []
+        parts += [f"dy {self.dy_regime}"] if self.dy_regime != "normal" else []
         parts += [f"frozen {', '.join(sorted(self.frozen))}"] if self.frozen else []
         return ", ".join(parts if self.grad else [*parts, "no gradient"])
 
@@ -250,8 +250,11 @@ class Specimen:
             return Outcome(inputs, parameters, incoming, outputs, grads, torch.get_rng_state())
 
     def _incoming(self, case: Case, y: Tensor, seed: int) -> Tensor:
-        values = seeded_randn(tuple(y.shape), seed, dtype=case.dtype).to(y.device)
-        return laid_out(values / 0 if case.dy_infinite else values, case.dy_layout).to(y.dtype)
+        regime = "one_nan" if case.dy_regime == "one_nan" else "normal"
+        values = in_regime(regime, tuple(y.shape), seed, dtype=case.dtype).to(y.device)
+        if case.dy_regime == "large":  # gradients are linear in dy: what errs by more in them has a bound of its own
+            values = values * (2.0**8 if torch.finfo(case.dtype).max < 1e5 else 2.0**24)
+        return laid_out(values / 0 if case.dy_regime == "infinite" else values, case.dy_layout).to(y.dtype)
 
 
 def _gradients(
@@ -292,6 +295,7 @@ def cases(shapes: Sequence[Shape], dtype: torch.dtype) -> Iterator[Case]:
     yield from (Case(main, dtype, regime) for regime in REGIMES)
     yield from (Case(shape, dtype, "given") for shape in shapes)
     yield from (Case(few, dtype, regime) for regime in ("zeros", "one_nan", "one_inf", HUGE))
+    yield from (Case(few, dtype, dy_regime=regime) for regime in ("one_nan", "large"))
     # Rows that repeat round alike: too few are left for the rule to take each for a draw of its own.
     at = {layout: few if layout in ("expanded", "scalar") else main for layout in LAYOUTS[1:]}
     # One number for x is a variance of nothing but rounding, which no two orders of summation agree on.

@@ -67,15 +67,16 @@ _MET = {
     "gradient give",
     HUGE: "x is near the end of the range of its dtype here: squares and sums overflow in it, and Inf - Inf is NaN",
 }
-_DY_MET = (
-    "every dy is Inf here, and Inf * 0 is NaN: where the gradient of the reference is 0 whatever dy is, state "
-    "derivative(dy, t) and select, as in tl.where(t > 0, dy, 0.0)"
-)
+_DY_MET = {
+    "infinite": "every dy is Inf here, and Inf * 0 is NaN: where the gradient of the reference is 0 whatever dy is, "
+    "state derivative(dy, t) and select, as in tl.where(t > 0, dy, 0.0)",
+    "one_nan": "dy holds a NaN here: gradients that the reference takes from it are NaN, and no others",
+}
 
 
 def met(case: Case) -> str:
     """The line that says which NaN or Inf a case brings, and what to do about it; empty where it brings none."""
-    text = _DY_MET if case.dy_infinite else _MET.get(case.regime, "")
+    text = _DY_MET.get(case.dy_regime) or _MET.get(case.regime, "")
     return f"\n  ({text})" if text else ""
 
 

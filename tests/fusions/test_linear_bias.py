@@ -94,6 +94,16 @@ def test_computes_the_wanted_gradients_alone(needs: set[str], kernels: int):
     assert products.count == kernels
 
 
+def test_gradients_are_as_large_as_dy_is_and_not_a_number_where_it_is_none():
+    dy = 2.0**24 * seeded_randn((4, 8), 1)
+    dy[1, 3] = torch.nan
+    model, x = sf.Sequential(ops.Linear(6, 8)), seeded_randn((4, 6), 0).requires_grad_()
+    assert model.plan(x).count("LinearBiasBackward") == 1
+    leaves = (x, *model.parameters())
+    expected = torch.autograd.grad(torch.nn.functional.linear(*leaves), leaves, dy)
+    torch.testing.assert_close(torch.autograd.grad(model(x), leaves, dy), expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("rows", [(0,), (2, 0)], ids=str)
 def test_no_rows_give_zero_gradients(rows: tuple[int, ...]):
     linear = ops.Linear(6, 8)

@@ -72,6 +72,20 @@ class DoublesTheBiasGradient(EditsGradients):
         return dx, grads
 
 
+@caught(r"dy one_nan: .*\n  bias.bias.grad: structure")
+class SwallowsANaNOfDy(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        if "bias.bias" in needs:
+            grads["bias.bias"] = rows(dy).nansum(0)
+        return dx, grads
+
+
+@caught(r"dy large: .*\n  d_x: (max|rms|tile|element|bias)")
+class ClampsDx(EditsGradients):
+    def edit(self, dx, grads, dy, linear, needs):
+        return None if dx is None else dx.clamp(-1e4, 1e4), grads
+
+
 @caught("linear.weight.grad: (max|rms|tile|element|bias)")
 class DropsTheLastRowOfTheWeightGradient(EditsGradients):
     def edit(self, dx, grads, dy, linear, needs):
@@ -171,6 +185,13 @@ class SavesACopyOfTheInput(LinearBiasJoint):
 class SavesATransposedCopy(LinearBiasJoint):
     def keep(self, weight):
         return weight.t().contiguous().t()
+
+
+@caught(r"no gradient: .*\n  y: (max|rms|tile|element|bias)")
+class ForgetsTheBiasWhereNothingNeedsAGradient(BiasAct):
+    def fwd(self, x, *, env):
+        y, saved = super().fwd(x)
+        return y if env.grad else self.act.reference(x), saved
 
 
 @caught("field 'x' of slot 'act'")

@@ -112,7 +112,7 @@ class ReadsStridedGradientsAsIfContiguous(Affine):
     reference = Affine.reference
 
     def bwd(self, dy, saved, *, needs):
-        if 0 not in dy.stride() and dy.storage_offset() == 0:
+        if not dy.is_contiguous() and 0 not in dy.stride() and dy.storage_offset() == 0:
             dy = torch.as_strided(dy, dy.shape, torch.empty(dy.shape).stride()).nan_to_num()
         return super().bwd(dy, saved, needs=needs)
 
