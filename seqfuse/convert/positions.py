@@ -56,7 +56,8 @@ class Values:
                 except Exception:  # a spelling that nobody thought of
                     found = None
                 if isinstance(found, Choice):
-                    found = found._replace(yes=found.yes.to(e.dtype), no=found.no.to(e.dtype))
+                    yes, no = found.yes.to(e.dtype), found.no.to(e.dtype)
+                    found = Choice((), yes, yes) if yes == no else found._replace(yes=yes, no=no)
                 elif e.dtype is not torch.int64:
                     found = None
                 self.found[given] = mapped(found, partial(in_shape, shape=e.shape))
