@@ -70,8 +70,11 @@ class Region(nn.Module):
 
     @property
     def plan(self) -> Plan | None:
-        """How the chain ran last, `None` before its first call; its bytes are of tensors as large as those captured."""
-        (region,) = self._fuser.op_list().parts
+        """How the chain ran last; its bytes are of tensors as large as those captured.
+
+        `None` before its first call, and while hooks of all modules make it run eagerly.
+        """
+        region, *_ = self._fuser.op_list().parts
         plan = region.program.plan if isinstance(region, PlannedRegion) and region.program is not None else None
         if plan is None:
             return None
@@ -86,6 +89,11 @@ class Region(nn.Module):
 
             self._ran = plan, dataclasses.replace(plan, measure=memory, compare=choices)
         return self._ran[1]
+
+    @property
+    def hooked(self) -> bool:
+        """Whether its operations run eagerly one by one, as they do while there are hooks of all modules."""
+        return not any(isinstance(part, PlannedRegion) for part in self._fuser.op_list().parts)
 
     def plan_for(
         self, device: str, *, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, grad: bool = True

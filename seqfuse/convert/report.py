@@ -119,7 +119,7 @@ def _chain(region: Region) -> list[str]:
     lines = textwrap.wrap(head, 96, subsequent_indent="    ")
     plan = region.plan
     if plan is None:
-        return [*lines, "    not called yet"]
+        return [*lines, "    runs eagerly under hooks of all modules" if region.hooked else "    not called yet"]
     forward, backward = (
         _of(sum(step.fused or not _is_view(step) for step in steps), "step") for steps in (plan.forward, plan.backward)
     )

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,9 +22,12 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse.convert import Conversion
 from seqfuse.convert import backend as seqfuse_backend
+from seqfuse.convert.rest import compiled_rest
+from seqfuse.convert.rewriting import Options, rewrite
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_equal, assert_same, passes
+from .recording import recorded
 
 X = seeded_randn((3, 8), 2).double()
 
@@ -117,13 +121,16 @@ def test_a_hook_that_is_taken_away_no_longer_counts():
 
 
 def test_a_hook_of_all_modules_counts_while_it_is_there():
-    model, plain, _ = pair()
+    model, plain, conversion = pair()
+    plans = [region.plan for graph in conversion.graphs for region in graph.regions]
     handle = nn.modules.module.register_module_forward_hook(doubled)
     try:
         assert_equal(passes(model, X), passes(plain, X))
+        assert "runs eagerly under hooks of all modules" in str(conversion)
     finally:
         handle.remove()
     assert_equal(passes(model, X), passes(plain, X))
+    assert [str(region.plan) for graph in conversion.graphs for region in graph.regions] == list(map(str, plans))
 
 
 def test_an_optimizer_trains_the_parameters():
@@ -536,7 +543,19 @@ def test_the_rest_may_go_through_inductor():
     assert chains(conversion)
 
 
-def test_an_error_in_a_chain_names_the_module_of_the_model():
+class BetweenOthers(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sin().cos()).exp().sin()
+
+
+def test_each_stretch_beside_a_region_is_compiled_as_one():
+    graph, _ = recorded(BetweenOthers().double(), X, renames=True, tensors=lambda y: [y])
+    rewrite(graph, Options())
+    parts: Any = compiled_rest(graph)
+    assert [type(part).__name__ for part in parts.__self__.children()] == ["_Compiled", "GraphModule", "_Compiled"]
+
+
+def test_an_error_in_a_chain_names_the_module_of_the_model(monkeypatch: pytest.MonkeyPatch):
     model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(8), up=nn.Linear(8, 16), act=nn.GELU(), down=nn.Linear(16, 8)))
     conversion = sf.convert(nn.Sequential(OrderedDict(block=model)))
     x = torch.randn(4, 8)
@@ -548,6 +567,10 @@ def test_an_error_in_a_chain_names_the_module_of_the_model():
     with pytest.raises(sf.InputError, match=r"SF101 .*got 9 \[in 'block\.norm' of the model\]"):
         region(torch.randn(4, 9), *given)
     assert torch.equal(region(x, *given), conversion.model(x))
+    without_a_place = sf.StateError("of no operation", code="SF505")
+    monkeypatch.setattr(region, "_fuser", Mock(wraps=region._fuser, side_effect=without_a_place))
+    with pytest.raises(sf.StateError, match="SF505: of no operation$"):
+        region(x, *given)
 
 
 def test_an_operation_that_runs_is_not_said_to_be_superseded():

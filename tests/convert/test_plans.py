@@ -42,6 +42,11 @@ def converted(memory: Mode) -> tuple[Replayed, Region]:
     return replayed, region
 
 
+def test_a_chain_has_no_plan_before_its_first_call():
+    replayed = Replayed(Heads(), {"x": torch.randn(2, 8, 16), "mask": torch.randn(8, 8)})
+    assert [region.plan for graph in replayed.graphs for region in graph.regions] == [None]
+
+
 def test_the_plan_of_a_chain_says_bytes_and_what_other_choices_save():
     replayed, region = converted("lean")
     plan = region.plan
