@@ -569,7 +569,7 @@ def test_an_error_in_a_chain_names_the_module_of_the_model(monkeypatch: pytest.M
     assert torch.equal(region(x, *given), conversion.model(x))
     without_a_place = sf.StateError("of no operation", code="SF505")
     monkeypatch.setattr(region, "_fuser", Mock(wraps=region._fuser, side_effect=without_a_place))
-    with pytest.raises(sf.StateError, match="SF505: of no operation$"):
+    with pytest.raises(sf.StateError, match=r"SF505: of no operation$"):
         region(x, *given)
 
 
