@@ -154,6 +154,9 @@ def test_the_script_is_written_where_it_is_asked_for(cli: Cli, tmp_path: Path) -
     assert "to see it again: python shown.py" in done.out
     assert (tmp_path / "shown.py").exists()
     assert cli("check", "M:Third", "--repro", "no/folder.py", "--dtype", "float32").status == 2
+    (tmp_path / "inner").mkdir()
+    assert cli("check", "M:Third", "--repro", "inner/shown.py", "--dtype", "float32").status == 1
+    assert "parent / '..')" in (tmp_path / "inner" / "shown.py").read_text()  # where its module is from there
 
 
 def test_a_script_is_written_over_nothing_else(cli: Cli, tmp_path: Path) -> None:

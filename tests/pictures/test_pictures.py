@@ -481,8 +481,30 @@ def test_a_step_longer_than_a_line_goes_on_in_the_next() -> None:
     (block,) = fold(columns_of(data))
     assert [len(line) for line in lines_of(block, 10)] == [1, 10, 5]
     root = ElementTree.fromstring(svg(data))
-    assert len([b for b in boxes(root, {"forward"}) if "positions 1 to 14" in b[3]]) == 2
+    drawn_steps = [title.removeprefix("F, forward fusion, ") for *_, title in boxes(root, {"forward"})]
+    assert drawn_steps == ["position 0", *["positions 1 to 14"] * 2, "position 15"]
     assert "… segment 1" in [text.text for text in root.iter(f"{SVG}text")]
+
+
+def test_no_line_of_a_plan_is_longer_than_the_terminal_is_wide() -> None:
+    data = made([1, 14, 1], "a" * 16, [(0, 16)])
+    for ahead, back in ((40, 40), (90, 10), (10, 90), (3, 3)):
+        data["forward"][1]["name"] = "F" * ahead
+        data["backward"] = [{**data["forward"][1], "name": "B" * back}]
+        for columns in (60, 80, 120):
+            assert max(map(len, render(data, columns).splitlines())) <= columns
+
+
+def test_words_beside_a_picture_have_a_style() -> None:
+    plan = PLANS["short"]()
+    for text in (plan.html(), plan._repr_html_()):
+        assert "style" in Parsed(text.partition("<svg")[0]).tags
+
+
+def test_what_was_not_applied_has_a_box_where_there_is_some() -> None:
+    box = 'class="sf-plan sf-plan-words sf-plan-below"'
+    assert box in PLANS["short"]()._repr_html_()
+    assert box not in PLANS["empty"]()._repr_html_()
 
 
 def luminance(color: str) -> float:
