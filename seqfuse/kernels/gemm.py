@@ -1006,14 +1006,14 @@ def _wgrad(
             raise ValueError(f"main_grad must be {wanted} for gradients of {dy.dtype}, got {out.dtype}")
         if M > 1 and out.stride(0) < N:
             raise ValueError(f"main_grad has rows that overlap: strides {main_grad.stride()}")
-    if M and N and (K or main_grad is None):
+    if M and N:
         a, b = _matrix("dy", left), _matrix("x", right)
         _product(
             a, b, out, (M, N, K), not a.transposed, b.transposed,
             a_sums=total, accumulate=main_grad is not None, tf32=tf32, tile=tile,
         )  # fmt: skip
     elif total is not None:
-        # Nothing is multiplied: there are no rows, or x has no columns.
+        # Nothing is multiplied: x has no columns.
         torch.sum(left, 0, dtype=total.dtype, out=total)
     return out
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.casts import cast_once, lowered
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, draw, randomize
 
@@ -301,6 +302,54 @@ def test_a_weight_that_torch_cast_inside_a_list_has_its_gradient_outside_of_it()
             model(x)
             nn.functional.linear(x, operation.weight).float().sum().backward()
         torch.testing.assert_close(operation.weight.grad, x.sum(0).expand(6, 6), rtol=0.01, atol=0.01)
+
+
+class HalfAndWide(sf.UnfusedOperation):
+    """y = x in bfloat16, wide = 2 x in float32, whatever x is."""
+
+    outputs = ("wide",)
+
+    class Saved(sf.Saved):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = "wide"
+
+    def reference(self, x: Tensor) -> Any:
+        return x.bfloat16(), {"wide": 2 * x.float()}
+
+    def fwd(self, x: Tensor) -> Any:
+        return *self.reference(x), self.Saved()
+
+    def bwd(self, dy: Tensor, saved: Any, *, d_wide: Tensor) -> Any:
+        return (dy.float() + 2 * d_wide).to(dy.dtype), {}
+
+
+def test_an_output_of_another_dtype_than_its_operations_input_is_not_taken_for_it():
+    model = sf.Sequential(ops.Linear(5, 5), HalfAndWide(), ops.Add("wide"), ops.Linear(5, 5))
+    x, saved = draw(3, 5, dtype=torch.float32).requires_grad_(), list[torch.dtype]()
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(t.dtype)
+        return t
+
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    assert {*saved} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64, torch.complex64, torch.int8], ids=str)
+def test_a_parameter_is_cast_where_torch_would_cast_it(dtype: torch.dtype, always: bool):
+    t = torch.ones(2, 3, dtype=dtype)
+    assert lowered(t, always) is t
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (lowered(t, always) is t) == (not always or dtype not in (torch.float32, torch.float16))
+        with cast_once():
+            made = lowered(t, always)
+            assert made.dtype is (torch.bfloat16 if dtype in (torch.float32, torch.float16) else dtype)
+            assert lowered(t, always) is made
 
 
 def test_autocast_of_another_device_changes_nothing():

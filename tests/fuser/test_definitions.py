@@ -384,6 +384,19 @@ def an_operation_that_asks_for_what_is_not_there() -> None:
         def bwd(self, dy: Tensor, saved: Any, *, need: Any) -> Any: ...
 
 
+@bad("def bwd(self, dy: Tensor, saved: Any, *, dtype: Any) -> Any: ...", "'dtype', which is none of")
+def an_operation_that_asks_for_what_fusions_are_given() -> None:
+    class Operation(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            x: Tensor
+
+        def reference(self, x: Tensor) -> Tensor: ...
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+        def bwd(self, dy: Tensor, saved: Any, *, dtype: Any) -> Any: ...
+
+
 @bad('reads = "outputs"', 'reads must be "input" or "output"')
 def a_pointwise_that_reads_what_is_not_there() -> None:
     class Operation(sf.Pointwise):

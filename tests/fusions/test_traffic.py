@@ -21,7 +21,7 @@ def made(kind: str) -> Any:
     makers: dict[str, Any] = {
         "bias": lambda: ops.Bias(F), "up": lambda: ops.Linear(H, F, bias=False), "dropout": lambda: ops.Dropout(0.1),
         "down": lambda: ops.Linear(F, H, bias=False), "same": lambda: ops.Linear(F, F, bias=False),
-        "norm": lambda: ops.LayerNorm(F), "add": ops.Add,
+        "norm": lambda: ops.LayerNorm(F), "first_norm": lambda: ops.LayerNorm(H), "add": ops.Add,
         "fork": ops.Fork, "gelu": ops.GeLU, "relu": ops.ReLU, "swiglu": ops.SwiGLU, "scale": lambda: ops.Scale(2.0),
         "gated_up": lambda: ops.Linear(H, 2 * F, bias=False), "gated_bias": lambda: ops.Bias(2 * F),
         "plus_one": lambda: ops.LayerNorm(F, zero_centered=True),
@@ -74,6 +74,8 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     (fusions.BlockBoundaryActivation, ACTS, TRAIN, 6, 14),
     (fusions.NormBackward, {"norm": "norm"}, TRAIN, 0, 2),
     (fusions.NormBackward, {"fork": "fork", "norm": "no_gain"}, TRAIN, 1, 2),
+    # Copies of dy, x and dx in float32 beside it.
+    (fusions.NormBackward, {"norm": "plus_one"}, TRAIN, 0, 16),
     # To float32 and back, x and y.
     (fusions.NormForward, {"norm": "plus_one"}, TRAIN, 2, 8),
     (fusions.NormActivationJoint, {"norm": "norm", "acts": ("gelu", "scale")}, TRAIN, 4, 11),
@@ -81,6 +83,8 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     (fusions.PointwiseChainInference, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, EVAL, 3, 6),
     (fusions.PointwiseChainBackward, {"first": "bias", "rest": ("gelu", "dropout", "relu")}, TRAIN, 3, 5),
     (fusions.PointwiseChainJoint, {"first": "bias", "rest": ("gelu", "scale", "relu")}, TRAIN, 6, 11),
+    # What the ReLU gives is written beside y.
+    (fusions.PointwiseChainJoint, {"first": "gelu", "rest": ("scale", "dropout", "relu", "bias")}, TRAIN, 8, 14),
 ]  # fmt: skip
 
 
@@ -127,6 +131,13 @@ def test_a_gemm_that_is_made_again_starts_from_its_bias():
         for bias in (None, made("bias"))
     )
     assert biased.saves(TRAIN) - plain.saves(TRAIN) == sf.Savings(launches=1, bytes=2.0 * 4096 * F * 2)
+
+
+def test_a_norm_before_a_gemm_spares_what_its_sums_over_tokens_read():
+    block = {"linear": "up", "act": "gelu", "out": "down"}
+    whole = bound(fusions.NormLinearActivationLinear, fork="fork", norm="first_norm", **block, add="add")
+    spared = whole.saves(TRAIN) - bound(fusions.LinearActivationLinear, **block, add="add").saves(TRAIN)
+    assert spared == sf.Savings(bytes=2.0 * 4096 * H * 2)
 
 
 def test_a_dropout_that_drops_nothing_is_a_step_less_and_no_kernel():

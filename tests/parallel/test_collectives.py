@@ -169,6 +169,17 @@ def test_between_collectives_of_one_process_all_is_as_without_them() -> None:
     assert model(torch.randn(2, 4)).shape == (2, 4)
 
 
+@pytest.mark.parametrize(("operation", "says"), [
+    (ops.AllGather(dim=2), r"gathers along dimension 2, got shape \(3, 4\)"),
+    (ops.AllGather(dim=-3), r"gathers along dimension -3, got shape \(3, 4\)"),
+    (ops.ReduceScatter(dim=2), r"expects a dimension 2 that 1 divides, got \(3, 4\)"),
+    (ops.ReduceScatter(dim=-3), r"expects a dimension -3 that 1 divides, got \(3, 4\)"),
+], ids=str)  # fmt: skip
+def test_a_dimension_that_is_not_there_is_an_error(operation: sf.UnfusedOperation, says: str) -> None:
+    with pytest.raises(sf.InputError, match=f"SF101 position 1 .*{says}"):
+        sf.Sequential(ops.Identity(), operation)(torch.ones(3, 4))
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_one_process_sends_nothing(name: str) -> None:
     x = torch.randn(4, 4, 4, requires_grad=True)

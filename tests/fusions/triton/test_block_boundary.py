@@ -14,7 +14,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import block_boundary
-from seqfuse.fusions.block_boundary import BlockBoundary, BlockBoundaryBackward, boundary_fwd
+from seqfuse.fusions.block_boundary import BlockBoundary, BlockBoundaryBackward, boundary_fwd, branch_around
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
@@ -43,6 +43,19 @@ def test_the_stream_has_the_dtype_of_the_sum(autocast: bool, device: torch.devic
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         out, _, _ = boundary_fwd(bias, None, norm, x, other, None)
         assert out.stream.dtype is (bias(x) + other).dtype
+
+
+def test_the_gradient_of_the_branch_is_written_where_it_differs_from_that_of_the_stream():
+    z, seed, half = torch.ones(3, 8), torch.tensor(1), torch.bfloat16
+    for given, written in (
+        ((z, None, 0.0, True, None), False),
+        ((z, None, 0.0, True, torch.float32), False),
+        ((z, None, 0.0, True, half), True),
+        ((z, None, 0.0, False, half), False),
+        ((z, seed, 0.3, True, None), True),
+        ((z, seed, 0.3, False, None), False),
+    ):
+        assert branch_around(*given).get("dbranch", False) is written
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,18 @@ def test_without_a_cache_attention_follows_in_two_steps():
             close(found, model(x))
 
 
+def test_a_rotation_that_is_fused_without_its_attention_turns_rows_by_their_place_in_the_cache():
+    operations = [ops.Bias(64), ops.QKNorm(8, 4, 2), ops.RotaryEmbedding(4, 2, style="half")]
+    fusions = (sf.fusions.BiasQKNormRotary,)
+    model = sf.Sequential(*operations, ops.Attention(4, 2, causal=True), fusions=fusions).eval()
+    x, cache = torch.randn(2, 5, 64), KVCache(2, 8)
+    with sf.fusing(on_error="raise"), torch.no_grad():
+        assert model.plan(x).count("BiasQKNormRotary") == 1
+        found = torch.cat([cache.feed(model, part) for part in x.split((4, 1), 1)], 1)
+    with torch.no_grad(), sf.fusing(False):
+        close(found, model(x))
+
+
 def test_refuses_what_is_the_operations(device: torch.device):
     rotary, x = ops.RotaryEmbedding(4, 2, style="half"), torch.randn(2, 9, 64)
     for attention, reason in (
