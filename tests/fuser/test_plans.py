@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fuser import interpret
 from seqfuse.settings import fusing_now
 from seqfuse.settings import settings as read_settings
 
@@ -658,3 +659,12 @@ def test_a_plan_is_made_for_a_tensor(given: Any):
     model = sf.Sequential(torch.nn.Sequential(ops.Linear(4, 4)), ops.ReLU())
     with pytest.raises(sf.InputError, match=r"SF105 position 0 .*expects a tensor, got (str|int)"):
         model.plan(given)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_plan_is_interpreted_once(grad: bool, monkeypatch: pytest.MonkeyPatch):
+    model, x = mlp(), draw(3, 5)
+    with torch.set_grad_enabled(grad):
+        first = model(x)
+        monkeypatch.setattr(interpret, "forward", None)
+        assert torch.equal(model(x), first)
