@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.casts import cast_once, lowered
+from seqfuse.fuser import flatten
+from seqfuse.fuser.inputs import dtypes_of, under_autocast
 
 from .kit_b import BiasTanhBackward, BiasTanhForward, BiasTanhJoint, draw, randomize
 
@@ -337,6 +339,59 @@ def test_an_output_of_another_dtype_than_its_operations_input_is_not_taken_for_i
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(x)
     assert {*saved} == {torch.bfloat16}
+
+
+FULL, HALF = torch.float32, torch.bfloat16
+CHAINS: dict[str, tuple[Callable[[], list[nn.Module]], torch.dtype]] = {
+    "sum": (lambda: [ops.Linear(5, 5), ops.Add("a"), ops.Linear(5, 5)], FULL),
+    "sum in half": (lambda: [ops.Linear(5, 5), ops.Add("a"), ops.Linear(5, 5)], HALF),
+    "product": (lambda: [ops.Linear(5, 5), ops.Multiply("a"), ops.Scale(2.0)], FULL),
+    "gain": (lambda: [ops.Linear(5, 5), ops.LayerScale(5), ops.Multiply("a")], HALF),
+    "gain in half": (lambda: [ops.Linear(5, 5), ops.LayerScale(5, dtype=HALF), ops.Multiply("a")], HALF),
+    "exchange": (lambda: [ops.Linear(5, 5), ops.Take("a", "b"), ops.GeLU(), ops.Add("b")], FULL),
+    "exchange for half": (lambda: [ops.Take("a", "b"), ops.GeLU(), ops.Add("b"), ops.Tanh()], HALF),
+    "fork": (lambda: [ops.Linear(5, 5), ops.Fork("b"), ops.Add("a"), ops.GeLU(), ops.Add("b")], FULL),
+    "norm": (lambda: [ops.Linear(5, 5), ops.LayerNorm(5), ops.SquaredReLU(), ops.Add("a")], HALF),
+    "double": (lambda: [ops.Linear(5, 5, dtype=torch.float64), ops.GeLU(), ops.Add("a")], HALF),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_dtypes_that_follow_from_what_operations_declare_are_those_of_a_run(name: str):
+    make, dtype = CHAINS[name]
+    model = sf.Sequential(*make())
+    nodes, x, a = flatten(model), draw(3, 5, dtype=FULL), draw(3, 5, dtype=dtype)
+    x = x.double() if name == "double" else x
+    with torch.autocast("cpu", HALF):
+        declared = under_autocast(nodes, range(len(nodes)), sf.Env.like(x), {"a": a.dtype})
+        ran = dtypes_of(nodes, range(len(nodes)), x, {"a": a})
+    assert None not in ran
+    assert [border.given for border in declared] == ran
+
+
+@pytest.mark.parametrize(("dtype", "made"), [(HALF, FULL), (FULL, FULL), (torch.float64, torch.float64)], ids=str)
+def test_on_a_gpu_torch_makes_some_results_float32_and_leaves_float64(dtype: torch.dtype, made: torch.dtype):
+    nodes = flatten(sf.Sequential(ops.SquaredReLU()))
+    borders = under_autocast(nodes, range(1), sf.Env.of("cuda:sm_90", dtype=dtype, autocast=HALF), {})
+    assert borders[-1].given is made
+
+
+def test_tensors_are_cast_once_in_the_innermost_call_that_casts_them_apart():
+    t = torch.ones(2, 3)
+    with torch.autocast("cpu", HALF), cast_once():
+        made = lowered(t)
+        with cast_once():
+            assert lowered(t) is made
+        with cast_once(apart=True):
+            own = lowered(t)
+            assert own is not made
+            assert lowered(t) is own
+        assert lowered(t) is made
+        assert lowered(t[:1], parts=(t,)) is lowered(t[:1], parts=(t,))
+        # One that is gone leaves its address to the next.
+        assert [lowered(torch.full((2,), float(i)))[0].item() for i in range(9)] == [*range(9)]
+    with torch.autocast("cpu", HALF), cast_once(apart=True):
+        assert lowered(t) is t
 
 
 @pytest.mark.parametrize("always", [False, True])
