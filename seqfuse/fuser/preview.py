@@ -43,7 +43,7 @@ def plan_ahead(
     env = here = env or (Env.like(x) if x is not None else Env())
     follows = x is not None and env == Env.like(x)
     shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
-    wanted = x is not None and x.requires_grad and env.grad
+    wanted = x is not None and x.requires_grad
     known = {name: value.requires_grad for name, value in channels.items()}
     places = list(dict.fromkeys(p.device for node in op_list.nodes for p in node.operation.parameters()))
     places = places or [torch.device("cpu") if x is None else x.device]
@@ -73,7 +73,7 @@ def plan_ahead(
             node, shape = op_list.nodes[part], None
             eager.append((part, node))
             parts.append(node)
-            wanted = wanted or (env.grad and any(p.requires_grad for p in node.operation.parameters()))
+            wanted = wanted or any(p.requires_grad for p in node.operation.parameters())
             known.update((channel, wanted) for _, channel in node.outputs)
 
     def planned(choice: Choice) -> Plan:

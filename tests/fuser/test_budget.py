@@ -373,6 +373,22 @@ def test_modules_in_between_divide_a_budget():
     assert kept_by(model, x) == model.plan(x).memory.saved
 
 
+def test_what_a_module_in_between_hands_on_counts_once():
+    model, x = sf.Sequential(ops.Tanh(), nn.Identity(), ops.Linear(16, 8)), tensor(64, 16)
+    assert kept_by(model, x) == model.plan(x).memory.saved == x.nbytes
+
+
+def test_parameters_without_data_are_not_counted():
+    x = tensor(8, 16)
+    there, nowhere = block(), block().to("meta")
+    assert nowhere.plan(x.to("meta")).memory.saved == there.plan(x).memory.saved
+
+
+def test_of_parameters_on_several_devices_nothing_is_measured():
+    model = sf.Sequential(ops.Linear(16, 8), ops.Tanh(), ops.Linear(8, 4).to("meta"))
+    assert "the parameters are on several devices" in str(model.plan(tensor(8, 16)))
+
+
 def test_a_machine_that_is_not_here_has_the_choices_too():
     model = block(1024).to("meta", torch.bfloat16)
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
