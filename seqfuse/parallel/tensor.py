@@ -21,6 +21,10 @@ from ..pointwise import Gated, Pointwise
 
 STYLES = ("column", "row", "vocab", "heads", "features")
 _ELEMENT_WISE = (Pointwise, ops.Dropout, ops.Scale, ops.Identity)
+_OF_TORCH = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Hardswish,
+    nn.Dropout, nn.Identity,
+)  # fmt: skip
 
 
 class _Act(NamedTuple):
@@ -61,9 +65,9 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
             position; (SF104) for a name that matches nothing; (SF106) for a style that is none, or does not fit.
     """
     group = Group(group)
-    acts, inside = _acts(model, group, plan, sequence_dim)
+    acts = _acts(model, group, plan, sequence_dim)
     _check_ties(model, acts)
-    outside = [] if sequence_dim is None else _on_rows(model, acts, inside)
+    outside = [] if sequence_dim is None else _on_rows(model, acts)
     for act in acts:
         act.do()
     for operation in outside if group.size > 1 else []:
@@ -71,13 +75,10 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
     return model
 
 
-def _acts(
-    model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None
-) -> tuple[list[_Act], list[nn.Module]]:
-    """What the plan says to do, module by module, and what lies inside of regions."""
+def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None) -> list[_Act]:
+    """What the plan says to do, module by module."""
     named = dict(_named(model))
     acts: dict[str, _Act] = {}
-    inside: list[nn.Module] = []
     for pattern, style in plan.items():
         if style not in STYLES:
             raise InputError(f"there is no style {style!r} (of {pattern!r})", code="SF106", hint=f"one of {STYLES}")
@@ -88,20 +89,17 @@ def _acts(
             raise InputError(f"{pattern!r} matches no module of the model", code="SF104", hint=hint)
         for path in matching:
             try:
-                for act in _styled(model, named[path], path, style, group, dim, inside):
+                for act in _styled(model, named[path], path, style, group, dim):
                     if act.path in acts:
                         raise InputError("the plan names it twice", code="SF106", operation=type(act.module).__name__)
                     acts[act.path] = act
             except InputError as error:
                 raise _placed(error, model, named[path], path) from None
-    return [*acts.values()], inside
+    return [*acts.values()]
 
 
-def _styled(
-    model: nn.Module, module: nn.Module, path: str, style: str, group: Group, dim: int | None, inside: list[nn.Module]
-) -> list[_Act]:
+def _styled(model: nn.Module, module: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
     if style in ("heads", "features"):
-        inside.append(module)
         return _region(module, path, style, group, dim)
     if style == "vocab" and isinstance(module, ops.Embedding | LinearCrossEntropy):
         return [_Act(path, module, module.divided(group), lambda: module.divide(group, sequence_dim=dim))]
@@ -119,7 +117,11 @@ def _product(
 
 def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
     """A GEMM, what can be done to a share of its features, and a GEMM."""
-    found = [(name, m) for name, m in _named(container) if isinstance(m, UnfusedOperation)]
+    found: list[tuple[str, nn.Module]] = []
+    for name, m in _named(container):
+        apart = not isinstance(m, FusableOperation) and not [*m.children()]
+        if isinstance(m, UnfusedOperation) or (apart and not any(name.startswith(f"{above}.") for above, _ in found)):
+            found.append((name, m))
     places = [i for i, (_, m) in enumerate(found) if isinstance(m, ops.Linear)]
     wanted = "a product, attention and a product" if style == "heads" else "a product, an activation and a product"
     wrong: dict[str, Any] = {"code": "SF106", "operation": type(container).__name__}
@@ -131,7 +133,8 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
         raise InputError(f"style {style!r} needs {wanted}; it has {len(attention)} attentions", **wrong)
     of_heads = (ops.Attention, ops.QKNorm, ops.RotaryEmbedding) if style == "heads" else ()
     together = [m for m in between if isinstance(m, ops.QKNorm) and m.full_width]
-    other = next((m for m in between if not isinstance(m, (Gated, *_ELEMENT_WISE, *of_heads)) or m in together), None)
+    fitting = Gated, *_ELEMENT_WISE, *_OF_TORCH, *of_heads
+    other = next((m for m in between if not isinstance(m, fitting) or m in together), None)
     if other is not None:
         raise InputError(f"{type(other).__name__} between its products cannot be divided", **wrong)
     (into, first), (out, last) = (cast(tuple[str, ops.Linear], found[i]) for i in places)
@@ -195,9 +198,9 @@ def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:
             raise InputError(message, code="SF106", hint="name all of them in the plan")
 
 
-def _on_rows(model: nn.Module, acts: Sequence[_Act], inside: Sequence[nn.Module]) -> list[UnfusedOperation]:
+def _on_rows(model: nn.Module, acts: Sequence[_Act]) -> list[UnfusedOperation]:
     """The operations with parameters of which each process sees a share of the rows; other modules it warns of."""
-    known = {id(act.module) for act in acts} | {id(m) for region in inside for m in region.modules()}
+    known = {id(act.module) for act in acts}
     found: list[UnfusedOperation] = []
     for path, module in _named(model):
         if id(module) in known or not isinstance(module, UnfusedOperation) or not module.parameter_slots():

@@ -106,13 +106,14 @@ def a_language_model_equals_the_whole() -> None:
 
 
 def lone_norms_know_that_they_see_a_share_of_the_rows() -> None:
-    """Called by itself, with no collective beside it."""
-    model = parallel.parallelize(stack(), dist.group.WORLD, PLAN, sequence_dim=-2)
-    whole, x = stack().norm, draw(2, 8, 16)
-    part = x.chunk(2, 1)[dist.get_rank()]
-    _, grads = results(model.norm, part, torch.ones_like(part))
-    _, expected = results(whole, x, torch.ones_like(x))
-    torch.testing.assert_close(grads["weight"], expected["weight"])
+    """Called by itself, with no collective beside it; also one within a region, before its first GEMM."""
+    for make, plan, name, width in ((stack, PLAN, "norm", 16), (by_hand, BY_HAND, "0.0", 6)):
+        model = parallel.parallelize(make(), dist.group.WORLD, plan, sequence_dim=-2)
+        whole, x = make().get_submodule(name), draw(2, 8, width)
+        part = x.chunk(2, 1)[dist.get_rank()]
+        _, grads = results(model.get_submodule(name), part, torch.ones_like(part))
+        _, expected = results(whole, x, torch.ones_like(x))
+        torch.testing.assert_close(grads["weight"], expected["weight"])
 
 
 def checkpoints_come_and_go_whole() -> None:
@@ -202,6 +203,10 @@ def mixed() -> sf.Sequential:
         nn.MultiHeadAttention(16, 4, 2),
         nn.FeedForward(16, 8),
         sf.Sequential(ops.Linear(16, 8), ops.LayerNorm(8), ops.Linear(8, 16)),
+        sf.Sequential(ops.Linear(16, 8), torch.nn.Softmax(-1), ops.Linear(8, 16)),
+        sf.Sequential(ops.Linear(16, 8), ops.Tanh(), ops.Linear(8, 8), ops.Tanh(), ops.Linear(8, 16)),
+        sf.Sequential(ops.Linear(16, 24), rotary(2), ops.Linear(24, 16)),
+        nn.MultiHeadAttention(16, 4, qk_norm=functools.partial(ops.QKNorm, full_width=True)),
     )
 
 
@@ -215,6 +220,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "no attention": ({"3": "heads"}, r"SF106 position 15 \(FeedForward\): style 'heads' needs .* it has 0 att"),
     "twice": ({"3": "features", "3.up": "column"}, r"SF106 position 15 \(Linear\): the plan names it twice"),
     "heads as a column": ({"2.qkv": "column"}, r"position 10 \(Linear\): its column .* heads of Attention.*'2\.qkv'"),
+    "a softmax between": ({"5": "features"}, r"SF106 position 25 \(Sequential\): Softmax between its products cannot"),
+    "three products": ({"6": "features"}, r"style 'features' needs a product, an act.*; it has 3 products.*in '6'"),
+    "angles between": ({"7": "features"}, r"\(Sequential\): RotaryEmbedding between its products cannot.*in '7'"),
+    "a norm of all heads": ({"8": "heads"}, r"\(MultiHeadAttention\): QKNorm between its products cannot.*in '8'"),
     "a norm between": ({"4": "features"}, r"position 20 \(Sequential\): LayerNorm between its products cannot"),
 }
 
@@ -296,6 +305,18 @@ def test_modules_whose_gradients_nobody_sums_over_shards_of_the_rows_are_named(g
     model = torch.nn.Sequential(torch.nn.LayerNorm(6), gated(), torch.nn.Linear(6, 2).requires_grad_(False))
     with pytest.warns(UserWarning, match="^'0': no operation of this library; .* its parameters are parts of a sum"):
         parallel.parallelize(model, group, {"1": "features"}, sequence_dim=-2)
+
+
+def test_of_many_such_modules_the_first_are_named(group: Any) -> None:
+    model = torch.nn.Sequential(gated(), *(torch.nn.LayerNorm(6) for _ in range(6)))
+    with pytest.warns(UserWarning, match="^'1', '2', '3', '4' and 2 more: no operation of this library"):
+        parallel.parallelize(model, group, {"0": "features"}, sequence_dim=-2)
+
+
+def test_activations_of_torch_may_stand_between_products(group: Any) -> None:
+    model = sf.Sequential(ops.Linear(6, 8), torch.nn.GELU(), torch.nn.Dropout(0.0), ops.Linear(8, 6))
+    parallel.parallelize(model, group, {"": "features"})
+    assert (model[0].weight.shape, model[3].weight.shape) == ((2, 6), (6, 2))
 
 
 def test_learned_positions_cannot_tell_which_rows_they_see(group: Any) -> None:

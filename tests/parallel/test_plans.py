@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqfuse as sf
-from seqfuse import nn, ops
+from seqfuse import nn, ops, parallel
 from seqfuse.fuser import dynamo
 from seqfuse.fuser.op_list import OpList
 from seqfuse.group import Group
@@ -53,6 +54,10 @@ def test_a_group_of_one_process_adds_no_collective(tmp_path: Any) -> None:
         y = model(x)
         torch.manual_seed(1)
         assert torch.equal(y, whole(x))
+        plan = {"*attention.mixer": "heads", "*feedforward.mixer": "features"}
+        divided = parallel.parallelize(block(), dist.group.WORLD, plan, sequence_dim=-2)
+        assert names(divided, x) == names(whole, x)
+        assert not [m for m in divided.modules() if getattr(m, "sum_over", None) is not None]
     finally:
         dist.destroy_process_group()
 
@@ -172,6 +177,10 @@ def test_wrong_settings_are_errors(group: Any) -> None:
         ops.Linear(4, 8, parallel="column", group=group, parts=(4,))
     with pytest.raises(sf.InputError, match="divided among processes already"):
         ops.Linear(4, 8, parallel="column", group=group).divide("row", group)
+    with pytest.raises(sf.InputError, match="SF106 QKNorm: a QKNorm of all heads cannot be divided"):
+        nn.MultiHeadAttention(16, 4, qk_norm=functools.partial(ops.QKNorm, full_width=True), group=group)
+    with pytest.raises(sf.InputError, match="SF106 MergedLinear: a MergedLinear is not divided"):
+        nn.MultiHeadAttention(16, 4, merged=True, group=group)
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(sf.InputError, match="a mesh of one dimension"):
         ops.AllReduce(mesh)
