@@ -108,7 +108,7 @@ class Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).split((16, 8, 8), -1)
         q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in (q, k, v))
-        seen = torch.ones(5, 5, dtype=torch.bool).tril()
+        seen = torch.ones(5, 5, dtype=torch.bool).tril(1)  # attention that needs no mask is counted without one
         y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), seen)
         return F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.1) + x
 
