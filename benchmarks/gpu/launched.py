@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqfuse import env, kernels
 from seqfuse.fuser.fake import faking
-from seqfuse.kernels._variants import TRITON_DTYPES, Type, Variant
+from seqfuse.kernels._variants import Type, Variant
+from seqfuse.testing.offline import is_divisible, type_of
 
 from . import draw
 from .case import Case
@@ -45,39 +46,13 @@ class Launch:
             if value is None or (type(value) is int and value == 1):
                 constants[argument] = value
                 continue
-            signature[argument] = _type_of(value)
-            if _aligned(value):
+            signature[argument] = type_of(value)
+            if is_divisible(value):
                 divisible.append(argument)
         return Variant(
             name=name, kernel=self.kernel, signature=signature, constexprs=constants, divisible=tuple(divisible),
             num_warps=self.num_warps, num_stages=self.num_stages, options=self.options,
         )  # fmt: skip
-
-
-def _type_of(value: Any) -> Type:
-    if value is None:
-        return "none"
-    if isinstance(value, tuple):
-        return tuple(_type_of(one) for one in value)
-    if isinstance(value, Tensor):
-        return f"*{_named(value)}"
-    if isinstance(value, bool):
-        return "u1"
-    if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    if isinstance(value, float):
-        return "fp32"
-    return f"tensordesc<{_named(value.base)}{list(value.block_shape)}>"
-
-
-def _named(tensor: Tensor) -> str:
-    return TRITON_DTYPES[str(tensor.dtype).removeprefix("torch.")]
-
-
-def _aligned(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(_aligned(one) for one in value if one is not None) and any(one is not None for one in value)
-    return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -61,8 +61,8 @@ def compile_kernel(
         if value is None or "constexpr" in str(kernel.fn.__annotations__.get(name, "")):
             constexprs[name] = value
         else:
-            signature[name] = _type(value)
-    divisible = tuple(name for name in signature if _is_divisible(bound.arguments[name]))
+            signature[name] = type_of(value)
+    divisible = tuple(name for name in signature if is_divisible(bound.arguments[name]))
     name = kernel.fn.__qualname__
     variant = Variant(
         name=name, kernel=kernel, signature=signature, constexprs=constexprs, divisible=divisible, **options
@@ -79,21 +79,32 @@ def compile_kernel(
     return found
 
 
-def _type(value: Any) -> Type:
+def type_of(value: Any) -> Type:
+    """The type that Triton gives an argument of a launch."""
+    if value is None:
+        return "none"
     if isinstance(value, tuple):
-        return tuple("none" if member is None else _type(member) for member in value)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(map(type_of, cast("tuple[Any, ...]", value)))
     if isinstance(value, Tensor):
-        return f"*{TRITON_DTYPES[str(value.dtype).removeprefix('torch.')]}"
+        return f"*{_named(value)}"
     if isinstance(value, bool):
-        return "i1"
+        return "u1"
     if isinstance(value, int):
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return f"tensordesc<{_named(value.base)}{list(value.block_shape)}>"
     raise TypeError(f"a kernel takes tensors, numbers and tuples of them, not {value!r}")
 
 
-def _is_divisible(value: Any) -> bool:
+def _named(tensor: Tensor) -> str:
+    return TRITON_DTYPES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def is_divisible(value: Any) -> bool:
+    """Whether a number is divisible by 16, as the address of a tensor is taken to be; of a tuple, all that it holds."""
     if isinstance(value, tuple):
-        return all(member is None or _is_divisible(member) for member in value)  # pyright: ignore[reportUnknownVariableType]
+        held = [member for member in cast("tuple[Any, ...]", value) if member is not None]
+        return bool(held) and all(map(is_divisible, held))
     return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
