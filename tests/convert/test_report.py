@@ -134,15 +134,15 @@ def test_the_report_counts_the_bytes_that_eager_torch_saves(lowered: bool):
     assert f", eager torch {eager:,} B (0." in str(conversion)
 
 
-class Recurrent(nn.Module):
-    """Dynamo does not follow an LSTM, and leaves the code that calls it within an expression."""
+class Shifted(nn.Module):
+    """Dynamo takes no set of tensors, and leaves the code that reads one within an expression."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.norm, self.fc = nn.LSTM(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.shifts, self.norm, self.fc = {torch.ones(8)}, nn.LayerNorm(8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.fc(self.norm(self.cell(x)[0])))
+        return torch.relu(self.fc(self.norm(x + sum(self.shifts))))
 
 
 def line_of(function: Any, text: str) -> str:
@@ -151,13 +151,13 @@ def line_of(function: Any, text: str) -> str:
 
 
 def test_a_model_of_which_nothing_was_captured_says_that_it_was_called_and_why():
-    model = Recurrent()
+    model = Shifted()
     conversion = sf.convert(model)
     assert str(conversion) == "nothing captured yet: call the model"
     model(X.float())
     model(X.float())
-    at = line_of(Recurrent.forward, "self.cell")
-    why = f"Dynamo left the code at {at}: Attempted to wrap RNN, GRU, or LSTM"
+    at = line_of(Shifted.forward, "self.shifts")
+    why = f"Dynamo left the code at {at}: Attempted to wrap a set with tensors"
     assert str(conversion).splitlines()[0] == f"called 2 times; nothing was captured: {why}"
     assert {(left.kind, left.module) for left in conversion.left} == {("norm", "norm"), ("GEMM", "fc")}
 
@@ -165,7 +165,7 @@ def test_a_model_of_which_nothing_was_captured_says_that_it_was_called_and_why()
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.inner = nn.Linear(8, 8), Recurrent()
+        self.fc, self.inner = nn.Linear(8, 8), Shifted()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(torch.relu(self.fc(x)))
@@ -174,10 +174,10 @@ class Around(nn.Module):
 @pytest.mark.parametrize(
     ("build", "left"),
     [
-        pytest.param(Around, {"inner.fc": "Recurrent", "inner.norm": "Recurrent"}, id="a submodule"),
+        pytest.param(Around, {"inner.fc": "Shifted", "inner.norm": "Shifted"}, id="a submodule"),
         pytest.param(
-            lambda: nn.Sequential(nn.Linear(8, 8), Recurrent()),
-            {"0": "Sequential", "1.fc": "Recurrent", "1.norm": "Recurrent"},
+            lambda: nn.Sequential(nn.Linear(8, 8), Shifted()),
+            {"0": "Sequential", "1.fc": "Shifted", "1.norm": "Shifted"},
             id="in the loop of a Sequential",
         ),
     ],
@@ -188,7 +188,7 @@ def test_modules_that_no_graph_has_are_left_with_the_line_at_which_dynamo_left_t
     model = build()
     conversion = sf.convert(model)
     model(X.float())
-    at = f"{line_of(Recurrent.forward, 'self.cell')}: Attempted to wrap RNN, GRU, or LSTM"
+    at = f"{line_of(Shifted.forward, 'self.shifts')}: Attempted to wrap a set with tensors"
     assert {one.module: one.reason for one in conversion.left} == {
         path: f"in no graph, as Dynamo left the code of {name} at {at}" for path, name in left.items()
     }

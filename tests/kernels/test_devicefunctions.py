@@ -71,6 +71,11 @@ class DerivativeSwallowsNaN(Square):
         return tl.where(x < 0.0, 2.0 * x, tl.where(x >= 0.0, 2.0 * x, 0.0))
 
 
+def within_0_and_1(x: Tensor) -> Tensor:
+    """As `x.clamp(0, 1)`, whose gradient at 0 and 1 is 1 before torch 2.15 and 0 from then on; here it is 1."""
+    return torch.where((x >= 0) & (x <= 1), x, x.detach().clamp(0, 1))
+
+
 class Multiplies(sf.Pointwise):
     """y = x within 0 and 1, else the nearer of the two: dx is 0 outside, whatever dy is."""
 
@@ -83,7 +88,7 @@ class Multiplies(sf.Pointwise):
         return tl.where((x >= 0.0) & (x <= 1.0), 1.0, 0.0)
 
     def reference(self, x: Tensor) -> Tensor:
-        return x.clamp(0, 1)
+        return within_0_and_1(x)
 
 
 class Selects(sf.Pointwise):
@@ -96,7 +101,7 @@ class Selects(sf.Pointwise):
         return tl.where((x >= 0.0) & (x <= 1.0), dy, 0.0)
 
     def reference(self, x: Tensor) -> Tensor:
-        return x.clamp(0, 1)
+        return within_0_and_1(x)
 
 
 class Overflows(sf.Pointwise):
