@@ -66,8 +66,9 @@ def check_fusion(
       Without that method the backward of a joint fusion raises `KernelError`.
 
     The fusion is used wherever it is not refused, whatever its cost, and interpreted kernels round as a GPU does. In
-    float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since correct
-    kernels alarm in about 1 case of 150; what fails in 16 bits or in structure counts at once.
+    float32, and in 16 bits in a tensor of at most 64 elements, an alarm of the numeric parts is drawn twice more and
+    counts if the same tensor alarms again, since correct kernels alarm in about 1 case of 150; all others count at
+    once.
 
     Lists that are made here are also made with other configurations of the operations, of `examples(x)`: a fusion has
     to respect each, or to refuse it in `requires`. The result names classes that were tried in one configuration alone.

@@ -32,7 +32,8 @@ _ROUNDED_CONSTANT = 0.25
 class Check:
     """One part of the error bound on one tensor, which holds when `measured <= bound`.
 
-    `where` is the worst index or tile, `dtype` that of the tensor, `None` for what is not about numbers.
+    `where` is the worst index or tile, `dtype` that of the tensor, `None` for what is not about numbers; `elements` is
+    how many the tensor has.
     """
 
     tensor: str
@@ -42,6 +43,7 @@ class Check:
     where: str
     what: str
     dtype: torch.dtype | None = None
+    elements: int = 0
 
     @property
     def holds(self) -> bool:
@@ -213,7 +215,7 @@ class Sample:
         return str(index_of(position, self.shape))
 
     def _check(self, part: str, measured: Tensor, bound: Tensor, where: str, what: str) -> Check:
-        return Check(self.name, part, measured.item(), bound.item(), where, what, self.raw[0].dtype)
+        return Check(self.name, part, measured.item(), bound.item(), where, what, self.raw[0].dtype, self.f.numel())
 
     def non_finite(self) -> Check:
         """Masks: what `u` has; or, where `u` is not finite, what `r` has, or finite and close to it.

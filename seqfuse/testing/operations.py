@@ -77,8 +77,9 @@ def check_op(
       same rule. Where no kernel can run, or none takes them, the result says that they were not checked.
 
     The operation itself is left alone: copies of it are run, in which parameters that are constant get random values.
-    In float32 an alarm of the numeric parts is drawn twice more and counts if the same tensor alarms again, since
-    correct kernels alarm in about 1 case of 150; what fails in 16 bits or in structure counts at once.
+    In float32, and in 16 bits in a tensor of at most 64 elements, an alarm of the numeric parts is drawn twice more and
+    counts if the same tensor alarms again, since correct kernels alarm in about 1 case of 150; all others count at
+    once.
 
     Args:
         op: the operation, with parameters of any floating dtype, on the device of `x`.

@@ -186,6 +186,7 @@ class Probe:
         self._check_passes(case, observer, bench)
         # What was saved wrongly spoils gradients: it is told first.
         f, u, r = dict[str, Tensor | None](), dict[str, Tensor | None](), dict[str, Tensor | None]()
+        infinite = case.regime == "one_inf"
         for ahead in observer.passes("fwd"):
             saved, parameters = self._saved(ahead, fused, unfused)
             if saved is None:
@@ -196,7 +197,8 @@ class Probe:
                 for made in (own, self._own(case, seed, wide=True)[1])
             )
             for field in compared(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
-                f[field.name], u[field.name], r[field.name] = field.fused, field.unfused, field.reference
+                tensors = field.fused, field.unfused, field.reference
+                f[field.name], u[field.name], r[field.name] = map(_spoiled, tensors) if infinite else tensors
         return f | fused.tree, u | unfused.tree, r | self._reference(case, seed).tree
 
     def _saved(self, ahead: Pass, fused: Outcome, unfused: Outcome) -> tuple[Any, dict[int, Tensor]]:
@@ -283,3 +285,8 @@ class Probe:
 def _wanted_of(node: Node, own: set[str]) -> tuple[str, ...]:
     """Names of the gradients that an operation in a fusion can owe to others: not of channels made in the fusion."""
     return (*node.slots, *(name for name, channel in node.inputs if channel not in own))
+
+
+def _spoiled(saved: Tensor) -> Tensor:
+    """NaN where a tensor is infinite: which of both a sum with an Inf gives, such as a mean, its order decides."""
+    return saved.masked_fill(saved.isinf(), torch.nan) if saved.is_floating_point() else saved

@@ -251,7 +251,7 @@ def test_every_function_has_a_mutant() -> None:
 
 def faults(name: str, module: ModuleType, device: torch.device, dtype: torch.dtype) -> list[FusedMismatch]:
     found: list[FusedMismatch] = []
-    for regime in ("normal", "small", "offset", "one_nan"):
+    for regime in ("normal", "small", "offset", "heavy", "one_nan"):
         try:
             check(name, *drawn(regime, dtype, device), module)
         except FusedMismatch as mismatch:

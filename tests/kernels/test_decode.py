@@ -79,7 +79,7 @@ HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"window": 50},
     "softcap": {"softcap": 2.0, "scale": 0.7},
-    "wide softcap": {"softcap": 30.0},
+    "wide softcap": {"softcap": 1000.0},
     "both": {"window": 3, "softcap": 1.0},
 }
 HEADS = [(4, 4, 16), (6, 2, 24), (36, 1, 64), (8, 2, 100)]  # 36: more than a program takes at once in any dtype

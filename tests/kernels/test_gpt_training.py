@@ -56,7 +56,6 @@ def trained(model: GPT, dtype: torch.dtype, *, fused: bool, order: Tensor | None
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-@functools.cache
 def spread(dtype: torch.dtype) -> tuple[Tensor, float]:
     """The unfused run in float64, and how far from it the farthest of unfused ones ends, each in another order."""
     model = GPT()

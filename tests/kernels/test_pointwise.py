@@ -537,17 +537,22 @@ def test_a_chain_is_its_text_again() -> None:
         assert (again.kinds, again.functions, again.numbers) == (chain.kinds, chain.functions, chain.numbers)
 
 
+RUNS = itertools.count()
+
+
 def test_functions_of_one_name_have_texts_of_their_own() -> None:
+    plugin = f"plugin_{next(RUNS)}"  # texts are kept for as long as the process runs
+
     def make() -> Activation:
         def swish(x: Any, P: Any) -> Any:
             return x
 
-        swish.__module__, swish.__qualname__ = "plugin", "swish"
+        swish.__module__, swish.__qualname__ = plugin, "swish"
         return Activation(swish, swish, P=(2.0,))
 
     first, second = make(), make()
     texts = [pointwise.Chain(pointwise.act(a)).text for a in (first, second, first)]
-    assert texts == ["act:plugin.swish(2.0)", "act:plugin.swish(2.0)#2", "act:plugin.swish(2.0)"]
+    assert texts == [f"act:{plugin}.swish(2.0){count}" for count in ("", "#2", "")]
     assert pointwise.parse(texts[1]).functions == ((second.value,),)
 
 
@@ -621,7 +626,7 @@ MUTANTS = {
     "store after the next step": (
         pointwise,
         "_stored(outputs[s], tiles, rows, cols, width, mask)",
-        "_stored(outputs[s], _times(tiles, 1.0001), rows, cols, width, mask)",
+        "_stored(outputs[s], _times(tiles, 1.01), rows, cols, width, mask)",
         "bias_gelu",
     ),
     "rows of a tile overlap": (
@@ -670,7 +675,7 @@ MUTANTS = {
     "a function called with something else": (
         activations,
         "            return FUNCTION(x, HALF)\n",
-        "            return FUNCTION(x + 0.01, HALF)\n",
+        "            return FUNCTION(x + 0.1, HALF)\n",
         "bias_gelu",
     ),
     "a gradient without dy": (

@@ -559,7 +559,8 @@ def test_a_recorded_write_calls_the_operator(name: str, int8: bool) -> None:
     assert_bitwise_equal(written(recorded, WRITES[name], int8=int8), written(rope.rope_write, WRITES[name], int8=int8))
 
 
-def test_angles_made_while_tensors_are_fake_are_not_kept() -> None:
+def test_angles_made_while_tensors_are_fake_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope, "_known", {})
     rotation, device = Rotation("half", 6, base=77.0), torch.device("cpu")
     with FakeTensorMode():
         assert isinstance(rope._frequencies(rotation, device), FakeTensor)

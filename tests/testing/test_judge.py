@@ -1,4 +1,4 @@
-"""Redraws in float32, overflow, memory, and what a pass may not change."""
+"""Redraws, overflow, memory, and what a pass may not change."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from seqfuse.testing.judge import assert_stays_finite, judge, judge_together, sa
 class Draws:
     """Results that are right but in the given draws, where one element of one tensor is spoiled; counts the draws."""
 
-    def __init__(self, dtype: torch.dtype, wrong: dict[int, str], spoil: float = 1.0) -> None:
-        self.dtype, self.wrong, self.spoil, self.asked = dtype, wrong, spoil, 0
+    def __init__(
+        self, dtype: torch.dtype, wrong: dict[int, str], spoil: float = 1.0, shape: tuple[int, ...] = (4, 8)
+    ) -> None:
+        self.dtype, self.wrong, self.spoil, self.shape, self.asked = dtype, wrong, spoil, shape, 0
 
     def __call__(self, seed: int):
-        u = {name: in_regime("normal", (4, 8), seed, dtype=self.dtype) for name in ("y", "d_x")}
+        u = {name: in_regime("normal", self.shape, seed, dtype=self.dtype) for name in ("y", "d_x")}
         f, r = ({name: t.to(dtype, copy=True) for name, t in u.items()} for dtype in (self.dtype, torch.float64))
         if self.asked in self.wrong:
             f[self.wrong[self.asked]][1, 2] += self.spoil
@@ -53,10 +55,24 @@ def test_an_alarm_of_another_tensor_in_a_redraw_is_taken_for_chance():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_an_alarm_in_another_dtype_counts_at_once(dtype: torch.dtype):
-    draws = Draws(dtype, {0: "y"})
+    draws = Draws(dtype, {0: "y"}, shape=(5, 13))
     with pytest.raises(FusedMismatch, match="y: max"):
         judge(draws, 0)
     assert draws.asked == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_one_alarm_in_16_bits_in_few_elements_is_taken_for_chance_and_a_second_counts(dtype: torch.dtype):
+    draws = Draws(dtype, {0: "y"}, shape=(4, 16))
+    judge(draws, 0)
+    assert draws.asked == 3
+    with pytest.raises(FusedMismatch, match="y: max"):
+        judge(Draws(dtype, {0: "y", 2: "y"}, shape=(4, 16)), 0)
+
+
+def test_an_alarm_in_float64_counts_at_once_in_few_elements_too():
+    with pytest.raises(FusedMismatch, match="y: max"):
+        judge(Draws(torch.float64, {0: "y"}), 0)
 
 
 def test_a_fault_of_structure_counts_at_once():
