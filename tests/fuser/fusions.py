@@ -619,16 +619,20 @@ def assert_exact(got: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def assert_like_torch(model: nn.Module, plain: nn.Module, x: Tensor) -> None:
-    """Outputs and all gradients of a twin with the same keys, to within rounding, and the same keys of gradients."""
+    """Outputs and all gradients of a twin with the same keys, to within rounding, and the same keys of gradients.
+
+    Twice: the first call of a plan is interpreted, the second runs the code that is generated from it.
+    """
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
             its.requires_grad_(mine.requires_grad)
     twin = x.detach().clone().requires_grad_(x.requires_grad)
-    got, expected = run(model, x), run(plain, twin)
-    assert got.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(got[key], value, msg=lambda m, key=key: f"{key}: {m}")
+    for call in ("first call", "second call"):
+        got, expected = run(model, x), run(plain, twin)
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(got[key], value, msg=lambda m, where=f"{call}, {key}": f"{where}: {m}")
 
 
 def tensor(*shape: int, seed: int = 3, grad: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:

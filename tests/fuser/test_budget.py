@@ -323,7 +323,7 @@ def test_another_choice_is_an_error(bad: Any):
 def test_a_part_is_from_0_to_1(part: float):
     with pytest.raises(sf.InputError, match=r"from 0 to 1, got (70|1\.01|-0\.1|nan)"):
         sf.Budget(part=part)
-    assert sf.Budget(part=1).part == 1
+    assert (sf.Budget(part=0).part, sf.Budget(part=1).part) == (0, 1)
 
 
 def test_bytes_are_of_the_rows_of_each_call():
@@ -360,6 +360,19 @@ def test_a_budget_that_several_regions_share_is_named_as_it_was_given():
     plan = model.plan(tensor(64, 16))
     asked = f"as memory=Budget({model.memory.bytes}) asks"
     assert {asked in refusal.reason for refusal in plan.refused if "as memory=" in refusal.reason} == {True}
+
+
+def test_each_of_several_regions_says_that_a_budget_does_not_fit_it():
+    model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
+    x = tensor(64, 16)
+    model.memory = 1
+    plan = model.plan(x)
+    found = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
+    alone = sf.Sequential(*block()[:1])
+    alone.memory = "lean"
+    said = f"the leanest plan was taken, which saves {alone.plan(x).memory.saved:,} bytes"
+    assert [said in refusal.reason for refusal in found] == [True, True]
+    assert found[0].at == 0 < found[1].at
 
 
 def test_modules_in_between_divide_a_budget():
