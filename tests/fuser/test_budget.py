@@ -368,10 +368,10 @@ def test_each_of_several_regions_says_that_a_budget_does_not_fit_it():
     model.memory = 1
     plan = model.plan(x)
     found = [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
-    alone = sf.Sequential(*block()[:1])
-    alone.memory = "lean"
-    said = f"the leanest plan was taken, which saves {alone.plan(x).memory.saved:,} bytes"
-    assert [said in refusal.reason for refusal in found] == [True, True]
+    said = [re.search(r"which saves ([\d,]+) bytes", refusal.reason) for refusal in found]
+    saved = [int(match[1].replace(",", "")) for match in said if match is not None]
+    half = plan.memory.saved / 2
+    assert saved == pytest.approx([half, half], abs=16)  # seeds of both are drawn as one tensor
     assert found[0].at == 0 < found[1].at
 
 
