@@ -531,8 +531,8 @@ def test_the_operator_passes_the_checks_of_torch(name: str, device: torch.device
 
 
 def test_a_chain_is_its_text_again() -> None:
-    for case in CASES.values():
-        chain = case.chain(pointwise)
+    chains = [case.chain(pointwise) for case in CASES.values()]
+    for chain in (*chains, pointwise.Chain(pointwise.dropout(P, upscale=False))):
         again = pointwise.parse(chain.text)
         assert (again.kinds, again.functions, again.numbers) == (chain.kinds, chain.functions, chain.numbers)
 
