@@ -33,7 +33,7 @@ def test_takes_the_place_of_what_it_replaces(fusion: type[sf.FusedOperation], de
 @BOTH
 @pytest.mark.parametrize(
     "list_",
-    [(ops.Dropout(0.3),), (ops.Dropout(0.2, "downscale_in_infer"), ops.Add("other"))],
+    [(ops.Dropout(0.3, "downscale_in_infer"),), (ops.Dropout(0.2, "downscale_in_infer"), ops.Add("other"))],
     ids=["dropout alone", "no bias"],
 )
 def test_in_its_other_forms(
