@@ -42,7 +42,7 @@ class Refusal:
     """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
 
     `superseded` (also `outbid`, its earlier name) says that it could have been used, and that the schedule is cheaper
-    without it; `expected`, that the reason holds for its kind of fusion in any plan of this kind: it is not printed.
+    without it; `expected`, that the reason holds for its kind in any such plan: it is not printed; `own`, a user's.
     """
 
     fusion: str
@@ -50,11 +50,17 @@ class Refusal:
     reason: str
     superseded: bool = dataclasses.field(default=False, repr=False)
     expected: bool = dataclasses.field(default=False, repr=False)
+    own: bool = dataclasses.field(default=False, repr=False)
 
     @property
     def outbid(self) -> bool:
         """The earlier name of `superseded`."""
         return self.superseded
+
+
+def is_own(fusion: type[FusedOperation]) -> bool:
+    """Whether a fusion is its user's, not one of this library's."""
+    return not fusion.__module__.startswith("seqfuse.")
 
 
 class Matcher:
@@ -102,7 +108,7 @@ class Matcher:
             for cls, sentence in near:
                 b = a + len(cls.slots) - 1
                 if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, env, fusing) is None:
-                    refused.append(Refusal(cls.__name__, a, sentence))
+                    refused.append(Refusal(cls.__name__, a, sentence, own=is_own(cls)))
             for cls, rank, lengths, length in matches:
                 b = a + length
                 if cls.saves_memory and not (lean and b > live_from):
@@ -111,7 +117,7 @@ class Matcher:
                 if inexact is not None:
                     base = inexact.derives.__name__ if inexact.derives else ""
                     reason = f"{inexact.name} derives from {base}, and only exact types match"
-                    refused.append(Refusal(cls.__name__, a, reason))
+                    refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
                     continue
                 around = stretch.around(a, b)
                 excluded = self._excludes(cls, a, b, live_from, env, fusing)
@@ -131,7 +137,7 @@ class Matcher:
                             found.append(Candidate(bound, a, b, cost, rank))
                             continue
                         reason = cost
-                refused.append(Refusal(cls.__name__, a, reason, expected=expected))
+                refused.append(Refusal(cls.__name__, a, reason, expected=expected, own=is_own(cls)))
         return found, refused
 
     def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:

@@ -18,7 +18,7 @@ from .budget import Choice, MemoryChoice, chosen_for, exceeded
 from .cost_lookup import Known
 from .flatten import Node
 from .footprint import Memory, look
-from .match import Matcher, Refusal
+from .match import Matcher, Refusal, is_own
 from .schedule import Candidate, cheapest
 from .step import Step
 from .stretch import Stretch
@@ -241,7 +241,9 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> 
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             asked = "save" if kept is None or isinstance(kept, str) else memory
-            refused.append(Refusal(c.name, c.start, _why_not(c, [*rivals.values()], asked), True))
+            refused.append(
+                Refusal(c.name, c.start, _why_not(c, [*rivals.values()], asked), True, own=is_own(type(c.fusion)))
+            )
     ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
     if kept is not None and (said := exceeded(memory, kept, ahead)) is not None:
         refused.append(Refusal(f"memory={memory}", start, said))

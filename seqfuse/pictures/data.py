@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-FORMAT = 3
+FORMAT = 4
 Kind = Literal["unfused", "eager", "forward", "backward", "joint", "inference"]
 
 
@@ -47,13 +47,14 @@ class StepData(TypedDict):
 
 
 class RefusalData(TypedDict):
-    """A fusion that matched and is not used; where the reason was `expected`, it is not printed."""
+    """A fusion that matched and is not used; where the reason was `expected`, it is not printed. `own`: a user's."""
 
     fusion: str
     at: int
     reason: str
     superseded: bool
     expected: bool
+    own: bool
 
 
 class EagerData(TypedDict):

@@ -131,15 +131,24 @@ def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
             superseded.setdefault(refusal["fusion"], []).append(refusal["at"])
     dearer = {refusal["reason"] for refusal in refused if refusal["superseded"]}
     many = sum(len(reasons[reason]) for reason in dearer) > FEW
+    own = {refusal["fusion"] for refusal in refused if refusal["own"]}
     for reason, fusions in reasons.items():
-        if many and reason in dearer:
-            continue
-        named = (
-            _named(fusions) if len(fusions) <= FEW else f"{', '.join([*fusions][:FEW])} and {len(fusions) - FEW} more"
-        )
-        yield f"not applied: {named}: {reason}"
+        mine = {name: at for name, at in fusions.items() if name in own}
+        if not (many and reason in dearer):
+            yield f"not applied: {_few(fusions, mine)}: {reason}"
+        elif mine:
+            yield f"not applied: {_named(mine)}: {reason}"
     if many:
         yield f"superseded by cheaper fusions: {_named(superseded)}"
+
+
+def _few(fusions: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]) -> str:
+    """Names and places; of many fusions the places of the user's own, and the first names of the others."""
+    if len(fusions) <= FEW:
+        return _named(fusions)
+    others = [name for name in fusions if name not in mine]
+    more = [f"{', '.join(others[:FEW])} and {len(others) - FEW} more"] if len(others) > FEW else others
+    return "; ".join([_named(mine)] * bool(mine) + more)
 
 
 def _named(fusions: Mapping[str, Sequence[int]]) -> str:

@@ -44,6 +44,27 @@ def test_without_a_triton_device_one_line_says_so():
     assert any(step.fused and step.operation.triton for step in model.plan(env=sf.Env(triton=True, rows=64)).forward)
 
 
+class TanhRows(sf.ForwardFusion):
+    """A user's, of a pattern that this library's have too."""
+
+    bias: ops.Bias
+    act: ops.GeLU
+
+    triton = True
+
+    def fwd(self, x: Tensor):
+        raise NotImplementedError
+
+
+def test_a_fusion_of_ones_own_is_named_with_its_place_among_many_of_the_same_reason():
+    model = sf.Sequential(ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6))
+    model.fusions = (*fusions.default, TanhRows)
+    plan = model.plan(seeded_randn((4, 6), 0))
+    (line,) = [line for line in str(plan).replace("\n    ", " ").split("\n") if "needs a Triton device" in line]
+    assert re.search(r"not applied: TanhRows at 2; \w+, \w+, \w+ and \d+ more: needs a Triton device", line)
+    assert {refusal.fusion for refusal in plan.refused if refusal.own} == {"TanhRows"}
+
+
 def test_what_was_superseded_prints_as_one_line_and_is_all_in_the_plan():
     block = ops.Residual(ops.LayerNorm(1024), ops.Linear(1024, 4096), ops.GeLU(), ops.Linear(4096, 1024))
     with sf.fusing(unmeasured=True):
