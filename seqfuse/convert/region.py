@@ -31,6 +31,9 @@ from .graph import example, fake, numbers, owner, same_shape
 from .launches import Before, Launches, Unconverted
 from .raising import Given, Transposed
 
+SEGMENT_BYTES = 1 << 20
+"""What an autograd node is for, at least: in a small model there is little to free, or to send, before the rest."""
+
 
 class Region(nn.Module):
     """Runs a chain: `region(x, *channels, *parameters)` returns the values that are read outside of it.
@@ -50,6 +53,7 @@ class Region(nn.Module):
         # In a tuple, so that it is no submodule: its parameters are on `meta`.
         self._model = (Sequential(*order.operations),)
         self._fuser = Fuser(self.model, Sequential.default_fusions if fusions is None else fusions, memory=memory)
+        self._fuser.segment_bytes = SEGMENT_BYTES
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
         self._lock = threading.RLock()

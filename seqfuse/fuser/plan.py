@@ -20,10 +20,9 @@ from .flatten import Node
 from .footprint import Memory, look
 from .match import Matcher, Refusal, is_own
 from .schedule import Candidate, cheapest
+from .segments import segments_of
 from .step import Step
 from .stretch import Stretch
-
-SEGMENT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +219,7 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     return Plan(env, ahead, back, tuple(segments), tuple(refused), cost=sum(plan.cost for plan in plans))
 
 
-def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> Plan:
+def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save", segment_bytes: int = 0) -> Plan:
     """Plan a stretch."""
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
     found, refused = matcher.find(stretch, Known(stretch), lean=memory != "save" and stretch.is_entered)
@@ -248,7 +247,7 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save") -> 
     if kept is not None and (said := exceeded(memory, kept, ahead)) is not None:
         refused.append(Refusal(f"memory={memory}", start, said))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
-    segments = _segments(stretch.nodes, ahead, back, start, stop)
+    segments = segments_of(stretch, ahead, back, segment_bytes)
     return Plan(stretch.env, ahead, back, segments, tuple(refused), cost=sum(c.cost for c in used.values()))
 
 
@@ -277,23 +276,3 @@ def _steps(stretch: Stretch, chosen: Sequence[Candidate], live: int = 0) -> tupl
             steps.append(stretch.step(c.start, c.stop, c.fusion))
             at = c.stop
     return (*steps, *(stretch.step(i, i + 1) for i in range(at, stretch.positions.stop)))
-
-
-def _segments(
-    nodes: Sequence[Node], forward: Sequence[Step], backward: Sequence[Step], start: int, stop: int
-) -> tuple[range, ...]:
-    """Cut where both schedules have a border: near every eighth position, rather where a single tensor crosses."""
-    if start == stop:
-        return ()
-    first = backward[0].start if backward else stop
-    borders = {s.start for s in forward} & {*(s.start for s in backward), *range(start, first)}
-    cuts = [start]
-    while stop - cuts[-1] > SEGMENT + SEGMENT // 2:
-        aim = cuts[-1] + SEGMENT
-        reach = range(cuts[-1] + SEGMENT // 2, min(aim + SEGMENT // 2, stop - 1) + 1)
-        near = [b for b in reach if b in borders]
-        near = near or [b for b in range(reach.stop, stop) if b in borders][:1]
-        if not near:
-            break
-        cuts.append(min(near, key=lambda b: (nodes[b].crossing > 0, abs(b - aim))))
-    return tuple(range(a, b) for a, b in zip(cuts, [*cuts[1:], stop], strict=True))

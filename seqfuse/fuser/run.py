@@ -63,6 +63,7 @@ class Fuser:
         memory: what to save for the backward pass.
     """
 
+    segment_bytes = 0  # of parameters and activations, that a segment should have at least
     plain_autograd = True  # runs stretches of nothing but views, and lone native operations
 
     def __init__(
@@ -223,7 +224,7 @@ class Fuser:
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
-        plan = plan_region(stretch, self._matcher, memory)
+        plan = plan_region(stretch, self._matcher, memory, self.segment_bytes)
         if isinstance(memory, Budget):
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 warnings.warn(f"{refusal.fusion} at {refusal.at}: {refusal.reason}", UserWarning, stacklevel=2)

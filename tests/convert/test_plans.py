@@ -76,3 +76,31 @@ def test_the_plan_of_a_chain_for_another_machine_is_of_its_own_inputs():
     assert region.plan_for("cuda:sm_90", grad=False).backward == ()
     with pytest.raises(sf.InputError, match="there is no device 'gpu'"):
         region.plan_for("gpu")
+
+
+class Blocks(nn.Module):
+    """Residual MLPs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(6))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(6))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x
+
+
+def test_a_small_chain_is_one_autograd_node_and_a_large_one_several():
+    def segments(width: int) -> int:
+        x = torch.randn(3, width)
+        replayed = Replayed(Blocks(width), {"x": x})
+        replayed(x=x).sum().backward()
+        ((region,),) = (graph.regions for graph in replayed.graphs)
+        assert region.plan is not None
+        return len(region.plan.segments)
+
+    assert segments(8) == 1
+    assert segments(256) == 6, "one for each block, which has two mebibytes of weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tracemalloc
 import weakref
 from collections.abc import Callable
@@ -201,6 +202,39 @@ def test_a_list_of_a_dozen_is_one_segment():
     assert model.plan(draw(3, 5)).segments == (range(12),)
     model.append(ops.Tanh())
     assert len(model.plan(draw(3, 5)).segments) == 2
+
+
+def asking_for(size: int, model: sf.Sequential) -> sf.Sequential:
+    model._fuser.segment_bytes = size
+    return model
+
+
+def test_a_segment_may_be_asked_to_have_so_many_bytes_of_parameters_and_activations():
+    def found(width: int, rows: int) -> list[int]:
+        layers = (op for _ in range(20) for op in (ops.Linear(width, width, bias=False), ops.Tanh()))
+        model = asking_for(1 << 20, sf.Sequential(*layers, fusions=()))
+        y = model(torch.zeros(rows, width))
+        (region,) = model._fuser.op_list().parts
+        lengths = [len(piece) for piece in region.program.plan.segments]
+        assert len(lengths) == len(nodes(y))
+        return lengths
+
+    assert found(8, 3) == [40]
+    assert found(512, 1) == [8] * 5, "a mebibyte for each Linear"
+    assert found(128, 1) == [31, 9], "65 KiB for each Linear with its Tanh"
+    assert found(8, 1 << 12) == [8] * 5, "128 KiB for each operation"
+    assert found(8, 1 << 11) == [16, 16, 8]
+
+
+def test_a_segment_of_many_operations_computes_what_short_ones_do():
+    model = stack()
+    x = draw(3, 5)
+    want = passes(model, x)
+    assert len(nodes(model(x))) == BLOCKS
+    whole = asking_for(1 << 20, copy.deepcopy(model))
+    for _ in range(3):  # interpreted, and by generated code
+        assert_same(passes(whole, x), want)
+    assert len(nodes(whole(x))) == 1
 
 
 def test_a_fusion_longer_than_a_segment_is_not_cut():

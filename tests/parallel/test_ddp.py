@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser import plan
+from seqfuse.fuser import segments
 from seqfuse.nn import TransformerStack
 from tests.processes import failures
 
@@ -76,7 +76,7 @@ def buckets_are_ready_all_along_the_backward() -> None:
 
 
 def in_one_segment_they_would_be_ready_at_its_end() -> None:
-    plan.SEGMENT = 1 << 30
+    segments.SEGMENT = 1 << 30
     found = buckets_ready()
     assert min(found) > 0.9, found
 
