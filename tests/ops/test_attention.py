@@ -119,6 +119,16 @@ def test_packed_sequences_do_not_see_each_other(kind: str | None, window: int | 
     agree(op, packed((40,), 4, 2, 8), mask, torch.tensor([0, 17, 17, 35, 40]))
 
 
+@pytest.mark.parametrize("length", [4, 15, 16, 20])
+def test_a_nan_in_a_query_is_not_lost_in_a_short_packed_sequence(length: int):
+    op, x = ops.Attention(2, cu_seqlens="ends"), seeded_randn((length + 28, 48), 0)
+    x[2, :16] = torch.nan
+    ends = torch.tensor([0, length, length + 8, length + 28], dtype=torch.int32)
+    y = sf.Sequential(op)(x, ends=ends)
+    assert y[2].isnan().all()
+    assert not y[torch.arange(len(y)) != 2].isnan().any()
+
+
 def test_packed_sequences_are_what_they_are_alone():
     op = ops.Attention(2, causal=True, cu_seqlens="ends")
     x = packed((50,), 2, 2, 8)
