@@ -55,15 +55,18 @@ def clip_grad_norm_(
     Args:
         model: a model in stages, in shares, sharded by FSDP2, or all of that.
         max_norm: the largest norm that stays as it is.
-        norm_type: the p of the p-norm.
+        norm_type: the p of the p-norm, positive.
         error_if_nonfinite: whether to raise where the norm is infinite or NaN.
 
     Returns:
         The norm of all gradients before, on every rank.
 
     Raises:
+        InputError: (SF106) for another p: norms of no gradient, as of other ranks, would count.
         StateError: (SF506, SF509) if a rank does not take part.
     """
+    if not norm_type > 0:
+        raise InputError(f"norm_type must be positive, got {norm_type}", code="SF106", operation="clip_grad_norm_")
     parameters = [*model.parameters()]
     own = [p for p in parameters if not p.is_meta]
     if not parameters:

@@ -62,6 +62,8 @@ def _balanced(nodes: Sequence[Node], places: dict[str, int], stages: int) -> dic
         if position and not nodes[position].crossing:
             names.setdefault(position, name)
     at = [0, *sorted(names), len(nodes)]
+    if stages < 1:
+        raise PlanError(f"stages must be at least 1, got {stages}", code="SF202")
     if stages > len(at) - 1:
         message = f"a sequence of {len(at) - 1} parts that a single tensor leaves cannot be cut into {stages} stages"
         raise PlanError(message, code="SF202", hint="name the modules that stages begin at, inside of residuals too")

@@ -52,7 +52,7 @@ def stages(model: Sequential, x: Tensor, microbatches: int = 1, **channels: Tens
     from torch.distributed.pipelining import PipelineStage
 
     fuser = staged(model)
-    if not x.ndim or x.shape[0] % microbatches:
+    if not x.ndim or microbatches < 1 or x.shape[0] % microbatches:
         raise InputError(f"a batch of shape {tuple(x.shape)} has no {microbatches} equal parts", code="SF101")
     first, *_ = x.chunk(microbatches)
     parts = {name: value.chunk(microbatches)[0] for name, value in channels.items()}

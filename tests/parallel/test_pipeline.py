@@ -597,8 +597,9 @@ def schedules_take_public_channels() -> None:
 
 def a_batch_that_has_no_equal_parts_is_refused() -> None:
     staged = staged_of(model_of(), ("3.1",))
-    with pytest.raises(sf.errors.InputError, match=r"SF101.*shape \(5, 4\) has no 2 equal parts"):
-        stages(staged, batch(0)[0], microbatches=2)
+    for parts in (2, 0, -1):
+        with pytest.raises(sf.errors.InputError, match=rf"SF101.*shape \(5, 4\) has no {parts} equal parts"):
+            stages(staged, batch(0)[0], microbatches=parts)
 
 
 THREE = [
@@ -817,6 +818,8 @@ def two_pretended() -> Iterator[Any]:
         (("2", "2"), r"stages begin in the order of the sequence"),
         (("0",), r"stages begin in the order of the sequence"),
         (9, r"cannot be cut into 9 stages .*name the modules"),
+        (0, r"stages must be at least 1, got 0"),
+        (-2, r"stages must be at least 1, got -2"),
         (
             ("1.net",),
             r"no stage can begin at '1.net': '1' runs through its own call \(not an operation of this library\)",
@@ -895,6 +898,13 @@ def test_a_stage_may_begin_where_a_module_is_met_again(one: Any):
     tanh = ops.Tanh()
     alone = sf.Sequential(ops.Linear(4, 6), tanh, ops.Linear(6, 6), tanh, ops.Linear(6, 3)).double()
     same_as_alone(pipeline(copy.deepcopy(alone), one, stages=("3",)), alone)
+
+
+@pytest.mark.parametrize("p", [0, -1.0, -torch.inf, torch.nan])
+def test_gradients_are_clipped_by_positive_norms_alone(p: float):
+    message = rf"SF106 clip_grad_norm_: norm_type must be positive, got {p}"
+    with pytest.raises(sf.errors.InputError, match=message):
+        clip_grad_norm_(ops.Linear(2, 2), 1.0, p)
 
 
 def test_a_public_output_crosses_every_boundary_behind_it(one: Any):
