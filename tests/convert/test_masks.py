@@ -74,9 +74,9 @@ def found_in(graph: GraphModule) -> list[tuple[Node, Limits | None]]:
     return [(m, limits_of(m, s, s)) for n, s in zip(nodes, lengths, strict=True) for m in [n.kwargs["attn_mask"]]]
 
 
-def converted(model: nn.Module) -> tuple[GraphReport, list[ops.Attention]]:
+def converted(model: nn.Module, x: Tensor = X) -> tuple[GraphReport, list[ops.Attention]]:
     """The graph of a converted model, which gives the same as before, and its attention."""
-    (graph,) = assert_same_recorded(model, X).graphs
+    (graph,) = assert_same_recorded(model, x).graphs
     return graph, [op for region in graph.regions for op in region.model if isinstance(op, ops.Attention)]
 
 
@@ -147,6 +147,24 @@ def test_attention_by_hand_with_a_causal_mask_is_causal_and_reads_none(name: str
     graph, (found,) = converted(ByHand(SPELLINGS[name][0]))
     assert (found.causal, found.mask) == (name != "nothing added", None)
     assert not graph.beside
+
+
+def test_a_flag_that_is_given_by_place_is_read():
+    class Placed(Masked):
+        def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return S(q, k, v, None, 0.0, True)
+
+    _, (found,) = converted(Placed(seen))
+    assert (found.causal, found.mask) == (True, None)
+
+
+def test_attention_by_hand_gives_nan_in_rows_that_see_nothing():
+    x = X.clone()
+    x[:, 2, 0] = 9
+    model = ByHand(lambda x: torch.where(x[:, None, :, :1] > 8, -torch.inf, 0.0).to(x.dtype))
+    assert model(x)[:, 2].isnan().all()
+    _, (found,) = converted(model, x)
+    assert found.mask is not None
 
 
 @pytest.mark.parametrize("model", [Filled(lambda x: ones(x).triu(1) == 1), Chosen(seen)], ids=["filled", "chosen"])
