@@ -56,8 +56,8 @@ def few(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight[:4]).view(*x.shape[:2], 2, 2).transpose(1, 2)
 
 
-def angles(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    a = torch.arange(4, dtype=x.dtype)[:, None] / 10 ** torch.arange(size // 2, dtype=x.dtype)
+def angles(x: Tensor, size: int, times: float = 1.0) -> tuple[Tensor, Tensor]:
+    a = times * torch.arange(4, dtype=x.dtype)[:, None] / 10 ** torch.arange(size // 2, dtype=x.dtype)
     a = torch.cat((a, a), -1)
     return a.cos(), a.sin()
 
@@ -304,6 +304,7 @@ short("has a gradient of its own", lambda m, x: m.b(Seven.apply(m.a(x), m.c.weig
 short("rounds a quotient", lambda m, x: m.b(torch.div(m.a(x), 0.1, rounding_mode="floor")))
 short("adds a multiple", lambda m, x: m.b(torch.add(m.a(x), x, alpha=0.5) + m.c(x).sub(x, alpha=2)))
 short("cubes", lambda m, x: m.b(F.relu(m.a(x)).pow(3)))
+short("quick gelu", lambda m, x: m.b((y := m.a(x)) * torch.sigmoid(1.702 * y)))
 short("quick gelu of another factor", lambda m, x: m.b((y := m.a(x)) * torch.sigmoid(1.7 * y)))
 short("quick gelu of another tensor", lambda m, x: m.b(x * torch.sigmoid(1.702 * m.a(x))))
 short("gelu of another factor", lambda m, x: m.b(0.5 * (y := m.a(x)) * (1 + torch.tanh(0.9 * (y + 0.044715 * y**3.0)))))
@@ -380,11 +381,11 @@ short("heads by heads, values first", lambda m, x: joined(S(*heads(m.qkv(x)).chu
 short("heads by heads, keys again", lambda m, x: joined(S(*[heads(m.qkv(x)).chunk(3, -1)[i] for i in (0, 1, 1)])))
 
 
-def cut(name: str, *parts: Any, **how: Any) -> None:
-    """Six heads of four elements, some of them queries, some keys, some values."""
+def cut(name: str, *parts: Any, count: int = 6, **how: Any) -> None:
+    """Heads of one product, some of them queries, some keys, some values."""
 
     def call(m: Layers, x: Tensor) -> Tensor:
-        h = m.qkv(x).view(2, 4, 6, 4)
+        h = m.qkv(x).view(2, 4, count, -1)
         return joined(S(*(h[..., part, :].transpose(1, 2) for part in parts), **how))
 
     short(name, call)
@@ -396,6 +397,7 @@ cut("heads cut in another order", slice(2, 4), slice(0, 2), slice(4, 6))
 cut("heads cut twice", slice(0, 2), slice(1, 3), slice(4, 6))
 cut("heads cut with a step", slice(0, 6, 3), slice(1, 6, 3), slice(2, 6, 3))
 cut("heads cut by a list", [0, 1], [3, 2], [4, 5])
+cut("heads cut twice by a list", [0, 0], [1, 1], [2, 2], count=3)
 short("a row less", lambda m, x: joined(S(heads(m.a(x)), heads(m.b(x)[:, :3]), heads(m.c(x)[:, :3]))))
 short("part of a product", lambda m, x: joined(S(heads(m.qkv(x)[..., :8]), heads(m.b(x)), heads(m.c(x)))))
 short("queries with a bias", lambda m, x: joined(S((t := qkv(m, x))[0] + m.w[:4], *t[1:])))
@@ -492,6 +494,21 @@ def turns_the_part_that_passes(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def turns_the_part_before_what_passes(m: Layers, x: Tensor) -> Tensor:
+    cos, sin = (t[None].unsqueeze(1) for t in angles(x, 2))
+    q, k, v = qkv(m, x)
+    q, k = (torch.cat(((p := t[..., :2]) * cos + half(p) * sin, t[..., 2:]), -1) for t in (q, k))
+    return joined(S(q, k, v))
+
+
+@spelling
+def turns_keys_by_twice_the_angles(m: Layers, x: Tensor) -> Tensor:
+    (cos, sin), (keys_cos, keys_sin) = ([t[None].unsqueeze(1) for t in angles(x, 4, n)] for n in (1.0, 2.0))
+    q, k, v = qkv(m, x)
+    return joined(S(q * cos + half(q) * sin, k * keys_cos + half(k) * keys_sin, v))
+
+
+@spelling
 def learns_its_angles(m: Layers, x: Tensor) -> Tensor:
     cos, sin = (layer.weight[None, :4, :4].unsqueeze(1) for layer in (m.a, m.b))  # whose halves differ
     q, k, v = qkv(m, x)
@@ -521,6 +538,12 @@ CAPTURED = (
 def altered(name: str) -> tuple[Layers, Tensor]:
     x = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     return Layers(CASES[name]).double(), x
+
+
+def operations(replayed: Replayed) -> list[str]:
+    """The names of the operations of all chains."""
+    regions = [region for graph in replayed.graphs for region in graph.regions]
+    return [type(operation).__name__ for region in regions for operation in region.order.operations]
 
 
 def assert_no_reason_is_an_error(graphs: Sequence[GraphReport]) -> None:
@@ -553,6 +576,29 @@ def test_the_report_says_why_attention_is_left(name: str, reason: str):
     graphs = Replayed(model, x).graphs
     (said,) = [left.reason for graph in graphs for left in graph.left if left.kind == "attention"]
     assert reason in said
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("quick gelu", "QuickGeLU"),
+        ("RoPE with angles", "RotaryEmbedding"),
+        ("turns_the_part_before_what_passes", "RotaryEmbedding"),
+        ("heads cut for one of keys", "Attention"),
+    ],
+)
+def test_a_spelling_of_an_operation_is_taken_for_it(name: str, operation: str):
+    assert operation in operations(Replayed(*altered(name)))
+
+
+@pytest.mark.parametrize("option", [None, "add_zero_attn", "add_bias_kv"])
+def test_multi_head_attention_of_torch_is_attention_unless_it_has_a_rare_option(option: str | None):
+    given = {} if option is None else {option: True}
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, **given)
+    model, x = Layers(lambda m, x: m.b(m.attention(*[m.a(x)] * 3, need_weights=False)[0])), altered("quick gelu")[1]
+    model.attention = layer
+    model.double()
+    assert ("Attention" in operations(assert_same_recorded(model, x))) == (option is None)
 
 
 def test_what_is_captured_is_among_the_cases():
