@@ -41,6 +41,16 @@ def _several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "tile_of", small)
 
 
+def test_tiles_are_of_sizes_that_can_be_compiled() -> None:
+    for kernels in (attention._AMPERE, *attention._TILES.values()):
+        for kernel, widths in kernels.items():
+            for width, row in widths.items():
+                for tile in (Tile(*of) for of in row):
+                    sizes = tile.m, tile.n, tile.num_warps
+                    assert all(n & (n - 1) == 0 for n in sizes), f"{kernel}, {width}: {tile}"
+                    assert min(tile.m, tile.n) >= 16, f"{kernel}, {width}: {tile}"
+
+
 def limits(how: str, rows: int, device: torch.device) -> dict[str, Any]:
     """What limits scores, by name; what a row sees of a mask differs for each head and sequence."""
     drawn = seeded_randn((2, 1, rows, rows), 7)

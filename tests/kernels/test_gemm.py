@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seqfuse.kernels import gemm
-from seqfuse.kernels._gemm_tiles import Tile, choose, family, tiles
+from seqfuse.kernels._gemm_tiles import Tile, choose, family, table, tiles
 from seqfuse.kernels._launch import interpreted
 from seqfuse.kernels.activations import ACTIVATIONS, Activation, activation_of, text_of
 from seqfuse.kernels.gemm import Dropout
@@ -831,6 +831,15 @@ def test_variants_have_names_of_their_own_and_cover_the_table() -> None:
             for weight in ("light", "heavy", "gradient", "gated", "dgated"):
                 for suffix in ("", " unaligned"):
                     assert choose(of + suffix, number, weight, False, 1000, 1000, 100)
+
+
+def test_tiles_are_of_sizes_that_can_be_compiled() -> None:
+    for of, number, weight, candidates in table():
+        for tile in candidates:
+            powers = (tile.m, tile.n, tile.k, tile.num_warps, tile.split)
+            assert all(n & (n - 1) == 0 for n in powers), f"{of}, {number}, {weight}: {tile}"
+            assert min(tile.m, tile.n, tile.k) >= 16, f"{of}, {number}, {weight}: {tile}"
+            assert tile.n % tile.split == 0, f"{of}, {number}, {weight}: {tile}"
 
 
 # Each is a bug in the kernel, and the check that has to see it.

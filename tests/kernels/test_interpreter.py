@@ -206,6 +206,26 @@ def test_draws_are_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.Monke
     assert random.philox_impl is not PHILOX
 
 
+@triton.jit
+def _wide_draw_kernel(counters, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    c = tl.load(counters + i)
+    a, b, c, d = tl.philox(7, c, c, c, c)
+    tl.store(y + i, a.to(tl.int64, bitcast=True))
+    tl.store(y + N + i, d.to(tl.int64, bitcast=True))
+
+
+def test_draws_of_64_bits_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = torch.randint(torch.iinfo(torch.int64).max, (64,))
+    ours, theirs = torch.empty(2, 2, 64, dtype=torch.int64).unbind()
+    launch(_wide_draw_kernel, 1, (counters, ours), {"N": 64})
+    with monkeypatch.context() as patch:
+        patch.setattr(random, "philox_impl", PHILOX)
+        launch(_wide_draw_kernel, 1, (counters, theirs), {"N": 64})
+    assert torch.equal(ours, theirs)
+    assert ours.bitwise_right_shift(32).count_nonzero() > 100
+
+
 def test_an_unknown_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", lambda self, x: x)
     with pytest.raises(RuntimeError, match=r"another interpreter .*create_fma"), corrected():

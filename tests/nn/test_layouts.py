@@ -69,6 +69,7 @@ def test_key_heads_may_be_fewer(layout: Any):
         (lambda w: pack_qkv(w.view(E, D, 3, H), "eh3d", H), r"layout 'eh3d' does not fit shape \(5, 4, 3, 3\)"),
         (lambda w: pack_qkv((w[1:],) * 3, "separate", H), "expects weights of queries, keys and values for 3 heads"),
         (lambda w: pack_qkv((w, w, w[1:]), "separate", H), "expects keys and values of 36 rows"),
+        (lambda w: pack_qkv((w, w[1:], w), "separate", H), r"36 rows, got \(36, 5\), \(35, 5\), \(36, 5\)"),
         (lambda w: unpack_qkv(w, "packed", 7), r"expects \[21 D, E\], or \[21 D\], got \(36, 5\)"),
     ],
 )

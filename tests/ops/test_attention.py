@@ -206,6 +206,12 @@ def test_the_size_of_a_block_changes_nothing(monkeypatch: pytest.MonkeyPatch, ar
     torch.testing.assert_close(both(), whole, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(13, 1), (1, 13), (2, 1, 13, 1), (2, 2, 1, 13), (1, 1)], ids=str)
+def test_a_mask_is_broadcast_to_each_block(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]):
+    monkeypatch.setattr(blocks, "_HELD", 2 * 2 * 13 * 4)
+    agree(ops.Attention(2, window=3, mask="m"), packed((2, 13), 2, 2, 4), seeded_randn(shape, 4).requires_grad_())
+
+
 def test_nothing_of_the_size_of_the_scores_is_kept():
     length = 64
     for arguments in ({"causal": True}, {"dropout": 0.1}, {"window": 5}, {"softcap": 3.0}):

@@ -209,6 +209,8 @@ def test_refusals():
         ops.MergedLinear.of(nn.Linear(4, 2), nn.Linear(6, 2))
     with pytest.raises(sf.InputError, match=r"position 0 \(MergedLinear\): expects last dimension 4, got 5"):
         ops.MergedLinear(4, (1, 2))(torch.zeros(2, 5))
+    with pytest.raises(sf.InputError, match=r"position 0 \(MergedLinear\): expects last dimension 4, got a 0-d tensor"):
+        ops.MergedLinear(4, (1, 2))(torch.zeros(()))
     with pytest.raises(sf.InputError, match=r"SF102.*MergedLinear.*dtype of its weight_0"):
         ops.MergedLinear(4, (1, 2))(torch.zeros(2, 4, dtype=torch.bfloat16))
     op = ops.MergedLinear(4, (1, 2))

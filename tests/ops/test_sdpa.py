@@ -78,6 +78,7 @@ class StandIns:
         self.called.append("flash")
         assert (ends_q, p, debug, window_size_left) == (None, 0.0, False, None)
         assert window_size_right == (0 if causal else None)
+        assert (rows, keys) == (q.shape[1], k.shape[1])
         y, lse = _cpu(*(t.transpose(1, 2) for t in (q, k, v)), 0.0, causal, scale=scale)
         return y.transpose(1, 2).contiguous(), lse.contiguous(), _nothing(), _nothing(), torch.empty(0)
 
@@ -140,6 +141,20 @@ def test_shared_key_heads_are_not_repeated(stand_ins: StandIns, kind: str) -> No
     x, dy = seeded_randn((2, 20, (H + 2 * KV) * D), 1), seeded_randn((2, 20, H * D), 2)
     for ours, theirs in zip(_passes(op, x, dy, (kind, kind)), _passes(op, x, dy, ("cpu", "cpu")), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_packed_sequences_are_given_to_flash_as_one_and_may_each_be_as_long_as_all(monkeypatch: pytest.MonkeyPatch):
+    def flash(q, k, v, ends_q, ends_k, rows, keys, p, causal, debug, *, scale, **limits):
+        assert (q.shape, k.shape, v.shape) == ((20, H, D), (20, KV, D), (20, KV, D))
+        assert (ends_q.tolist(), ends_k.dtype) == ([0, 8, 20], torch.int32)
+        assert (rows, keys, p, causal, debug, scale) == (20, 20, 0.0, True, False, 0.5)
+        return q.clone(), q.new_zeros(H, 20)
+
+    monkeypatch.setattr(_sdpa, "_flash", flash)
+    q, k = (seeded_randn((1, n, 20, D), n) for n in (H, KV))
+    y, lse = _sdpa.forward(q, k, k, "flash", 0.5, True, None, torch.tensor([0, 8, 20]))
+    torch.testing.assert_close(y, q.transpose(1, 2), rtol=0, atol=0)
+    assert lse.shape == (1, H, 20)
 
 
 class _Named(TorchDispatchMode):

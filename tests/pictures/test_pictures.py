@@ -406,6 +406,18 @@ def test_a_long_list_without_repeats_is_drawn_whole_and_stays_narrow() -> None:
     assert re.search(r'more\["\d+ more"\]', chart)
 
 
+def test_every_step_of_mermaid_is_a_box_with_its_name() -> None:
+    plan = PLANS["joint"]()
+    chart = plan.mermaid()
+    for letter, steps in (("f", plan.forward), ("b", plan.backward)):
+        boxes = dict(re.findall(rf'^  {letter}(\d+)\("([^"]*)"\):::', chart, re.MULTILINE))
+        named = [name.rpartition(" ")[2] for name in boxes.values()]
+        assert [name for name in named if name[0].isupper()] == [step.name for step in steps if step.fused]
+        assert set(re.findall(rf"\b{letter}(\d+) ---|\| {letter}(\d+)$", chart, re.MULTILINE)) <= {
+            pair for at in boxes for pair in ((at, ""), ("", at))
+        }
+
+
 def test_folding_is_exact(plan: Plan) -> None:
     columns = columns_of(plan.as_dict())
     blocks = fold(columns)

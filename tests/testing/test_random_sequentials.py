@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import seqfuse as sf
-from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal
+from seqfuse.testing import LAYOUTS, ListSpec, assert_bitwise_equal, seeded_randn
 from seqfuse.testing import strategies as sfst
 from seqfuse.testing.judge import judge_together
+from seqfuse.testing.plain import plain
 
 from .kinds import KINDS
 from .listed import DISTINCT, Results, results
@@ -130,6 +131,14 @@ def test_a_plan_covers_every_position_once_in_each_pass(spec: ListSpec):
     for cover in (plan.forward, plan.backward):
         assert [at for step in cover for at in step.covers] == list(range(len(plan.names)))
     assert [at for piece in plan.segments for at in piece] == list(range(len(plan.names)))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float64], ids=str)
+def test_the_plain_attention_reads_a_mask_as_the_operation_does(kind: torch.dtype):
+    op, x = sf.ops.Attention(2, 1, mask="m"), seeded_randn((2, 5, 16), 0, dtype=torch.float64)
+    mask = seeded_randn((5, 5), 1, dtype=torch.float64)
+    mask = mask if kind.is_floating_point else (mask > -0.5).to(kind)
+    torch.testing.assert_close(plain(op, x, None, mask, torch.float64), sf.Sequential(op)(x, m=mask))
 
 
 @pytest.mark.parametrize("options", [{}, {"channels": False, "hooks": False, "dropout": False}], ids=["all", "plain"])

@@ -27,3 +27,13 @@ def test_applies_under_autocast_and_not_to_a_weight_of_another_dtype():
     model = sf.Sequential(ops.Linear(64, 256), ops.GeLU(), fusions=LinearBiasPointwise)
     assert model.plan(env=sf.Env.of("cuda:sm_90", autocast=torch.bfloat16)).count("LinearBiasPointwise") == 1
     assert model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)).count("LinearBiasPointwise") == 0
+
+
+@pytest.mark.parametrize("other", ["weight", "bias"])
+def test_does_not_apply_where_a_parameter_has_another_dtype(other: str):
+    parts = ops.Linear(64, 256, bias=False), ops.Bias(256)
+    model = sf.Sequential(*parts, ops.GeLU(), fusions=LinearBiasPointwise).bfloat16()
+    there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16)
+    assert model.plan(env=there).count("LinearBiasPointwise") == 1
+    parts[other == "bias"].float()
+    assert model.plan(env=there).count("LinearBiasPointwise") == 0
