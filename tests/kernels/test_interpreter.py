@@ -210,9 +210,9 @@ def test_draws_are_those_of_triton(dtype: torch.dtype, monkeypatch: pytest.Monke
 def _wide_draw_kernel(counters, y, N: tl.constexpr):
     i = tl.arange(0, N)
     c = tl.load(counters + i)
-    a, b, c, d = tl.philox(7, c, c, c, c)
-    tl.store(y + i, a.to(tl.int64, bitcast=True))
-    tl.store(y + N + i, d.to(tl.int64, bitcast=True))
+    drawn = tl.philox(7, c, c, c, c)
+    tl.store(y + i, drawn[0].to(tl.int64, bitcast=True))
+    tl.store(y + N + i, drawn[3].to(tl.int64, bitcast=True))
 
 
 def test_draws_of_64_bits_are_those_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
