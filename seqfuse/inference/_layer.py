@@ -63,7 +63,8 @@ class Layer:
             rows = new.transpose(1, 2)  # [B, S, Hkv, D]
             if scales is not None:
                 scale = rows.abs().amax(-1, keepdim=True).float() / 127
-                rows = (rows.float() / scale.clamp(min=1e-30)).round_().to(torch.int8)
+                rows = (rows.float() / scale.clamp(min=1e-30)).clamp_(-127, 127)
+                rows = (rows + 0.5 * rows.sign()).to(torch.int8)  # a half away from zero, as the kernels round it
                 _put(scales, sequence, positions, scale, taken)
             _put(whole, sequence, positions, rows, taken)
 

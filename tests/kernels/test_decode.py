@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqfuse.inference._layer import Layer
 from seqfuse.kernels import decode
 from seqfuse.testing import (
     REGIMES,
@@ -230,6 +231,18 @@ def check_write(module: ModuleType = decode) -> None:
                 found = caches[name][b, :, length] * scale.unsqueeze(-1)
                 assert ((found - row[b]).abs() <= 0.501 * scale.unsqueeze(-1)).all()
             assert_bitwise_equal(caches[name][b, :, :length].clone(), tensors[name][b, :, :length].clone())
+
+
+def test_a_kernel_and_a_prefill_write_the_same_bits_halves_too() -> None:
+    rows = torch.cat((torch.arange(-64.0, 64.0) + 0.5, torch.tensor([127.0])))[None, None]  # scale 1
+    rows = torch.cat((rows, seeded_randn((1, 1, 129), 1)), 1)[..., 1:].to(DEVICE)  # [B, Hkv, D]
+    by_prefill = Layer.empty(rows[:, :, None], 1, int8=True)
+    by_prefill.write(rows[:, :, None], -rows[:, :, None], torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), None)
+    k, v, k_scale, v_scale = (torch.zeros_like(t) for t in by_prefill.tensors())
+    lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    decode.cache_write(rows, -rows, k, v, lengths, k_scale=k_scale[..., 0], v_scale=v_scale[..., 0])
+    for written, wanted in zip((k, v, k_scale, v_scale), by_prefill.tensors(), strict=True):
+        torch.testing.assert_close(written, wanted, rtol=0, atol=0)
 
 
 def test_an_int8_cache_gets_rows_and_their_scales() -> None:
