@@ -696,7 +696,7 @@ def test_a_model_tells_its_public_channels_in_order() -> None:
     assert sf.Sequential(ops.Tanh()).channels == ((), ())
 
 
-@pytest.mark.parametrize("given", ["call", "plan", "plan of an environment"])
+@pytest.mark.parametrize("given", ["call", "call within vmap", "plan", "plan of an environment"])
 def test_a_misspelt_channel_is_named_with_the_one_that_is_near(given: str) -> None:
     model = sf.Sequential(ops.Tanh(), ops.Add("residual"), ops.Add("skip"))
     x = tensor(7, 5)
@@ -704,7 +704,11 @@ def test_a_misspelt_channel_is_named_with_the_one_that_is_near(given: str) -> No
         with pytest.raises(sf.InputError, match=r"SF103 .*'residul'.*\[did you mean 'residual'\?\]"):
             model.plan(env=sf.Env(), residul=x)
         return
-    use = model if given == "call" else model.plan
+
+    def within_vmap(x: Tensor, **channels: Tensor) -> Any:
+        return torch.vmap(lambda t: model(t, **channels))(x)
+
+    use = {"call": model, "call within vmap": within_vmap, "plan": model.plan}[given]
     with pytest.raises(sf.InputError, match=r"\[the call passed 'residul'; did you mean 'residual'\?\]") as caught:
         use(x, residul=x, skip=x)
     assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF103", "Add", 1)

@@ -63,6 +63,16 @@ MODELS = {
 }
 
 
+DRAWS = 16
+"""An error may lie nearly whole in one element, 20 times the rms, where the input of a norm is large: draws even it out."""
+
+
+def tokens(seed: int) -> Tensor:
+    """Every token, so that each draw has a gradient of each row of the embedding, and one of them again."""
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(seed))
+    return torch.cat((order, order[:1])).view(2, 31)
+
+
 def results(model: nn.Module, x: Tensor, kind: str | None) -> dict[str, Tensor]:
     """Logits and every gradient, under the names of the model here."""
     model.zero_grad()
@@ -80,10 +90,10 @@ def test_logits_and_all_gradients_are_those_of_hugging_face(name: str):
     mine, exact = from_huggingface(its), copy.deepcopy(its).double()
 
     def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
-        x = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(seed))
+        x = tokens(seed)
         return results(mine, x, None), results(its, x, kind), results(exact, x, kind)
 
-    judge_together(measure, 1)
+    judge_together(measure, 1, DRAWS)
     found, _, _ = measure(1)
     assert sum(p.numel() for p in mine.parameters()) == sum(p.numel() for p in its.parameters())
     assert len(found) == 1 + len(list(mine.parameters()))
@@ -126,10 +136,10 @@ def test_shared_parameters_are_those_of_the_model_itself(name: str):
         return [logits.detach(), *torch.autograd.grad(logits, leaves, dy)]
 
     def measure(seed: int) -> tuple[list[Tensor], ...]:
-        x = torch.randint(61, (2, 23), generator=torch.Generator().manual_seed(seed))
+        x = tokens(seed)
         return passes(mine(x), leaves), passes(its(x).logits, leaves), passes(exact(x).logits, [*exact.parameters()])
 
-    judge_together(measure, 1)
+    judge_together(measure, 1, DRAWS)
     x = torch.zeros(2, 23, dtype=torch.long)
     assert not mine.plan(x).alone
 
