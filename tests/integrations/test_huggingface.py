@@ -64,7 +64,7 @@ MODELS = {
 
 
 DRAWS = 16
-"""An error may lie nearly whole in one element, 20 times the rms, where the input of a norm is large: draws even it out."""
+"""An error may lie nearly whole in one element, where the input of a norm is large: many draws even it out."""
 
 
 def tokens(seed: int) -> Tensor:
