@@ -23,6 +23,9 @@ Requirements = Iterator[tuple[bool, str]]
 
 MAX_VARIADIC = 8
 
+# What an author may have meant for what the engine asks.
+_MISSPELT = {"require": "requires", "save": "saves", "unfuse": "unfused"}
+
 
 class FusedOperation:
     """A stateless substitute for a run of unfused operations; the abstract base of the four kinds of fusion.
@@ -67,7 +70,7 @@ class FusedOperation:
         cls.is_contract = contract
         if contract:
             return
-        check_pass_names(cls)
+        check_pass_names(cls, _MISSPELT)
         kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not FusedOperation]
         if len(kinds) > 1:
             several = ", ".join(kinds)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from .errors import PluginError, author_line, definition_error
 
@@ -52,16 +54,19 @@ class Signature:
         )
 
 
-def check_pass_names(cls: type) -> None:
+def check_pass_names(cls: type, others: Mapping[str, str] = MappingProxyType({})) -> None:
     """Raise for a class that calls a pass as torch does, and states none under the name that the engine knows.
+
+    `others` are further names that are taken for known ones: the engine would never call them.
 
     Raises:
         PluginError: (SF301) quoting the author's line.
     """
     authors = [base for base in cls.__mro__ if base.__module__.rpartition(".")[0] != __package__]  # no contract of ours
-    for name, known in (("forward", "fwd"), ("backward", "bwd")):
+    for name, known in {"forward": "fwd", "backward": "bwd", **others}.items():
         if name in vars(cls) and not any(known in vars(base) for base in authors):
-            raise definition_error(cls, f"a pass is called {known} here, not {name}", f"def {name}")
+            what = "a pass is" if known in ("fwd", "bwd") else "what the engine asks is"
+            raise definition_error(cls, f"{what} called {known} here, not {name}", f"def {name}")
 
 
 def check_device_functions(cls: type, takes_numbers: bool) -> None:

@@ -21,7 +21,7 @@ from ..fuser.schedule import Candidate
 from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from ..settings import fusing
-from ..testing.cases import seeded
+from ..testing.bench import seeded
 from .inputs import Spec, surroundings, vocabulary
 
 Kind = Literal["engine", "reference", "rounded"]

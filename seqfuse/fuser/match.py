@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..cost_table import Measurement
-from ..env import Env
+from ..env import Env, Savings
 from ..errors import InputError
-from ..fusion import MAX_VARIADIC, BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, Slot
+from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, Slot
 from ..settings import Fusing
+from .borders import refuses_channels, refuses_dtypes
 from .flatten import Node
-from .inputs import Border, along_of
+from .inputs import along_of
 from .schedule import Candidate
 from .stretch import Stretch
 
@@ -121,7 +122,7 @@ class Matcher:
                     continue
                 around = stretch.around(a, b)
                 excluded = self._excludes(cls, a, b, live_from, env, fusing)
-                reason, expected = excluded or (_refuses_dtypes(cls, nodes, a, around), False)
+                reason, expected = excluded or (refuses_dtypes(cls, nodes, a, around), False)
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
                     along = along_of(around, cls.forward_signature.dtype)
@@ -184,11 +185,13 @@ class Matcher:
     def _refuses(
         self, fusion: FusedOperation, nodes: Sequence[Node], a: int, b: int, live_from: int, env: Env
     ) -> str | None:
-        reason = _refuses_channels(fusion, nodes, a, b, b <= live_from)
+        reason = refuses_channels(fusion, nodes, a, b, b <= live_from)
         if reason is not None:
             return reason
         try:
             for holds, sentence in fusion.requires(env):
+                if isinstance(holds, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise TypeError(f"the condition comes first, not {holds!r}")
                 if not holds:
                     return sentence if sentence and isinstance(sentence, str) else "it gives no reason"  # pyright: ignore[reportUnnecessaryIsInstance]
         except Exception as error:
@@ -199,15 +202,19 @@ class Matcher:
         """Nanoseconds, by the clock where there is a measurement; or why it is not used."""
         try:
             if measured is None:
+                savings = fusion.saves(env)
+                if not isinstance(savings, Savings):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise TypeError(f"it returned {savings!r}")
                 # Rounded down: of equal estimates that of one fusion is not less than the sum of two.
-                return -math.floor(env.microseconds(fusion.saves(env)) * 1000)
+                return -math.floor(env.microseconds(savings) * 1000)
         except Exception as error:
             return self._raised(type(fusion).__name__, "saves", error)
         # One that saves memory may be slower.
         return -measured.saving if fusion.saves_memory and not measured.failed else measured.refusal or -measured.saving
 
     def _raised(self, name: str, method: str, error: Exception) -> str:
-        reason = f"{method} raised {type(error).__name__}: {error}"
+        wanted = {"requires": "it yields pairs (condition, sentence)", "saves": "it returns sf.Savings"}[method]
+        reason = f"{method} raised {type(error).__name__}: {error}{f'; {wanted}' * isinstance(error, TypeError)}"
         if (name, reason) not in self._warned:
             self._warned.add((name, reason))
             warnings.warn(f"fusion {name} is refused: {reason}", UserWarning, stacklevel=2)
@@ -255,46 +262,3 @@ def _bind(cls: type[FusedOperation], lengths: Sequence[int], nodes: Sequence[Nod
             bound[slot.name] = nodes[at].operation if taken else None
         at += taken
     return cls(**bound)
-
-
-def _refuses_dtypes(cls: type[FusedOperation], nodes: Sequence[Node], a: int, around: Sequence[Border]) -> str | None:
-    """Why a class is not used between borders at which dtypes change."""
-    if cls.triton and any(border.taken is None for border in around):
-        return "the dtypes here are not known before a call: an operation states no class of autocast"
-    for position, border in enumerate(around[1:-1], a + 1):
-        if border.cast is not None and not cls.casts:
-            return f"x is cast to {str(border.cast).removeprefix('torch.')} inside it, before {nodes[position].name}"
-    return None
-
-
-def _refuses_channels(fusion: FusedOperation, nodes: Sequence[Node], a: int, b: int, dead: bool) -> str | None:
-    """Channels that cross the fusion's border must be named in its signatures."""
-    if not any(node.inputs or node.outputs for node in nodes[a:b]):
-        return None
-    places = [name.replace(".", "_") for name, _ in fusion.named_operations()]
-    inside = {channel for node in nodes[a:b] for _, channel in node.outputs}
-    forward, backward = fusion.forward_signature.extras, fusion.backward_signature.extras
-    made = False
-    for place, node in zip(places, nodes[a:b], strict=True):
-        for name, channel in node.inputs:
-            full = f"{place}_{name}"
-            if not fusion.replaces_forward and (channel in inside) != made:
-                # It has no fwd to name the input in: the pattern says where it comes from, by what stands before it.
-                return f"the extra input {full} {'comes' if channel in inside else 'does not come'} from inside it"
-            if fusion.replaces_forward and (channel in inside) == (full in forward):
-                side = "comes from inside it" if channel in inside else "is not in the signature of its fwd"
-                return f"the extra input {full} {side}"
-        made = made or bool(node.outputs)
-        for name, channel in node.outputs:
-            full = f"{place}_{name}"
-            readers = nodes[a].readers[channel]
-            if readers and readers <= set(range(a, b)):
-                continue
-            needs_dy = not getattr(node.operation, "dy_may_be_none", False)
-            if isinstance(fusion, ForwardFusion) and needs_dy and not dead and node is not nodes[b - 1]:
-                return f"{node.name} needs a gradient of its y, whose shape is not kept where its {full} alone is used"
-            if fusion.replaces_forward and full not in fusion.outputs:
-                return f"the extra output {full} is read elsewhere and is not among its outputs"
-            if fusion.replaces_backward and not dead and f"d_{full}" not in backward:
-                return f"the gradient d_{full} arrives from elsewhere and is not in the signature of its bwd"
-    return None

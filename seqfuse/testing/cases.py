@@ -2,81 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Fuser, Sequential, flatten
+from ..fuser import Sequential, flatten
 from ..fuser.flatten import Node, public_channels
-from ..fuser.match import Matcher, Refusal
-from ..fuser.reference import by_reference
-from ..fuser.schedule import Candidate
-from ..fuser.stretch import Stretch
-from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
+from .bench import Bench, seeded
 from .structure import Tree, Untouched, assert_bitwise_equal, copied
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
 HUGE, _MOST_SUBSETS = "huge", 32
 _ROWS = 33  # enough for the bias part of the rule, and no power of two
-Prepare = Callable[[FusedOperation], None]
-
-
-class _Eager(Matcher):
-    """Takes every match that is not refused: the longest first, whatever it saves."""
-
-    def __init__(self, fusions: Sequence[type[FusedOperation]], prepare: Prepare | None) -> None:
-        super().__init__(fusions)
-        self._prepare = prepare
-
-    def find(self, stretch: Stretch, *_: Any, **__: Any) -> tuple[list[Candidate], list[Refusal]]:
-        found, refused = super().find(stretch, lean=True)
-        for candidate in found:
-            if self._prepare is not None:
-                self._prepare(candidate.fusion)
-        return [dataclasses.replace(c, cost=-1000 * (c.stop - c.start) ** 2) for c in found], refused
-
-
-class Bench(Fuser):
-    """A fuser that uses fusions wherever they match and are not refused, so that cost does not decide what is tested.
-
-    `prepare` sees each instance of a fusion before it is used.
-    """
-
-    plain_autograd = False  # a stretch of views is tested behind a node as all others are
-
-    def __init__(
-        self, root: Sequential, fusions: Sequence[type[FusedOperation]] = (), prepare: Prepare | None = None
-    ) -> None:
-        self._prepare = prepare
-        super().__init__(root, fusions)
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._matcher = _Eager(self.fusions, self._prepare)
-
-    def references(self, x: Tensor, **channels: Tensor) -> Any:
-        """Run every operation's `reference` under plain autograd, with the seeds that a call would draw."""
-        op_list = self.op_list()
-        return by_reference(op_list.nodes, op_list.inputs, op_list.outputs, x, channels)
-
-
-@contextlib.contextmanager
-def seeded(seed: int, device: torch.device) -> Generator[None]:
-    """A block in which torch's generators start from a seed, and after which they are as they were before it."""
-    on_cuda, generators = device.type == "cuda", cast(Any, torch.random)
-    with generators.fork_rng([device] if on_cuda else []):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a traceback, for devices not yet started
-        if on_cuda:
-            cast(Any, torch.cuda).manual_seed(seed)
-        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +79,7 @@ class Specimen:
         self.nodes = flatten(self.root)
         self.inputs, self.outputs = public_channels(self.nodes)
         self.places = dict.fromkeys(range(len(self.nodes)), "")
+        self.refused: list[str] = []
         for i, parameter in enumerate(self.root.parameters()):
             p = parameter.data
             if p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all()):
@@ -175,12 +119,16 @@ class Specimen:
         last = given[-1:]
         main = given if torch.Size(given[:-1]).numel() >= _ROWS else (_ROWS, *last)
         wanted = [main, given, last, (1, *last), (7, *last), (2, 3, 5, *last), (0, *last)]
-        return [shape for shape in dict.fromkeys(wanted) if self._accepts(shape)] or [given]
+        return [shape for shape in dict.fromkeys(wanted) if self.accepts(shape)] or [given]
 
-    def _accepts(self, shape: Shape) -> bool:
+    def accepts(self, shape: Shape) -> bool:
+        """Whether the references take a shape; what they raise that is no plain refusal is kept in `refused`."""
         try:
             self.run(Bench(self.at(torch.float64)), Case(shape, torch.float64, grad=False), 0, reference=True)
-        except Exception:
+        except ValueError:
+            return False
+        except Exception as error:
+            self.refused.append(f"x {shape}, which the reference refuses: {type(error).__name__}: {error}")
             return False
         return True
 

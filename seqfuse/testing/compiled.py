@@ -275,10 +275,17 @@ def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
         try:
             result = compile_one(variant, target, module)
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            result = Compiled(module, variant.name, target, error=f"{type(error).__name__}: {lines[-1]}")
+            result = Compiled(module, variant.name, target, error=_said(error))
         print("done", json.dumps(dataclasses.asdict(result)), flush=True)
     print("end", flush=True)
+
+
+def _said(error: BaseException) -> str:
+    """The innermost cause, which is in a function that the kernel calls where the fault is there, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = getattr(error, "error_message", None) or str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())}"[:300]
 
 
 if __name__ == "__main__":

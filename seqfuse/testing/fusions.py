@@ -13,11 +13,12 @@ from ..env import Env
 from ..fusion import FusedOperation
 from ..settings import fusing
 from .arguments import check_arguments, check_fusion_arguments
-from .cases import Specimen, seeded
+from .bench import seeded
+from .cases import Specimen
 from .interpreter import as_on_a_gpu
 from .judge import saying
 from .operations import DTYPES
-from .patterns import configured_once, configured_otherwise, described, example_lists
+from .patterns import at_another_width, configured_once, configured_otherwise, described, example_lists
 from .probe import NotRun, Probe
 
 
@@ -71,7 +72,8 @@ def check_fusion(
     once.
 
     Lists that are made here are also made with other configurations of the operations, of `examples(x)`: a fusion has
-    to respect each, or to refuse it in `requires`. The result names classes that were tried in one configuration alone.
+    to respect each, or to refuse it in `requires`; and, where the width of x is a power of two, once for one that is
+    none. The result names classes that were tried in one configuration alone.
     It also says so where a forward cannot run on fake tensors, on which a plan counts what is saved for backward.
 
     Args:
@@ -167,13 +169,19 @@ def _otherwise(
     dtypes: Sequence[torch.dtype] | None,
     channels: Mapping[str, Tensor],
 ) -> tuple[int, list[str]]:
-    """Check other configurations than those of `example`: the number of cases, and the classes that have no other."""
+    """Check other configurations than those of `example`, and its own at another width.
+
+    Gives the number of cases, and the classes that have no other configuration.
+    """
     count = 0
-    for operations, entering in configured_otherwise(fusion, x):
-        where = f"{fusion.__name__} misses a configuration, to be respected or refused in `requires`: {operations}"
+    misses = f"{fusion.__name__} misses a configuration, to be respected or refused in `requires`: "
+    others = [(f"{misses}{operations}", operations, like) for operations, like in configured_otherwise(fusion, x)]
+    for operations, like in at_another_width(fusion, x) if not channels else ():
+        others.append((f"{fusion.__name__} on {described(operations)}, {like.shape[-1]} columns", operations, like))
+    for where, operations, like in others:
         for dtype in dtypes or DTYPES:
             with saying(where):
-                probe = Probe(fusion, Specimen(operations, entering, channels, seed), dtype)
+                probe = Probe(fusion, Specimen(operations, like, channels, seed), dtype)
                 refused = probe.place()
             if refused is None:
                 count += probe.check(where, whole=False)[0]

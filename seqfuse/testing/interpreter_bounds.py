@@ -8,6 +8,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from .interpreter_globals import refuse_globals
 from .traffic import ACCESSES, tensors_of
 
 
@@ -27,6 +28,7 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     @functools.wraps(arguments)
     def init_args(self: Any, args: Any, named: Any) -> Any:
         nonlocal kernel
+        refuse_globals(self.fn)
         on_host = arguments(self, args, named)
         kernel = self.fn.__name__
         memory.clear()

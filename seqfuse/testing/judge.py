@@ -97,14 +97,20 @@ def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree, note: str =
                 )
 
 
-def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, note: str = "") -> None:
+_Measure = Callable[[int], tuple[Tree, Tree, Tree]]
+_ANY = (torch.float32,)
+_FEW, _FEW_IN = 64, (torch.float32, torch.bfloat16, torch.float16)
+
+
+def judge(measure: _Measure, seed: int, note: str = "") -> None:
     """Apply the error bound to (fused, unfused, reference), to more than one draw where it may alarm by chance.
 
     Correct kernels do so in about 1 float32 case of 150, under an offset or a heavy tail, where one rounding is shared
     by a whole row. In 16 bits they do where a tensor has few elements, since the error of an unfused one is then no
     estimate: 1 case in 10 of the gradient of a bias of 4 behind a saturated sigmoid. A fault alarms under every seed.
     So, where the only failures are parts other than structure in float32, or in 16 bits in tensors of at most 64
-    elements, two more seeds are drawn, and it is an error if the same tensor fails again in either of them.
+    elements, two more seeds are drawn, and it is an error if the same tensor fails again in either of them; where that,
+    too, is one of few elements, if it fails in as many draws, judged as one tensor, as make 128 elements.
 
     Raises FusedMismatch, with `note` behind it where a NaN or an Inf differs.
     """
@@ -112,13 +118,17 @@ def judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, note: st
     if first is None:
         return
     failed = _by_chance(first)
-    if failed:
-        for other in (seed + 1001, seed + 2002):
-            again = _mismatch(*measure(other))
-            if again is not None and (failed & {c.tensor for c in again.report.failures} or not _by_chance(again)):
-                raise again
+    if not failed:
+        raise FusedMismatch(first.report, note=note) if note and first.report.not_finite else first
+    for other in (seed + 1001, seed + 2002):
+        sides = measure(other)
+        again = _mismatch(*sides)
+        if again is None or (_by_chance(again) and not failed & {c.tensor for c in again.report.failures}):
+            continue
+        if not _by_chance(again) or any(c.elements > _FEW for c in again.report.failures):
+            raise again
+        _judge_joined(measure, seed, sides, {c.tensor: c.elements for c in again.report.failures})
         return
-    raise FusedMismatch(first.report, note=note) if note and first.report.not_finite else first
 
 
 def _mismatch(fused: Tree, unfused: Tree, reference: Tree) -> FusedMismatch | None:
@@ -131,15 +141,24 @@ def _mismatch(fused: Tree, unfused: Tree, reference: Tree) -> FusedMismatch | No
 
 def _by_chance(mismatch: FusedMismatch) -> set[str]:
     failures = mismatch.report.failures
-    chance = all(c.part != "structure" and c.dtype in (_FEW if c.elements <= 64 else _ANY) for c in failures)
+    chance = all(c.part != "structure" and c.dtype in (_FEW_IN if c.elements <= _FEW else _ANY) for c in failures)
     return {check.tensor for check in failures} if chance else set()
 
 
-_ANY = (torch.float32,)
-_FEW = (torch.float32, torch.bfloat16, torch.float16)
+def _judge_joined(measure: _Measure, seed: int, first: tuple[Tree, Tree, Tree], elements: dict[str, int]) -> None:
+    count = -(-2 * _FEW // min(elements.values()))
+    draws = [first, *(measure(seed + 1001 * i) for i in range(3, 2 + count))]
+    for name in elements:
+        assert_fused_close(*(torch.stack([_named(draw[side], name) for draw in draws]) for side in range(3)), name=name)
 
 
-def judge_together(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, draws: int = 8) -> None:
+def _named(tree: Tree, name: str) -> Tensor:
+    tensor = dict(named_tensors(tree))[name]
+    assert tensor is not None
+    return tensor.detach()
+
+
+def judge_together(measure: _Measure, seed: int, draws: int = 8) -> None:
     """Apply the error bound to one draw and, where it alarms, to `draws` others at once: for models of many operations.
 
     There one rounding reaches whole rows: the errors of two right models are two draws of few numbers, and in most
@@ -221,6 +240,13 @@ def assert_saves_parameters(saved: Saved, parameters: Mapping[str, tuple[nn.Modu
             if alike and torch.equal(*(t.detach().flatten().sort().values for t in (value, own))):
                 of = "not a copy of it: save the parameter itself" if views else "not a copy or a view of it"
                 raise AssertionError(f"field {field[1:]!r} must be the parameter {name!r} itself, {of}")
+
+
+def assert_dtypes(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+    """Outputs have the dtypes of those of the reference; raises AssertionError naming one and both dtypes."""
+    for name, y in found.items():
+        if y.dtype is not reference[name].dtype:
+            raise AssertionError(f"{name} is {y.dtype}, and {reference[name].dtype} from the reference")
 
 
 def assert_saves_no_copies(ahead: Pass) -> None:

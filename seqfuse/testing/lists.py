@@ -16,7 +16,7 @@ from ..fuser.reference import random_seeds
 from ..fuser.sequential import Fusions
 from ..operation import UnfusedOperation
 from ..ops.residual import Residual
-from .cases import seeded
+from .bench import seeded
 from .plain import plain
 from .tensors import generator, laid_out, seeded_randn
 

@@ -116,7 +116,9 @@ def assert_fused_close(fused: Tree, unfused: Tree, reference: Tree, *, name: str
     | element | `|e_f| <= 6 rms(e_u) + 4 |e_u| + 2 phi + 0.5 rms(phi)` |
     | bias | from 16 rows, 256 elements: mean of `e_f/phi`, also times sign(r): `|mean_f| <= |mean_u| + 4 se + 0.03` |
 
-    `eps` is the dtype's, twice it for float32; `se` is clustered by row. Inputs left alone is `Untouched`'s to check.
+    `eps` is the dtype's, twice it for float32; `se` is clustered by row, and by column too where sums of columns vary
+    by more than twice what independent elements give (Cameron, Gelbach, Miller 2011). Inputs left alone is
+    `Untouched`'s to check.
     Raises FusedMismatch (an AssertionError) naming tensor, part, measured value, bound and worst index, and TypeError
     when the reference is not float64.
     """
@@ -279,8 +281,12 @@ class Sample:
         for kind, weight in (("e_f/phi", torch.ones_like(self.r)), ("sign(r) e_f/phi", self.r.nan_to_num(0.0).sign())):
             z_f, z_u = weight * self.e_f / phi, weight * self.e_u / phi
             mean_f, mean_u = z_f.sum() / self.count, z_u.sum() / self.count
-            # Elements of one row share its statistics, so rows are the independent draws.
-            spread = torch.where(self.counted, z_f - mean_f, 0.0).sum(1)
-            se = (spread.square().sum() * rows / (rows - 1)).sqrt() / self.count
+            # Elements of one row share its statistics, so rows are the independent draws; but where rows are equal, as
+            # of an expanded tensor, columns are, and their sums vary by far more than their elements do.
+            off = torch.where(self.counted, z_f - mean_f, 0.0)
+            spread = off.sum(1)
+            by_row, by_column, single = (t.square().sum() for t in (spread, off.sum(0), off))
+            shared = torch.where(by_column > 2 * single, by_column - single, 0.0)
+            se = ((by_row + shared) * rows / (rows - 1)).sqrt() / self.count
             worst = index_of(int(spread.abs().argmax().item()), self.shape[:-1])
             yield self._check("bias", mean_f.abs(), mean_u.abs() + 4 * se + 0.03, f"row {worst}", f"|mean {kind}|")

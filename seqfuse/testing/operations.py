@@ -16,9 +16,12 @@ from ..fuser.stretch import Wants
 from ..operation import UnfusedOperation
 from ..saved import Saved, packing
 from .arguments import check_arguments
-from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets
+from .bench import Bench, seeded
+from .cases import HUGE, Case, Outcome, Specimen, cases, few_rows, subsets
 from .elementwise import activations, assert_elementwise, check_derivative_reference, check_device_functions
+from .fakes import assert_fakes_alike
 from .judge import (
+    assert_dtypes,
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
@@ -31,6 +34,7 @@ from .judge import (
 )
 from .numerics import FusedMismatch
 from .observe import Observer, Pass
+from .patterns import other_examples
 from .structure import Tree, assert_bitwise_equal
 from .tensors import Shape
 
@@ -66,7 +70,8 @@ def check_op(
     * every subset of needed gradients (beyond 32, one or all but one): the same bits, what is not wanted is `None`,
       dropped fields are not read, names in `for_` exist, and each field is read for some gradient.
     * what was given or is returned is saved as itself, not as a copy, in a wider dtype or in the same.
-    * a small case in evaluation, or in training where the operation is in evaluation.
+    * a small case in evaluation, or in training where the operation is in evaluation; one of each of the class's other
+      `examples(x)`; and, where the width of x is a power of two, one of its `example` for a width that is none.
     * `bwd` reads no parameter of the module, which may have changed since the forward, but those in what was saved.
     * two runs, and two backwards through one graph, agree bit for bit; inputs, parameters and incoming gradients are
       not written; global state, random generators and attributes stay; gradients have memory of their own.
@@ -77,9 +82,8 @@ def check_op(
       same rule. Where no kernel can run, or none takes them, the result says that they were not checked.
 
     The operation itself is left alone: copies of it are run, in which parameters that are constant get random values.
-    In float32, and in 16 bits in a tensor of at most 64 elements, an alarm of the numeric parts is drawn twice more and
-    counts if the same tensor alarms again, since correct kernels alarm in about 1 case of 150; all others count at
-    once.
+    A numeric alarm in float32, or in a tensor of at most 64 elements in 16 bits, is drawn twice more and counts if the
+    same tensor alarms again, since correct kernels alarm in about 1 case of 150; all others count at once.
 
     Args:
         op: the operation, with parameters of any floating dtype, on the device of `x`.
@@ -106,19 +110,24 @@ def _check(
     op: UnfusedOperation, x: Tensor, seed: int, dtypes: Sequence[torch.dtype], channels: Mapping[str, Tensor]
 ) -> CheckedOp:
     name, count = type(op).__name__, 0
-    skipped: list[str] = []
     with saying(name):
         specimen = Specimen([op], x, channels, seed)
         _check_declarations(specimen)
         shapes = specimen.shapes()
+    skipped = [*specimen.refused]
     for dtype in dtypes:
+        few, still = (Case(few_rows(shapes), dtype, grad=grad) for grad in (True, False))
+        with saying(f"{name}, {still}"):
+            reference = specimen.run(Bench(specimen.at(dtype)), still, seed, reference=True)
+            assert_dtypes(_observed(specimen, still)[0].outputs, reference.outputs)
         for case in cases(shapes, dtype):
             _check_numbers(name, specimen, case)
             count += 1
-        few = Case(few_rows(shapes), dtype)
         with saying(f"{name}, {few}"):
-            for ahead in _observed(specimen, few)[2].passes("fwd"):
-                assert_saves_no_copies(ahead)
+            for run in _observed(specimen, few)[2].seen:
+                assert_fakes_alike(run)
+                if run.name == "fwd":
+                    assert_saves_no_copies(run)
     small = Case(few_rows(shapes), dtypes[0])
     with saying(f"{name}, {small}"):
         full = _check_subsets(specimen, small)
@@ -139,6 +148,11 @@ def _check(
         skipped += [part + unchecked] if unchecked else []
     other = Specimen([copy.deepcopy(op).train(not op.training)], x, channels, seed)
     _check_numbers(f"{name} in {'evaluation' if op.training else 'training'}", other, small)
+    for what, configured, like in other_examples(type(op), x) if not channels else ():
+        other = Specimen([configured], like, {}, seed)
+        if other.accepts(tuple(like.shape)):
+            _check_numbers(f"{name}, {what}", other, Case(tuple(like.shape), dtypes[0]))
+            count += 1
     return CheckedOp(name, count + 1, tuple(skipped))
 
 

@@ -73,6 +73,33 @@ def configured_otherwise(fusion: type[FusedOperation], x: Tensor) -> Iterator[tu
             yield made
 
 
+def at_another_width(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
+    """The sequence with every slot filled, for an x whose width is no power of two; nothing where that of x is none."""
+    other = other_width(x)
+    if other is not None:
+        with contextlib.suppress(ValueError):
+            yield _build(fusion, [next(_choices(slot)) for slot in fusion.slots], other)
+
+
+def other_examples(kind: type[UnfusedOperation], x: Tensor) -> Iterator[tuple[str, UnfusedOperation, Tensor]]:
+    """Each of the other `examples(x)` of a class, and its `example` of another width: what it is, itself, its input."""
+    wider = other_width(x)
+    for of, like in (("examples", x), *([] if wider is None else [("example", wider)])):
+        try:
+            made = kind.examples(like)[1:] if of == "examples" else (kind.example(like),)
+        except (TypeError, ValueError, NotImplementedError):  # it has none, or none for this input
+            continue
+        yield from ((f"{one} of its `{of}`", one, like) for one in made)
+
+
+def other_width(x: Tensor) -> Tensor | None:
+    """An input half as wide again as `x`, where the width of `x` is a power of two, which needs no mask of columns."""
+    width = x.shape[-1] if x.dim() and x.is_floating_point() else 0
+    if width < 2 or width & (width - 1):
+        return None
+    return seeded_randn((*x.shape[:-1], width + width // 2), 0, dtype=x.dtype).to(x.device)
+
+
 def configured_once(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[str, str]]:
     """Classes of a fusion's slots, but this library's, whose `examples` makes one configuration, and which."""
     operations, _ = next(example_lists(fusion, x))

@@ -17,7 +17,9 @@ from ..fuser.plan import Plan, Step
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion
 from ..saved import Saved
 from ..settings import fusing
-from .cases import HUGE, Bench, Case, Outcome, Prepare, Specimen, cases, few_rows, subsets
+from .bench import Bench, Prepare
+from .cases import HUGE, Case, Outcome, Specimen, cases, few_rows, subsets
+from .fakes import assert_fakes_alike
 from .judge import (
     assert_only_wanted,
     assert_own_memory,
@@ -69,7 +71,8 @@ class Probe:
         reasons = [f"{r.reason} (at position {r.at})" for r in plan.refused if r.fusion == self.fusion.__name__]
         slots = ", ".join(slot.name for slot in self.fusion.slots)
         why = "; ".join(dict.fromkeys(reasons)) or f"its pattern ({slots}) matches nowhere in {', '.join(plan.names)}"
-        mistaken = not reasons or any(reason.startswith(("requires raised", "saves raised")) for reason in reasons)
+        slips = "requires raised", "saves raised", "not in the signature of its"
+        mistaken = not reasons or any(slip in reason for reason in reasons for slip in slips)
         raise (AssertionError if mistaken else NotRun)(f"it is not used: {why}")
 
     def place(self) -> AssertionError | None:
@@ -131,6 +134,11 @@ class Probe:
             names = self.specimen.names()
             frozen = [dataclasses.replace(few, frozen=frozenset(names) - wanted) for wanted in subsets(names)]
             chosen += [dataclasses.replace(frozen[0], grad=True), *frozen[1:]]
+        with saying(f"{where}: {self.combination}, {few}"):
+            once, observer, bench = self._fused(few, self.seed)
+            # The first call is interpreted, the next runs the code made of the same steps.
+            with fusing(on_error="raise"), saying("called again with the same inputs"):
+                assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
         skipped: list[str] = []
         for case in dict.fromkeys(chosen):
             refused = self._refused(case)
@@ -143,20 +151,19 @@ class Probe:
                 else:
                     judge(functools.partial(self.measure, case), self.seed, met(case))
         with saying(f"{where}: {self.combination}, {few}"):
-            once, observer, bench = self._fused(few, self.seed)
-            # The first call is interpreted, the next runs the code made of the same steps.
-            with fusing(on_error="raise"):
-                assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, once.tree)
             self._check_reads(observer, bench)
-            for ahead in observer.passes("fwd") if whole and not inference else ():
-                assert_saves_no_copies(ahead)
+            for run in observer.seen if whole else ():
+                assert_fakes_alike(run)
+                if run.name == "fwd" and not inference:
+                    assert_saves_no_copies(run)
         with saying(f"{where}: after its parameters changed, {few}"):
             assert_bitwise_equal(self._changed(few, True), self._changed(few, False))
         for name in ("fwd", "bwd"):
             if hasattr(self.fusion, name):
                 with saying(f"{where}: a {name} that fails, {few}"):
                     self._check_fallback(name, few)
-        return len(dict.fromkeys(chosen)) - len(skipped), skipped
+        count = len(dict.fromkeys(chosen)) - len(skipped)
+        return count, [*self.specimen.refused, *skipped] if whole else skipped
 
     def _fused(self, case: Case, seed: int) -> tuple[Outcome, Observer, Bench]:
         observer = Observer()

@@ -296,6 +296,24 @@ def a_backward_by_the_name_of_torch() -> None:
         def backward(self, dy: Tensor, *, bias: Any) -> Any: ...
 
 
+@bad("def require(self, env: Any) -> Any: ...", "what the engine asks is called requires here, not require")
+def requirements_by_another_name() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+
+        def fwd(self, x: Tensor) -> Any: ...
+        def require(self, env: Any) -> Any: ...
+
+
+@bad("def save(self, env: Any) -> Any: ...", "what the engine asks is called saves here, not save")
+def savings_by_another_name() -> None:
+    class Fusion(sf.ForwardFusion):
+        bias: ops.Bias
+
+        def fwd(self, x: Tensor) -> Any: ...
+        def save(self, env: Any) -> Any: ...
+
+
 @bad("def forward(self, x: Tensor) -> Any: ...", "a pass is called fwd here, not forward")
 def an_operation_with_a_forward() -> None:
     class Operation(sf.UnfusedOperation):

@@ -327,6 +327,23 @@ def test_a_requirement_that_raises_refuses_with_that_and_warns_once(requires: Ca
         assert "no table for this chip" in refusal.reason
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: True, "'bool' object is not iterable; it yields pairs (condition, sentence)"),
+        (lambda: [("float32 only", False)], "the condition comes first, not 'float32 only'; it yields pairs"),
+        (lambda: [True], "cannot unpack non-iterable bool object; it yields pairs"),
+    ],
+    ids=["no pairs", "sentence first", "no pair"],
+)
+def test_says_what_requirements_are_made_of(given: Callable[[], Any], said: str) -> None:
+    cls = with_requires(lambda self, env: given())
+    model = sf.Sequential(ops.Bias(5), ops.ReLU(), fusions=(cls,))
+    with pytest.warns(UserWarning, match="requires raised TypeError"):
+        (refusal,) = model.plan(tensor(7, 5)).refused
+    assert said in refusal.reason
+
+
 @pytest.mark.parametrize("bad", ["raise", "none", "text", "nan"])
 def test_savings_that_cannot_be_used_refuse_with_that_and_warn_once(bad: str) -> None:
     def saves(self: Any, env: sf.Env) -> Any:
@@ -341,6 +358,8 @@ def test_savings_that_cannot_be_used_refuse_with_that_and_warn_once(bad: str) ->
         torch.testing.assert_close(model(x), torch.relu(x + model[0].bias))
     (refusal,) = model.plan(x).refused
     assert refusal.reason.startswith("saves raised ")
+    if bad in ("none", "text"):
+        assert refusal.reason.endswith("; it returns sf.Savings")
 
 
 def test_one_bad_fusion_does_not_disturb_the_others() -> None:

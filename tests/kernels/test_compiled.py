@@ -218,6 +218,14 @@ def right_kernel(x, y, n, by, F: tl.constexpr, BLOCK: tl.constexpr = 1024):
 @triton.jit
 def wrong_kernel(x, y, n, by, F: tl.constexpr):
     tl.store(y[0], FACTOR * tl.load(x))
+
+@triton.jit
+def scaled(x):
+    return x * FACTOR
+
+@triton.jit
+def calling_kernel(x, y, n, by, F: tl.constexpr):
+    tl.store(y[0], scaled(tl.load(x)))
 """
 
 
@@ -236,7 +244,9 @@ def test_a_kernel_of_an_author_is_compiled_as_it_would_be_launched(tmp_path: Pat
         (one,) = compile_kernel(module.right_kernel, *launch, num_warps=2, targets=["sm_90"])
         assert (one.module, one.variant, one.target, one.error) == ("of_an_author", "right_kernel", "sm_90", None)
         assert (one.wide, one.narrow) == (4, 0)  # 16 elements for each of 64 threads
-        with pytest.raises(AssertionError, match=r"wrong_kernel does not compile for sm_90: .*global variable FACTOR"):
-            compile_kernel(module.wrong_kernel, *launch, targets=["sm_90"])
+        for kernel in (module.wrong_kernel, module.calling_kernel):
+            said = f"{kernel.fn.__name__} does not compile for sm_90: NameError: .*global variable FACTOR"
+            with pytest.raises(AssertionError, match=said):
+                compile_kernel(kernel, *launch, targets=["sm_90"])
         with pytest.raises(TypeError, match="takes tensors, numbers and tuples of them, not 'bf16'"):
             compile_kernel(module.wrong_kernel, "bf16", *launch[1:])

@@ -34,6 +34,20 @@ def _cast_kernel(x, y, N: tl.constexpr):
     tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty))
 
 
+FACTOR, CONSTANT = 0.7, tl.constexpr(3)
+
+
+@triton.jit
+def _by_factor(x):
+    return x * FACTOR
+
+
+@triton.jit
+def _global_kernel(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, _by_factor(tl.load(x + i)) * CONSTANT)
+
+
 @triton.jit
 def _arithmetic_kernel(x, y, z, s, N: tl.constexpr):
     i = tl.arange(0, N)
@@ -292,3 +306,11 @@ def test_an_access_outside_the_arguments_of_a_launch_is_refused_before_it_happen
     assert counts.tolist() == [0, 1, 1, 1]
     with pytest.raises(OutOfBounds, match="_count_kernel stores 8 bytes outside the memory of x"):
         launch(_count_kernel, 1, (counts, 1), {"N": 4})
+
+
+def test_a_number_that_is_a_global_is_refused_as_the_compiler_does() -> None:
+    x, y = torch.ones(4), torch.zeros(4)
+    for _ in range(2):
+        with pytest.raises(NameError, match=r"_by_factor reads the global FACTOR = 0.7, .* tl.constexpr\(0.7\)"):
+            launch(_global_kernel, 1, (x, y), {"N": 4})
+    assert not y.any()

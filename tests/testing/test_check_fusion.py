@@ -62,6 +62,22 @@ IN_ONE_CASE = (
 )  # fmt: skip
 
 
+class DropsColumns(BiasGeLU):
+    """Right where the width is a power of two."""
+
+    def fwd(self, x):
+        y, saved = super().fwd(x)
+        y[..., 1 << (y.shape[-1].bit_length() - 1) :] = 0
+        return y, saved
+
+
+@FEW
+def test_a_width_that_is_no_power_of_two_is_tried_where_that_of_x_is_one():
+    with pytest.raises(AssertionError, match=r"DropsColumns on \[Bias, GeLU\], 12 columns: .*\n  y: max"):
+        check_fusion(DropsColumns, seeded_randn((4, 8), 0), dtypes=[torch.float32])
+    check_fusion(DropsColumns, seeded_randn((4, 8), 0), ops.Bias(8), ops.GeLU(), dtypes=[torch.float32])
+
+
 @pytest.mark.parametrize(("fusion", "message"), MUTANTS, ids=[fusion.__name__ for fusion, _ in MUTANTS])
 def test_catches(fusion: type[sf.FusedOperation], message: str, request: pytest.FixtureRequest):
     if fusion.__name__ not in IN_ONE_CASE:
@@ -134,6 +150,38 @@ def test_a_requires_that_raises_is_a_mistake_and_no_fusion_that_cannot_run_here(
     with pytest.raises(AssertionError, match=said) as error, pytest.warns(UserWarning, match=said):
         check_fusion(Mistaken, X)
     assert not isinstance(error.value, NotRun)
+
+
+def test_an_input_that_its_signature_leaves_out_is_a_mistake():
+    class LeavesOut(sf.JointFusion):
+        bias: ops.Bias
+        add: ops.Add
+
+        class Saved(sf.Saved):
+            pass
+
+        def fwd(self, x):
+            return x + self.bias.bias, self.Saved()
+
+        def bwd(self, dy, saved):
+            return dy, {"bias.bias": dy.sum(0), "add.other": dy}
+
+    with pytest.raises(AssertionError, match="the extra input add_other is not in the signature of its fwd") as error:
+        check_fusion(LeavesOut, X)
+    assert not isinstance(error.value, NotRun)
+
+
+def test_results_that_waver_are_called_that():
+    class Wavers(BiasAct):
+        calls = 0
+
+        def fwd(self, x):
+            y, saved = super().fwd(x)
+            type(self).calls += 1
+            return y * (1 + 1e-3 * (self.calls % 2)), saved
+
+    with pytest.raises(AssertionError, match="called again with the same inputs: y: bits differ first at"):
+        check_fusion(Wavers, X, ops.Bias(6), ops.Tanh())
 
 
 @pytest.mark.parametrize("dtypes", [None, [torch.float32]])

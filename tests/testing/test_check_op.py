@@ -119,6 +119,83 @@ def test_says_that_no_kernel_was_run():
     assert check_op(ops.Bias(6), x, dtypes=(torch.float32,)).skipped == ()
 
 
+class Shifted(sf.UnfusedOperation):
+    """y = x + by; wrong for an odd `by`."""
+
+    class Saved(sf.Saved):
+        pass
+
+    def __init__(self, by: int = 2) -> None:
+        super().__init__()
+        self.by = by
+
+    @classmethod
+    def examples(cls, x: torch.Tensor) -> tuple[Shifted, ...]:
+        return cls(), cls(3)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+        y = x + self.by // 2 * 2
+        return y, self.Saved()
+
+    def bwd(self, dy: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, sf.Grads]:
+        return dy, {}
+
+
+class ShiftedInPart(Shifted):
+    """Wrong in columns behind the last power of two."""
+
+    examples = sf.UnfusedOperation.examples
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Shifted.Saved]:
+        y = x + self.by
+        y[..., 1 << (y.shape[-1].bit_length() - 1) :] = 0
+        return y, self.Saved()
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_other_configurations_of_a_class_and_another_width_are_tried():
+    x = seeded_randn((4, 8), 0)
+    with pytest.raises(AssertionError, match=r"Shifted, Shifted\(by=3\) of its `examples`, float32, x \(4, 8\)"):
+        check_op(Shifted(), x)
+    with pytest.raises(
+        AssertionError, match=r"ShiftedInPart, ShiftedInPart\(by=2\) of its `example`, float32, x \(4, 12\)"
+    ):
+        check_op(ShiftedInPart(), x)
+
+
+class InFloat32(Shifted):
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Shifted.Saved]:
+        return x.float() + self.by, self.Saved()
+
+
+class TakesNoFew(Shifted):
+    """Its reference fails with an error of torch where x has no dimension of tokens."""
+
+    examples = sf.UnfusedOperation.examples
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(-1, -2).transpose(-1, -2) + self.by
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Shifted.Saved]:
+        return x + self.by, self.Saved()
+
+
+def test_an_output_of_another_dtype_is_named():
+    with pytest.raises(AssertionError, match=r"InFloat32, bfloat16, .*: y is torch.float32, and torch.bfloat16 from"):
+        check_op(InFloat32(), seeded_randn((4, 6), 0))
+
+
+@pytest.mark.usefixtures("few_cases")
+def test_a_shape_that_the_reference_fails_on_is_told_and_one_that_is_refused_is_not():
+    found = check_op(TakesNoFew(), seeded_randn((4, 6), 0))
+    assert len(found.skipped) == 1
+    assert found.skipped[0].startswith("x (6,), which the reference refuses: IndexError: Dimension out of range")
+    assert not check_op(ops.Bias(6), seeded_randn((4, 6), 0)).skipped
+
+
 class InTheDtypeOfX(sf.UnfusedOperation):
     """y = x + sin(a x)^2 / a, each step rounded to the dtype of x."""
 

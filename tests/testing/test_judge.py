@@ -70,6 +70,28 @@ def test_one_alarm_in_16_bits_in_few_elements_is_taken_for_chance_and_a_second_c
         judge(Draws(dtype, {0: "y", 2: "y"}, shape=(4, 16)), 0)
 
 
+def test_few_elements_that_alarm_twice_are_judged_as_one_tensor_of_many_draws():
+    """Two sums of one number each, as wrong as one another, alarm in half of all draws; twice as wrong is found."""
+    asked: list[int] = []
+
+    def measure(seed: int, wrong: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+        asked.append(seed)
+        r = 100 + in_regime("normal", (1,), seed, dtype=torch.float64)
+        f, u = (r + 1e-4 * in_regime("normal", (1,), seed + i, dtype=torch.float64) for i in (1, 2))
+        return (r + wrong * (f - r)).float(), u.float(), r
+
+    for seed in range(60):
+        judge(measure, seed)
+    assert len(set(asked)) > 60 + 128
+    found = 0
+    for seed in range(60):
+        try:
+            judge(lambda at: measure(at, 2.5), seed)
+        except FusedMismatch:
+            found += 1
+    assert found > 20
+
+
 def test_an_alarm_in_float64_counts_at_once_in_few_elements_too():
     with pytest.raises(FusedMismatch, match="y: max"):
         judge(Draws(torch.float64, {0: "y"}), 0)

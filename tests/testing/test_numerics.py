@@ -8,7 +8,8 @@ from torch import Tensor
 
 from seqfuse import ops
 from seqfuse.testing import PARTS, FusedMismatch, assert_fused_close, in_regime
-from seqfuse.testing.cases import Bench, Case, Specimen
+from seqfuse.testing.bench import Bench
+from seqfuse.testing.cases import Case, Specimen
 
 SHAPE = (32, 48)
 
@@ -268,6 +269,22 @@ def test_bounds_are_those_of_the_table(dtype: torch.dtype, unit: float):
         # With rows of one size, clustering by row is the standard error of the row means.
         expected["bias", what] = (z_u.mean().abs() + 4 * z_f.mean(1).std() / math.sqrt(16) + 0.03).item()
     assert {key: bound[key] for key in expected} == pytest.approx(expected)
+
+
+def test_rows_that_are_equal_are_one_draw_and_those_that_share_little_are_many():
+    """Of copies of one row the columns are the draws; the bound is as if there were that row alone."""
+    f, u, r = results(torch.bfloat16, (1, 40))
+    apart = results(torch.bfloat16, (32, 40))
+    report = assert_fused_close(*(t.repeat(32, 1) for t in (f, u, r)))
+    phi = 2**-7 * r.abs() + torch.finfo(torch.bfloat16).tiny
+    z_f, z_u = ((t.double() - r) / phi for t in (f, u))
+    (bound,) = (check.bound for check in report.checks if check.what == "|mean e_f/phi|")
+    off = z_f - z_f.mean()
+    variance = (off * 32).square().sum() - 32 * off.square().sum()
+    expected = z_u.mean().abs() + 4 * (variance * 32 / 31).sqrt() / (32 * 40) + 0.03
+    assert bound == pytest.approx(expected.item())
+    (less,) = (check.bound for check in assert_fused_close(*apart).checks if check.what == "|mean e_f/phi|")
+    assert less < bound / 2
 
 
 def test_another_draw_has_other_parameters_and_other_given_values():

@@ -18,7 +18,7 @@ import seqfuse as sf
 from seqfuse import cost_table, ops
 from seqfuse.fuser import cost_lookup, flatten, interpret
 from seqfuse.operation import config_version
-from seqfuse.testing.cases import Bench
+from seqfuse.testing.bench import Bench
 from seqfuse.tune import TuneReport, _Search, timing
 from seqfuse.tune.ranks import Ranks
 from seqfuse.tune.shadow import Shadow

@@ -15,7 +15,7 @@ from seqfuse.fuser.sequential import install
 from seqfuse.fusions import linear_activation_linear
 from seqfuse.fusions.linear_activation_linear import LinearActivationLinear
 from seqfuse.testing import check_fusion, seeded_randn
-from seqfuse.testing.cases import Bench
+from seqfuse.testing.bench import Bench
 from tests.fusions.triton.fourways import four_ways
 
 

@@ -53,6 +53,24 @@ class KeepsAWiderX(Affine):
         return super().bwd(dy, self.Saved(x=x, weight=weight), needs=needs)
 
 
+@torch.library.custom_op("seqfuse_tests::affine", mutates_args=())
+def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return torch.addcmul(bias, x, weight)
+
+
+@_affine.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float64)
+
+
+@caught(r"fwd gives y as float64 \(7, 6\) on fake tensors, and as float32 \(7, 6\) on real ones: .* its operator")
+class SaysAnotherDtypeOfItsOutput(Affine):
+    reference = Affine.reference
+
+    def fwd(self, x):
+        return _affine(x, self.weight, self.bias), self.Saved(x=x, weight=self.weight)
+
+
 @caught("field 'weight' must be the parameter 'weight' itself")
 class KeepsACopyOfTheWeight(Affine):
     reference = Affine.reference

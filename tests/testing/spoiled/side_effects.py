@@ -51,6 +51,14 @@ class ChangesTheDefaultDtype(DoesSomethingElse):
 
 
 @caught("fwd drew from torch's CPU generator")
+class SeedsTheGenerator(DoesSomethingElse):
+    reference = Affine.reference
+
+    def act(self, x):
+        torch.manual_seed(0)
+
+
+@caught("fwd drew from torch's CPU generator")
 class DrawsRandomNumbers(DoesSomethingElse):
     reference = Affine.reference
 
