@@ -16,6 +16,7 @@ from tests.processes import Script
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FUSION = ROOT / "examples" / "04_write_a_fusion.py"
+KERNEL = ROOT / "examples" / "08_write_a_kernel.py"
 PLUGIN = ROOT / "examples" / "05_plugin"
 
 
@@ -62,6 +63,16 @@ def test_interpreted_it_is_checked_in_one_call_and_used(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "write_a_fusion.md").read_text()
     shown = page.partition("<!-- what it prints -->\n```text\n")[2].partition("```")[0]
     assert shown == text + "\n", "put what it prints into docs/write_a_fusion.md"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
+def test_a_kernel_of_one_s_own_is_checked_in_both_passes_and_compiled(tmp_path: Path) -> None:
+    lines = run(str(KERNEL), folder=tmp_path, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
+    checked, *compiled = lines
+    assert re.fullmatch(r"TanhScale: [1-9]\d+ cases on \[Tanh, LayerScale\]", checked), lines
+    assert compiled == [
+        f"{name}_kernel for sm_90: 0 bytes spilled, 0 narrow accesses" for name in ("forward", "backward")
+    ]
 
 
 def assert_planned(lines: list[str]) -> None:

@@ -693,8 +693,9 @@ def test_a_wrong_kernel_is_found(
     changed = mutant(_norm, old, new)
     for module in (_norm, changed) if name.startswith("wide:") else ():
         in_chunks(monkeypatch, module, 8)
-    check(CASES[case], tensors)
-    with pytest.raises(AssertionError):
+    with red_zones():  # where what a kernel leaves out is not what was there before
+        check(CASES[case], tensors)
+    with pytest.raises(AssertionError), red_zones():
         check(CASES[case], tensors, changed)
 
 
