@@ -15,7 +15,7 @@ from ..operation import UnfusedOperation
 
 
 def check_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) -> None:
-    """Refuse an x that is no tensor, operations that are no modules, and dtypes that nothing can be run in.
+    """Refuse an x that is no tensor of floating-point numbers, operations that are no modules, and dtypes that nothing can be run in.
 
     Raises:
         TypeError: for x and operations.
@@ -24,9 +24,13 @@ def check_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) 
     for op in ops:
         if not isinstance(op, nn.Module):
             hint = f"; give an instance, {op.__name__}(...)" if _derives(op, nn.Module) else ""
+            hint = "; check_fusion takes a fusion" if _derives(op, FusedOperation) and kit == "check_op" else hint
             raise TypeError(f"{kit} takes operations, instances of sf.UnfusedOperation, not {_named(op)}{hint}")
     if not isinstance(x, Tensor):
         raise TypeError(f"{kit} takes x as a torch.Tensor, not {_named(x)}")
+    if not x.is_floating_point():
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"{kit} takes an x of floating-point numbers, whose gradient it compares, not of {dtype}")
     given = cast(Sequence[Any], dtypes) if isinstance(dtypes, Sequence) else ()
     if not given or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in given):
         message = f"{kit} takes dtypes as a sequence of floating ones, such as (torch.float16,), not {dtypes!r}"

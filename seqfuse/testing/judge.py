@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import PluginError
+from ..errors import KernelError, PluginError
 from ..saved import Saved
 from .cases import HUGE, Case, Outcome
 from .numerics import Check, FusedMismatch, Report, Sample, assert_fused_close
@@ -50,6 +50,9 @@ def saying(what: str) -> Generator[None]:
         # The kit's own failures say all there is to say; of others it matters where they were raised.
         raise AssertionError(f"{what}: {error}") from (error.__cause__ if _of_the_kit(error) else error)
     except Exception as error:
+        found = error.__cause__
+        if isinstance(error, KernelError) and isinstance(found, AssertionError) and _of_the_kit(found):
+            raise AssertionError(f"{what}: {found}") from None  # not a pass that failed, but one that was caught
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
 
 

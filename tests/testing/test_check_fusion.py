@@ -171,6 +171,17 @@ def test_an_input_that_its_signature_leaves_out_is_a_mistake():
     assert not isinstance(error.value, NotRun)
 
 
+def test_what_the_kit_finds_in_a_pass_is_told_without_advice_for_passes_that_fail():
+    class WritesDy(BiasAct):
+        def bwd(self, dy, saved):
+            grads = super().bwd(dy, saved)
+            dy.mul_(2)
+            return grads
+
+    with pytest.raises(AssertionError, match=r"float32, x \(7, 6\), normal: bwd: dy was modified, first at \(0, 0\)$"):
+        check_fusion(WritesDy, X, ops.Bias(6), ops.Tanh())
+
+
 def test_results_that_waver_are_called_that():
     class Wavers(BiasAct):
         calls = 0

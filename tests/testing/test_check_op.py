@@ -280,6 +280,8 @@ def test_refuses_a_container():
             None,
             "check_op takes operations, instances of sf.UnfusedOperation, not an .* function$",
         ),
+        (sf.fusions.PointwiseChain, X, None, "not the class PointwiseChain; check_fusion takes a fusion$"),
+        (ops.ReLU(), X.long(), None, "check_op takes an x of floating-point numbers, .*, not of int64"),
         (ops.ReLU(), [1.0], None, "check_op takes x as a torch.Tensor, not an instance of list"),
         (ops.ReLU(), X, ["fp16"], r"check_op takes dtypes as .*, such as \(torch.float16,\), not \['fp16'\]"),
         (ops.ReLU(), X, "fp16", "check_op takes dtypes as .*, not 'fp16'"),
@@ -287,7 +289,7 @@ def test_refuses_a_container():
         (ops.ReLU(), X, [torch.int32], r"check_op takes dtypes as .*, not \[torch.int32\]"),
         (ops.ReLU(), X, [], r"check_op takes dtypes as .*, not \[\]"),
     ],
-    ids=["class", "function", "list", "name", "one name", "one dtype", "integers", "none"],
+    ids=["class", "function", "fusion", "integer x", "list", "name", "one name", "one dtype", "integers", "none"],
 )
 def test_says_what_an_argument_should_be(op: object, x: object, dtypes: object, message: str):
     with pytest.raises((TypeError, sf.InputError), match=message):
