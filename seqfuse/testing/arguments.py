@@ -15,7 +15,7 @@ from ..operation import UnfusedOperation
 
 
 def check_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) -> None:
-    """Refuse an x that is no tensor of floating-point numbers, operations that are no modules, and dtypes that nothing can be run in.
+    """Refuse an x that is no floating-point tensor, operations that are no modules, dtypes that nothing can be run in.
 
     Raises:
         TypeError: for x and operations.
