@@ -153,7 +153,7 @@ def _check(
     if not checked and env is None:
         why = "; ".join(f"{', '.join(where)}: {reason}" for reason, where in unused.items())
         raise (NotRun if matched else AssertionError)(f"{name} is never used; {why}{_interpreted(why, x)}")
-    return Checked(name, tuple(checked), count, tuple(skipped))
+    return Checked(name, tuple(checked), count, tuple(dict.fromkeys(skipped)))
 
 
 def _interpreted(why: object, x: Tensor) -> str:
