@@ -271,7 +271,7 @@ def test_a_window_as_wide_as_32_bits_hides_nothing(device: torch.device) -> None
 def test_drops_what_plain_torch_drops(device: torch.device) -> None:
     """Both passes are those of the path without kernels; keys in fours and not."""
 
-    def measure(rows: int, how: dict[str, Any], seed: int) -> tuple[Grads, ...]:
+    def measure(rows: int, how: dict[str, Any], seed: int) -> tuple[tuple[Tensor, ...], ...]:
         qkv, dy = drawn(2, 4, 2, rows, 8, torch.float32, device, seed)
         scores = _attention.Scores(8**-0.5, **how)
         y, lse = _attention_blocks.attend_blocks(qkv, scores)
@@ -279,7 +279,9 @@ def test_drops_what_plain_torch_drops(device: torch.device) -> None:
         _attention_blocks.attend_blocks_backward(dy, qkv, scores, out, False)
         found, sums = ours(qkv, dy, how)
         torch.testing.assert_close(sums, lse, atol=1e-5, rtol=1e-5)
-        return found, (y, *out), truth(qkv, dy, how, torch.float64)[0]
+        exact, _, weights = truth(qkv, dy, how, torch.float64)
+        factors = evening(qkv, dy, weights)
+        return tuple(tuple(t * f for t, f in zip(of, factors, strict=True)) for of in (found, (y, *out), exact))
 
     for rows, p in itertools.product((52, 41), (0.25, 1.0)):
         how: dict[str, Any] = {"p": p, "seed": torch.tensor(SEED, device=device)}
