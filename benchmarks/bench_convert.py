@@ -140,11 +140,12 @@ def main() -> None:
         if name == "Llama":
             row["long"] = cpu_time(name, LONG, 128, steps=1)
             text += f", of {LONG[0]} x {LONG[1]} tokens {row['long']['ratio']:.2f}"
-        if shutil.which("valgrind"):
-            row["instructions"] = instructions(name)
-            text += f"; instructions: {row['instructions']['ratio']:.3f}"
         print(text, flush=True)
         rows.append(row)
+    if shutil.which("valgrind"):  # takes some minutes, and no quiet machine as times do: at the end
+        for row in rows:
+            row["instructions"] = instructions(row["model"])
+            print(f"{row['model']}: instructions of a step: {row['instructions']['ratio']:.3f}", flush=True)
     print(write("convert", {"rows": rows}))
 
 
