@@ -1,4 +1,4 @@
-"""Attention: scaled_dot_product_attention with the products, norms and RoPE before it."""
+"""Attention: scaled_dot_product_attention with the GEMMs, norms and RoPE before it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.fx import Node
 from .. import ops
 from .graph import ahead, argument, back, channel, example, is_same, narrow_of, operands, same_size, spelled
 from .heads import Heads, heads_of, is_transpose
-from .linears import product_ending_at
+from .linears import linear_ending_at
 from .masks import limited, scores_of
+from .matmuls import merged
 from .pointwise import scaled
-from .products import merged
 from .raising import META, Found, Inner, Raised, Value, View, linear, matcher
 
 
@@ -156,7 +156,7 @@ def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took:
 
 
 def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> list[Raised] | str:
-    """The product, or the merged products, that make queries, keys and values side by side, or what lays them so."""
+    """The `Linear`, or the merged `Linear`s, that make queries, keys and values side by side, or what lays them so."""
     sources = [p.source for p in parts]
     sizes = [e.shape[-1] for s in sources if (e := example(s)) is not None]
     whole = all(same_size(size, p.heads * p.size) and p.start == 0 for size, p in zip(sizes, parts, strict=False))
@@ -173,7 +173,7 @@ def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> list[Raised] | 
     if len(set(sources)) != 1 or e is None or not same_size(e.shape[-1], place):
         return "queries, keys and values are not made by one GEMM"
     source = sources[0]
-    found = product_ending_at(source)
+    found = linear_ending_at(source)
     if not isinstance(found, list):
         return "queries, keys and values are not made by a GEMM with a parameter"
     (r,) = found

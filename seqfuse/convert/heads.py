@@ -9,9 +9,9 @@ from typing import Any, cast
 from torch.fx import Node
 
 from .graph import argument, back, example, is_fixed, narrow_of, operands, same_shape, same_size, spelled
+from .matmuls import part_of
 from .norms import Norm, rms_norm_at
 from .pointwise import scaled
-from .products import part_of
 
 _TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
 
@@ -257,10 +257,10 @@ def _norm_ending_at(node: Any) -> Norm | None:
             if spelled(candidate) == "rsqrt":
                 found = rms_norm_at(candidate)
                 return found if found is not None and found.out is node else None
-        products = [n for n in last.all_input_nodes if spelled(n) in ("mul", "to", "type_as", "float")]
+        factors = [n for n in last.all_input_nodes if spelled(n) in ("mul", "to", "type_as", "float")]
         e = example(node)
         inside = [
-            n for n in products if (t := example(n)) is not None and e is not None and same_shape(t.shape, e.shape)
+            n for n in factors if (t := example(n)) is not None and e is not None and same_shape(t.shape, e.shape)
         ]
         if not inside:
             return None

@@ -57,7 +57,7 @@ def _unflattened(flat: Any, node: Node, took: list[Node]) -> tuple[Any, Node]:
     return flat, node
 
 
-def product_ending_at(node: Node) -> Found:
+def linear_ending_at(node: Node) -> Found:
     """The `Linear` whose result a node is."""
     if spelled(node) in ("linear", "matmul"):
         return raise_linear(node) if spelled(node) == "linear" else raise_matmul(node)

@@ -91,7 +91,7 @@ Matcher = Callable[[Node], Found]
 _MATCHERS: list[tuple[int, frozenset[str], Matcher]] = []
 
 
-def matcher(*anchors: str, rank: int = 2) -> Callable[[Matcher], Matcher]:
+def matcher(*anchors: str, rank: int = 3) -> Callable[[Matcher], Matcher]:
     """Declare that a function raises what ends, or is known by, one of these calls; those of low rank come first."""
 
     def declare(function: Matcher) -> Matcher:
@@ -179,7 +179,7 @@ def linear(x: Any, weight: Given, bias: Any, out: Node, took: list[Node]) -> Fou
 
 
 def weight_of(node: Any, took: list[Node]) -> Given | None:
-    """What stands for a weight [out, in], given the right factor [in, out] of a product of matrices."""
+    """What stands for a weight [out, in], given the right operand [in, out] of a GEMM."""
     if not isinstance(node, Node):
         return None
     method = spelled(node)

@@ -230,7 +230,7 @@ def _itself(t: Tensor) -> Tensor:
 def why_not(region: Region, chain: Chain) -> str | None:
     """Why a region cannot stand for its chain: what it returns has other shapes or dtypes.
 
-    Under autocast a norm may give its result in the dtype that the next product reads, where a model that writes it by
+    Under autocast a norm may give its result in the dtype that the next GEMM reads, where a model that writes it by
     hand gives float32: what is read outside is cast then. Hooks of the caller's for saved tensors see none of this.
     """
     modes = [node.args for node in chain.state.autocast]

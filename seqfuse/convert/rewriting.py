@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..fuser.budget import Mode
 from ..fuser.sequential import Fusions
-from . import attention, linears, norms, pointwise, products
+from . import attention, linears, matmuls, norms, pointwise
 from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
@@ -23,7 +23,7 @@ from .region import Region, insert, why_not
 from .report import GraphReport, Left
 
 # Imported because they declare matchers.
-MATCHERS = (attention, products, norms, linears, pointwise)
+MATCHERS = (attention, matmuls, norms, linears, pointwise)
 
 _KINDS = {
     "GEMM": (
@@ -79,7 +79,7 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     reasons: dict[Node, str] = {}
     positional(graph)
     effects = Effects(graph)
-    operations = products.beside(list(raised(graph, may, effects, reasons)), effects)
+    operations = matmuls.beside(list(raised(graph, may, effects, reasons)), effects)
     for strict in (False, True):
         regions, dead = _regions(graph, list(operations), options, reasons, strict)
         try:

@@ -100,7 +100,7 @@ class _Recomputed(ForwardFusion, contract=True):
                 tensors |= {f"bias_{i}": t for i, t in enumerate(biases) if t is not None}
                 whole = one_gemm(weights, biases) is not None
                 record = MergedLinear.Saved(x=x, weights=weights)
-                y = operation.product(x, weights, biases)
+                y = operation.gemm(x, weights, biases)
             else:
                 names = operation.parameter_slots()
                 tensors = {name: t for name in names if (t := parameter(operation, name)) is not None}
@@ -250,7 +250,7 @@ def _merged(operation: MergedLinear, x: Tensor, tensors: Mapping[str, Tensor], w
     if whole and one_gemm(weights, biases) is None:  # hooks of saved tensors moved them apart
         given = [bias for bias in biases if bias is not None]
         return F.linear(x, torch.cat(weights), torch.cat(given) if given else None)
-    return operation.product(x, weights, biases)
+    return operation.gemm(x, weights, biases)
 
 
 def _copy(operation: UnfusedOperation) -> UnfusedOperation:

@@ -92,7 +92,7 @@ def _scores(grouped: QKV, rows: slice, keys: slice, how: Scores) -> tuple[Tensor
     but by a mask of floats.
     """
     q, k, _ = grouped
-    # Autocast makes products in 16 bits, in which weights would lose more than they do.
+    # Autocast would run these GEMMs in 16 bits, in which the weights lose more than they do here.
     scores, bent = (q[..., rows, :] @ k[..., keys, :].mT).to(q.dtype), None
     if how.softcap is not None:
         bent = (scores / how.softcap).tanh_()

@@ -44,7 +44,7 @@ def philox4x32(even: Tensor, odd: Tensor, keys: tuple[Tensor, ...]) -> tuple[Ten
     Both arguments are overwritten. Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
     """
     high = torch.empty_like(even)
-    # Each buffer beside its two rows: taking a row costs as much as the product of a short one.
+    # Each buffer beside its two rows: taking a row costs as much as multiplying a short one.
     a, b, free = ((t, t[0], t[1]) for t in (even, odd, torch.empty_like(even)))
     for key in keys:
         # int64 products wrap, but their 64 bits are those of the unsigned product: its high word is the shifted one

@@ -177,9 +177,9 @@ class MergedLinear(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weights = self.weights_for(x)
-        return self.product(x, weights, self.biases()), self.Saved(x=x, weights=weights)
+        return self.gemm(x, weights, self.biases()), self.Saved(x=x, weights=weights)
 
-    def product(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
+    def gemm(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
         """Return y from one GEMM, or one for each part into its slice."""
         one = one_gemm(weights, biases)
         if one is not None:

@@ -118,7 +118,7 @@ class RMSNorm(Norm):
         sizes = self.normalized_shape
         dx, dweight, _ = layer_norm_backward(dy, x, sizes, torch.zeros_like(rstd), rstd, unread, None, wanted)
         if wanted[0]:
-            if gain is None or autocast_of("cpu") is not None:  # which would make the product in 16 bits
+            if gain is None or autocast_of("cpu") is not None:  # which would round what is multiplied to 16 bits
                 total = (dy if gain is None else dy * gain).sum(-1)
             else:
                 total = dy.matmul(gain)

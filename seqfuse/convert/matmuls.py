@@ -1,4 +1,4 @@
-"""Products of one tensor: gated units act(gate) * up, and `Linear`s side by side."""
+"""GEMMs of one tensor: gated units act(gate) * up, and `Linear`s side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS: dict[str, Callable[..., FusableOperation]] = {
 }  # fmt: skip
 
 
-@matcher("mul", rank=1)
+@matcher("mul", rank=2)  # after the activations that are spelled out
 def raise_gated(node: Node) -> Found:
     """act(gate) * up."""
     pair = operands(node, "mul")
@@ -31,7 +31,7 @@ def raise_gated(node: Node) -> Found:
         unit = _UNITS[name](argument(activation, 1, "approximate", "none")) if name == "gelu" else _UNITS[name]()
         took: list[Node] = [activation]
         gate, up = back(activation.args[0], took), back(up, took)
-        found = _of_products(unit, gate, up, node, took) or _of_halves(unit, gate, up, node, took)
+        found = _of_linears(unit, gate, up, node, took) or _of_halves(unit, gate, up, node, took)
         if found is not None:
             return found
     return None
@@ -39,19 +39,19 @@ def raise_gated(node: Node) -> Found:
 
 @matcher("glu")
 def raise_glu(node: Node) -> Found:
-    """F.glu(x): the second half is the gate, so its halves must be of two products, or it stays."""
+    """F.glu(x): the second half is the gate, so its halves must be of two GEMMs, or it stays."""
     return "torch's GLU gates with its second half"
 
 
-def merged(products: list[Node], out: Inner, took: list[Node]) -> Raised | None:
+def merged(linears: list[Node], out: Inner, took: list[Node]) -> Raised | None:
     """The `Linear`s of one input as a `MergedLinear`, or a `Linear` where it is one."""
-    if any(spelled(p) != "linear" for p in products):
+    if any(spelled(p) != "linear" for p in linears):
         return None
-    x, *others = (back(argument(p, 0, "input"), took) for p in products)
+    x, *others = (back(argument(p, 0, "input"), took) for p in linears)
     if any(other is not x for other in others):
         return None
-    weights = [argument(p, 1, "weight") for p in products]
-    biases = [argument(p, 2, "bias") for p in products]
+    weights = [argument(p, 1, "weight") for p in linears]
+    biases = [argument(p, 2, "bias") for p in linears]
     shapes = [w.shape for weight in weights if (w := example(weight)) is not None]
     first = example(weights[0])
     if first is None or example(x) is None or len(shapes) != len(weights) or any(len(s) != 2 for s in shapes):
@@ -62,19 +62,19 @@ def merged(products: list[Node], out: Inner, took: list[Node]) -> Raised | None:
     made = ops.MergedLinear(shapes[0][1], sizes, biased, device=META, dtype=first.dtype)
     given: dict[str, Any] = {f"weight_{i}": w for i, w in enumerate(weights)}
     given |= {f"bias_{i}": b for i, b in enumerate(biases) if b is not None}
-    found = one(made, x, products[0], [*took, *products], **given)
+    found = one(made, x, linears[0], [*took, *linears], **given)
     if not isinstance(found, list):
         return None
     found[0].out = out
     return found[0]
 
 
-def _of_products(unit: FusableOperation, gate: Any, up: Any, node: Node, took: list[Node]) -> list[Raised] | None:
-    products = [gate, up]
-    if any(spelled(p) != "linear" or len(p.users) != 1 for p in products):
+def _of_linears(unit: FusableOperation, gate: Any, up: Any, node: Node, took: list[Node]) -> list[Raised] | None:
+    linears = [gate, up]
+    if any(spelled(p) != "linear" or len(p.users) != 1 for p in linears):
         return None
     inner = Inner()
-    first = merged(products, inner, [])
+    first = merged(linears, inner, [])
     e = example(node)
     if first is None or e is None:
         return None
@@ -107,22 +107,22 @@ def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
         if not 1 < len(group) <= MAX_PARTS or not effects.allow(t for r in group for t in r.took):
             continue
         inner = Inner()
-        products: Any = [r.out for r in group]
-        found = merged(products, inner, [t for r in group for t in r.took])
+        linears: Any = [r.out for r in group]
+        found = merged(linears, inner, [t for r in group for t in r.took])
         if found is None:
             continue
-        found.node, found.reached, place = products[0], group[0].reached, 0
-        for product in products:
-            size: int = example(product).shape[-1]  # pyright: ignore[reportOptionalMemberAccess]
-            inner.views.append(View(product, place, None, size))
+        found.node, found.reached, place = linears[0], group[0].reached, 0
+        for linear_node in linears:
+            size: int = example(linear_node).shape[-1]  # pyright: ignore[reportOptionalMemberAccess]
+            inner.views.append(View(linear_node, place, None, size))
             place += size
         gone |= dict.fromkeys(group) | {group[0]: found}
     return [kept for r in operations if (kept := gone.get(r, r)) is not None]
 
 
-def _reads_in_place(user: Node, product: Node) -> bool:
+def _reads_in_place(user: Node, linear_node: Node) -> bool:
     """Whether a call can read what it reads as part of a wider tensor; what leaves the graph stays as it was."""
-    before, after = example(product), example(user)
+    before, after = example(linear_node), example(user)
     if spelled(user) != "view" or before is None or after is None:
         return spelled(user) is not None
     *rows, size = numbers(before.shape)
