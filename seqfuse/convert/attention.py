@@ -88,11 +88,11 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
         parts.append(found)
     q, k, v = parts
     if v.rope is not None or v.norm is not None or k.heads != v.heads or len({h.size for h in parts}) != 1:
-        return "keys and values differ in heads, or values are normalized or turned"
+        return "keys and values differ in heads, or values are normalized or have RoPE"
     if (q.rope is None) != (k.rope is None) or (q.norm is None) != (k.norm is None):
         return "queries and keys are not treated alike"
     if q.rope is not None and k.rope is not None and q.rope != k.rope:
-        return "queries and keys are turned by different angles"
+        return "queries and keys have RoPE by different angles"
     if k.factor != 1 or v.factor != 1:
         return "keys or values are multiplied by a number"
     if q.factor != 1:

@@ -25,7 +25,7 @@ class Heads:
         source: what their elements are taken from, [B, S, *].
         start: where they start in its last dimension.
         heads, size: H and D.
-        rope: cosines, sines, how many elements of a head are turned, and the style.
+        rope: cosines, sines, how many elements of a head have RoPE, and the style.
         norm: of each head, or before they are heads.
         factor: what they are multiplied by.
         part: which of the `of` parts of each head of the source they are, where queries, keys and values interleave.

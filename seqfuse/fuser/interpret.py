@@ -21,7 +21,7 @@ from ..saved import Layout, Saved, packing
 from .check import check_backward, check_forward
 from .fake import is_fake
 from .inputs import clearer, recast
-from .lowering import Asked, Segment
+from .lowering import NeededGrads, Segment
 from .step import Record, Step, fit
 
 _RECORD_CALL = re.compile(r"Saved\w*\.__init__\(\)")
@@ -96,14 +96,14 @@ def backward(
     fell: Sequence[int],
     dy: Tensor | None,
     d_channels: dict[str, Tensor | None],
-    asked: Asked | None = None,
+    needed: NeededGrads | None = None,
     buffers: MainGrads | None = None,
     failed: list[tuple[Step, Exception]] | None = None,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """Run the backward steps: the gradients of x and of the parameters; `d_channels` are those of the channels."""
     records = {r.position: packing(r.cls, r.kept)[1](tokens, cast(Any, tensors)) for r, tokens in kept}
     sums: list[Tensor | None] = [None] * len(segment.parameters)
-    left = [*reversed(segment.backward if asked is None else segment.narrowed(asked))]
+    left = [*reversed(segment.backward if needed is None else segment.narrowed(needed))]
     d, failures = dy, list[tuple[Step, str | None]]()
     while left:
         step = left.pop()
@@ -118,7 +118,7 @@ def backward(
         try:
             if failed and step.start == failed[0][0].start:
                 raise failed.pop()[1]
-            dx, grads = _call_back(segment, step, records, d, came, like, buffers, asked)
+            dx, grads = _call_back(segment, step, records, d, came, like, buffers, needed)
         except Exception as error:
             records |= recovered(segment, step, error, records, buffers)
             left += reversed(step.unfused(backward=True))
@@ -140,7 +140,7 @@ def backward(
     warn(segment, failures, d)
     if buffers is not None:
         buffers.settle(sums)
-    return d if asked is None or asked[1] else None, sums
+    return d if needed is None or needed[1] else None, sums
 
 
 def _call_back(
@@ -151,7 +151,7 @@ def _call_back(
     came: Mapping[str, Tensor | None],
     like: Mapping[int, Any],
     buffers: MainGrads | None,
-    asked: Asked | None,
+    needed: NeededGrads | None,
 ) -> Any:
     layout: Layout = step.operation.layout
     if came and step.zeros and not isinstance(step.operation, BackwardFusion):
@@ -172,8 +172,8 @@ def _call_back(
     else:
         given |= {slot: several if slot in step.variadic else several[0] for slot, several in step.by_slot(own).items()}
     out = step.operation.bwd(d, *positional, **given)
-    unchecked = asked is not None or (step.key, True) not in segment.checked
-    if unchecked and check_backward(segment.context, step, d, out, given) and asked is None:
+    unchecked = needed is not None or (step.key, True) not in segment.checked
+    if unchecked and check_backward(segment.context, step, d, out, given) and needed is None:
         segment.checked.add((step.key, True))
     return out
 

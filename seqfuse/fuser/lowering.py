@@ -19,8 +19,8 @@ from .step import Step
 from .stretch import Stretch, Wants
 
 Slot = tuple[nn.Module, str]
-# The parameters (by their index), whether x, and the channels, whose gradients a backward is asked for.
-Asked = tuple[frozenset[int], bool, frozenset[str]]
+# The parameters (by their index), whether x, and the channels, whose gradients a backward pass needs.
+NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -113,9 +113,9 @@ class Segment:
         step = next(s for s in self.backward if (id(owner), attribute) in [slot for _, slot in s.grads])
         return f"{type(owner).__name__}.{attribute}", step.name, step.start
 
-    def narrowed(self, asked: Asked) -> tuple[Step, ...]:
-        """The backward steps where only some gradients are asked for."""
-        parameters, x, channels = asked
+    def narrowed(self, needed: NeededGrads) -> tuple[Step, ...]:
+        """The backward steps where only some gradients are needed."""
+        parameters, x, channels = needed
 
         def asks(owner: nn.Module, attribute: str) -> bool:
             return self.index.get((id(owner), attribute)) in parameters

@@ -18,7 +18,7 @@ from ..maingrad import main_grads
 from . import interpret
 from .codegen import backward_code, forward_code, is_static
 from .fake import is_fake
-from .lowering import Asked, Segment
+from .lowering import NeededGrads, Segment
 
 SURPRISES = 2
 """So often a forward may save something else than it was seen to; then its records are packed anew in each call."""
@@ -139,13 +139,13 @@ def _interpret_backward(
     kept, fell = ctx.about or (ctx.layout, ())
     if kept is None:
         kept = [*zip((record for step in segment.forward for record in step.saves), ctx.tokens, strict=True)]
-    asked = _asked(ctx, segment)
+    needed = _needed(ctx, segment)
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
     d_channels = dict(zip(segment.outputs, douts[1:], strict=True))
     with torch.no_grad(), _autocast_as(segment):
         dx, sums = interpret.backward(
-            segment, kept, tensors, ctx.like, fell, douts[0], d_channels, asked, buffers, failed
+            segment, kept, tensors, ctx.like, fell, douts[0], d_channels, needed, buffers, failed
         )
     layout, made = segment.layout, segment.gradients
     wanted = segment.code is not None and (made is None or made[0] is not layout)
@@ -170,7 +170,7 @@ def _failed_back(
 
 
 def _is_usual(ctx: Any, segment: Segment) -> bool:
-    """Whether every gradient is asked for, and none is added to a buffer of its parameter's own."""
+    """Whether every gradient is needed, and none is added to a buffer of its parameter's own."""
     if torch.compiler.is_dynamo_compiling():  # as compiled autograd does
         return False
     try:
@@ -185,8 +185,8 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
     return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn, _ in ctx.next_functions)
 
 
-def _asked(ctx: Any, segment: Segment) -> Asked | None:
-    """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where all are asked for."""
+def _needed(ctx: Any, segment: Segment) -> NeededGrads | None:
+    """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where all are needed."""
     if torch.compiler.is_compiling():
         return None
     runs = [fn and _will_run(fn) for fn, _ in ctx.next_functions]

@@ -56,7 +56,7 @@ class KVCache:
         self._alike = True  # whether all are of that length
         self._turn = 0
         self._counts: Tensor | None = None
-        self._ends: Tensor | None = None  # lengths with the new row, made once for all attentions of a call
+        self._ends: Tensor | None = None  # lengths with the new token, made once for all attentions of a call
         self._fixed = False  # whether shapes may not change from call to call, as in a graph
 
     def feed(self, model: nn.Module, x: Tensor, counts: Tensor | None = None, **channels: Tensor) -> Any:

@@ -56,7 +56,7 @@ class Backward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rotation:
-    """How pairs are turned: `dim` elements of each head, by angles position base^(-2 i / dim)."""
+    """RoPE: pairs of `dim` elements of each head are rotated by angles position base^(-2 i / dim)."""
 
     style: Literal["half", "interleaved"]
     dim: int

@@ -1,6 +1,6 @@
 # pyright: basic, reportGeneralTypeIssues=false, reportUnboundVariable=false
 # Device functions are Triton's language: it has no types, and what a constexpr decides is not seen.
-"""Attention of one new row per sequence over a cache of keys and values: what each step of decoding does.
+"""Attention of one new token per sequence over a cache of keys and values: what each step of decoding does.
 
 A key head's cache is split among programs, each of which sees it for all query heads that share it, so it is read
 once. Splits are of equal size by the length of the sequence, which the device alone knows; a second kernel merges them.
@@ -208,8 +208,8 @@ def decode_attention(
     Source: Dao et al. 2023, Flash-Decoding.
 
     Args:
-        q: the new row's queries.
-        k: cache of keys, the new row's among them.
+        q: the new token's queries.
+        k: cache of keys, the new token's among them.
         v: cache of values.
         lengths: rows of the cache that are there.
         scale: D^-1/2 by default.
@@ -295,10 +295,10 @@ def cache_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Write a new row of each sequence at row `lengths` of its cache, where there is room.
+    """Write a new token of each sequence at row `lengths` of its cache, where there is room.
 
-    k_new, v_new: [B, Hkv, D]; the rest is as in `decode_attention`, with lengths before the new row. An int8 cache gets
-    rows divided by their scale, max |x| / 127, which is written as well.
+    k_new, v_new: [B, Hkv, D]; the rest is as in `decode_attention`, with lengths before the new token. An int8 cache
+    gets rows divided by their scale, max |x| / 127, which is written as well.
 
     Raises:
         ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
@@ -419,7 +419,7 @@ def _constexprs(
 
 
 def variants() -> Iterator[Variant]:
-    """Sizes of heads and groups, quantized or not, alone and in splits; merges and writes.
+    """Sizes of heads and groups, quantized or not, with one split and several; merges and writes.
 
     A dot of 16 rows is not `wgmma`'s, which has 64: what counts is that a cache is read once, 16 bytes at a time.
     """

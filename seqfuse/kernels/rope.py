@@ -339,7 +339,7 @@ def _rope_write_kernel(
     INTERLEAVED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One head of a sequence's new row: a query is written apart, a key and a value into the cache, where they fit."""
+    """One head of a sequence's new token: a query is written apart, key and value into the cache, where they fit."""
     parts = Q + K + K
     pid = tl.program_id(0)
     head = (pid % parts).to(tl.int64)
@@ -372,7 +372,7 @@ def _rope_write_kernel(
                 g1, g2 = _pair_gain(q_weight, k_weight, heads, Q, Q + K, ZERO_CENTERED, ROTARY, INTERLEAVED, BLOCK_R)
                 one *= tl.where(known, g1, 1.0)
                 two *= tl.where(known, g2, 1.0)
-        # The place of the new row is its position, and rows are those of the batch.
+        # The place of the new token is its position, and rows are those of the batch.
         sine, cosine = _turn(frequencies, lengths, batch + tl.arange(0, 1), B, B, ROTARY, BLOCK_R)
         one, two = tl.where(known, one * cosine - two * sine, one), tl.where(known, two * cosine + one * sine, two)
     if ROTARY < D and NORM:
@@ -473,7 +473,7 @@ def rope_fwd(
     zero_centered: bool = False,
     store: bool = False,
 ) -> Forward:
-    """Bias, norm and rotation of packed heads: y = turned(norm(x + bias)) for query and key heads, x + bias for
+    """Bias, norm and RoPE of packed heads: y = rope(norm(x + bias)) for query and key heads, x + bias for
     values, as far as these are given.
 
     Norm: z rstd weight with rstd = (E[z^2] + eps)^-1/2 over a head. All in float32, rounded once.
@@ -484,11 +484,11 @@ def rope_fwd(
         x: packed [q; k; v].
         heads: H.
         kv_heads: Hkv.
-        rotation: how heads are turned, if they are.
+        rotation: RoPE of the heads, if any.
         bias: added first.
         positions: broadcast to [*, S]; 0..S-1 by default.
         cos: cosines, given with `sin` in place of positions: [*, S, R] by element or [*, S, R / 2] by pair, or
-            broadcast to that, R elements of a head being turned.
+            broadcast to that, R elements of a head having RoPE.
         sin: sines.
         norm_eps: added to the mean square; `None` for no norm.
         q_weight: gain of queries, with the norm; given with `k_weight` or not at all.
@@ -571,7 +571,7 @@ def rope_bwd(
 ) -> Backward:
     """Gradients of `rope_fwd`, in one pass over dy, and over x where there was a norm.
 
-    dy is turned back, then dx = rstd (g - xhat E[g xhat]) with g = dy weight; the gradients of bias and weights are
+    RoPE is undone on dy, then dx = rstd (g - xhat E[g xhat]) with g = dy weight; the gradients of bias and weights are
     sums over rows in float32, in a fixed order, rounded once.
 
     Args:
@@ -692,16 +692,16 @@ def rope_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """`rope_fwd` of a new row of each sequence, at the position that is its length: keys and values go into a cache.
+    """`rope_fwd` of a new token of each sequence, at the position that is its length: keys and values go into a cache.
 
     x: packed [B, (H + 2 Hkv) D]; k, v: [B, Hkv, max, D] of its dtype, or int8 with float32 scales [B, Hkv, max];
-    lengths: [B] int64, before the new row. Written where there is room. Returns the queries, [B, H, D].
+    lengths: [B] int64, before the new token. Written where there is room. Returns the queries, [B, H, D].
 
     Args:
-        x: packed [q; k; v] of the new rows.
+        x: packed [q; k; v] of the new tokens.
         heads: H.
         kv_heads: Hkv.
-        rotation: how heads are turned, if they are.
+        rotation: RoPE of the heads, if any.
         k: cache of keys.
         v: cache of values.
         lengths: rows that each sequence has.
@@ -788,20 +788,20 @@ def _decided_write(
 def _checked(
     x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None = None
 ) -> tuple[int, int]:
-    """Sizes of a head and of what is turned of it."""
+    """Sizes of a head, and of its part that has RoPE."""
     parts = heads + 2 * kv_heads
     if x.ndim < 1 + (rotation is not None) or not x.shape[-1] or x.shape[-1] % parts:
         raise ValueError(f"x must be [*, S, {parts} D], got shape {tuple(x.shape)}")
     size = x.shape[-1] // parts
     rotary = 0 if rotation is None else rotation.dim
     if size > MAX_HEAD:
-        raise ValueError(f"heads of {size}: at most {MAX_HEAD} can be turned or normalized")
+        raise ValueError(f"heads of {size}: at most {MAX_HEAD} can have RoPE or a norm")
     if x.numel() // x.shape[-1] > MAX_GRID:
-        raise ValueError(f"at most {MAX_GRID} rows can be turned or normalized")
+        raise ValueError(f"at most {MAX_GRID} rows can have RoPE or a norm")
     if x.dtype is torch.float64:
         raise ValueError("the kernels compute in float32, so x must not be float64")
     if rotary % 2 or rotary > size or (rotation is not None and rotary < 2):
-        raise ValueError(f"an even number of at most {size} elements of a head can be turned, got {rotary}")
+        raise ValueError(f"an even number of at most {size} elements of a head can have RoPE, got {rotary}")
     if bias is not None and tuple(bias.shape) != (x.shape[-1],):
         raise ValueError(f"bias must have shape ({x.shape[-1]},), got {tuple(bias.shape)}")
     if bias is not None:

@@ -1,4 +1,4 @@
-"""RotaryEmbedding: queries and keys turned by angles that grow with their position."""
+"""RotaryEmbedding: rotary position embedding (RoPE) of queries and keys."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ class RotaryEmbedding(sf.UnfusedOperation):
         return size, self.rotary_dim or size
 
     def _parts(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What is turned of each query and key head, what is not, if any, and the value heads, if any."""
+        """The part of each query and key head that has RoPE, the rest, if any, and the value heads, if any."""
         size, turned = self._sizes(x)
         known = self.heads + self.kv_heads
         heads = x.view(*x.shape[:-1], known + self.kv_heads, size)

@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused() -> None:
     x = torch.zeros(3, PARTS * 8)
     with pytest.raises(ValueError, match=r"x must be \[\*, S, 7 D\], got shape \(3, 55\)"):
         rope.rope_fwd(x[:, :-1], HEADS, KV, Rotation("half", 8))
-    with pytest.raises(ValueError, match="at most 8 elements of a head can be turned, got 10"):
+    with pytest.raises(ValueError, match="at most 8 elements of a head can have RoPE, got 10"):
         rope.rope_fwd(x, HEADS, KV, Rotation("half", 10))
     with pytest.raises(ValueError, match=r"positions must broadcast to \(3,\), got shape \(2,\)"):
         rope.rope_fwd(x, HEADS, KV, Rotation("half", 8), positions=torch.arange(2))
