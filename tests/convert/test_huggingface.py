@@ -108,7 +108,8 @@ def test_generation_gives_the_tokens_that_it_gives_without_the_conversion(cache:
     how = {"max_new_tokens": 5, "do_sample": False, **({"cache_implementation": cache} if cache == "static" else {})}
     assert torch.equal(model.generate(TOKENS, **how), plain.generate(TOKENS, **how))
     assert chains(conversion)
-    assert len(conversion.graphs) == 2  # of the prompt, and of one token
+    # Of the prompt and of one token; transformers 5.24 makes one more where the length of the cache becomes dynamic.
+    assert len(conversion.graphs) in (2, 3)
 
 
 # Dropout draws other numbers, a model in parts on two devices or of two dtypes does not run, and Dynamo captures what
