@@ -78,7 +78,7 @@ class Models:
 
 
 def trained(model: Any, *, fusing: bool = True, checked: bool = True) -> Contender:
-    """Result and all gradients; `model` makes it when it is first used."""
+    """Result and all gradients, as a step of training makes them; `model` makes it when it is first used."""
 
     def scope() -> Any:
         return contextlib.nullcontext() if fusing else sf.fusing(False)
@@ -91,7 +91,11 @@ def trained(model: Any, *, fusing: bool = True, checked: bool = True) -> Contend
         def call() -> Any:
             with scope():
                 y = own(x)
-            return y, *torch.autograd.grad(y, wanted, inputs["dy"])
+            y.backward(inputs["dy"])
+            grads = [t.grad for t in wanted]
+            for t in wanted:
+                t.grad = None
+            return y, *grads
 
         return call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,10 @@ SURPRISES = 2
 
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
+# Whether it is `backward()`, and neither `backward(inputs=)` nor `torch.autograd.grad`, that runs.
+_asked_for_all: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # pyright: ignore
 _hooks: Any = _top_saved_tensors_default_hooks
-_attributes, _first = operator.attrgetter("__dict__"), operator.itemgetter(0)
+_attributes = operator.attrgetter("__dict__")
 
 
 class Seqfuse(torch.autograd.Function):
@@ -173,13 +175,8 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
     """Whether every gradient is needed, and none is added to a buffer of its parameter's own."""
     if torch.compiler.is_dynamo_compiling():  # as compiled autograd does
         return False
-    try:
-        nodes: Iterable[Any] = filter(None, map(_first, ctx.next_functions))
-        if not all(map(executes, nodes)):
-            return False
-    except RuntimeError:  # there is a leaf whose gradient is to be returned
-        if not all(fn is None or _will_run(fn) for fn, _ in ctx.next_functions):
-            return False
+    if not _asked_for_all() and _needed(ctx, segment) is not None:
+        return False
     if ctx.leaves is not None:
         return not any(map(_attributes, ctx.leaves)) or not any("main_grad" in p.__dict__ for p in ctx.leaves)
     return not any(hasattr(getattr(fn, "variable", None), "main_grad") for fn, _ in ctx.next_functions)
@@ -187,7 +184,7 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
 
 def _needed(ctx: Any, segment: Segment) -> NeededGrads | None:
     """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where all are needed."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _asked_for_all():
         return None
     runs = [fn and _will_run(fn) for fn, _ in ctx.next_functions]
     if False not in runs:
@@ -233,7 +230,10 @@ def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
     if not value.requires_grad and not value._is_view():
         return value
     base = value if value._base is None else value._base
-    return value.clone() if any(t is base or t._base is base for t in others) else value.detach()
+    for t in others:
+        if t is base or t._base is base:
+            return value.clone()
+    return value.detach()
 
 
 def _autocast_as(segment: Segment) -> contextlib.AbstractContextManager[Any]:
