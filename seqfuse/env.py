@@ -222,7 +222,7 @@ _WITH_AUTOCAST = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda
 
 def autocast_of(kind: str) -> torch.dtype | None:
     """Dtype of the autocast region active for a device type, or `None`."""
-    asked = not torch.compiler.is_compiling()
+    asked = not torch.compiler.is_dynamo_compiling()  # which follows neither question
     if asked and not any_autocast():
         return None
     asked = asked and torch.amp.is_autocast_available(kind)

@@ -76,9 +76,8 @@ class Scores:
         if cpu:
             if ours:
                 return "triton"
-            return (
-                "cpu" if plain and not bounded and self._fewest(keys) >= _VECTOR and q.is_floating_point() else "blocks"
-            )
+            fewest = keys if self.cu_seqlens is None else self._fewest(keys)
+            return "cpu" if plain and not bounded and fewest >= _VECTOR and q.is_floating_point() else "blocks"
         if plain and self.mask is None and q.device.type == "cuda" and torch.version.hip is None:
             if bounded or self.cu_seqlens is not None or keys != q.shape[-2]:
                 if q.dtype in _HALF and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and _sdpa.has_flash(q.device):
@@ -89,7 +88,7 @@ class Scores:
 
     def _fewest(self, keys: int) -> int:
         """The keys of the shortest sequence."""
-        if self.cu_seqlens is None or type(self.cu_seqlens) is not Tensor or torch.compiler.is_compiling():
+        if type(self.cu_seqlens) is not Tensor or torch.compiler.is_compiling():
             return keys
         return min((rows.stop - rows.start for rows in _sequences(self.cu_seqlens)), default=keys)
 

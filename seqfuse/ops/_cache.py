@@ -39,7 +39,7 @@ _FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivat
 
 def current() -> Cache | None:
     """The cache of this call; a traced graph knows none, and a rehearsal on tensors without data must not fill one."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     cache = active.get()
-    return None if cache is None or _mode(_FAKE) is not None else cache
+    return None if cache is None or torch.compiler.is_compiling() or _mode(_FAKE) is not None else cache

@@ -157,19 +157,19 @@ class Attention(sf.UnfusedOperation):
         if cache is not None:
             y = cache.attend(self, x)
             return y, self.Saved(x=x, y=None, lse=y, mask=None, cu_seqlens=None, seed=None, p=0.0)
-        self._check(x, attn_mask, cu_seqlens)
-        seed = seed if self.random else None
-        p = self.dropout if seed is not None else 0.0
+        if attn_mask is not None or cu_seqlens is not None or not x.is_floating_point():
+            self._check(x, attn_mask, cu_seqlens)
+        seed = None if seed is None or not self.random else seed
+        p = 0.0 if seed is None else self.dropout
         fit = self._fit(x)
         qkv = self._batched(fit)
         how = self._how(fit, attn_mask, cu_seqlens, seed, p)
         kernel = "blocks" if "attn_mask" in needs else how.kernel(qkv[0], qkv[1])
         y, lse = attend_blocks(qkv, how) if kernel == "blocks" else attend(qkv, how, kernel)
-        y = y.reshape(self.infer(x.shape))
+        y = y.flatten(2)
         if x.ndim != 3:
-            lse = lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
-        kept = None if kernel == "blocks" else y
-        return y, self.Saved(x=x, y=kept, lse=lse, mask=attn_mask, cu_seqlens=cu_seqlens, seed=seed, p=p)
+            y, lse = y.view(self.infer(x.shape)), lse.reshape(*x.shape[:-2], self.heads, x.shape[-2])
+        return y, self._saved(x, None if kernel == "blocks" else y, lse, attn_mask, cu_seqlens, seed, p)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         x, wants_mask = saved.x, "attn_mask" in needs
@@ -200,9 +200,10 @@ class Attention(sf.UnfusedOperation):
     def heads_of(self, x: Tensor) -> QKV:
         """Views of a packed x: q [*, H, S, D], k and v [*, Hkv, S, D]."""
         *rows, features = x.shape
-        parts = (self.heads, self.kv_heads, self.kv_heads)
-        heads = x.view(*rows, sum(parts), features // sum(parts)).transpose(-3, -2)
-        q, k, v = heads.split_with_sizes(parts, -3)
+        own, shared = self.heads, self.kv_heads
+        total = own + 2 * shared
+        heads = x.view(*rows, total, features // total).transpose(-3, -2)
+        q, k, v = heads.split_with_sizes((own, shared, shared), -3)
         return q, k, v
 
     def _batched(self, x: Tensor) -> QKV:
