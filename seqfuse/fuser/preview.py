@@ -45,8 +45,8 @@ def plan_ahead(
     shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
     wanted = x is not None and x.requires_grad
     known = {name: value.requires_grad for name, value in channels.items()}
-    places = list(dict.fromkeys(p.device for node in op_list.nodes for p in node.operation.parameters()))
-    places = places or [torch.device("cpu") if x is None else x.device]
+    parameters = [p for node in op_list.nodes for p in node.operation.parameters()]
+    places = list(dict.fromkeys(p.device for p in parameters)) or [torch.device("cpu") if x is None else x.device]
     stretches: list[tuple[Region, Stretch]] = []
     parts: list[Stretch | Node] = []
     eager: list[tuple[int, Node]] = []
@@ -84,7 +84,6 @@ def plan_ahead(
     plan = dataclasses.replace(plan, unmatched=tuple(_unmatched(matcher, plan)))
     if x is None or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
-    parameters = [t for node in op_list.nodes for t in node.operation.parameters()]
     tensors = [x, *channels.values(), *parameters]
     asked = [t.requires_grad for t in tensors]
 
