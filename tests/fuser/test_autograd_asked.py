@@ -201,3 +201,71 @@ def test_where_every_gradient_is_asked_for_the_generated_code_runs(monkeypatch: 
     for i in range(len(leaves)):
         (some,) = torch.autograd.grad(model(x).sum(), [leaves[i]])
         assert torch.equal(some, expected[i])
+
+
+def test_backward_of_everything_does_not_ask_for_each_leaf(monkeypatch: pytest.MonkeyPatch):
+    model = sf.Sequential(ops.Linear(4, 4), ops.Tanh(), ops.Bias(4)).double()
+    randomize(model)
+    x = draw(3, 4).requires_grad_()
+    leaves = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x).sum(), leaves)
+
+    def asked(fn: Any) -> bool:
+        raise AssertionError(f"{fn} was asked for")
+
+    monkeypatch.setattr("seqfuse.fuser.node.executes", asked)
+    for _ in range(3):
+        for leaf in leaves:
+            leaf.grad = None
+        model(x).sum().backward()
+        for leaf, grad in zip(leaves, expected, strict=True):
+            assert torch.equal(leaf.grad, grad)
+
+
+class Nested(torch.autograd.Function):
+    """Passes x through; its backward runs another backward pass within the one that runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: Any) -> Tensor:
+        ctx.inner = inner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Any) -> Any:
+        with torch.enable_grad():
+            ctx.inner()
+        return douts[0], None
+
+
+def test_a_pass_within_a_pass_makes_what_it_was_asked_for():
+    model = sf.Sequential(ops.Linear(5, 7, bias=False), ops.Tanh(), ops.Linear(7, 3, bias=False)).double()
+    x, given = draw(3, 5).requires_grad_(), draw(3, 3)
+    leaves = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x), leaves, given)
+    first, last = (2 * 3 * 5 * 7, 2 * 3 * 7 * 3)  # of one product of each
+    found: list[Any] = []
+
+    def some() -> None:
+        """Of a pass that was asked for everything, one that is asked for the last weight alone."""
+        y = model(x)
+        with FlopCounterMode(display=False) as counter:
+            found[:] = torch.autograd.grad(y, [leaves[2]], given)
+        assert counter.get_total_flops() == last
+
+    def everything() -> None:
+        """Of a pass that was asked for one leaf, one that is asked for everything."""
+        y = model(x)
+        with FlopCounterMode(display=False) as counter:
+            y.backward(given)
+        assert counter.get_total_flops() == 2 * (first + last)
+        found[:] = [leaf.grad for leaf in leaves]
+
+    for _ in range(3):
+        Nested.apply(model(x), some).sum().backward()
+        assert torch.equal(found[0], expected[2])
+        for leaf in leaves:
+            leaf.grad = None
+        other = draw(3, 3, seed=2).requires_grad_()
+        torch.autograd.grad(Nested.apply(other, everything).sum(), [other])
+        for grad, wanted in zip(found, expected, strict=True):
+            assert torch.equal(grad, wanted)
