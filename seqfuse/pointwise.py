@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from .env import Env
+from .env import Env, autocast_of
 from .errors import InputError, definition_error
 from .operation import Grads, Traffic, UnfusedOperation
 from .saved import Saved
@@ -17,6 +17,14 @@ _NO_PARAMETERS = (
     "derive from sf.UnfusedOperation and state Saved, fwd and bwd, or state them here; a number that is not trained is "
     "an attribute or a buffer"
 )
+
+
+_16_BITS = (torch.float16, torch.bfloat16)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Cast x to float32 if its numbers have 16 bits, so that a result of several steps is rounded once."""
+    return x.float() if x.dtype in _16_BITS else x
 
 
 class SavedInput(Saved):
@@ -142,29 +150,36 @@ class Gated(UnfusedOperation, open=True):
         return self.activation.autocast if type(self).reference is Gated.reference else None
 
     def reference(self, x: Tensor) -> Tensor:
-        gate, up = self._halves(x)
-        return self.activation.reference(gate) * up
+        if x.is_complex():
+            raise InputError(f"expects x of real numbers, got {x.dtype}", code="SF101", operation=type(self).__name__)
+        wide = self._widened(x)
+        gate, up = wide.chunk(2, -1)
+        y = self.activation.reference(gate) * up
+        return y if wide is x else y.to(x.dtype)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        gate, up = self._halves(x)
-        return self.activation.fwd(gate)[0] * up, self.Saved(x=x)  # pyright: ignore[reportCallIssue]
+        return self.reference(x), self.Saved(x=x)  # pyright: ignore[reportCallIssue]
 
     def bwd(self, dy: Tensor, saved: Any) -> tuple[Tensor | None, Grads]:
-        gate, up = saved.x.chunk(2, -1)
+        wide = self._widened(saved.x)
+        gate, up = wide.chunk(2, -1)
         activated, record = self.activation.fwd(gate)
         dgate, _ = self.activation.bwd(dy * up, record)
         assert dgate is not None
-        return torch.cat((dgate, dy * activated), -1), {}
+        dx = torch.cat((dgate, dy * activated), -1)
+        return dx if wide is saved.x else dx.to(saved.x.dtype), {}
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """Cast x to float32 if it has 16 bits, unless autocast decides what dtype the activation gives."""
+        decided = self.activation.autocast != "same" and autocast_of(x.device.type) is not None
+        return x if decided else widened(x)
 
     def traffic(self, env: Env, backward: bool) -> Traffic:
         # activation(gate) is a tensor of its own; backward makes it again, dy up, dgate and dup, and joins these two.
+        # In 16 bits x is cast to float32 before, the result back after, and what lies between is twice as large.
+        if env.dtype in _16_BITS:
+            return Traffic(7, 11, 18) if backward else Traffic(4, 5, 9)
         return Traffic(5, 6, 3) if backward else Traffic(2, 1, 3)
-
-    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if x.is_complex():
-            raise InputError(f"expects x of real numbers, got {x.dtype}", code="SF101", operation=type(self).__name__)
-        gate, up = x.chunk(2, -1)
-        return gate, up
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape or shape[-1] % 2:

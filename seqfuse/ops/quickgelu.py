@@ -27,9 +27,11 @@ class QuickGeLU(sf.Pointwise):
 
     def reference(self, x: Tensor) -> Tensor:
         real(x, "QuickGeLU")
-        return x * torch.sigmoid(_K * x)
+        wide = sf.widened(x)
+        return (wide * torch.sigmoid(_K * wide)).to(x.dtype)
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
         # Not silu_backward at 1.702 x, which overflows before x does.
-        s = torch.sigmoid(_K * saved.x)
-        return torch.add(dy * s, sigmoid_backward(dy * saved.x, s), alpha=_K), {}
+        x = sf.widened(saved.x)
+        s = torch.sigmoid(_K * x)
+        return torch.add(dy * s, sigmoid_backward(dy * x, s), alpha=_K).to(saved.x.dtype), {}
