@@ -1,6 +1,6 @@
 """A stack of layers divided over 1, 2 and 4 processes of this machine (gloo): what it computes, holds and sends.
 
-For each number of processes, with all rows in each of them and with a share of the rows: the largest error of any
+For each number of processes, with all rows in each of them and with a sequence shard: the largest error of any
 gradient against one process, relative to that gradient's largest number; bytes of parameters a process holds, and of
 what it keeps for the backward pass; bytes that go into collectives in one training step, counted operator by operator,
 and what a ring sends for them, beside the formula of Megatron-LM (four sums of the hidden states a layer); time to
@@ -120,7 +120,7 @@ def measure(rank: int, size: int, rows: bool, folder: str) -> None:
     with Sent(size) as sent:
         step(model, x, x)
     hidden = ROWS * LENGTH * WIDTH * 4
-    # Where every process has a share of the rows a sum is a scatter and a gather, which a ring sends as one.
+    # Where every process has a sequence shard a sum is a scatter and a gather, which a ring sends as one.
     textbook = 4 * LAYERS * hidden * 2 * (size - 1) / size
     row |= {
         "collectives": sent.calls,

@@ -1,4 +1,4 @@
-"""The processes that compute one thing together: what they exchange, and which share of a tensor each holds."""
+"""Groups of processes: their collectives, how tensors are sharded among them, and shards of parameters."""
 
 from __future__ import annotations
 
@@ -120,25 +120,26 @@ def _named(name: str) -> Group:
         raise StateError(message, code="SF506", hint="keep its state dictionary instead") from error
 
 
-Held = Literal["whole", "features", "rows"]
-"""What a process holds: the same tensor as all; its share of the features, or a summand; its share of the rows."""
+Sharding = Literal["replicated", "features", "sequence"]
+"""How tensors between two collectives are sharded, in DTensor's words: they are replicated; each process has a shard of
+the features (or heads), or a partial sum; or each has a sequence shard, which is some of the tokens."""
 
 
-class Meeting(NamedTuple):
-    """Where processes exchange what passes along a sequence, and what each holds before and after."""
+class Redistribution(NamedTuple):
+    """A collective in a sequence: its processes, and how tensors are sharded among them before and after it."""
 
     group: Group
-    before: Held
-    after: Held
+    before: Sharding
+    after: Sharding
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Which part of a tensor each process holds.
+class ParameterShard:
+    """How a parameter is sharded: each process of a group holds one of as many parts as there are processes.
 
     Args:
         group: the processes.
-        dim: the dimension that is divided.
+        dim: the dimension that is sharded.
         parts: sizes along it that are divided one by one, as those of queries, keys and values; `group.size` divides
             each.
     """
@@ -148,7 +149,7 @@ class Share:
     parts: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """This process's share of a whole tensor, a tensor of its own."""
+        """This process's shard of a whole tensor, as a new tensor."""
         if whole.shape[self.dim] != sum(self.parts):
             got, wanted = whole.shape[self.dim], sum(self.parts)
             raise InputError(f"expects {wanted} along dimension {self.dim} of the whole, got {got}", code="SF101")
@@ -158,64 +159,62 @@ class Share:
         return torch.cat(mine, self.dim)
 
     def whole_shape(self, own: Tensor) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole tensor."""
         shape = list(own.shape)
         shape[self.dim] = sum(self.parts)
         return tuple(shape)
 
     def whole(self, own: Tensor) -> Tensor:
-        """The whole, from what every process of the group holds; all of them must ask."""
+        """The whole tensor, gathered from the shards of all processes; each of them must call this."""
         gathered = self.group.all_gather(own, self.dim, "a parameter")
         sizes = [part // self.group.size for part in self.parts]
-        shares = [_split(share, sizes, self.dim) for share in gathered.chunk(self.group.size, self.dim)]
-        return torch.cat([share[i] for i in range(len(sizes)) for share in shares], self.dim)
+        shards = [_split(shard, sizes, self.dim) for shard in gathered.chunk(self.group.size, self.dim)]
+        return torch.cat([shard[i] for i in range(len(sizes)) for shard in shards], self.dim)
 
 
-def vocabulary_share(operation: str, shares: Mapping[str, Share], rows: int, group: Group) -> Share:
-    """Which share of a table of `rows` each process would hold.
+def vocabulary_shard(operation: str, shards: Mapping[str, ParameterShard], rows: int, group: Group) -> ParameterShard:
+    """How an embedding weight of `rows` would be sharded by its rows.
 
     Raises:
         InputError: (SF101) where the processes do not divide it, (SF106) where it is divided already.
     """
-    if shares:
+    if shards:
         raise InputError("it is divided among processes already", code="SF106", operation=operation)
     if rows % group.size:
         message = f"expects a vocabulary that {group.size} processes divide, got {rows}"
         raise InputError(message, code="SF101", operation=operation, hint="pad it")
-    return Share(group, 0, (rows,))
+    return ParameterShard(group, 0, (rows,))
 
 
 def _split(x: Tensor, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
     return cast(Any, x).split(sizes, dim)
 
 
-class Both(torch.autograd.Function):
-    """`ahead(x)`, whose gradient is `back(dy)`: a collective and its adjoint for plain autograd."""
-
-    @classmethod
-    def ways(cls, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Run it."""
-        return cast(Tensor, cls.apply(ahead, back, x))  # pyright: ignore[reportUnknownMemberType]
-
+class _WithBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        y = ahead(x)
+    def forward(run: Callable[[Tensor], Tensor], run_backward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        y = run(x)
         return x.view_as(x) if y is x else y
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.back = inputs[1]
+        ctx.run_backward = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
-        return None, None, ctx.back(douts[0])
+        return None, None, ctx.run_backward(douts[0])
+
+
+def with_backward(run: Callable[[Tensor], Tensor], run_backward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `run(x)`; autograd then calls `run_backward(dy)` for dx: a collective, and that of its gradient."""
+    return cast(Tensor, _WithBackward.apply(run, run_backward, x))  # pyright: ignore[reportUnknownMemberType]
 
 
 def summed_gradient(group: Group, x: Tensor) -> Tensor:
-    """x, whose gradient is summed over the processes: each of them uses it for a part of what it is used for."""
-    return Both.ways(same, lambda d: group.all_reduce(d, "a gradient"), x)
+    """Return x; its gradient, of which each process computes a part, is summed over the processes."""
+    return with_backward(identity, lambda d: group.all_reduce(d, "a gradient"), x)
 
 
-def same(x: Tensor) -> Tensor:
-    """x: the way on which nothing is exchanged."""
+def identity(x: Tensor) -> Tensor:
+    """Return x: nothing is exchanged in this pass."""
     return x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .errors import definition_error
-from .group import Group, Meeting, Share
+from .group import Group, ParameterShard, Redistribution
 from .maingrad import Accumulated
 from .saved import Layout, Saved, always_saved, field, maker
 from .signature import Signature, check_pass_names, show_arguments
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one is not needed."""
-
 
 NOT_GIVEN: Any = ...
 
@@ -162,9 +162,9 @@ class UnfusedOperation(FusableOperation):
             and parameters; `"same"` in that of x; `"exchange"` in that of its extra input, and its output in that of x.
             `None` states none of these: what the reference gives is looked at.
         any_dy: whether `bwd` takes dy in another dtype than that of y. Else a gradient is cast before it is given.
-        meeting: what processes exchange here, if they do.
+        redistribution: where this operation is a collective, how tensors are sharded before and after it.
         sum_over: processes that each use the parameters for a part of the rows or heads: their gradients are summed.
-        shares: which part of a parameter this process holds, of those it does not hold whole.
+        shards: how parameters are sharded over processes, by name; those that are replicated are left out.
 
     Raises:
         PluginError: when the class is defined, quoting the line, if a signature names what the engine does not know,
@@ -181,9 +181,10 @@ class UnfusedOperation(FusableOperation):
     native: ClassVar[bool] = False
     autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None
     any_dy: ClassVar[bool] = False
-    meeting: Meeting | None = None
+    redistribution: Redistribution | None = None
     sum_over: Group | None = None
-    shares: Mapping[str, Share] = MappingProxyType({})
+    shards: Mapping[str, ParameterShard] = MappingProxyType({})
+    meeting, shares = map(property, map(operator.attrgetter, ("redistribution", "shards")))  # their earlier names
     is_open: ClassVar[bool] = True
     extra_repr = show_arguments
     is_final: ClassVar[bool] = False
@@ -199,7 +200,7 @@ class UnfusedOperation(FusableOperation):
         if "reference" in own and "autocast" not in own and any(base.is_final for base in bases):
             cls.autocast = None
         if not any(base.is_final for base in bases):  # else an override of `forward`: it runs through that
-            check_pass_names(cls)
+            check_pass_names(cls, {"meeting": "redistribution", "shares": "shards"})
         if cls.is_open:
             return
         cls.is_final = all(base.is_open for base in bases)
@@ -215,8 +216,7 @@ class UnfusedOperation(FusableOperation):
         cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
         allowed = frozenset(f"d_{name}" for name in cls.outputs)
         cls.backward_signature = Signature.of(cls, "bwd", ("dy", "saved"), allowed)
-        missing = allowed - set(cls.backward_signature.extras)
-        if missing:
+        if missing := allowed - set(cls.backward_signature.extras):
             raise definition_error(cls, f"bwd must take {', '.join(sorted(missing))} by keyword", "def bwd")
 
     reference: ClassVar[Callable[..., Any]] = _unstated("reference")
@@ -240,7 +240,7 @@ class UnfusedOperation(FusableOperation):
     @property
     def repeatable(self) -> bool:
         """Whether a pass may run a second time, after a fusion beside it failed: processes exchange nothing in it."""
-        return self.meeting is None
+        return self.redistribution is None
 
     @property
     def channels(self) -> Mapping[str, str | None]:

@@ -30,9 +30,9 @@ def gain(
     so many operations stand before them. Where each GEMM is a kernel of our own, it is taken to be slower.
     """
     kinds, features = tuple(map(type, operations)), tuple([operation.features for operation in operations])
-    ahead = _traffic(operations, env, False)
-    back = _traffic(operations, env, True) if backward else ()
-    return _gain(kinds, features, ahead, back, forward, saved, own_gemm, env.tokens * env.itemsize)
+    fwd = _traffic(operations, env, False)
+    bwd = _traffic(operations, env, True) if backward else ()
+    return _gain(kinds, features, fwd, bwd, forward, saved, own_gemm, env.tokens * env.itemsize)
 
 
 def unfused(operations: Sequence[UnfusedOperation], env: Env, positions: Iterable[int]) -> Savings:
@@ -56,37 +56,37 @@ def _traffic(operations: Sequence[UnfusedOperation], env: Env, backward: bool) -
 def _gain(
     kinds: _Kinds,
     features: _Features,
-    ahead: tuple[Traffic, ...],
-    back: tuple[Traffic, ...],
+    fwd: tuple[Traffic, ...],
+    bwd: tuple[Traffic, ...],
     forward: bool,
     saved: tuple[int, ...],
     own_gemm: bool,
     column: int,
 ) -> Savings:
     widths, last = _widths(kinds, features), len(kinds)
-    gemms = [i for i in range(last) if ahead[i].flops]
+    gemms = [i for i in range(last) if fwd[i].flops]
     # A view is the tensor that it is made from.
     same = [0]
     for i in range(last):
-        same.append(i + 1 if ahead[i].x or ahead[i].y else same[i])
+        same.append(i + 1 if fwd[i].x or fwd[i].y else same[i])
     entering, kept = {same[i] for i in gemms}, {same[i] for i in saved}
     kernels = steps = moved = flops = 0.0
-    if forward and any(t.launches for t in ahead):  # fused, tensors that are handed on are handed on, too
+    if forward and any(t.launches for t in fwd):  # fused, tensors that are handed on are handed on, too
         between = entering | kept | {same[i] for i in range(last) if kinds[i].outputs}
         own = [0, last, *(between - {0, same[-1]}), *(entering - {0})]
         kernels -= (len(gemms) or 1) + bool(gemms and same[gemms[0]])
         moved -= sum(widths[i] for i in own)
-    if any(t.launches for t in back):
+    if any(t.launches for t in bwd):
         # Where dx is dy, both are one tensor.
         d = [last] * (last + 1)
         for i in reversed(range(last)):
-            d[i] = i if back[i].x else d[i + 1]
+            d[i] = i if bwd[i].x else d[i + 1]
         taken = [d[i + 1] for i in gemms]  # twice, by the GEMM of dx and by that of the weight's gradient
-        made = {d[0], *taken, *(d[i] for i in range(last) if kinds[i].forward_signature.extras and not back[i].x)}
+        made = {d[0], *taken, *(d[i] for i in range(last) if kinds[i].forward_signature.extras and not bwd[i].x)}
         own = [last, *(made - {last}), *(entering | kept), *taken, *(i for i in taken if i != last)]
         kernels -= (2 * len(gemms) or 1) + bool(gemms and taken[-1] != last)
         moved -= sum(widths[i] for i in own)
-    for replaced in (ahead if forward else (), back):
+    for replaced in (fwd if forward else (), bwd):
         kernels, steps = kernels + sum(t.launches for t in replaced), steps + max(0, len(replaced) - 1)
         moved += sum(t.x * widths[i] + t.y * widths[i + 1] for i, t in enumerate(replaced))
         flops -= GEMM_SLOWER * sum(t.flops for t in replaced) if own_gemm else 0

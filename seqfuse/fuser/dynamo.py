@@ -45,7 +45,7 @@ def has_graph_inside(name: str) -> bool:
 
 def plannable(nodes: Sequence[Node], x: Tensor) -> bool:
     """Whether a traced call is planned: kernels run, parameters are their modules' own, no other process is met."""
-    if [i for i in nodes if i.sum_over is not None or getattr(i.operation, "meeting", None) is not None]:
+    if [i for i in nodes if i.sum_over is not None or getattr(i.operation, "redistribution", None) is not None]:
         return False
     if not _kernels_run(x.device.type):
         return False

@@ -272,7 +272,7 @@ def may_fall_back(
     if clear is not error:
         raise clear from error
     where: dict[str, Any] = {"operation": step.name, "position": step.start}
-    exchanges = any(getattr(node.operation, "meeting", None) is not None for node in step.nodes)
+    exchanges = any(getattr(node.operation, "redistribution", None) is not None for node in step.nodes)
     once = exchanges or not all(s.repeatable for s in again)
     if not step.fused or (once and isinstance(error, SeqfuseError)):
         error.add_note(f"in operation {step.name} at position {step.start}")

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from ..casts import cast_once
 from ..errors import PlanError, StateError
-from ..group import Group, Meeting
+from ..group import Group, Redistribution, Sharding
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import is_fake
 from .fingerprint import Fingerprint
@@ -97,7 +97,7 @@ class OpList:
     def __init__(self, root: FusableOperation) -> None:
         modules: list[nn.Module] = []
         self.nodes = flatten(root, modules)
-        tell_apart(self.nodes)
+        mark_shards(self.nodes)
         self.fingerprint = Fingerprint(modules, root)
         self.inputs, self.outputs = public_channels(self.nodes)
         self.random = number_seeds(self.nodes)
@@ -162,61 +162,61 @@ def collecting_later() -> Generator[None]:
             gc.enable()
 
 
-def tell_apart(nodes: list[Node]) -> None:
-    """Say of each position whether other processes have other rows or features there.
+def mark_shards(nodes: list[Node]) -> None:
+    """Give each node the rank and the group that follow from how tensors are sharded at its position.
 
     Raises:
-        PlanError: (SF201) for what runs by itself there and could not know.
+        PlanError: (SF201) for a module that runs eagerly on a shard, and needs to know that.
     """
-    met = [_meeting(node) for node in nodes]
-    first = next((m for m in met if m is not None), None)
-    group, has = (first.group, first.before) if first is not None else (None, "whole")
-    for position, (node, meeting) in enumerate(zip(nodes, met, strict=True)):
-        if meeting is not None:
-            group, _, has = meeting
-        elif node.eager is not None and has != "whole":
-            _expect_to_know(node, position, has == "rows")
-        if group is not None and has != "whole":
+    collectives = [_redistribution(node) for node in nodes]
+    first = next((c for c in collectives if c is not None), None)
+    group, now = (None, "replicated") if first is None else (first.group, first.before)
+    for position, (node, collective) in enumerate(zip(nodes, collectives, strict=True)):
+        if collective is not None:
+            group, _, now = collective
+        elif node.eager is not None and now != "replicated":
+            _check_eager_on_shard(node, position, now)
+        if group is not None and now != "replicated":
             node.rank = group.rank
         if node.slots:
-            node.sum_over = getattr(node.operation, "sum_over", None) or (group if has == "rows" else None)
+            node.sum_over = getattr(node.operation, "sum_over", None) or (group if now == "sequence" else None)
 
 
-def _meeting(node: Node) -> Meeting | None:
-    """What processes exchange at a position, or in what runs by itself there."""
+def _redistribution(node: Node) -> Redistribution | None:
+    """The collective at a position; of a module that runs eagerly, its collectives as one."""
     operation = node.operation
-    if isinstance(operation, UnfusedOperation) and (node.eager is None or operation.meeting is not None):
-        met = [operation.meeting]
+    if isinstance(operation, UnfusedOperation) and (node.eager is None or operation.redistribution is not None):
+        several = [operation.redistribution]
     elif isinstance(operation, FusableOperation):
-        met = [_meeting(inner) for inner in inside_of(operation)]
+        several = [_redistribution(inner) for inner in inside_of(operation)]
     else:
         return None
-    found = [m for m in met if m is not None and m.group.size > 1]
-    return Meeting(found[-1].group, found[0].before, found[-1].after) if found else None
+    found = [c for c in several if c is not None and c.group.size > 1]
+    return Redistribution(found[-1].group, found[0].before, found[-1].after) if found else None
 
 
-def _expect_to_know(node: Node, position: int, rows: bool) -> None:
-    """Check that what runs by itself, and holds no collective, needs nothing that only the whole sequence tells it."""
+def _check_eager_on_shard(node: Node, position: int, sharding: Sharding) -> None:
+    """Check that a module without collectives, which runs eagerly on a shard, draws no mask and sums no gradient."""
     where: dict[str, Any] = {"code": "SF201", "operation": node.name, "position": position}
     inside: list[Any] = [*node.operation.modules()]
     if any(isinstance(m, UnfusedOperation) and m.random for m in inside):
         message = "it runs by itself where each process needs a mask of its own, and would draw the same in all"
         raise PlanError(message, hint="let it run in the sequence: take its hooks away", **where)
     own = [p for m in inside if getattr(m, "sum_over", None) is None for p in m.parameters(False)]
-    if rows and any(p.requires_grad for p in own):
-        message = "it runs by itself on a share of the rows, so that its gradients are a part of the sum"
+    if sharding == "sequence" and any(p.requires_grad for p in own):
+        message = "it runs by itself on a sequence shard, so that its gradients are a part of the sum"
         raise PlanError(message, hint="set its sum_over", **where)
 
 
 def compare(nodes: Sequence[Node], positions: range, plan: Plan, x: Tensor, seeds: Tensor | None) -> None:
-    """Compare the plan of a region, and the seeds of its list, with those of the processes it meets.
+    """Check that all processes of a region's collectives have the same plan and seeds: `SEQFUSE_DEBUG=1`.
 
-    Once, when it first runs: a process may later go on without a fusion that failed there.
+    Once, when the region first runs: a process may later go on without a fusion that failed there.
     """
     if is_fake(x):
         return
-    met = [getattr(nodes[position].operation, "meeting", None) for position in positions]
-    groups = {m.group.name: m.group for m in met if m is not None and m.group.size > 1}
+    collectives = [getattr(nodes[position].operation, "redistribution", None) for position in positions]
+    groups = {c.group.name: c.group for c in collectives if c is not None and c.group.size > 1}
     steps = [(s.name, s.covers) for s in (*plan.forward, *plan.backward)]
     common = [] if seeds is None else [int(seeds[n.seed]) ^ n.rank for n in nodes if n.seed is not None]
     about = (str((tuple(x.shape), str(plan.env), steps, plan.segments)), str(common))

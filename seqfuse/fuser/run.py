@@ -27,7 +27,7 @@ from .guard import device, dtype, requires
 from .inputs import check_devices, expect_tensor, validate
 from .lowering import Context, lower
 from .match import Matcher
-from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, tell_apart, with_entry
+from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, plan_ahead
 from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
@@ -280,7 +280,7 @@ class Fuser:
         from .dynamo import has_graph_inside, plannable, run_planned
 
         nodes = flatten(self.root)
-        tell_apart(nodes)
+        mark_shards(nodes)
         number_seeds(nodes)
         inputs, outputs = public_channels(nodes)
         # The name last, and given to nobody else: a graph that has read it is this list's alone.

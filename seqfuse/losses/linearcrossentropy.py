@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..fuser.reference import transformed
-from ..group import Both, Group, Share, same, summed_gradient, vocabulary_share
+from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary_shard, with_backward
 from ..ops._read import divide, initial
 from ._ask import How, Reduction, check, check_targets
 from ._chunks import counted_rows, flat, own_targets, reduced, walk, wide_dtype
@@ -39,7 +39,7 @@ class LinearCrossEntropy(nn.Module):
 
     Keys and initial values are those of `torch.nn.Linear(in_features, num_classes)`.
 
-    With `parallel="vocab"` each process of a group holds a share of the classes. No logit leaves its process: for each
+    With `parallel="vocab"` each process of a group holds a shard of the classes. No logit leaves its process: for each
     row the largest, the sum of exponentials and the target's own are exchanged, and the gradient of x is summed. Every
     process has x (with a `sequence_dim` its shard of the tokens, which are gathered), all targets, and the loss.
     Source: Wijmans et al. 2024, arXiv:2411.09009; Hsu et al. 2024, arXiv:2410.10989.
@@ -57,7 +57,7 @@ class LinearCrossEntropy(nn.Module):
         chunk: rows of logits at a time; by default as many as fit in 64 MiB of float32.
         parallel: `"vocab"`.
         group: a process group or a `DeviceMesh` of one dimension.
-        sequence_dim: the dimension of x of which each process has its share.
+        sequence_dim: the dimension of x of which each process has its shard of the tokens.
 
     Raises:
         InputError: (SF101) for shapes or dtypes that do not fit, (SF102) for tensors on two devices, (SF105) for what
@@ -90,7 +90,7 @@ class LinearCrossEntropy(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.group, self.sequence_dim, self.shares = Group(), None, dict[str, Share]()
+        self.group, self.sequence_dim, self.shards = Group(), None, dict[str, ParameterShard]()
         self.in_features, self.num_classes = in_features, num_classes
         self.ignore_index, self.label_smoothing, self.z_loss = ignore_index, label_smoothing, z_loss
         self.softcap, self.chunk = softcap, chunk
@@ -122,17 +122,17 @@ class LinearCrossEntropy(nn.Module):
             with initial(self, "bias") as bias:
                 nn.init.uniform_(bias, -bound, bound)
 
-    def divided(self, group: Group) -> dict[str, Share]:
-        """Which share of each parameter a process would hold; raises where there is none."""
-        share = vocabulary_share("LinearCrossEntropy", self.shares, self.num_classes, group)
-        return {"weight": share} if self.bias is None else {"weight": share, "bias": share}
+    def divided(self, group: Group) -> dict[str, ParameterShard]:
+        """How the parameters would be sharded over a group; raises where they cannot be."""
+        shard = vocabulary_shard("LinearCrossEntropy", self.shards, self.num_classes, group)
+        return {"weight": shard} if self.bias is None else {"weight": shard, "bias": shard}
 
     def divide(self, group: Any, *, sequence_dim: int | None = None) -> None:
-        """Keep this process's share; the arguments are those of the class."""
+        """Keep this process's shards; the arguments are those of the class."""
         group = Group(group)
-        shares = self.divided(group)
+        shards = self.divided(group)
         if group.size > 1:
-            divide(self, shares)
+            divide(self, shards)
             self.group, self.sequence_dim = group, sequence_dim
 
     def _how(self) -> How:
@@ -146,7 +146,9 @@ class LinearCrossEntropy(nn.Module):
         how, dim = self._how(), self.sequence_dim
         if dim is not None:
             of = how.operation
-            x = Both.ways(lambda t: how.group.all_gather(t, dim, of), lambda d: how.group.reduce_scatter(d, dim, of), x)
+            x = with_backward(
+                lambda t: how.group.all_gather(t, dim, of), lambda d: how.group.reduce_scatter(d, dim, of), x
+            )
         elif self.group.size > 1:
             x = summed_gradient(self.group, x)
         return _run(how, x, self.weight, targets, self.bias)
@@ -227,7 +229,7 @@ def _across(how: How, z: Tensor, targets: Tensor) -> Tensor:
     """The loss of each row where each process has logits of its own classes."""
 
     def total(t: Tensor) -> Tensor:
-        return Both.ways(lambda part: how.group.all_reduce(part, how.operation), same, t)
+        return with_backward(lambda part: how.group.all_reduce(part, how.operation), identity, t)
 
     counted = targets != how.ignore_index
     mine, at = own_targets(how, targets, counted, z.shape[1])

@@ -39,7 +39,7 @@ class MultiHeadAttention(Sequential):
             cu_seqlens.
         group: processes that divide the heads; see `ops.Linear`. A mask must be the same for all heads, and has then
             no gradient of its own.
-        sequence_dim: the dimension of x and y of which each process has its share, none by default; attention itself
+        sequence_dim: the dimension of x and y of which each process has its shard, none by default; attention itself
             sees all rows.
 
     Raises:

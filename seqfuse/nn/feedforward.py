@@ -32,7 +32,7 @@ class FeedForward(Sequential):
         merged: whether gate and up of a gated unit have a weight each, in an `ops.MergedLinear`, else one packed.
         dropout: probability of dropping what the activation gives, in training.
         group: processes that divide the hidden features, each half of a gated unit's; see `ops.Linear`.
-        sequence_dim: the dimension of x and y of which each process has its share, none by default.
+        sequence_dim: the dimension of x and y of which each process has its shard, none by default.
 
     Raises:
         InputError: (SF101) for hidden features that the processes do not divide, (SF106) for merged weights that they

@@ -45,7 +45,7 @@ class TransformerLayer(Sequential):
         hidden_dropout: the same of what the activation gives.
         residual_scale: what a block's result is multiplied by.
         group: processes that divide heads and hidden features; see `MultiHeadAttention` and `FeedForward`.
-        sequence_dim: the dimension of x and y of which each process has its share, none by default.
+        sequence_dim: the dimension of x and y of which each process has its shard, none by default.
         attention: the remaining arguments of `MultiHeadAttention` and `ops.Attention`.
     """
 

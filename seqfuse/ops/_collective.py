@@ -1,4 +1,4 @@
-"""What the collectives share: one exchange ahead, its adjoint back, and nothing kept between them."""
+"""What the collectives have in common: one exchange forward, one backward, and no saved tensors."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .. import operation as sf
-from ..group import Both, Group, Held, Meeting
+from ..group import Group, Redistribution, Sharding, with_backward
 
 
 class Collective(sf.UnfusedOperation, open=True):
-    """An exchange among the processes of a group; a subclass states `ahead` and its adjoint `back`.
+    """A collective of a group; a subclass states `exchange` of x, and `exchange_backward` of dy, its adjoint.
 
     Attributes:
-        holds: what a process holds of x, and of y.
+        sharding: how tensors are sharded before the collective, and after it.
     """
 
     class Saved(sf.Saved):
@@ -23,36 +23,36 @@ class Collective(sf.UnfusedOperation, open=True):
     autocast = "same"
 
     NOTHING: ClassVar[Saved] = Saved()
-    holds: ClassVar[tuple[Held, Held]]
+    sharding: ClassVar[tuple[Sharding, Sharding]]
 
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         self.group = Group(group)
-        self.meeting = Meeting(self.group, *self.holds)
+        self.redistribution = Redistribution(self.group, *self.sharding)
 
-    def ahead(self, x: Tensor) -> Tensor:
-        """Y for x."""
+    def exchange(self, x: Tensor) -> Tensor:
+        """Return y for x."""
         raise NotImplementedError
 
-    def back(self, dy: Tensor) -> Tensor:
-        """Dx for dy."""
+    def exchange_backward(self, dy: Tensor) -> Tensor:
+        """Return dx for dy."""
         raise NotImplementedError
 
     def reference(self, x: Tensor) -> Tensor:
-        return Both.ways(self.ahead, self.back, x)
+        return with_backward(self.exchange, self.exchange_backward, x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        return self.ahead(x), self.NOTHING
+        return self.exchange(x), self.NOTHING
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
-        return self.back(dy) if "x" in needs else None, {}
+        return self.exchange_backward(dy) if "x" in needs else None, {}
 
     def extra_repr(self) -> str:
         return f"over {self.group.size}"
 
 
 class CollectiveAlong(Collective, open=True):
-    """An exchange along the dimension `dim`."""
+    """A collective along the dimension `dim`."""
 
     def __init__(self, group: Any = None, dim: int = 0) -> None:
         super().__init__(group)

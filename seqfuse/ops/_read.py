@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..group import Share
+from ..group import ParameterShard
 
 
 def parameter(module: nn.Module, name: str) -> Tensor | None:
@@ -39,25 +39,25 @@ def required(module: nn.Module, name: str) -> Tensor:
 
 @contextlib.contextmanager
 def initial(module: Any, name: str) -> Generator[Tensor]:
-    """A parameter to give initial values to: where this process holds a share, the whole, of which that is taken.
+    """Yield a parameter to initialize: of one that is sharded the whole, of which this process then keeps its shard.
 
-    So a generator in one state gives every process its share of the same values.
+    So a generator in one state gives every process its shard of the same values.
     """
     own: Tensor = getattr(module, name)
-    share: Share | None = module.shares.get(name)
-    if share is None:
+    shard: ParameterShard | None = module.shards.get(name)
+    if shard is None:
         yield own
         return
-    whole = own.new_empty(share.whole_shape(own))
+    whole = own.new_empty(shard.whole_shape(own))
     yield whole
     with torch.no_grad():
-        own.copy_(share.of(whole))
+        own.copy_(shard.of(whole))
 
 
-def divide(module: Any, shares: dict[str, Share]) -> None:
-    """Keep of each parameter this process's share, in the same `Parameter`; one that another module uses, too, once."""
-    for name, share in shares.items():
+def divide(module: Any, shards: dict[str, ParameterShard]) -> None:
+    """Keep this process's shard of each parameter, in the same `Parameter`; one that two modules use is cut once."""
+    for name, shard in shards.items():
         own: Tensor = getattr(module, name)
-        if own.shape[share.dim] == sum(share.parts):
-            own.grad, own.data = None, share.of(own.data)
-    module.shares = {**module.shares, **shares}
+        if own.shape[shard.dim] == sum(shard.parts):
+            own.grad, own.data = None, shard.of(own.data)
+    module.shards = {**module.shards, **shards}

@@ -25,12 +25,12 @@ class AllGather(CollectiveAlong):
         StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
     """
 
-    holds = ("rows", "features")
+    sharding = ("sequence", "features")
 
-    def ahead(self, x: Tensor) -> Tensor:
+    def exchange(self, x: Tensor) -> Tensor:
         return self.group.all_gather(x, self.dim, "AllGather")
 
-    def back(self, dy: Tensor) -> Tensor:
+    def exchange_backward(self, dy: Tensor) -> Tensor:
         return self.group.reduce_scatter(dy, self.dim, "AllGather")
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ class CopyToTensorParallel(Collective):
         StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
     """
 
-    holds = ("whole", "features")
+    sharding = ("replicated", "features")
 
-    def ahead(self, x: Tensor) -> Tensor:
+    def exchange(self, x: Tensor) -> Tensor:
         return x
 
-    def back(self, dy: Tensor) -> Tensor:
+    def exchange_backward(self, dy: Tensor) -> Tensor:
         return self.group.all_reduce(dy, "CopyToTensorParallel")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import operation as sf
 from ..casts import dtype_of
 from ..errors import InputError
-from ..group import Group, Share, vocabulary_share
+from ..group import Group, ParameterShard, vocabulary_shard
 from ._norm import stats_dtype
 from ._read import divide, initial, required
 from .allreduce import AllReduce
@@ -88,16 +88,16 @@ class Embedding(sf.UnfusedOperation):
                 with torch.no_grad():
                     weight[self.padding_idx].fill_(0)
 
-    def divided(self, group: Group) -> dict[str, Share]:
-        """Which share of the table a process would hold; raises where there is none."""
-        return {"weight": vocabulary_share("Embedding", self.shares, self.num_embeddings, group)}
+    def divided(self, group: Group) -> dict[str, ParameterShard]:
+        """How the weight would be sharded over a group; raises where it cannot be."""
+        return {"weight": vocabulary_shard("Embedding", self.shards, self.num_embeddings, group)}
 
     def divide(self, group: Any, *, sequence_dim: int | None = None) -> None:
-        """Keep this process's share; the arguments are those of the class."""
+        """Keep this process's shard; the arguments are those of the class."""
         group = Group(group)
-        shares = self.divided(group)
+        shards = self.divided(group)
         if group.size > 1:
-            divide(self, shares)
+            divide(self, shards)
             self._meets = (AllReduce(group) if sequence_dim is None else ReduceScatter(group, sequence_dim),)
 
     def expand(self) -> tuple[nn.Module, ...]:
@@ -110,12 +110,12 @@ class Embedding(sf.UnfusedOperation):
     @property
     def _rows(self) -> range:
         """The rows of this process."""
-        group = self.shares["weight"].group
+        group = self.shards["weight"].group
         count = self.num_embeddings // group.size
         return range(group.rank * count, (group.rank + 1) * count)
 
     def _own(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of this process's share, the first one for what is not in it, and where that is."""
+        """Rows of this process's shard, row 0 for an index outside of it, and a mask of these indices."""
         outside = (x < 0) | (x >= self.num_embeddings)
         plain = type(x) is Tensor and not torch.compiler.is_compiling()  # else it has no numbers to look at
         if x.is_cuda and plain:
@@ -127,7 +127,7 @@ class Embedding(sf.UnfusedOperation):
         return (x - self._rows.start).masked_fill(absent, 0), absent
 
     def reference(self, x: Tensor) -> Tensor:
-        if len(self.shares):  # torch.compile takes an empty mapping proxy to be true
+        if len(self.shards):  # torch.compile takes an empty mapping proxy to be true
             own, absent = self._own(x)
             padding = self.padding_idx if self.padding_idx in self._rows else None
             padding = padding if padding is None else padding - self._rows.start
@@ -136,7 +136,7 @@ class Embedding(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = required(self, "weight")
-        if self.shares:
+        if self.shards:
             own, absent = self._own(x)
             return F.embedding(own, weight).masked_fill_(absent.unsqueeze(-1), 0), self.Saved(x=x)
         return F.embedding(x, weight, self.padding_idx), self.Saved(x=x)
@@ -146,7 +146,7 @@ class Embedding(sf.UnfusedOperation):
             return None, {"weight": None}
         # The kernel for the CPU sums half gradients in half.
         fit = dy.to(stats_dtype(dy)) if dy.device.type == "cpu" else dy
-        if self.shares:
+        if self.shards:
             own, absent = self._own(saved.x)
             absent = absent if self.padding_idx is None else absent | (saved.x == self.padding_idx)
             # The kernel leaves one row out: that is one more, where all goes that is not of this process.
@@ -168,5 +168,5 @@ class Embedding(sf.UnfusedOperation):
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        across = ", parallel='vocab'" if self.shares else ""
+        across = ", parallel='vocab'" if self.shards else ""
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{across}"

@@ -14,7 +14,7 @@ from .. import operation as sf
 from ..casts import lowered
 from ..env import Env, autocast_of
 from ..errors import InputError
-from ..group import Group, Share
+from ..group import Group, ParameterShard
 from ..hardware import FLOAT32_SLOWER
 from ..maingrad import Accumulated, accumulated
 from ..saved import maker
@@ -39,9 +39,9 @@ class Linear(sf.UnfusedOperation):
     Saved: x for dweight, weight for dx; each is dropped when that gradient is not needed.
     Keys, arguments and initial values are those of `torch.nn.Linear`.
 
-    With `parallel` each process of a group holds a share of the weight. `"column"`: of its rows, and of the bias; x is
-    whole, y a share of the features; it expands to `CopyToTensorParallel`, GEMM, `Bias`. `"row"`: of its
-    columns; x is a share of the features, y whole; GEMM, `AllReduce`, `Bias`, which adds the bias once, after the
+    With `parallel` each process of a group holds a shard of the weight. `"column"`: of its rows, and of the bias; x is
+    whole, y a shard of the features; it expands to `CopyToTensorParallel`, GEMM, `Bias`. `"row"`: of its
+    columns; x is a shard of the features, y whole; GEMM, `AllReduce`, `Bias`, which adds the bias once, after the
     sum. With a `sequence_dim` x of a column and y of a row are a shard of the tokens instead, and `AllGather` and
     `ReduceScatter` stand for these. In a group of one process nothing is added.
 
@@ -113,12 +113,12 @@ class Linear(sf.UnfusedOperation):
 
     def divided(
         self, parallel: Literal["column", "row"], group: Group, parts: Sequence[int] | None = None
-    ) -> dict[str, Share]:
-        """Which share of each parameter a process would hold; raises where there is none."""
+    ) -> dict[str, ParameterShard]:
+        """How the parameters would be sharded over a group; raises where they cannot be."""
         wrong: dict[str, Any] = {"operation": "Linear"}
         if parallel not in ("column", "row"):
             raise InputError(f'parallel must be "column" or "row", got {parallel!r}', code="SF106", **wrong)
-        if self.shares:
+        if self.shards:
             raise InputError("it is divided among processes already", code="SF106", **wrong)
         column = parallel == "column"
         sizes = tuple(parts or (self.out_features if column else self.in_features,))
@@ -130,10 +130,10 @@ class Linear(sf.UnfusedOperation):
             given = sizes[0] if len(sizes) == 1 else f"{sizes} together"
             message = f"expects {what} that {group.size} processes divide, got {given}"
             raise InputError(message, code="SF101", **wrong)
-        shares = {"weight": Share(group, 0 if column else 1, sizes)}
+        shards = {"weight": ParameterShard(group, 0 if column else 1, sizes)}
         if column and self.bias is not None:
-            shares["bias"] = Share(group, 0, sizes)
-        return shares
+            shards["bias"] = ParameterShard(group, 0, sizes)
+        return shards
 
     def divide(
         self,
@@ -144,13 +144,13 @@ class Linear(sf.UnfusedOperation):
         sequence_dim: int | None = None,
         bias_last: bool = True,
     ) -> None:
-        """Keep this process's share; the arguments are those of the class."""
+        """Keep this process's shards; the arguments are those of the class."""
         group = Group(group)
-        shares = self.divided(parallel, group, parts)
+        shards = self.divided(parallel, group, parts)
         self.parallel, self.bias_last = parallel, bias_last
         if group.size == 1:
             return
-        divide(self, shares)
+        divide(self, shards)
         if parallel == "column":
             self.out_features //= group.size
             meets = CopyToTensorParallel(group) if sequence_dim is None else AllGather(group, sequence_dim)
@@ -162,10 +162,10 @@ class Linear(sf.UnfusedOperation):
 
     def _bias(self) -> Bias:
         rows = self._meets and isinstance(self._meets[0], ReduceScatter)
-        size = self.shares["weight"].group.size if self.shares else 1
+        size = self.shards["weight"].group.size if self.shards else 1
         member = Bias.of(self, self.out_features, 1 if self.bias_last or self.parallel != "row" else size)
         if rows and self.bias_last:
-            member.sum_over = self.shares["weight"].group
+            member.sum_over = self.shards["weight"].group
         return member
 
     def expand(self) -> tuple[nn.Module, ...]:

@@ -25,12 +25,12 @@ class ReduceScatter(CollectiveAlong):
         StateError: (SF506) in every process that is left, naming group and operation, if one dies or is late.
     """
 
-    holds = ("features", "rows")
+    sharding = ("features", "sequence")
 
-    def ahead(self, x: Tensor) -> Tensor:
+    def exchange(self, x: Tensor) -> Tensor:
         return self.group.reduce_scatter(x, self.dim, "ReduceScatter")
 
-    def back(self, dy: Tensor) -> Tensor:
+    def exchange_backward(self, dy: Tensor) -> Tensor:
         return self.group.all_gather(dy, self.dim, "ReduceScatter")
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:

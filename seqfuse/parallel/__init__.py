@@ -1,4 +1,4 @@
-"""Models over several processes of torch.distributed: in shares, in stages, and checkpoints of them."""
+"""Models over several processes of torch.distributed: tensor parallel, pipeline parallel, and their checkpoints."""
 
 from .checkpoint import dtensors, shard, unshard
 from .collectives import clip_grad_norm_, everywhere

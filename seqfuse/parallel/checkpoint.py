@@ -1,4 +1,4 @@
-"""State dictionaries of models that are divided over processes: whole, a process's share, or as DTensors."""
+"""State dictionaries of models that are sharded over processes: whole, of one process, or with DTensors."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..group import Share
+from ..group import ParameterShard
 
 
 def unshard(model: nn.Module) -> dict[str, Tensor]:
     """The state dictionary of the whole model, the same in every process; all of them must call this."""
-    shares = _shares(model)
+    shards = _shards(model)
     state = {name: _full(value) for name, value in model.state_dict().items()}
-    return {name: shares[name].whole(value) if name in shares else value for name, value in state.items()}
+    return {name: shards[name].whole(value) if name in shards else value for name, value in state.items()}
 
 
 def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's share of a whole state dictionary: what `model.load_state_dict` takes, strictly.
+    """This process's shards of a whole state dictionary: what `model.load_state_dict` takes, strictly.
 
     Args:
         model: the divided model.
@@ -28,13 +28,13 @@ def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         InputError: (SF101) for a tensor that is not of the whole's shape.
     """
-    shares = _shares(model)
+    shards = _shards(model)
     own: dict[str, Tensor] = {}
     for name, value in state.items():
         whole = _full(value)
-        share = shares.get(name)
+        shard = shards.get(name)
         try:
-            own[name] = whole if share is None else share.of(whole)
+            own[name] = whole if shard is None else shard.of(whole)
         except InputError as error:
             error.hint = f"in {name!r}"
             raise
@@ -50,27 +50,27 @@ def dtensors(model: nn.Module) -> dict[str, Tensor]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    shares, meshes = _shares(model), dict[tuple[str, str], Any]()
+    shards, meshes = _shards(model), dict[tuple[str, str], Any]()
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
-        share = shares.get(name)
-        if share is None:
+        shard = shards.get(name)
+        if shard is None:
             found[name] = value
             continue
         value = _full(value)
-        if len(share.parts) > 1:
-            value = share.whole(value).chunk(share.group.size, share.dim)[share.group.rank].contiguous()
-        key = share.group.name, value.device.type
+        if len(shard.parts) > 1:
+            value = shard.whole(value).chunk(shard.group.size, shard.dim)[shard.group.rank].contiguous()
+        key = shard.group.name, value.device.type
         if key not in meshes:
-            meshes[key] = DeviceMesh.from_group(share.group.process_group, value.device.type)
-        found[name] = DTensor.from_local(value, meshes[key], [Shard(share.dim)], run_check=False)  # pyright: ignore[reportUnknownMemberType]
+            meshes[key] = DeviceMesh.from_group(shard.group.process_group, value.device.type)
+        found[name] = DTensor.from_local(value, meshes[key], [Shard(shard.dim)], run_check=False)  # pyright: ignore[reportUnknownMemberType]
     return found
 
 
-def _shares(model: nn.Module) -> dict[str, Share]:
+def _shards(model: nn.Module) -> dict[str, ParameterShard]:
     modules = cast(Iterable[tuple[str, Any]], model.named_modules(remove_duplicate=False))
-    held: list[tuple[str, Mapping[str, Share]]] = [(path, getattr(m, "shares", {})) for path, m in modules]
-    return {f"{path}.{name}".lstrip("."): share for path, shares in held for name, share in shares.items()}
+    held: list[tuple[str, Mapping[str, ParameterShard]]] = [(path, getattr(m, "shards", {})) for path, m in modules]
+    return {f"{path}.{name}".lstrip("."): shard for path, shards in held for name, shard in shards.items()}
 
 
 def _full(value: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..fuser.sequential import Sequential
-from ..group import Share
+from ..group import ParameterShard
 from .staged import StagedFuser
 
 
@@ -49,11 +49,11 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients by one factor, as `torch.nn.utils.clip_grad_norm_` does, however a model is divided.
 
-    The norm of a parameter that is held in shares, or is a DTensor, is that of the whole one; a vector of the norms of
+    The norm of a parameter that is sharded, or is a DTensor, is that of the whole one; a vector of the norms of
     all parameters is summed over the ranks that have its stages.
 
     Args:
-        model: a model in stages, in shares, sharded by FSDP2, or all of that.
+        model: a model in stages, tensor parallel, sharded by FSDP2, or all of that.
         max_norm: the largest norm that stays as it is.
         norm_type: the p of the p-norm, positive.
         error_if_nonfinite: whether to raise where the norm is infinite or NaN.
@@ -73,13 +73,13 @@ def clip_grad_norm_(
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
     norms = torch.zeros(len(parameters), dtype=dtype, device=own[0].device if own else "cpu")
-    shares = {id(m._parameters[name]): share for m in model.modules() for name, share in _shares(m)}  # pyright: ignore[reportPrivateUsage]
+    shards = {id(m._parameters[name]): shard for m in model.modules() for name, shard in _shards(m)}  # pyright: ignore[reportPrivateUsage]
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
             norm = _norm(parameter.grad, norm_type)
             norms[index] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            if id(parameter) in shares:
-                norms[index] = _whole_norm(norms[index], shares[id(parameter)], norm_type)
+            if id(parameter) in shards:
+                norms[index] = _whole_norm(norms[index], shards[id(parameter)], norm_type)
     fusers = [vars(module).get("_fuser") for module in model.modules()]
     for placement in {fuser.placement for fuser in fusers if isinstance(fuser, StagedFuser)}:
         try:
@@ -97,14 +97,14 @@ def clip_grad_norm_(
     return total
 
 
-def _shares(module: nn.Module) -> Iterable[tuple[str, Share]]:
-    return getattr(module, "shares", {}).items()
+def _shards(module: nn.Module) -> Iterable[tuple[str, ParameterShard]]:
+    return getattr(module, "shards", {}).items()
 
 
-def _whole_norm(norm: Tensor, share: Share, p: float) -> Tensor:
+def _whole_norm(norm: Tensor, shard: ParameterShard, p: float) -> Tensor:
     if p == float("inf"):
-        return share.group.all_reduce(norm, "clip_grad_norm_", "max")
-    return share.group.all_reduce(norm**p, "clip_grad_norm_") ** (1 / p)
+        return shard.group.all_reduce(norm, "clip_grad_norm_", "max")
+    return shard.group.all_reduce(norm**p, "clip_grad_norm_") ** (1 / p)
 
 
 _norm: Callable[..., Any] = torch.linalg.vector_norm  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

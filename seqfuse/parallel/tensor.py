@@ -13,7 +13,7 @@ from torch import nn
 from .. import ops
 from ..errors import InputError
 from ..fuser.flatten import flatten, inside_of
-from ..group import Group, Share
+from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
 from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
 from ..operation import FusableOperation, UnfusedOperation
@@ -32,12 +32,12 @@ class _Act(NamedTuple):
 
     path: str
     module: nn.Module
-    shares: Mapping[str, Share]
+    shards: Mapping[str, ParameterShard]
     do: Callable[[], None]
 
 
 def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequence_dim: int | None = None) -> nn.Module:
-    """Divide a model over the processes of a group, in place: each keeps its share of what the plan names.
+    """Divide a model over the processes of a group, in place: each keeps its shard of what the plan names.
 
     Every process calls this with the same whole model and plan, and goes on with the same state of torch's generator.
     Parameters stay the objects they were and keep their names; an optimizer is made afterwards. All is checked before
@@ -111,12 +111,12 @@ def _styled(model: nn.Module, module: nn.Module, path: str, style: str, group: G
 def _product(
     path: str, linear: ops.Linear, style: Any, group: Group, parts: Sequence[int] | None, dim: int | None
 ) -> _Act:
-    shares = linear.divided(style, group, parts)
-    return _Act(path, linear, shares, lambda: linear.divide(style, group, parts=parts, sequence_dim=dim))
+    shards = linear.divided(style, group, parts)
+    return _Act(path, linear, shards, lambda: linear.divide(style, group, parts=parts, sequence_dim=dim))
 
 
 def _region(container: nn.Module, path: str, style: str, group: Group, dim: int | None) -> list[_Act]:
-    """A GEMM, what can be done to a share of its features, and a GEMM."""
+    """A GEMM, operations that can run on a shard of its features, and a GEMM."""
     found: list[tuple[str, nn.Module]] = []
     for name, m in _named(container):
         apart = not isinstance(m, FusableOperation) and not [*m.children()]
@@ -186,27 +186,27 @@ def _sequences(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 def _check_ties(model: nn.Module, acts: Sequence[_Act]) -> None:
     """Check that all who use a parameter that is divided divide it alike."""
-    shares = {(id(act.module), name): share for act in acts for name, share in act.shares.items()}
-    uses: dict[int, list[tuple[str, Share | None]]] = {}
+    shards = {(id(act.module), name): shard for act in acts for name, shard in act.shards.items()}
+    uses: dict[int, list[tuple[str, ParameterShard | None]]] = {}
     for path, module in _named(model):
         for name, parameter in module._parameters.items():  # pyright: ignore[reportPrivateUsage]
-            uses.setdefault(id(parameter), []).append((f"{path}.{name}", shares.get((id(module), name))))
+            uses.setdefault(id(parameter), []).append((f"{path}.{name}", shards.get((id(module), name))))
     for users in uses.values():
-        if len({None if share is None else (share.dim, share.parts) for _, share in users}) > 1:
-            listed = ", ".join(f"{path!r} {'whole' if share is None else 'divided'}" for path, share in users)
+        if len({None if shard is None else (shard.dim, shard.parts) for _, shard in users}) > 1:
+            listed = ", ".join(f"{path!r} {'whole' if shard is None else 'divided'}" for path, shard in users)
             message = f"one parameter would be used in several ways: {listed}"
             raise InputError(message, code="SF106", hint="name all of them in the plan")
 
 
 def _on_rows(model: nn.Module, acts: Sequence[_Act]) -> list[UnfusedOperation]:
-    """The operations with parameters of which each process sees a share of the rows; other modules it warns of."""
+    """The operations with parameters that see a sequence shard; warns of other modules with parameters."""
     known = {id(act.module) for act in acts}
     found: list[UnfusedOperation] = []
     for path, module in _named(model):
         if id(module) in known or not isinstance(module, UnfusedOperation) or not module.parameter_slots():
             continue
         if isinstance(module, ops.PositionEmbedding) and module.positions is None:
-            message = "on a share of the rows it cannot tell their positions"
+            message = "on a sequence shard it cannot tell their positions"
             raise _placed(InputError(message, code="SF106", hint="give it positions"), model, module, path)
         found.append(module)
     known |= {id(m) for operation in found for m in operation.modules()}
@@ -215,7 +215,7 @@ def _on_rows(model: nn.Module, acts: Sequence[_Act]) -> list[UnfusedOperation]:
     ]
     if others:
         listed = ", ".join(map(repr, others[:4])) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-        message = "no operation of this library; where it sees a share of the rows, the gradients of its parameters are"
+        message = "no operation of this library; where it sees a sequence shard, the gradients of its parameters are"
         warnings.warn(f"{listed}: {message} parts of a sum over the processes", UserWarning, stacklevel=3)
     return found
 

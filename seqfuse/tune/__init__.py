@@ -162,7 +162,7 @@ class _Search:
         nodes = stretch.site.op_list.nodes
         for candidate in stretch.found:
             inside: list[Any] = [node.operation for node in nodes[candidate.start : candidate.stop]]
-            if any(operation.meeting is not None for operation in inside):
+            if any(operation.redistribution is not None for operation in inside):
                 self._skipped.append(f"{candidate.name}: processes exchange tensors in it, and one alone measures")
                 continue
             key = stretch.known.key(candidate.fusion, candidate.start, candidate.stop)

@@ -18,10 +18,10 @@ def randomize(model: nn.Module, seed: int = 100) -> None:
 
 
 def share_of(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """This process's share of something shaped like a parameter of the whole model."""
+    """This process's shard of a tensor shaped like a parameter of the whole model."""
     owner, _, leaf = name.rpartition(".")
-    share = getattr(model.get_submodule(owner), "shares", {}).get(leaf)
-    return whole if share is None else share.of(whole)
+    shard = getattr(model.get_submodule(owner), "shards", {}).get(leaf)
+    return whole if shard is None else shard.of(whole)
 
 
 def copy_shares(model: nn.Module, whole: nn.Module) -> None:

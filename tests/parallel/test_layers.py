@@ -1,4 +1,4 @@
-"""Layers by heads and by features over several processes, with every process holding all rows or its share of them."""
+"""Layers by heads and by features over several processes, each of which holds all tokens or its shard of them."""
 
 from __future__ import annotations
 

@@ -156,5 +156,5 @@ def test_in_several_processes(world: int, work: str) -> None:
 
 def test_a_group_of_one_process_is_none() -> None:
     loss = LinearCrossEntropy(WIDTH, CLASSES, parallel="vocab", group=Group())
-    assert not loss.shares
+    assert not loss.shards
     assert loss.weight.shape == (CLASSES, WIDTH)

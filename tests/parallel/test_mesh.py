@@ -1,4 +1,4 @@
-"""Two dimensions of a mesh: shares of the model along one, of the batch along the other."""
+"""Two dimensions of a mesh: shards of the model along one, of the batch along the other."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ def hooked() -> sf.Sequential:
 def test_each_half_of_a_column_before_a_gated_unit_is_divided(make: Any, name: str, group: Any) -> None:
     model = make()
     parallel.parallelize(model, group, {name: "column"})
-    assert model.get_submodule(name).shares["weight"].parts == (8, 8)
+    assert model.get_submodule(name).shards["weight"].parts == (8, 8)
 
 
 def test_modules_whose_gradients_nobody_sums_over_shards_of_the_rows_are_named(group: Any) -> None:
@@ -321,7 +321,7 @@ def test_activations_of_torch_may_stand_between_products(group: Any) -> None:
 
 def test_learned_positions_cannot_tell_which_rows_they_see(group: Any) -> None:
     model = sf.Sequential(ops.Embedding(8, 16), ops.PositionEmbedding(8, 16), nn.FeedForward(16, 16))
-    with pytest.raises(sf.InputError, match=r"position 1 \(PositionEmbedding\): on a share of the rows"):
+    with pytest.raises(sf.InputError, match=r"position 1 \(PositionEmbedding\): on a sequence shard"):
         parallel.parallelize(model, group, {"0": "vocab", "2": "features"}, sequence_dim=-2)
 
 

@@ -650,7 +650,7 @@ TWO = [
 
 
 def stages_of_shares_give_the_gradients_of_one_process() -> None:
-    """Two stages, each held in shares by two ranks; dropout outside of shares is one for all."""
+    """Two stages, each sharded over two ranks; dropout outside of shards is one for all."""
     from seqfuse.nn import TransformerStack
 
     torch.manual_seed(1)
@@ -674,9 +674,9 @@ def stages_of_shares_give_the_gradients_of_one_process() -> None:
             norms = [clip_grad_norm_(staged, 0.1, kind), nn.utils.clip_grad_norm_(alone.parameters(), 0.1, kind)]
             assert_near(*norms, "norm")
             gradients = {name: p.grad for name, p in alone.named_parameters()}
-            share = shard(divided, gradients)
+            expected = shard(divided, gradients)
             for name, p in own(staged).items():
-                assert_near(p.grad, share[name], name)
+                assert_near(p.grad, expected[name], name)
 
 
 def schedules_run_in_one_dimension_of_a_mesh() -> None:

@@ -207,7 +207,7 @@ def test_what_runs_by_itself_on_a_share_of_the_rows_must_know_it(group: Any) -> 
         ops.LayerNorm(8), ops.Linear(8, 8, parallel="column", group=group, sequence_dim=0), ops.GeLU()
     )
     model[0].register_forward_hook(lambda *_: None)
-    with pytest.raises(sf.PlanError, match=r"position 0 \(LayerNorm\): it runs by itself on a share of the rows"):
+    with pytest.raises(sf.PlanError, match=r"position 0 \(LayerNorm\): it runs by itself on a sequence shard"):
         model.plan()
     model[0].requires_grad_(False)
     assert model.plan().alone[0].name == "LayerNorm"

@@ -980,7 +980,7 @@ def test_a_model_in_another_mode_is_copied_in_the_one_that_is_measured() -> None
 
 
 def test_a_fusion_in_which_one_operation_exchanges_something_is_not_measured() -> None:
-    nodes = [SimpleNamespace(operation=SimpleNamespace(meeting=meeting)) for meeting in (None, object())]
+    nodes = [SimpleNamespace(operation=SimpleNamespace(redistribution=r)) for r in (None, object())]
     site = SimpleNamespace(op_list=SimpleNamespace(nodes=nodes))
     found = [SimpleNamespace(name="Both", start=0, stop=2, fusion=None)]
     search: Any = _Search(None, None, Ranks(None, torch.device("cpu")), False)
