@@ -53,7 +53,6 @@ def main() -> int:
                 command = [sys.executable, __file__, *layer, *(["--tiny"] if options.tiny else [])]
                 _, why = watched(command, time.time() + min(left, MOST) + 3 * GRACE)
                 bad += bool(why)
-                (out / "measured.json.seqfuse.lock").unlink(missing_ok=True)
                 print(f"{model.name}, {tokens} tokens: {why or 'done'}", flush=True)
     return 1 if bad else 0
 

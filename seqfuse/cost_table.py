@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import sys
@@ -23,7 +24,7 @@ from .errors import CacheWarning
 from .operation import Version, config_version
 from .settings import settings
 
-FORMAT = 1
+FORMAT = 2
 MOST_NANOSECONDS = 1e15
 _SOURCES = ("kernels", "ops", "fusions")
 SHIPPED = Path(__file__).parent / "measured"
@@ -114,7 +115,7 @@ class Measurement:
     def refusal(self) -> str | None:
         """Why a plan does not use the fusion; `None` where it is faster by more than the noise."""
         if self.failed:
-            return f"it failed when it was measured: {self.failed}"
+            return f"it failed when it was measured: {self.failed[:300]}"
         if self.saving > self.noise:
             return None
         times = f"measured {self.fused / 1000:.1f} us against {self.unfused / 1000:.1f} us unfused"
@@ -131,7 +132,7 @@ def sources() -> str:
 
 
 _tables: dict[Machine, dict[str, Measurement]] = {}
-_given_up: set[Path | None] = set()
+_warned: set[Path | None] = set()
 
 
 def table(machine: Machine) -> Mapping[str, Measurement]:
@@ -139,7 +140,7 @@ def table(machine: Machine) -> Mapping[str, Measurement]:
     known = _tables.get(machine)
     if known is None:
         path = user_file(machine, create=False) if settings().tune else None
-        known = _tables.setdefault(machine, {**shipped(machine), **({} if path is None else load(path, machine))})
+        known = _tables.setdefault(machine, {**shipped(machine), **({} if path is None else load_own(path, machine))})
     return known
 
 
@@ -165,99 +166,75 @@ def add(machine: Machine, found: Mapping[str, Measurement], *, instead: bool = F
 
 def user_file(machine: Machine, *, create: bool) -> Path | None:
     """The file of a machine in the user's cache; `None`, with one warning, where that cannot be used."""
-    if None in _given_up:
-        return None
     try:
         folder = store.user_folder("tune", create=create)
     except OSError as error:
-        _give_up(None, f"the user's cache cannot be used: {error}")
+        _warn(None, f"the user's cache cannot be used: {error}")
         return None
     return None if folder is None else folder / machine.file_name
 
 
-def load(path: Path, machine: Machine, *, own: bool = True) -> dict[str, Measurement]:
-    """The measurements in a file; of this library's `own`, one that is corrupt is renamed to `*.bad`, with a warning.
+def load(path: Path, machine: Machine) -> dict[str, Measurement]:
+    """The measurements in a file, none where there is no file.
 
     Raises:
-        OSError, Corrupt: if the file is the user's, and cannot be read or holds something else.
+        OSError, Corrupt: if it cannot be read, holds something else, or was measured on another machine.
     """
-    inode = None
-    if not own:
-        _given_up.discard(path)  # it may be another one by now
+    data = store.read(path)
+    return {} if data is None else parse(data, machine)
+
+
+def load_own(path: Path, machine: Machine) -> dict[str, Measurement]:
+    """Likewise of a file in the user's cache: a corrupt one is renamed to `*.bad`, with a warning."""
     try:
-        found = store.read(path)
-        if found is None:
-            return {}
-        data, inode = found
-        return parse(data, machine)
-    except Elsewhere as error:
-        _give_up(path, f"{path} is left as it is: {error}")
-    except (store.Corrupt, OSError) as error:
-        if not own:
-            raise
-        if isinstance(error, OSError):
-            _give_up(path, f"{path} cannot be read: {error}")
-            return {}
         try:
-            store.quarantine(path, inode)
-            message = f"{path} was corrupt and is now {path.name}.bad: {error}"
-            warnings.warn(message, CacheWarning, stacklevel=2)
-        except OSError as second:
-            _give_up(path, f"{path} is corrupt ({error}), and cannot be renamed: {second}")
+            return load(path, machine)
+        except store.Corrupt as error:
+            os.replace(path, path.with_name(f"{path.name}.bad"))
+            warnings.warn(f"{path} was corrupt and is now {path.name}.bad: {error}", CacheWarning, stacklevel=2)
+    except OSError as error:
+        _warn(path, f"{path} cannot be read: {error}")
     return {}
 
 
-def save(path: Path, machine: Machine, found: Mapping[str, Measurement], *, own: bool = True) -> None:
-    """Add measurements to a file; where that fails they stay in memory, with one warning."""
+def save(path: Path, machine: Machine, found: Mapping[str, Measurement]) -> None:
+    """Add measurements to a file; where that fails they stay in memory, with one warning.
 
-    def change() -> bytes:
-        known = load(path, machine, own=own)
-        if path in _given_up:  # what is there is not to be written over
-            raise OSError
+    Of processes that write at the same moment one may lose what the other found: that is measured again.
+    """
+    try:
+        known = {**load(path, machine), **found}
         document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
-        return json.dumps({**document, "entries": stated({**known, **found})}, indent=1, allow_nan=False).encode()
-
-    if path not in _given_up:
-        try:
-            store.update(path, change, own=own)
-        except (OSError, store.Corrupt) as error:
-            _give_up(path, f"measurements are kept in memory only: {error}")
+        store.write(path, json.dumps({**document, "entries": stated(known)}, indent=1, allow_nan=False).encode())
+    except (OSError, store.Corrupt) as error:  # what is there is not written over
+        _warn(path, f"measurements are kept in memory only: {error}")
 
 
-def _give_up(path: Path | None, message: str) -> None:
-    if path not in _given_up:
-        _given_up.add(path)
-        warnings.warn(message, CacheWarning, stacklevel=2)
-
-
-class Elsewhere(store.Corrupt):
-    """A sound file of another machine."""
+def _warn(path: Path | None, message: str) -> None:
+    if path not in _warned:
+        _warned.add(path)
+        warnings.warn(message, CacheWarning, stacklevel=3)
 
 
 def stated(found: Mapping[str, Measurement]) -> dict[str, dict[str, Any]]:
     """Measurements as plain data; `entries` reads them."""
-    return {
-        key: {"failed": m.failed} if m.failed else {"fused_ns": m.fused, "unfused_ns": m.unfused, "noise_ns": m.noise}
-        for key, m in found.items()
-    }
+    return {key: dataclasses.asdict(m) for key, m in found.items()}
 
 
 def entries(data: Mapping[str, Any]) -> dict[str, Measurement]:
-    """The measurements that plain data state; what has unknown fields is passed by.
+    """The measurements that plain data state.
 
     Raises:
         Corrupt: if an entry is of another form, or holds a time that is none.
     """
-    found = {key: _entry(key, entry) for key, entry in data.items()}
-    return {key: entry for key, entry in found.items() if entry is not None}
+    return {key: _entry(key, entry) for key, entry in data.items()}
 
 
 def parse(data: bytes, machine: Machine) -> dict[str, Measurement]:
-    """The measurements that a file's bytes state; nothing in them is code, and what is unknown is passed by.
+    """The measurements that a file's bytes state; nothing in them is code.
 
     Raises:
-        Corrupt: if they are of another form, or hold a time that is none.
-        Elsewhere: if they are of another machine.
+        Corrupt: if they are of another form or of another machine, or hold a time that is none.
     """
     try:
         document: Any = json.loads(data)
@@ -269,23 +246,18 @@ def parse(data: bytes, machine: Machine) -> dict[str, Measurement]:
     if not isinstance(given.get("entries"), dict) or not isinstance(given.get("machine"), dict):
         raise store.Corrupt("it has no machine or no entries")
     if given["machine"] != dataclasses.asdict(machine):
-        raise Elsewhere(f"it was measured on another machine or with other versions, {given['machine']}")
+        raise store.Corrupt(f"it was measured on another machine or with other versions, {given['machine']}")
     return entries(given["entries"]) if given.get("sources") == sources() else {}
 
 
-def _entry(key: str, entry: Any) -> Measurement | None:
-    if not isinstance(entry, dict):
-        raise store.Corrupt(f"the entry of {key[:60]!r} is no object")
-    fields = cast(dict[str, Any], entry)
-    if not fields.keys() <= {"fused_ns", "unfused_ns", "noise_ns", "failed"}:
-        return None  # of a program that knows more than this one, or of nobody who means well
-    if fields.keys() == {"failed"} and isinstance(fields["failed"], str) and fields["failed"]:
-        return Measurement(failed=fields["failed"][:300])
-    times, noise = (fields.get("fused_ns"), fields.get("unfused_ns")), fields.get("noise_ns", 0)
-    if "failed" in fields or not all(_is_time(t) for t in times) or not (noise == 0 or _is_time(noise)):
+def _entry(key: str, given: Any) -> Measurement:
+    try:
+        made = Measurement(**given)
+        times = made.fused, made.unfused, made.noise
+        fits = all(type(t) in (int, float) and 0 <= t < MOST_NANOSECONDS for t in times)
+        fits = fits and type(made.failed) is str and bool(made.failed) != bool(made.fused and made.unfused)
+    except TypeError:  # it has other fields, or none
+        fits, made = False, Measurement()
+    if not fits:
         raise store.Corrupt(f"the entry of {key[:60]!r} holds no two times")
-    return Measurement(float(cast(Any, times[0])), float(cast(Any, times[1])), noise=float(noise))
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < MOST_NANOSECONDS
+    return made

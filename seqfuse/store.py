@@ -6,11 +6,10 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 
 MOST_BYTES = 16 << 20
-LOCK_SECONDS = 10.0
 
 
 class Corrupt(ValueError):
@@ -31,17 +30,13 @@ def user_folder(name: str, *, create: bool) -> Path | None:
     top = platformdirs.user_cache_path("seqfuse")
     if not top.is_absolute():
         raise OSError(f"{top} is no absolute path: there is no home directory")
-    if create:
-        top.parent.mkdir(parents=True, exist_ok=True)
     for folder in (top, top / name):
         if create:
             with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
+                folder.mkdir(mode=0o700, parents=True)
         try:
             about = os.lstat(folder)
         except FileNotFoundError:
-            if create:
-                raise
             return None
         if not stat.S_ISDIR(about.st_mode):
             what = "a symbolic link" if stat.S_ISLNK(about.st_mode) else "no folder"
@@ -53,8 +48,8 @@ def user_folder(name: str, *, create: bool) -> Path | None:
     return top / name
 
 
-def read(path: Path) -> tuple[bytes, int] | None:
-    """What a file holds, and its inode; `None` where there is none.
+def read(path: Path) -> bytes | None:
+    """What a file holds; `None` where there is none.
 
     Raises:
         OSError: if it cannot be read, is a symbolic link, or is no regular file.
@@ -66,9 +61,7 @@ def read(path: Path) -> tuple[bytes, int] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError("it is a symbolic link") from error
-        raise
+        raise OSError("it is a symbolic link") if error.errno == errno.ELOOP else error from None
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode):
         os.close(descriptor)
@@ -76,45 +69,23 @@ def read(path: Path) -> tuple[bytes, int] | None:
     with os.fdopen(descriptor, "rb") as file:
         if about.st_size > MOST_BYTES:
             raise Corrupt(f"it has {about.st_size} bytes, more than {MOST_BYTES}")
-        return file.read(MOST_BYTES), about.st_ino
+        return file.read(MOST_BYTES)
 
 
-def update(path: Path, change: Callable[[], bytes], *, own: bool = True) -> None:
-    """Replace a file by what `change()` returns, which no other process changes meanwhile.
-
-    Two more files stand beside it, to lock it and to write it. In a folder that is not of this library's `own` their
-    names are such that no file of the user's is taken for them: `poetry.lock` is none of `poetry`.
+def write(path: Path, data: bytes) -> None:
+    """Replace a file, so that others see the old one or the new one, whole.
 
     Raises:
-        OSError: if it cannot be locked or written; what was there stays.
+        OSError: if it cannot be written; what was there stays.
     """
-    from filelock import FileLock
-
-    beside = path.name if own else f"{path.name}.seqfuse"
+    descriptor, new = tempfile.mkstemp(".new", f"{path.name}.", path.parent)  # with a name that nobody has
     try:
-        with FileLock(path.with_name(f"{beside}.lock"), timeout=LOCK_SECONDS, mode=0o600):
-            data = change()
-            new = path.with_name(f"{beside}.new")  # the one of a writer that was killed is written over
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
-            try:
-                with os.fdopen(os.open(new, flags, 0o600), "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(new, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(new)
-                raise
-    except NotImplementedError as error:  # a file system without locks
-        raise OSError(str(error)) from error
-
-
-def quarantine(path: Path, inode: int | None) -> None:
-    """Rename a corrupt file of this library's own to `*.bad`, unless another process has replaced it meanwhile.
-
-    Raises:
-        OSError: if it cannot be renamed.
-    """
-    if inode is None or os.lstat(path).st_ino == inode:
-        os.replace(path, path.with_name(f"{path.name}.bad"))
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(new)
+        raise

@@ -13,7 +13,7 @@ from .output import tell
 from .target import Unable
 
 # What `measured.Machine.file_name` gives, and the endings that `store` adds.
-_OURS = re.compile(r"[0-9a-f]{16}\.json(\.lock|\.new|\.bad)?")
+_OURS = re.compile(r"[0-9a-f]{16}\.json(\.\w+\.new|\.bad)?")
 
 
 def folder() -> Path | None:
@@ -42,7 +42,7 @@ def _about(path: Path) -> dict[str, Any]:
         return {"state": "corrupt" if path.suffix == ".bad" else "of a writer"}
     try:
         read = store.read(path)
-        document: Any = json.loads(read[0]) if read is not None else None
+        document: Any = json.loads(read) if read is not None else None
     except (OSError, ValueError, RecursionError) as error:
         return {"state": f"cannot be read: {error}"}
     if not isinstance(document, dict):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -111,56 +112,35 @@ def _plain(value: Any) -> str:
 def identity(cls: type) -> str:
     """A class by its name and what it is written as; our own sources are compared as a whole, elsewhere."""
     name = f"{cls.__module__}:{cls.__qualname__}"
+    foreign = [base for base in cls.__mro__ if base.__module__.partition(".")[0] not in (_OWN, *_FOREIGN)]
+    if not foreign and "<locals>" not in cls.__qualname__:
+        return name
     digest = hashlib.sha256()
-    foreign = False
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] in (_OWN, *_FOREIGN):
-            continue
-        foreign = True
-        # The files of its module, and of what that takes from its own package.
-        module, package = sys.modules.get(base.__module__), base.__module__.partition(".")[0]
-        names = {base.__module__, *map(_home, [*vars(module).values()] if module is not None else [])}
-        taken = [sys.modules.get(name) for name in names if name.partition(".")[0] == package]
-        files = sorted({file for m in taken if m is not None and (file := getattr(m, "__file__", None))})
-        for path in files:
-            digest.update(_contents(path))
-        if not files:
-            digest.update(_written(base).encode())
-    # What a factory has put into the class.
-    for key, value in sorted(vars(cls).items()):
-        given = [_plain(value)] if not key.startswith("__") else []
-        if isinstance(value, types.FunctionType):
-            given += [_plain(value.__defaults__), *map(_cell, value.__closure__ or ())]
-        digest.update(f"{key}={given};".encode())
-    return f"{name}#{digest.hexdigest()[:12]}" if foreign or "<locals>" in cls.__qualname__ else name
-
-
-def _home(value: Any) -> str:
-    try:
-        return str(value.__name__ if isinstance(value, types.ModuleType) else value.__module__)
-    except Exception:  # it has none, or is an object that answers for others
-        return ""
+    for base in foreign:
+        digest.update(_written(base))
+    for key, value in sorted(vars(cls).items()):  # what a factory has put into the class
+        digest.update(f"{key}={_held(value) if isinstance(value, types.FunctionType) else _plain(value)};".encode())
+    return f"{name}#{digest.hexdigest()[:12]}"
 
 
 @functools.lru_cache(1024)
-def _contents(path: str) -> bytes:
+def _written(cls: type) -> bytes:
+    """The files of the folder that a class is in; of one in no file, as in a notebook, its source."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     try:
-        return Path(path).read_bytes()
-    except OSError:
-        return path.encode()
-
-
-def _written(cls: type) -> str:
-    """A class that is in no file: its source where that is known, else its code."""
-    try:
-        return inspect.getsource(cls)
+        return inspect.getsource(cls).encode() if file is None else _contents(Path(file).parent)
     except (OSError, TypeError):
-        codes = [fn.__code__ for fn in vars(cls).values() if isinstance(fn, types.FunctionType)]
-        return repr([(code.co_name, code.co_code, code.co_consts, code.co_names) for code in codes])
+        return str(time.time_ns()).encode()  # nobody knows it: what is measured counts in this process
 
 
-def _cell(cell: types.CellType) -> str:
+@functools.lru_cache(256)
+def _contents(folder: Path) -> bytes:
+    files = sorted(folder.glob("*.py"))
+    return hashlib.sha256(b"\0".join([file.read_bytes() for file in files])).digest()
+
+
+def _held(function: types.FunctionType) -> str:
     try:
-        return _plain(cell.cell_contents)
-    except ValueError:  # not filled yet
+        return _plain((function.__defaults__, *(cell.cell_contents for cell in function.__closure__ or ())))
+    except ValueError:  # a cell that is not filled yet
         return "?"

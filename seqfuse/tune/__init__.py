@@ -66,7 +66,7 @@ def tune(
         group: the process group whose first rank measures for all; the default one, if there is one. Every rank calls
             this function, and all of them end with the same measurements.
         file: what to keep measurements in, instead of the user's cache; of one device. A file that is there and holds
-            no measurements is an error, and stays as it is.
+            no measurements, or those of another machine, is an error, and stays as it is.
         channels: the public extra inputs, by channel name.
 
     Raises:
@@ -206,7 +206,7 @@ class _Search:
         if result is not None:
             self._measured += 1
             if file is not None and not is_passing(result):
-                cost_table.save(file, job.machine, {job.key: result}, own=self._path is None)
+                cost_table.save(file, job.machine, {job.key: result})
         if lost is not None:
             raise lost
         return result
@@ -217,19 +217,20 @@ class _Search:
     def _file(self, machine: Machine) -> Path | None:
         """Where a machine's measurements are kept; what other processes have put there is known from now on."""
         path = self._path
-        if path is None and settings().tune:
-            path = cost_table.user_file(machine, create=True)
-        if self._path is not None and not self._path.parent.is_dir():
-            message = f"measurements cannot be kept in {self._path}: there is no folder {self._path.parent}"
+        if path is None:
+            path = cost_table.user_file(machine, create=True) if settings().tune else None
+            cost_table.add(machine, {} if path is None else cost_table.load_own(path, machine))
+            return path
+        if not path.parent.is_dir():
+            message = f"measurements cannot be kept in {path}: there is no folder {path.parent}"
             raise InputError(message, code="SF106")
-        if path is not None:
-            try:
-                cost_table.add(machine, cost_table.load(path, machine, own=self._path is None))
-            except (store.Corrupt, OSError) as error:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else error
-                hint = "name a file that sf.tune has written, or one that is not there yet"
-                message = f"{path} holds no measurements, and is left as it is: {why}"
-                raise InputError(message, code="SF106", hint=hint) from error
+        try:
+            cost_table.add(machine, cost_table.load(path, machine))
+        except (store.Corrupt, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            hint = "name a file that sf.tune has written here, or one that is not there yet"
+            message = f"{path} holds no measurements of this machine, and is left as it is: {why}"
+            raise InputError(message, code="SF106", hint=hint) from error
         return path
 
     def share(self) -> None:

@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
     monkeypatch.setattr(cost_table, "_tables", {})
-    monkeypatch.setattr(cost_table, "_given_up", set())
+    monkeypatch.setattr(cost_table, "_warned", set())
     settings.cache_clear()
     yield tmp_path / "cache" / "seqfuse" / "tune"  # pyright: ignore[reportReturnType]
     settings.cache_clear()
@@ -60,12 +60,12 @@ def test_files_that_are_not_sound_are_said_to_be_so(cli: Cli, folder: Path) -> N
     (folder / f"{c}.json").write_text("[]")
     (folder / f"{d}.json.bad").write_text("x")
     (folder / f"{e}.json").symlink_to("/etc/passwd")
-    (folder / f"{e}.json.new").symlink_to("nowhere")
-    (folder / f"{a}.json.new").write_text("{}")
+    (folder / f"{e}.json.x1_.new").symlink_to("nowhere")
+    (folder / f"{a}.json.x1_.new").write_text("{}")
     (folder / f"{a}.json.mine").write_text("kept by hand")
     states = {f["file"]: f["state"] for f in json.loads(cli("cache", "--json").out)["files"]}
     assert states.pop(f"{a}.json").startswith("cannot be read")
-    assert states.pop(f"{a}.json.new") == "of a writer"
+    assert states.pop(f"{a}.json.x1_.new") == "of a writer"
     assert states == {f"{b}.json": "of another form", f"{c}.json": "corrupt", f"{d}.json.bad": "corrupt"}
     cli("cache", "clear")
     assert [path.name for path in folder.iterdir()] == [f"{a}.json.mine"]
@@ -103,7 +103,7 @@ def test_a_file_of_the_users_that_is_no_table_is_refused(cli: Cli, tmp_path: Pat
     own.write_text("print('mine')")
     done = cli("tune", "M:build", "--input", "8x16", "--file", "own.py", "--modes", "eval", "--device", "cpu")
     assert (done.status, done.out) == (2, "")
-    assert "own.py holds no measurements, and is left as it is: it is no JSON" in done.err
+    assert "own.py holds no measurements of this machine, and is left as it is: it is no JSON" in done.err
     assert own.read_text() == "print('mine')"
     done = cli("tune", "M:build", "--input", "8x16", "--file", "no/table.json", "--modes", "eval", "--device", "cpu")
     assert done.status == 2

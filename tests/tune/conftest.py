@@ -21,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setenv("SEQFUSE_TUNE", "1")
     monkeypatch.setattr(cost_table, "_tables", {})
-    monkeypatch.setattr(cost_table, "_given_up", set())
+    monkeypatch.setattr(cost_table, "_warned", set())
     settings.cache_clear()
     yield home / "seqfuse" / "tune"
     settings.cache_clear()

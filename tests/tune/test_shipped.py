@@ -42,14 +42,14 @@ def plant(model: sf.Sequential, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
         class Recording(Known):
             def __call__(self, fusion: Any, a: int, b: int) -> None:
-                keys[str(self.key(fusion, a, b))] = {"fused_ns": 1e5 * part * (b - a), "unfused_ns": 1e5 * (b - a)}
+                keys[str(self.key(fusion, a, b))] = {"fused": 1e5 * part * (b - a), "unfused": 1e5 * (b - a)}
 
         with monkeypatch.context() as recording, sf.fusing(unmeasured=True):
             recording.setattr(planning, "Known", Recording)
             model.plan(env=ENV)
         path = tmp_path / "nvidia-h200.json"
         machine = {**dataclasses.asdict(HERE), "driver": "570.2", **about}
-        path.write_text(json.dumps({"format": 1, "machine": machine, "sources": "of its time", "entries": keys}))
+        path.write_text(json.dumps({"format": 2, "machine": machine, "sources": "of its time", "entries": keys}))
         return path
 
     return write

@@ -263,9 +263,11 @@ def test_two_classes_of_one_factory_and_another_source_are_others(monkeypatch: p
     assert cost_lookup.identity(make(90.0)) == cost_lookup.identity(slow) != cost_lookup.identity(quick)
     before = cost_lookup.identity(slow)
     cost_lookup.identity.cache_clear()
-    monkeypatch.setattr(cost_lookup, "_contents", lambda path: b"written anew")
+    cost_lookup._written.cache_clear()
+    monkeypatch.setattr(cost_lookup, "_contents", lambda folder: b"written anew")
     assert cost_lookup.identity(slow) != before
     cost_lookup.identity.cache_clear()
+    cost_lookup._written.cache_clear()
 
 
 def test_it_is_for_the_environment_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
