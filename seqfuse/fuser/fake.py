@@ -5,30 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, ClassVar, cast
+from collections.abc import Generator
+from typing import Any
 
 import torch
 
 from ..casts import cast_once
 from ..env import Env
 
-_FAKE: Any = torch._C._TorchDispatchModeKey.FAKE  # pyright: ignore[reportPrivateUsage]
-_mode: Any = torch._C._get_dispatch_mode  # pyright: ignore[reportPrivateUsage]
-
-
-class LaunchOnFakes(RuntimeError):
-    """A Triton kernel, by name, was launched on fake tensors, which have no memory that it could read or write."""
-
 
 @contextlib.contextmanager
 def faking(mode: Any = None) -> Generator[Any]:
     """A `FakeTensorMode` that takes real parameters too; or one that was made before, or is on already, again.
 
-    A kernel that is launched in it raises `LaunchOnFakes`; those of this library are behind operators, which make what
-    they return and launch nothing.
+    What is made in it has no memory that a kernel could read or write: a launch raises `RuntimeError`. Those of this
+    library are behind operators, which make what they return and launch nothing.
     """
     from torch._guards import active_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -37,17 +29,14 @@ def faking(mode: Any = None) -> Generator[Any]:
     # Autocast keeps casts of parameters for later: fake ones must not be among them.
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
+    mode = mode or active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    unsafe, mode._allow_unsafe_data_ptr_access = mode._allow_unsafe_data_ptr_access, False
     try:
         # Nor may a mode of the caller's see them: selective checkpointing keeps what it sees.
-        with (
-            _quiet(),
-            _without_launches(),
-            cast_once(apart=True),
-            _disable_current_modes(),
-            mode or active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True) as entered,
-        ):
+        with _quiet(), cast_once(apart=True), _disable_current_modes(), mode as entered:
             yield entered
     finally:
+        mode._allow_unsafe_data_ptr_access = unsafe
         torch.set_autocast_cache_enabled(kept)
 
 
@@ -77,57 +66,6 @@ def _quiet() -> Generator[None]:
         yield
     finally:
         log.removeFilter(elsewhere)
-
-
-class _Launches:
-    """Triton's methods that launch, which are replaced while any thread is faking."""
-
-    lock = threading.Lock()
-    blocks = 0
-    replaced: ClassVar[dict[type, tuple[Any, Any]]] = {}  # the method, and what took its place
-
-
-@contextlib.contextmanager
-def _without_launches() -> Generator[None]:
-    """Within the block this thread launches no kernel; others, whose tensors are real, do."""
-    with _Launches.lock:
-        _Launches.blocks += 1
-        for kind in _launching():
-            if kind not in _Launches.replaced:
-                _Launches.replaced[kind] = own, guarded = kind.run, _guarded(kind.run)
-                kind.run = guarded
-    try:
-        yield
-    finally:
-        with _Launches.lock:
-            _Launches.blocks -= 1
-            while not _Launches.blocks and _Launches.replaced:
-                kind, (own, guarded) = cast(Any, _Launches.replaced.popitem())
-                if kind.run is guarded:  # else it was replaced once more since then
-                    kind.run = own
-
-
-def _launching() -> Iterator[Any]:
-    """Triton's classes that launch: compiled, interpreted and tuned kernels. Without Triton there is no kernel."""
-    base = getattr(sys.modules.get("triton.runtime.jit"), "KernelInterface", None)
-    left: list[Any] = [] if base is None else [base]
-    while left:
-        kind: Any = left.pop()
-        left += kind.__subclasses__()
-        if "run" in vars(kind):
-            yield kind
-
-
-def _guarded(run: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(run)
-    def guarded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        if _mode(_FAKE) is None:
-            return run(kernel, *args, **kwargs)
-        while not hasattr(kernel, "__name__"):  # what tunes a kernel has none
-            kernel = kernel.fn
-        raise LaunchOnFakes(kernel.__name__)
-
-    return guarded
 
 
 def is_fake(tensor: Any) -> bool:

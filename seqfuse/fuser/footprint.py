@@ -16,7 +16,7 @@ from ..env import Env
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .cost_lookup import describe
-from .fake import LaunchOnFakes, autocasting, faking, is_fake, placed
+from .fake import autocasting, faking, is_fake, placed
 from .flatten import Node
 from .inputs import check_dtypes
 from .schedule import Candidate, Kept
@@ -87,8 +87,6 @@ def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], counter: A
     try:
         with torch.no_grad(), autocasting(entered.env, entered.place), faking() as mode, cast_once():
             return _footprint(parts, entered, steps, counter, mode)
-    except LaunchOnFakes as error:
-        return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -160,9 +158,11 @@ class _Tried:
             return y, {}, frozenset(self._fresh(n) if isinstance(n, int) else self._number(places[n]) for n in found)
         try:
             y, named, saved = step.returned(step.call(env, x, channels, self._seeds)[0])
-        except LaunchOnFakes as launch:
-            cure = "wrap the function that launches it in torch.library.custom_op, with register_fake"
-            raise LaunchOnFakes(f"{step.name} launches {launch} on fake tensors; {cure}") from None
+        except RuntimeError as error:
+            if not step.fused:
+                raise
+            cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
+            raise RuntimeError(f"{step.name} does not run on fake tensors; {cure}: {error}") from None
         made = {channel: named[name] for name, channel in step.writes}
         if same is not None:
             # What it gives is what its operations give: another step that saves it saves the same tensor.

@@ -201,13 +201,13 @@ def test_a_kernel_is_not_launched_on_fake_tensors(memory: Any, stub: Stub) -> No
     model(x).sum().backward()
     ran = [*stub.launched]
     assert ran in (["scaled_kernel"], [])  # left unfused, where what it saves is to be known
-    assert scales(ScaleScale).plan(x).memory_unknown == said("scaled_kernel")
+    assert str(scales(ScaleScale).plan(x).memory_unknown).startswith(said())
     assert stub.launched == ran
 
 
 def test_planning_for_a_machine_that_is_not_here_needs_no_driver() -> None:
     plan = scales(ScaleScale).plan(torch.empty(6, 64, device="meta"), env=sf.Env.of("cuda:sm_90"))
-    assert plan.memory_unknown == said("scaled_kernel")
+    assert str(plan.memory_unknown).startswith(said())
 
 
 def test_a_kernel_is_not_compiled_while_a_graph_is_captured(stub: Stub) -> None:

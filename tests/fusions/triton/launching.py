@@ -55,7 +55,7 @@ def scales(*fusions: type[sf.FusedOperation], memory: Any = "save") -> sf.Sequen
     return sf.Sequential(ops.Scale(2.0), ops.Scale(0.5), ops.Tanh(), fusions=fusions, memory=memory)
 
 
-def said(kernel: str, fusion: str = "ScaleScale") -> str:
-    """What a plan says of a fusion that launches this kernel."""
-    cure = "wrap the function that launches it in torch.library.custom_op, with register_fake"
-    return f"{fusion} launches {kernel} on fake tensors; {cure}"
+def said(fusion: str = "ScaleScale") -> str:
+    """What a plan says of a fusion that launches a kernel."""
+    cure = "wrap a function that launches kernels in torch.library.custom_op, with register_fake"
+    return f"RuntimeError: {fusion} does not run on fake tensors; {cure}: "

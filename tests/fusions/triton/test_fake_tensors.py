@@ -8,21 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
-import seqfuse as sf
 from seqfuse import ops
-from seqfuse.fuser.fake import LaunchOnFakes, faking
+from seqfuse.fuser.fake import faking
 from seqfuse.testing import check_fusion
 from tests.fusions.triton.launching import ScaleScale, Tuned, said, scaled, scales
 
 
-@pytest.mark.parametrize("fusion", [ScaleScale, Tuned])
-def test_a_plan_names_the_fusion_and_the_cure(fusion: type[sf.FusedOperation], device: torch.device) -> None:
-    plan = scales(fusion).plan(torch.randn(3, 8, device=device))
-    assert plan.memory_unknown == said("scaled_kernel", fusion.__name__)
+def test_a_plan_names_the_fusion_and_the_cure(device: torch.device) -> None:
+    plan = scales(ScaleScale).plan(torch.randn(3, 8, device=device))
+    assert str(plan.memory_unknown).startswith(said("ScaleScale"))
     assert plan.memory is None
+
+
+def test_a_kernel_that_would_be_tuned_is_not_launched(device: torch.device) -> None:
+    plan = scales(Tuned).plan(torch.randn(3, 8, device=device))
+    assert plan.memory is None
+    assert plan.memory_unknown
 
 
 @pytest.mark.parametrize("memory", ["save", "balanced", "lean", 1000])
@@ -39,23 +41,20 @@ def test_other_threads_launch_meanwhile(device: torch.device) -> None:
         thread = threading.Thread(target=lambda: found.append(scaled(x, 2.0)))
         thread.start()
         thread.join()
-        with pytest.raises(LaunchOnFakes, match="scaled_kernel"):
+        with pytest.raises(RuntimeError, match="data pointer"):
             scaled(mode.from_tensor(x), 2.0)
     assert torch.equal(found[0], x * 2)
 
 
-def test_triton_is_as_it_was_behind_the_last_of_several_blocks() -> None:
-    before = [vars(kind)["run"] for kind in (JITFunction, InterpretedFunction)]
-    with faking():
-        with faking(FakeTensorMode()):
-            pass
-        during = [vars(kind)["run"] for kind in (JITFunction, InterpretedFunction)]
-    after = [vars(kind)["run"] for kind in (JITFunction, InterpretedFunction)]
-    assert before == after
-    assert not set(before) & set(during)
+def test_a_mode_of_the_callers_is_as_it_was_behind_the_block() -> None:
+    mode: Any = FakeTensorMode()
+    before = mode._allow_unsafe_data_ptr_access
+    with faking(mode), pytest.raises(RuntimeError, match="data pointer"):
+        torch.empty(3).data_ptr()
+    assert mode._allow_unsafe_data_ptr_access == before
 
 
 def test_the_test_kit_says_that_a_fusion_launches_on_fake_tensors(device: torch.device) -> None:
     x = torch.randn(3, 8, device=device)
     (skipped,) = check_fusion(ScaleScale, x, ops.Scale(2.0), ops.Scale(0.5), dtypes=[torch.float32]).skipped
-    assert skipped == f"what it saves for backward: {said('scaled_kernel')}"
+    assert skipped.startswith(f"what it saves for backward: {said()}")
