@@ -30,9 +30,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,6 +101,12 @@ class CacheWarning(UserWarning):
 def device_is_lost(error: BaseException) -> bool:
     """Whether a device reported what nothing can run after."""
     return isinstance(error, torch.AcceleratorError) or _LOST.match(str(error)) is not None
+
+
+def meant(name: Any, known: Iterable[str]) -> str | None:
+    """The hint for a name that is none of those that are known: the one that is nearly the same."""
+    close = difflib.get_close_matches(str(name), list(known), 1)
+    return f"did you mean {close[0]!r}?" if close else None
 
 
 def author_line(subject: Any, needle: str = "") -> str:

@@ -6,13 +6,11 @@ Listing them imports nothing; loading one returns its fusions as a value, to be 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.metadata
-from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
-from .errors import PluginError
-from .fusion import FusedOperation
+from .errors import PluginError, meant
+from .fusion import FusedOperation, checked
 
 GROUP = "seqfuse.fusions"
 
@@ -44,22 +42,17 @@ def load(name: str) -> tuple[type[FusedOperation], ...]:
     """
     points = [point for point in _points() if point.name == name]
     if not points:
-        close = difflib.get_close_matches(str(name), [p.name for p in _points()], 1)
-        hint = f"did you mean {close[0]!r}?" if close else "sf.plugins.available() lists what is installed"
+        hint = meant(name, [p.name for p in _points()]) or "sf.plugins.available() lists what is installed"
         raise PluginError(f"no plug-in {name!r} is installed", code="SF304", hint=hint)
     if len(points) > 1:
         owners = ", ".join(str(_describe(point)) for point in points)
         raise PluginError(f"several distributions offer {name!r}: {owners}", code="SF304")
     plugin = _describe(points[0])
     try:
-        offered: Any = points[0].load()
-        fusions = tuple(cast(Iterable[Any], offered)) if isinstance(offered, Iterable) else (offered,)
+        return checked(points[0].load())
     except (Exception, SystemExit) as error:
-        raise PluginError(f"plug-in {plugin} raised {type(error).__name__}: {error}", code="SF304") from error
-    for fusion in fusions:
-        if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation) and not fusion.is_contract):
-            raise PluginError(f"plug-in {plugin} offers {fusion!r}, which is not a fusion class", code="SF304")
-    return fusions
+        message = f"plug-in {plugin} cannot be used: {type(error).__name__}: {error}"
+        raise PluginError(message, code="SF304") from error
 
 
 def _points() -> list[importlib.metadata.EntryPoint]:

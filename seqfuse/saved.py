@@ -158,28 +158,19 @@ def _is_known(hint: Any) -> bool:
 
 def class_hints(cls: type, frame: types.FrameType | None) -> dict[str, Any]:
     """Resolve the annotations `cls` itself declares against its module, its namespace and the frames defining it."""
-    annotations = inspect.get_annotations(cls)
     scope: dict[str, Any] = {}
     module = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
     while frame is not None and frame.f_globals.get("__name__") == cls.__module__:
         scope = {**frame.f_locals, **scope}
         frame = frame.f_back
-    holder = type("hints", (), {"__annotations__": annotations})
-    try:
-        return typing.get_type_hints(holder, module, {**scope, **vars(cls)})
-    except (NameError, TypeError, AttributeError, SyntaxError) as error:
-        wrong = next(
-            (name for name in annotations if _unresolved(name, annotations, module, {**scope, **vars(cls)})), ""
-        )
-        raise definition_error(cls, f"the type of {wrong!r} does not resolve: {error}", wrong) from error
-
-
-def _unresolved(name: str, annotations: dict[str, Any], module: dict[str, Any], scope: dict[str, Any]) -> bool:
-    try:
-        typing.get_type_hints(type("hint", (), {"__annotations__": {name: annotations[name]}}), module, scope)
-    except Exception:
-        return True
-    return False
+    hints: dict[str, Any] = {}
+    for name, annotation in inspect.get_annotations(cls).items():
+        holder = type("hint", (), {"__annotations__": {name: annotation}})
+        try:
+            hints.update(typing.get_type_hints(holder, module, {**scope, **vars(cls)}))
+        except (NameError, TypeError, AttributeError, SyntaxError) as error:
+            raise definition_error(cls, f"the type of {name!r} does not resolve: {error}", name) from error
+    return hints
 
 
 def _make_init(cls: type[Saved], defaults: Mapping[str, Any]) -> Any:

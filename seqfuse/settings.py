@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import os
 import warnings
@@ -12,7 +11,7 @@ from collections.abc import Generator, Iterable
 from contextvars import ContextVar
 from typing import Any, Literal, cast
 
-from .errors import InputError
+from .errors import InputError, meant
 
 OnError = Literal["fallback", "raise"]
 
@@ -44,9 +43,8 @@ def settings() -> Settings:
         if not name.startswith("SEQFUSE_"):
             continue
         if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            warnings.warn(f"unknown environment variable {name}{meant}", UserWarning, stacklevel=2)
+            message = "; ".join(filter(None, (f"unknown environment variable {name}", meant(name, allowed))))
+            warnings.warn(message, UserWarning, stacklevel=2)
         elif text not in allowed[name]:
             warnings.warn(f"{name}={text!r} is none of {', '.join(allowed[name])}; ignored", UserWarning, stacklevel=2)
         else:

@@ -7,7 +7,4 @@ from .plan import Eager, Plan, Step
 from .run import Fuser
 from .sequential import Sequential, remap_keys
 
-Alone = Eager
-"""Its name before."""
-
-__all__ = ["Alone", "Budget", "Eager", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten", "remap_keys"]
+__all__ = ["Budget", "Eager", "Fuser", "Plan", "Refusal", "Sequential", "Step", "flatten", "remap_keys"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import warnings
@@ -12,7 +11,7 @@ from typing import Any
 
 from ..cost_table import Measurement
 from ..env import Env, Savings
-from ..errors import InputError
+from ..errors import InputError, meant
 from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, Slot
 from ..settings import Fusing
 from .borders import refuses_channels, refuses_dtypes
@@ -42,7 +41,7 @@ MAX_FAILURES = 3
 class Refusal:
     """A fusion whose pattern matched and that was not used: its name, the first position, and the reason.
 
-    `superseded` (also `outbid`, its earlier name) says that it could have been used, and that the schedule is cheaper
+    `superseded` says that it could have been used, and that the schedule is cheaper
     without it; `expected`, that the reason holds for its kind in any such plan: it is not printed; `own`, a user's.
     """
 
@@ -52,11 +51,6 @@ class Refusal:
     superseded: bool = dataclasses.field(default=False, repr=False)
     expected: bool = dataclasses.field(default=False, repr=False)
     own: bool = dataclasses.field(default=False, repr=False)
-
-    @property
-    def outbid(self) -> bool:
-        """The earlier name of `superseded`."""
-        return self.superseded
 
 
 def is_own(fusion: type[FusedOperation]) -> bool:
@@ -232,8 +226,8 @@ def _check_named(fusing: Fusing) -> None:
         classes = [sub for cls in classes for sub in cls.__subclasses__()]
     named = {named for chosen in (*fusing.only, fusing.exclude) for named in chosen}
     for name in sorted((n if isinstance(n, str) else n.__name__) for n in named - known.keys()):
-        close = difflib.get_close_matches(name, [n for n in known if isinstance(n, str)], 1)
-        hint = f"did you mean {close[0]!r}?" if close else "name a fusion of the fusion set, as a plan shows them"
+        close = meant(name, [n for n in known if isinstance(n, str)])
+        hint = close or "name a fusion of the fusion set, as a plan shows them"
         raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
 
 

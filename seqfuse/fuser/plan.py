@@ -75,7 +75,7 @@ class Plan:
 
     @cached_property
     def eager(self) -> tuple[Eager, ...]:
-        """What runs eagerly, through its own `__call__`, with reasons; `alone` is the same."""
+        """What runs eagerly, through its own `__call__`, with reasons."""
         return tuple(Eager(s.start, s.name, n.eager) for s in self.forward for n in s.nodes if n.eager is not None)
 
     @cached_property
@@ -109,11 +109,6 @@ class Plan:
                     if (dtype := self.env.cast(given)) is not given:
                         found.append(Cast(position, name, dtype))
         return tuple(found)
-
-    @property
-    def alone(self) -> tuple[Eager, ...]:
-        """The earlier name of `eager`."""
-        return self.eager
 
     @property
     def fused(self) -> tuple[int, int]:

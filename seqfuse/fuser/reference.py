@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.utils import stateless
 
-from ..errors import InputError
+from ..errors import InputError, meant
 from ..group import summed_gradient
 from ..operation import UnfusedOperation
 from .flatten import Node
@@ -93,8 +92,8 @@ def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappi
         message = f"channel {name!r} must be a tensor, not {type(given).__name__}"
         if name not in channels:
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
-            close = difflib.get_close_matches(name, [given for given in channels if given not in inputs], 1)
-            hint = f"the call passed {close[0]!r}; did you mean {name!r}?" if close else None
+            close = [given for given in channels if given not in inputs and meant(given, [name])]
+            hint = f"the call passed {close[0]!r}; {meant(close[0], [name])}" if close else None
         raise InputError(message, code="SF103", operation=node.name, position=at, hint=hint)
     check_surplus(nodes, inputs, channels)
 
@@ -110,8 +109,7 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
             )
             at, where = readers[0] if readers else (None, None)
             message = f"the call passed channel {name!r}; {listed}"
-            close = difflib.get_close_matches(name, [c for c in inputs if c not in channels], 1)
-            hint = f"did you mean {close[0]!r}?" if close else None
+            hint = meant(name, [c for c in inputs if c not in channels])
             raise InputError(message, code="SF103", operation=where and where.name, position=at, hint=hint)
 
 

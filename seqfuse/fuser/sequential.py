@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections import OrderedDict
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import operation as operations
 from ..env import Env
-from ..errors import InputError
+from ..errors import InputError, meant
 from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input
 from .budget import Choice, choice_of
@@ -56,8 +55,7 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
         new[renamed] = value
     for old in names:
         if old not in used:
-            close = difflib.get_close_matches(old, {key.rpartition(".")[0] for key in state}, 1)
-            hint = f"did you mean {close[0]!r}?" if close else None
+            hint = meant(old, {key.rpartition(".")[0] for key in state})
             raise InputError(f"{old!r} matches no key", code="SF104", hint=hint)
     return new
 

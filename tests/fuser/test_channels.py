@@ -204,7 +204,7 @@ class Half(nn.Module):
 
 def test_channels_pass_a_barrier() -> None:
     model = sf.Sequential(ops.Fork("r"), ops.Linear(5, 5), Half(), ops.Tanh(), ops.Add("r"), fusions=())
-    assert [a.at for a in model.plan(tensor(7, 5)).alone] == [3]
+    assert [a.at for a in model.plan(tensor(7, 5)).eager] == [3]
 
     def plain(p: dict[str, Tensor], x: Tensor) -> Tensor:
         h = lin(p, "1", x)
@@ -256,7 +256,7 @@ def test_channels_cross_the_borders_of_nested_containers(
             if isinstance(module, sf.Sequential):
                 module.register_forward_hook(ignored)
     x = tensor(7, 5)
-    assert bool(model.plan(x).alone) == hooked
+    assert bool(model.plan(x).eager) == hooked
     check(model, lambda p, x: plain(x), x)
 
 
@@ -266,11 +266,11 @@ def test_hooks_on_everything_leave_channels_as_they_were(make: tuple[Make, Calla
     x = tensor(7, 5)
     before = run(model, x)
     handles = [m.register_forward_hook(ignored) for m in model.modules() if m is not model]
-    assert len(model.plan(x).alone) == len(model)
+    assert len(model.plan(x).eager) == len(model)
     assert_exact(run(model, x), before)
     for handle in handles:
         handle.remove()
-    assert model.plan(x).alone == ()
+    assert model.plan(x).eager == ()
     check(model, lambda p, x: plain(x), x)
 
 

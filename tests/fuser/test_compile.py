@@ -309,7 +309,7 @@ def test_a_member_compiled_by_itself_runs_compiled(which: int):
     model[which].compile(fullgraph=True, backend=compiler)
     assert_same(passes(model, x), want, 1e-12)
     assert len(compiler.graphs) == 1
-    assert [(a.name, a.reason) for a in model.plan(x).alone] == [
+    assert [(a.name, a.reason) for a in model.plan(x).eager] == [
         (type(model[which]).__name__, "it is compiled by itself")
     ]
 

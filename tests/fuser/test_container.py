@@ -545,8 +545,8 @@ def test_a_subclass_of_the_user_is_a_container_with_its_own_call() -> None:
     x = tensor(7, 5)
     torch.testing.assert_close(model(x), 6 * torch.relu(inner[0](torch.tanh(x))))
     plan = model.plan(x)
-    assert [(a.at, a.name) for a in plan.alone] == [(1, "Doubled")]
-    assert "subclass" in plan.alone[0].reason
+    assert [(a.at, a.name) for a in plan.eager] == [(1, "Doubled")]
+    assert "subclass" in plan.eager[0].reason
     assert inner.plan(x).count("BiasReLU") == 1
 
 

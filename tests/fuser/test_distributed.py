@@ -163,7 +163,7 @@ def fsdp_on_blocks_and_root() -> None:
     fully_shard(model)
     assert all(hasattr(p, "full_tensor") for p in model.parameters())
     plan = model.plan(share(0))
-    assert {a.name for a in plan.alone} == {"FSDPResidual", "FSDPLinear"} or {a.name for a in plan.alone} == {
+    assert {a.name for a in plan.eager} == {"FSDPResidual", "FSDPLinear"} or {a.name for a in plan.eager} == {
         "Residual",
         "Linear",
     }
@@ -176,7 +176,7 @@ def fsdp_on_root_only() -> None:
     model = model_of((BiasTanhJoint,))
     fully_shard(model)
     train(model)
-    assert not model.plan(share(0)).alone
+    assert not model.plan(share(0)).eager
 
 
 def fsdp_without_resharding_after_forward() -> None:

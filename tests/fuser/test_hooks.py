@@ -111,12 +111,12 @@ def test_the_plan_says_what_runs_alone_and_why_and_the_rest_stays_fused() -> Non
     assert mine.plan(x).count("BiasReLU") == 2
     handle = mine[1].register_forward_hook(lambda *_: None)
     plan = mine.plan(x)
-    assert [(a.at, a.name, a.reason) for a in plan.alone] == [(2, "ReLU", "it has hooks")]
+    assert [(a.at, a.name, a.reason) for a in plan.eager] == [(2, "ReLU", "it has hooks")]
     assert "runs eagerly: ReLU at 2: it has hooks" in str(plan)
     assert plan.count("BiasReLU") == plan.count("BiasReLUBack") == 1
     assert 2 not in {p for piece in plan.segments for p in piece}
     handle.remove()
-    assert mine.plan(x).alone == ()
+    assert mine.plan(x).eager == ()
     assert mine.plan(x).count("BiasReLU") == 2
 
 
@@ -126,7 +126,7 @@ def test_a_nested_list_with_hooks_is_a_barrier_outside_and_fused_inside() -> Non
     x = tensor(7, 5)
     mine[2].register_forward_hook(lambda m, args, out: seen.append(out))
     plan = mine.plan(x)
-    assert [(a.at, a.name) for a in plan.alone] == [(3, "Sequential")]
+    assert [(a.at, a.name) for a in plan.eager] == [(3, "Sequential")]
     assert plan.names == ("Linear", "Bias", "ReLU", "Sequential", "Tanh")
     assert mine[2].plan(x.detach() @ mine[0].weight.mT).count("BiasReLU") == 1
     assert_like_torch(mine, its, x)
@@ -160,7 +160,7 @@ def test_a_hook_on_the_list_itself_costs_no_fusion() -> None:
     attach(mine, "", logs[0])
     attach(its, "", logs[1])
     x = tensor(7, 5)
-    assert mine.plan(x).alone == ()
+    assert mine.plan(x).eager == ()
     assert mine.plan(x).count("BiasReLU") == 2
     assert_like_torch(mine, its, x)
     same_log(*logs)
@@ -202,7 +202,7 @@ def test_a_member_of_an_expansion_may_have_a_hook() -> None:
     assert_like_torch(model, twin, x)
     seen: list[Tensor] = []
     handle = linear.expand()[1].register_forward_hook(lambda m, args, out: seen.append(args[0].detach()))
-    assert [(a.at, a.name) for a in model.plan(x).alone] == [(1, "Bias")]
+    assert [(a.at, a.name) for a in model.plan(x).eager] == [(1, "Bias")]
     assert_like_torch(model, twin, x)
     torch.testing.assert_close(seen[0], x.detach() @ linear.weight.mT)
     handle.remove()
@@ -299,11 +299,11 @@ def test_global_hooks_see_every_module_as_in_torch() -> None:
             run(model, x)
             if model is mine:
                 plan = mine.plan(x)
-                assert [a.reason for a in plan.alone] == ["global module hooks are registered"] * 4
+                assert [a.reason for a in plan.eager] == ["global module hooks are registered"] * 4
     assert logs[0] == logs[1]
     assert len(logs[0]) == 4 * 7
     assert_like_torch(mine, its, x)
-    assert mine.plan(x).alone == ()
+    assert mine.plan(x).eager == ()
     assert len(logs[0]) == 4 * 7
 
 
@@ -336,7 +336,7 @@ def test_a_parameter_hook_and_a_post_accumulate_hook_fire_once() -> None:
         model(tensor(7, 5)).sum().backward()
         counts.append(count)
     assert counts[0] == counts[1] == dict.fromkeys(dict(its.named_parameters()), 11)
-    assert mine.plan(tensor(7, 5)).alone == ()
+    assert mine.plan(tensor(7, 5)).eager == ()
 
 
 def test_state_dict_hooks_fire_and_cost_no_fusion() -> None:
@@ -348,7 +348,7 @@ def test_state_dict_hooks_fire_and_cost_no_fusion() -> None:
     mine[0].register_load_state_dict_post_hook(lambda m, keys: log.append("loaded"))
     mine.load_state_dict(mine.state_dict())
     assert log == ["pre 0.", "save 0.", "load 0.", "loaded"]
-    assert mine.plan(tensor(7, 5)).alone == ()
+    assert mine.plan(tensor(7, 5)).eager == ()
 
 
 def test_a_forward_put_on_an_instance_is_called_and_taking_it_away_fuses_again() -> None:
@@ -364,12 +364,12 @@ def test_a_forward_put_on_an_instance_is_called_and_taking_it_away_fuses_again()
 
     mine[1].forward = forward
     plan = mine.plan(x)
-    assert [(a.at, a.reason) for a in plan.alone] == [(2, "it has a forward of its own instance")]
+    assert [(a.at, a.reason) for a in plan.eager] == [(2, "it has a forward of its own instance")]
     y = mine(x)
     assert calls == [1]
     torch.testing.assert_close(y, torch.tanh(mine[2](3 * torch.relu(mine[0](x)))))
     del mine[1].forward
-    assert mine.plan(x).alone == ()
+    assert mine.plan(x).eager == ()
     assert torch.equal(mine(x), expected)
 
 
@@ -423,7 +423,7 @@ def test_a_removable_hook_that_removes_itself_leaves_the_rest_running() -> None:
     assert_like_torch(mine, its, x)
     assert_like_torch(mine, its, x)
     assert seen == [1]
-    assert mine.plan(x).alone == ()
+    assert mine.plan(x).eager == ()
 
 
 def test_a_hook_added_by_a_hook_in_the_same_call_fires_from_the_next_call_on() -> None:

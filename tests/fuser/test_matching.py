@@ -86,10 +86,10 @@ def test_a_subclass_of_the_user_is_left_alone_and_its_overrides_are_called(cls: 
 
 def test_the_plan_says_why_a_subclass_was_left_alone() -> None:
     plan = sf.Sequential(ops.Bias(5), Louder(), fusions=PAIR).plan(tensor(7, 5))
-    said = [r.reason for r in plan.refused] + [a.reason for a in plan.alone]
+    said = [r.reason for r in plan.refused] + [a.reason for a in plan.eager]
     assert any("Louder" in reason and "ReLU" in reason for reason in said)
     plan = sf.Sequential(ops.Bias(5), Own(), fusions=PAIR).plan(tensor(7, 5))
-    assert [(a.at, a.reason) for a in plan.alone] == [(1, "its class overrides forward")]
+    assert [(a.at, a.reason) for a in plan.eager] == [(1, "its class overrides forward")]
 
 
 def test_a_subclass_that_changes_nothing_is_left_alone_too() -> None:
@@ -737,17 +737,9 @@ def test_only_a_short_pattern_in_which_one_class_is_named_is_nearly_there(middle
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_a_module_of_torch_is_said_with_what_stands_for_it_here(module: nn.Module, twin: str) -> None:
-    (alone,) = sf.Sequential(ops.Tanh(), module).plan(tensor(7, 5)).alone
+    (alone,) = sf.Sequential(ops.Tanh(), module).plan(tensor(7, 5)).eager
     assert alone.reason == f"not an operation of this library; use {twin}"
     assert operator.attrgetter(twin.removeprefix("seqfuse."))(sf)
-
-
-def test_what_is_said_of_fusions_and_of_eager_modules_has_its_earlier_names_too() -> None:
-    block = [ops.LayerNorm(5), ops.Linear(5, 5), ops.GeLU(), nn.Softplus()]
-    plan = sf.Sequential(*block).plan(tensor(7, 5))
-    assert plan.eager
-    assert plan.alone is plan.eager
-    assert [refusal.outbid for refusal in plan.refused] == [refusal.superseded for refusal in plan.refused]
 
 
 def test_a_reason_that_holds_for_a_kind_of_plan_is_marked_as_expected_and_not_printed() -> None:
@@ -769,7 +761,7 @@ def test_a_module_that_nothing_stands_for_is_said_to_be_none_of_this_library() -
         pass
 
     for module in (nn.Softplus(), Own(5, 5)):
-        (alone,) = sf.Sequential(module).plan(tensor(7, 5)).alone
+        (alone,) = sf.Sequential(module).plan(tensor(7, 5)).eager
         assert alone.reason == "not an operation of this library"
 
 

@@ -44,7 +44,7 @@ def test_an_operation_with_a_forward_of_its_own_runs_in_a_list() -> None:
     leaves = [x, *model.parameters()]
     for g, w in zip(torch.autograd.grad(model(x).sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True):
         torch.testing.assert_close(g, w)
-    assert [a.name for a in model.plan(x).alone] == ["Own", "Own"]
+    assert [a.name for a in model.plan(x).eager] == ["Own", "Own"]
 
 
 def inside_itself(depth: int) -> sf.Sequential:

@@ -766,7 +766,7 @@ def test_pruned_weights_train_their_originals() -> None:
         prune.remove(model[1], "weight")
         prune.remove(model[3], "bias")
     both(mine, its, x)
-    assert mine.plan(x).alone == ()
+    assert mine.plan(x).eager == ()
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -798,8 +798,8 @@ def test_a_plain_tensor_in_the_place_of_a_parameter_gets_its_gradient() -> None:
     for _ in range(2):
         close(call(mine), call(its))
     plan = mine.plan(x)
-    assert [a.at for a in plan.alone] == [1]
-    assert "tensor" in plan.alone[0].reason
+    assert [a.at for a in plan.eager] == [1]
+    assert "tensor" in plan.eager[0].reason
 
 
 def test_a_plain_tensor_that_later_wants_a_gradient_is_seen() -> None:

@@ -371,9 +371,9 @@ def test_one_of_two_parametrizations_taken_off_is_seen():
 def test_a_deleted_attribute_is_seen():
     model, x = mlp(), draw(3, 5)
     model[2].forward = model[2].forward
-    assert len(model.plan(x).alone) == 1
+    assert len(model.plan(x).eager) == 1
     del model[2].forward
-    assert model.plan(x).alone == ()
+    assert model.plan(x).eager == ()
 
 
 def test_a_mutation_that_is_taken_back_gives_the_first_numbers_again():
@@ -432,7 +432,7 @@ def test_a_global_hook_runs_everything_alone_while_it_is_there():
     try:
         assert torch.equal(model(x), y)
         assert called == [ops.Bias, ops.Tanh, sf.Sequential]
-        assert [a.reason for a in model.plan(x).alone] == ["global module hooks are registered"] * 2
+        assert [a.reason for a in model.plan(x).eager] == ["global module hooks are registered"] * 2
     finally:
         handle.remove()
     called.clear()

@@ -143,7 +143,7 @@ UNKNOWN_SLOT = """
             return dy, {}
 """
 BROKEN: dict[str, tuple[str, str, list[str]]] = {
-    "it raises": ("raise ValueError('not on this machine')", "x", ["raised ValueError: not on this machine"]),
+    "it raises": ("raise ValueError('not on this machine')", "x", ["cannot be used: ValueError: not on this machine"]),
     "it lacks a dependency": (
         "import a_module_that_is_not_there",
         "x",
@@ -157,11 +157,11 @@ BROKEN: dict[str, tuple[str, str, list[str]]] = {
         ["PluginError", "'active'", "(bias, act)", "def bwd(self, dy, *, bias, active):"],
     ),
     "the attribute is missing": (GOOD, "Nothing", ["AttributeError", "Nothing"]),
-    "a number": (GOOD, "number", ["offers 3, which is not a fusion class"]),
-    "a text": (GOOD, "text", ["which is not a fusion class"]),
-    "an operation among them": (GOOD, "mixed", ["Bias", "which is not a fusion class"]),
-    "an instance": (GOOD, "instance", ["which is not a fusion class"]),
-    "an abstract base": (GOOD, "contract", ["ForwardFusion", "which is not a fusion class"]),
+    "a number": (GOOD, "number", ["a fusion set holds fusion classes, not 3"]),
+    "a text": (GOOD, "text", ["takes fusion classes", "not the text"]),
+    "an operation among them": (GOOD, "mixed", ["holds fusion classes, not", "Bias"]),
+    "an instance": (GOOD, "instance", ["holds fusion classes, not"]),
+    "an abstract base": (GOOD, "contract", ["ForwardFusion", "so it cannot be used"]),
     "a generator that raises": (GOOD, "generator", ["OSError", "half way"]),
 }
 

@@ -82,8 +82,8 @@ def test_a_misspelled_variable_is_warned_about_once_with_what_was_meant(tmp_path
     warned = [line for line in lines if line.startswith("warning")]
     assert len(warned) == 4
     text = "\n".join(warned)
-    assert "SEQFUSE_FSUING; did you mean SEQFUSE_FUSING?" in text
-    assert "SEQFUSE_ON_EROR; did you mean SEQFUSE_ON_ERROR?" in text
+    assert "SEQFUSE_FSUING; did you mean 'SEQFUSE_FUSING'?" in text
+    assert "SEQFUSE_ON_EROR; did you mean 'SEQFUSE_ON_ERROR'?" in text
     assert "unknown environment variable SEQFUSE_PLUGIN" in text
     assert "SEQFUSE_FUSING='evil:Class' is none of 0, 1; ignored" in text
 

@@ -102,7 +102,7 @@ def test_logits_and_all_gradients_are_those_of_hugging_face(name: str):
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_of_it_runs_by_itself(name: str):
     plan = from_huggingface(MODELS[name]()).plan(torch.zeros(1, 20, dtype=torch.long))
-    assert not plan.alone
+    assert not plan.eager
 
 
 def test_dropout_rates_are_taken_over():
@@ -141,7 +141,7 @@ def test_shared_parameters_are_those_of_the_model_itself(name: str):
 
     judge_together(measure, 1, DRAWS)
     x = torch.zeros(2, 23, dtype=torch.long)
-    assert not mine.plan(x).alone
+    assert not mine.plan(x).eager
 
 
 def test_frozen_and_tied_parameters_are_shared_as_they_are():

@@ -171,7 +171,7 @@ def test_layers_behave_as_containers(form: str):
     other.load_state_dict(stack.state_dict(), strict=True)
     assert torch.equal(other(x), y)
     plan = stack.plan(x)
-    assert not plan.alone
+    assert not plan.eager
     assert any(len(step.covers) > 1 for step in plan.forward)
     torch.testing.assert_close(sf.Sequential(*stack)(x), y)
     torch.testing.assert_close(stack[1:](stack[:1](x)), y)
@@ -202,7 +202,7 @@ def test_a_sequential_of_torch_becomes_one_of_operations_on_its_parameters():
     mine = from_torch(its)
     assert isinstance(mine, sf.Sequential)
     x = torch.randint(20, (2, 5), generator=torch.Generator().manual_seed(1))
-    assert not mine.plan(x).alone
+    assert not mine.plan(x).eager
     assert {id(p) for p in mine.parameters()} == {id(p) for p in its.parameters()}
     alike = {name: p for name, p in its.named_parameters() if not name.startswith("2.")}
     assert all(mine.get_parameter(name) is p for name, p in alike.items())

@@ -164,7 +164,7 @@ def test_between_collectives_of_one_process_all_is_as_without_them() -> None:
     for operation in (model[2], model[5]):
         operation.register_forward_hook(lambda *_: None)
     plan = model.plan(torch.randn(2, 4, requires_grad=True))
-    assert [a.name for a in plan.alone] == ["Dropout", "LayerNorm"]
+    assert [a.name for a in plan.eager] == ["Dropout", "LayerNorm"]
     assert "AllReduceLinearBackward" not in [step.name for step in plan.backward]
     assert model(torch.randn(2, 4)).shape == (2, 4)
 

@@ -425,7 +425,7 @@ def the_plan_is_equal_on_every_rank() -> None:
     assert texts[0] == texts[1] == texts[2]
     assert "runs eagerly: Boundary at 5: stage 1 begins here; rank 0 sends, rank 1 receives" in texts[0][0]
     plan = staged.plan(x)
-    for at in (a.at for a in plan.alone):
+    for at in (a.at for a in plan.eager):
         assert not any(
             step.fused and step.covers.start < at < step.covers.stop for step in plan.forward + plan.backward
         )

@@ -210,9 +210,9 @@ def test_what_runs_by_itself_on_a_share_of_the_rows_must_know_it(group: Any) -> 
     with pytest.raises(sf.PlanError, match=r"position 0 \(LayerNorm\): it runs by itself on a sequence shard"):
         model.plan()
     model[0].requires_grad_(False)
-    assert model.plan().alone[0].name == "LayerNorm"
+    assert model.plan().eager[0].name == "LayerNorm"
     model[0].requires_grad_(True).sum_over = Group(group)
-    assert model.plan().alone[0].name == "LayerNorm"
+    assert model.plan().eager[0].name == "LayerNorm"
 
 
 def test_a_list_that_runs_by_itself_ends_as_its_last_collective_does(group: Any) -> None:
