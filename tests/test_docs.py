@@ -141,6 +141,27 @@ def test_links_between_files_lead_somewhere() -> None:
     assert wrong == []
 
 
+MAP = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_files_and_names_on_the_map_of_the_engine_are_there() -> None:
+    files = [*(ROOT / "seqfuse").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    named = {name for name in re.findall(r"(?<![\w./*])[\w/]+\.py\b", MAP) if "NAME" not in name}
+    assert {name for name in named if not any(file.as_posix().endswith(f"/{name}") for file in files)} == set()
+    sources = "\n".join(file.read_text() for file in files if "seqfuse" in file.relative_to(ROOT).parts)
+    words = set(re.findall(r"\w+", sources))
+    quoted = re.findall(r"`([A-Za-z_][\w.]*)`", re.sub(r"^```.*?^```", "", MAP, flags=re.MULTILINE | re.DOTALL))
+    assert {name for name in quoted if not name.endswith(".py") and name.rpartition(".")[2] not in words} == set()
+
+
+def test_the_map_of_the_engine_has_every_file_of_the_engine() -> None:
+    engine = [*(ROOT / "seqfuse").glob("*.py"), *(ROOT / "seqfuse" / "fuser").glob("*.py")]
+    names = {path.name for path in engine} - {"__init__.py", "__main__.py"}
+    assert names - set(re.findall(r"\w+\.py\b", MAP.partition("## The tree\n")[2].partition("\n## ")[0])) == set()
+    rooms = {path.parent.name for path in (ROOT / "seqfuse").glob("*/__init__.py")}
+    assert rooms - set(re.findall(r"(\w+)/", MAP)) == set()
+
+
 def test_the_page_on_conversion_names_every_family_that_the_tests_convert() -> None:
     pytest.importorskip("transformers")
     families = importlib.import_module("tests.convert.families").FAMILIES
