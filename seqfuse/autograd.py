@@ -1,4 +1,4 @@
-"""What autograd functions of this library share: the error of a second derivative, and whether a node will run."""
+"""For all autograd functions of this library: the error of a second derivative, and whether a node will run."""
 
 from __future__ import annotations
 

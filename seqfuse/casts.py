@@ -29,7 +29,7 @@ def dtype_of(owner: nn.Module, name: str) -> Any:
 
 
 class _Call(threading.local):
-    """What was cast in the call that this thread runs, with what it was cast from; `None` outside of one."""
+    """Casts of the call that this thread runs, each with its source; `None` outside of a call."""
 
     casts: dict[tuple[int, ...], tuple[Any, Tensor]] | None = None
 

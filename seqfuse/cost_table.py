@@ -1,4 +1,4 @@
-"""What fusions take by measurement: the table that plans read, for one machine, and the file it is kept in."""
+"""Measured times of fusions: the table of one machine that plans read, and the file it is kept in."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHIPPED = Path(__file__).parent / "measured"
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What measurements hold for: a device, and the versions of what runs on it."""
+    """The machine that measurements hold for: a device, and versions of the software on it."""
 
     device: str
     arch: str
@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def file_name(self) -> str:
-        """Of its measurements in the user's cache."""
+        """Name of the file of its measurements in the user's cache."""
         return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()[:16] + ".json"
 
     def __str__(self) -> str:

@@ -162,7 +162,7 @@ class Env:
         return savings.launches * launch + savings.bytes / bandwidth + savings.flops / rate
 
     def said(self, tokens: int | None = None) -> str:
-        """How it prints where the number of tokens is known, and not only the power of two that it is rounded up to."""
+        """Text that a plan prints; with the number of tokens where it is known, not only the next power of two."""
         text = f"{self.arch if self.arch == self.device else f'{self.device}:{self.arch}'} {short(self.dtype)}"
         text += f" autocast {short(self.autocast)}" if self.autocast else ""
         count = self.rows if tokens is None else tokens

@@ -1,6 +1,6 @@
-"""What is taken to be true of devices where nothing was measured; a measurement overrules all of it.
+"""Rates and thresholds of devices, by which plans are made where nothing was measured.
 
-What a kernel itself can do, its tiles and limits, stands with the kernel.
+Tiles and limits of a kernel stand with the kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Orders of magnitude that rank schedules against each other. H200: 4.3 TB/s copy 
 """
 
 STEP = 0.25
-"""The part of a launch that is the engine's step: what is spared where the kernels are the same."""
+"""The part of a launch that is CPU time of the engine: a fusion saves it for each step, even with the same kernels."""
 
 GEMM_SLOWER = 0.05
 """What a GEMM of our own takes longer than the vendor's, as a part of that; used only where one was measured, or asked

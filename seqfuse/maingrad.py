@@ -34,7 +34,7 @@ class MainGrads:
         self.by_index, self.given, self.offered = by_index, dict[str, Tensor](), frozenset[str]()
 
     def offer(self, grads: Iterable[tuple[str, int]]) -> dict[str, Tensor]:
-        """What a step gets whose gradients have these names and indices."""
+        """The buffers for a step whose gradients have these names and indices."""
         self.given = {name: self.by_index[i] for name, i in grads if i in self.by_index}
         self.offered = frozenset(self.given)
         return self.given

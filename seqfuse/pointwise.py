@@ -28,13 +28,13 @@ def widened(x: Tensor) -> Tensor:
 
 
 class SavedInput(Saved):
-    """What an activation saves whose derivative is one of its input."""
+    """Saved tensors of an activation whose derivative is a function of its input."""
 
     x: Tensor  # [*, H]
 
 
 class SavedOutput(Saved):
-    """What an activation saves whose derivative is one of its output."""
+    """Saved tensors of an activation whose derivative is a function of its output."""
 
     y: Tensor  # [*, H]
 
@@ -94,7 +94,7 @@ class Pointwise(UnfusedOperation, open=True):
         raise NotImplementedError
 
     def record(self, x: Tensor, y: Tensor) -> Saved:
-        """What is saved of a forward from `x` to `y`: the one of the two that the backward reads."""
+        """The `Saved` of a forward from `x` to `y`: it holds the one of the two that the backward reads."""
         return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # pyright: ignore[reportCallIssue]
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
@@ -111,7 +111,7 @@ class Pointwise(UnfusedOperation, open=True):
 
 
 class SavedPacked(Saved):
-    """What a gated unit saves."""
+    """Saved tensors of a gated unit."""
 
     x: Tensor  # [*, 2 F], packed [gate; up]
 

@@ -19,7 +19,7 @@ from .errors import StateError, definition_error
 from .generated import Source, identifier
 
 Layout = Literal["any", "inner_contig", "contig"]
-"""What a pass accepts: any strides, a contiguous last dimension, or contiguous tensors."""
+"""The strides that a pass accepts: any, a contiguous last dimension, or contiguous tensors."""
 
 S = TypeVar("S", bound="Saved")
 _MISSING = dataclasses.MISSING
@@ -61,7 +61,7 @@ _RESERVED = ("fields", "kept")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 class Saved:
-    """What a forward keeps for its backward, by name; base of frozen keyword-only objects.
+    """The tensors that a forward saves for its backward, by name; base of frozen keyword-only objects.
 
     Fields are `Tensor`, `Tensor | None`, `tuple[Tensor, ...]` or plain immutable data. `Recompute` may stand in any
     tensor field.
@@ -131,7 +131,7 @@ class Saved:
 
 
 def always_saved(cls: type[Saved]) -> tuple[str, ...]:
-    """Of x and y those that a record always holds."""
+    """Which of x and y a `Saved` always holds."""
     return cls._always  # pyright: ignore[reportPrivateUsage]
 
 

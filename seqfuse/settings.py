@@ -88,7 +88,7 @@ def fusing_now() -> Fusing:
 
 @functools.cache
 def default_fusing() -> Fusing:
-    """What the settings say."""
+    """The choice of the settings, outside of any `fusing` region."""
     return _fusing_of(settings().fusing, settings().on_error, (), Chosen(), False)
 
 

@@ -1,4 +1,4 @@
-"""What functions that an author states ask for: the passes of the engine, device functions of a kernel."""
+"""The keywords that an author's `fwd` and `bwd` name, and the arguments of device functions."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Slot:
 
 
 def slot_of(cls: type, name: str, hint: Any) -> Slot:
-    """What the type of a field says about its slot."""
+    """The slot that the type of a field declares."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         if len(arguments) != 2 or arguments[1] is not Ellipsis:

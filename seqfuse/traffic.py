@@ -22,7 +22,7 @@ def gain(
     saved: tuple[int, ...],
     own_gemm: bool,
 ) -> Savings:
-    """What operations gain from being run by one kernel, or one for each GEMM, in the passes that are given.
+    """The gain where one kernel, or one for each GEMM, runs these operations, in the passes that are given.
 
     A tensor between them is not read or written, but for those that are saved, enter a GEMM or leave as an extra
     output: these are written once, and read again where a GEMM or the backward pass takes them. Of a launch `STEP` is

@@ -1,4 +1,4 @@
-"""The engine: matches fusions, chooses the cheapest covers, plans and runs."""
+"""The engine: matches fusions, chooses the cheapest schedules, plans and runs."""
 
 from .budget import Budget
 from .flatten import flatten

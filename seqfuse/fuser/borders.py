@@ -1,4 +1,4 @@
-"""Why a fusion is not used for what crosses its border, or arrives between its operations: dtypes and channels."""
+"""Reasons why a fusion does not apply: dtypes that change inside it, and channels that cross its border."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .inputs import Border
 
 
 def refuses_dtypes(cls: type[FusedOperation], nodes: Sequence[Node], a: int, around: Sequence[Border]) -> str | None:
-    """Why a class is not used between borders at which dtypes change."""
+    """Why no fusion of a class applies where dtypes change between its operations."""
     if cls.triton and any(border.taken is None for border in around):
         return "the dtypes here are not known before a call: an operation states no class of autocast"
     for position, border in enumerate(around[1:-1], a + 1):

@@ -1,4 +1,4 @@
-"""What a user chooses to save for the backward pass, and the best pair of schedules for that."""
+"""The choices of `memory=`, and the best pair of schedules for each."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Share(Budget):
-    """What one of several regions may save of a budget, `whole`, as which it prints."""
+    """The share of one region in the budget of the whole sequence, which is the one that it prints."""
 
     whole: Budget | None = None
 
@@ -104,7 +104,7 @@ def chosen_for(
 
 
 def exceeded(memory: Choice, kept: Kept | str, forward: Sequence[Step]) -> str | None:
-    """Why a forward schedule is not what a choice asks, if so: too much is saved, or it is not known how much."""
+    """Why a forward schedule does not keep to a choice: it saves too much, or the bytes are not known; else `None`."""
     if isinstance(kept, str):
         return f"what would be saved is not known: {kept}"
     if not isinstance(memory, Budget) or (saved := kept.saved_by(forward)) <= (limit := _limit(memory, kept)):

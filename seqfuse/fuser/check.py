@@ -111,7 +111,7 @@ def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
 def _expected(
     context: Context, step: Step, x: Tensor, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Saved]] | None:
-    """What the operations themselves return, run on fake tensors; `None` if they cannot run so."""
+    """The results of the operations themselves, run on fake tensors; `None` if they cannot run so."""
     records: dict[str, Saved] = {}
     outputs: dict[str, Tensor] = {}
     try:

@@ -1,4 +1,4 @@
-"""What is known of a candidate by measurement, and what a measurement is known by."""
+"""Looks up the measured time of a candidate fusion; the key is a text that describes its operations and input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Known:
         self._described: dict[int, str] = {}
 
     def __call__(self, fusion: FusedOperation, a: int, b: int) -> Measurement | None:
-        """What was measured for a fusion on positions `a..b`."""
+        """Return the measurement of a fusion on positions `a..b`, or `None`."""
         if self._table is None:  # looked up where there is a candidate, and nowhere else
             machine = Machine.of(self._stretch.env)
             self._table = {} if machine is None else table(machine)
@@ -44,7 +44,7 @@ class Known:
         return None if key is None else self._table.get(key)
 
     def key(self, fusion: FusedOperation, a: int, b: int) -> str | None:
-        """What a measurement of this candidate is known by; `None` where too little is known of its input."""
+        """The key of a candidate among measurements; `None` where too little is known of its input."""
         stretch, env = self._stretch, self._stretch.env
         live = b > stretch.wants.live_from
         extent = self._extent(a, b)

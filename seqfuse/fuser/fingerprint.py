@@ -32,7 +32,7 @@ class _Anything:
 
 
 class Fingerprint:
-    """What a sequence was read from, compared with what it is now.
+    """The state of the modules that a sequence was read from, to compare with their state now.
 
     Attributes (configuration, training, class, a forward put on an instance, a parameter that is `None`) are compared
     only if one of any operation was set since they last were; children and hooks, which change in place, always.
@@ -95,7 +95,7 @@ class Fingerprint:
             return False
 
     def holds_in_full(self) -> bool:
-        """Whether nothing has changed, were it in a place that is compared only after somebody noted a change."""
+        """Whether nothing has changed, attributes included that nobody said they set."""
         return self.holds() and self._same(self._attributes_then)
 
     def differs_in_training_only(self) -> bool:

@@ -266,7 +266,7 @@ def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[n
 def _make_private(
     nodes: list[Node], inside: range, made: dict[str, int], read: dict[str, int], readers: dict[str, set[int]]
 ) -> None:
-    """Where a container closes: a channel made and read in it is its own, and others may use the name."""
+    """At the end of a container, rename channels that are made and read in it: others may use their names."""
     for channel in [c for position in inside for _, c in nodes[position].outputs if readers[c]]:
         private = f"{channel}@{inside.start}"
         readers[private] = readers.pop(channel)

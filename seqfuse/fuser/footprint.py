@@ -37,7 +37,7 @@ class Memory:
 
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
-    """What the operations of a stretch and these candidates save, or why it is not known."""
+    """The tensors that the operations of a stretch and these candidates save, or why they are not known."""
     if not stretch.is_entered:
         return "the shape of the input"
     live = [c for c in candidates if c.stop > stretch.wants.live_from]
@@ -47,7 +47,7 @@ def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
 
 
 def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], env: Env, place: torch.device) -> Memory | str:
-    """What a forward schedule saves and computes, or why it is not known.
+    """The bytes that a forward schedule saves and the FLOPs that it computes, or why they are not known.
 
     The device is `place`, where the parameters are, also where the plan is for a machine that is not here: on fake
     tensors no kernel is launched. The operators of the library's own make what they return; a fusion that launches one
@@ -69,7 +69,7 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], env: Env, 
 
 
 def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], counter: Any = None) -> Kept | str:
-    """What the operations of consecutive parts save, and the fusions of these steps, or why it is not known.
+    """The tensors that operations of consecutive parts save, and the fusions of these steps, or why they are not known.
 
     A module that runs by itself is taken to return what it got, as wide as the next operation takes it. A `counter`
     sees the operations alone.
@@ -215,7 +215,7 @@ def _owned(nodes: Sequence[Node]) -> set[int]:
 
 
 def _beside(node: Node, x: Tensor, after: Sequence[Node]) -> Tensor:
-    """What stands for the result of what runs by itself: what it got, as wide as the next operation takes it."""
+    """A stand-in for the result of a module that runs eagerly: its input, as wide as the next operation takes it."""
     if isinstance(node.operation, UnfusedOperation):
         return x.new_empty(node.operation.infer(tuple(x.shape)))
     width = entering_width(after)

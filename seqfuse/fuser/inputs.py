@@ -1,4 +1,4 @@
-"""What enters operations: checks of shapes, devices and dtypes, the place of an error, and the dtype at each border."""
+"""Inputs of operations: checks of shapes, devices and dtypes, the place of an error, and the dtype at each border."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def dtypes_of(
 
 
 class Border(NamedTuple):
-    """What arrives at a position, and what its operation takes; a cast stands between them where they differ.
+    """The dtype that arrives at a position and the one that its operation takes; where they differ, x is cast.
 
     `None` where it is not known before a call.
     """
@@ -157,7 +157,7 @@ def recast(t: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def along_of(borders: Sequence[Border], absorbs: bool) -> tuple[torch.dtype | None, ...]:
-    """What each operation between borders takes, and their result: as it is taken if a fusion `absorbs` the cast."""
+    """The dtypes that operations between borders take, and that of their result, cast if a fusion `absorbs` that."""
     taken = tuple([border.taken for border in borders])
     return taken if absorbs or not borders else (*taken[:-1], borders[-1].given)
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a segment one by one: the first call of a plan, with its contract checked, and all that is unusual.
+"""Runs the steps of a segment one by one: in the first call, where contracts are checked, and in unusual calls.
 
 A fusion that fails gives way to its operations here. `codegen` writes the same walk out for the calls after the first.
 """
@@ -242,7 +242,7 @@ def recovered(
 
 
 def reason_of(error: Exception) -> str | None:
-    """What is said of a failure: nothing of an input that does not fit, of which the operation will say it."""
+    """The reason that a warning gives; none for an input that does not fit, since the operation raises that itself."""
     return None if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
 
 

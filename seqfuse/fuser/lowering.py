@@ -1,4 +1,4 @@
-"""From a plan to segments that run: each is what stands behind one autograd node."""
+"""Lowering: from a plan to segments that can run, each behind one autograd node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NeededGrads = tuple[frozenset[int], bool, frozenset[str]]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Context:
-    """What the segments of a region have in common; it holds neither the region nor the model, which hold it."""
+    """The state that all segments of a region use; it holds neither the region nor the model, which hold it."""
 
     nodes: Sequence[Node]  # of the whole sequence
     wants: Wants

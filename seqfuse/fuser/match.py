@@ -1,4 +1,4 @@
-"""Where patterns match, and the cheapest pair of schedules."""
+"""Matching: fusions that could stand at each position, and the reasons why others do not apply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .schedule import Candidate
 from .stretch import Stretch
 
 Lookup = Callable[[FusedOperation, int, int], Measurement | None]
-"""What was measured of a fusion on positions `a..b`."""
+"""Returns the measurement of a fusion on positions `a..b`, or `None`."""
 
 # A fusion, its place in the fusion set, how many operations each slot takes, and all of them together.
 _Match = tuple[type[FusedOperation], int, tuple[int, ...], int]
@@ -81,8 +81,8 @@ class Matcher:
     ) -> tuple[list[Candidate], list[Refusal]]:
         """Candidates and refusals on a stretch.
 
-        What is `known` of a candidate by measurement takes the place of the cost that it declares. Fusions that save
-        memory for time are no candidates but where memory is to be saved, which is `lean`.
+        A measurement that `known` returns takes the place of the estimated cost. Fusions that save memory at the price
+        of time are candidates only where `lean` is set.
         """
         nodes, start, env, fusing = stretch.nodes, stretch.start, stretch.env, stretch.fusing
         live_from = stretch.wants.live_from
@@ -157,7 +157,7 @@ class Matcher:
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing
     ) -> tuple[str, bool] | None:
-        """Why a class is not used on `a..b`, whatever operations stand there, and whether that was expected."""
+        """Why no fusion of a class applies on `a..b`, whatever operations stand there, and whether that is expected."""
         reason = fusing.allows(cls)
         if reason is not None:
             return reason, False

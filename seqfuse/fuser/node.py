@@ -76,7 +76,7 @@ def _save(ctx: Any, segment: Segment, tensors: list[Any], fell: Sequence[int] = 
 
 
 def _saved_tensors(ctx: Any) -> Sequence[Any]:
-    """What a node saved; an error where a checkpointed forward ran another plan the second time."""
+    """The saved tensors of a node; an error where a checkpointed forward ran another plan the second time."""
     if ctx.mark is None:
         return ctx.saved_tensors
     tensors, cause = list[Any](), None
@@ -183,7 +183,7 @@ def _is_usual(ctx: Any, segment: Segment) -> bool:
 
 
 def _needed(ctx: Any, segment: Segment) -> NeededGrads | None:
-    """What `torch.autograd.grad` and `backward(inputs=)` leave of the gradients; `None` where all are needed."""
+    """The gradients that `torch.autograd.grad` or `backward(inputs=)` needs; `None` where all are needed."""
     if torch.compiler.is_compiling() or _asked_for_all():
         return None
     runs = [fn and _will_run(fn) for fn, _ in ctx.next_functions]
@@ -203,7 +203,7 @@ def _will_run(fn: Any) -> bool:
 
 
 def _leave(ctx: Any, segment: Segment, values: list[Any], inputs: Sequence[Tensor]) -> tuple[Tensor | int, ...]:
-    """What a node returns, nothing with a gradient it does not have.
+    """The results that a node returns, marked where they have no gradient.
 
     Other modules may change a tensor in place: before one, each tensor is returned once, then the place of the first.
     Operations of this library change nothing: before one, each name has a tensor of its own, so that gradients are
@@ -264,5 +264,5 @@ def _returned(segment: Segment, run: interpret.Forward) -> Any:
 
 
 def taken(out: Sequence[Any]) -> Sequence[Tensor]:
-    """What a node returned, where it names a tensor that stands for several outputs by the place of the first."""
+    """The results of a node; a number stands for the tensor at that place, which it would return twice."""
     return [out[t] if isinstance(t, int) else t for t in out]

@@ -1,4 +1,4 @@
-"""A sequence as it was read once, cut into regions, with the programs made for them."""
+"""A sequence as it was read once, cut into regions, with their plans, and how tensors are sharded along it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Region:
 
     @property
     def positions(self) -> range:
-        """Those of its operations."""
+        """The positions of its operations."""
         return range(self.start, self.stop)
 
 
@@ -135,7 +135,7 @@ class OpList:
 
 
 def stretches(nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """Where each region begins and ends, and each operation that runs eagerly."""
+    """Start and stop of each region, and of each module that runs eagerly."""
     cuts: list[tuple[int, int]] = []
     start = 0
     for position, node in enumerate(nodes):

@@ -85,7 +85,7 @@ class Plan:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """Where the operation at each position lives in the container."""
+        """Path of the operation at each position in the container."""
         return tuple(node.path for step in self.forward for node in step.nodes)
 
     @property
@@ -126,12 +126,12 @@ class Plan:
 
     @property
     def memory_unknown(self) -> str | None:
-        """Why an input was given and `memory` is not known, where that is so."""
+        """Why `memory` is `None` although an input was given; else `None`."""
         return self._measured if isinstance(self._measured, str) else None
 
     @cached_property
     def choices(self) -> tuple[MemoryChoice, ...]:
-        """What other choices of memory would save, and the time that they would take; empty where all are one plan."""
+        """Bytes and time of each choice of `memory=`; empty where all of them give one plan."""
         return () if self.compare is None else self.compare(self)
 
     def __str__(self) -> str:

@@ -121,7 +121,7 @@ def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:
 
 
 def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
-    """What a choice of memory for a whole sequence is for a region of it."""
+    """The choice of memory for a region, from the one for the whole sequence."""
     if not isinstance(memory, Budget) or memory.bytes is None:
         return memory
     planned = sum(len(part.positions) for part in op_list.parts if isinstance(part, Region))

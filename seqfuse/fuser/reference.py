@@ -30,7 +30,7 @@ _interpreter: Callable[[], Any] = peek_interpreter_stack
 
 
 def number_seeds(nodes: Sequence[Node]) -> int:
-    """How many operations read a seed now; each node is told the index of its own."""
+    """Give each node that reads a seed now the index of its own; returns how many there are."""
     count = 0
     for node in nodes:
         if node.eager is None and isinstance(node.operation, UnfusedOperation) and node.operation.random:

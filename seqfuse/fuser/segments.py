@@ -1,7 +1,7 @@
-"""Segments: what of a plan runs behind one autograd node.
+"""Segments: the positions of a plan that run behind one autograd node.
 
-A cut lets the backward pass hand on gradients, and free what was saved, before it is through. Each costs one node more,
-tens of microseconds of a CPU, which may be asked to be worth some bytes.
+After each segment the backward pass hands on gradients and frees saved tensors. A further node costs tens of
+microseconds of a CPU, so a segment can be asked to have some bytes at least.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def segments_of(
 
 
 def _bytes_before(stretch: Stretch) -> Callable[[int], int]:
-    """How many bytes the parameters and the inputs of the operations before a position have."""
+    """The bytes of parameters and inputs of all operations before a position, as a function of the position."""
     assert stretch.shapes is not None
     sums = [0]
     for node, shape in zip(stretch.inside, stretch.shapes, strict=False):

@@ -150,7 +150,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         return fuser(x, **channels) if channels else fuser(x)
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
-        """What is fused for this input (or in this environment), forward and backward, and what was refused and why.
+        """The plan for this input or environment: what is fused in each pass, and why other fusions are not applied.
 
         Args:
             x: an input; its shape, dtype, device and `requires_grad` matter.

@@ -39,7 +39,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a schedule runs at a range of positions, what it reads, writes and saves, which gradients it makes.
+    """An operation or a fusion in a schedule, with all that it reads, writes and saves, and its gradients.
 
     Attributes:
         operation: an operation, a fusion, or a module that runs through its own `__call__`.
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """What tells it from the other steps of its pass; compilers do not trace a hash of the step itself."""
+        """Tells it from the other steps of its pass; compilers do not trace a hash of the step itself."""
         return self.name, self.start, self.stop
 
     @property
@@ -81,7 +81,7 @@ class Step:
 
     @cached_property
     def members(self) -> tuple[tuple[str, str, int, Node, frozenset[str]], ...]:
-        """Of each operation: its place in a fusion's pattern, the prefix of its names, its position, node and needs."""
+        """For each operation its place in the fusion's pattern, the prefix of its names, position, node and needs."""
         named = [place for place, _ in self.operation.named_operations()] if self.fused else [""]
         prefixes = [f"{place.replace('.', '_')}_" if self.fused else "" for place in named]
         return tuple(zip(named, prefixes, self.covers, self.nodes, self.needs, strict=True))
@@ -243,7 +243,7 @@ class Step:
     def call(
         self, env: Env, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
     ) -> tuple[Any, Tensor, dict[str, Any]]:
-        """What its forward returns, and what that was given: x and keyword arguments."""
+        """Run its forward; returns the result, and x and the keyword arguments that it was given."""
         layout: Layout = self.operation.layout
         given = self.constants(env)
         given |= {name: fit(channels[channel], layout) for name, channel in self.reads}
@@ -252,7 +252,7 @@ class Step:
         return self.operation.fwd(x, **given), x, given
 
     def returned(self, out: Any) -> tuple[Tensor, Mapping[str, Tensor], Any]:
-        """Of what its forward returned, y, the extra outputs and what is saved."""
+        """Split the result of its forward into y, extra outputs and saved tensors."""
         none: dict[str, Any] = {}
         results = iter(out) if self.operation.outputs or not self.inference else iter((out,))
         y = next(results)

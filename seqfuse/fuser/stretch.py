@@ -30,7 +30,7 @@ def _requires_grad(owner: nn.Module, attribute: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wants:
-    """Which gradients are needed in a region: names per position, and the first position where there are any."""
+    """The gradients that are needed in a region: names at each position, and the first position with any."""
 
     live_from: int
     needs: Mapping[int, frozenset[str]]
@@ -99,7 +99,7 @@ class Stretch:
         parameters: Sequence[Tensor],
         env: Env,
     ) -> Stretch:
-        """The one that these tensors enter."""
+        """The stretch at these positions, for the tensors that enter it."""
         required = {c: t.requires_grad for c, t in channels.items()}
         wants = Wants.of(nodes, positions.start, positions.stop, x.requires_grad, required, env.grad)
         shapes = validate(nodes, positions, x.shape)
@@ -126,7 +126,7 @@ class Stretch:
         return self.borders[a - self.start : b - self.start + 1]
 
     def step(self, a: int, b: int, fusion: FusedOperation | None = None) -> Step:
-        """What a schedule runs at positions `a..b`: a fusion, or the operation there."""
+        """The step at positions `a..b` of a schedule: a fusion, or the operation there."""
         node, needs = self.nodes[a], tuple(self.wants.needs[p] for p in range(a, b))
         operation, name = (node.operation, node.name) if fusion is None else (fusion, type(fusion).__name__)
         nodes = tuple(self.nodes[a:b])
