@@ -1,4 +1,4 @@
-"""The one place that runs generated code: functions written line by line for what was decided once."""
+"""The only place that compiles generated code; tracebacks, debuggers and `inspect.getsource` show its lines."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 
 class Source:
-    """A function in the making.
+    """Writes a function line by line.
 
-    Nothing that anybody named gets into the text but identifiers: every other value is a constant beside it, and the
-    text calls it by a number. Functions of one shape therefore share their code.
+    The text holds no names but identifiers: every other value is a constant beside it, which `put` gives a numbered
+    name. Functions that differ in constants alone share their compiled code.
     """
 
     def __init__(self, name: str, parameters: str) -> None:
@@ -23,13 +23,13 @@ class Source:
         self._lines = [f"def {name}({parameters}):"]
 
     def put(self, value: Any) -> str:
-        """Keep a value beside the function; returns what the text calls it."""
+        """Keep a value beside the function; returns its name in the text."""
         name = f"k{len(self.constants)}"
         self.constants[name] = value
         return name
 
     def add(self, *lines: str) -> None:
-        """Write lines at the depth of now."""
+        """Write lines at the current depth."""
         self._lines += ["    " * self.depth + line for line in lines]
 
     def define(self) -> Any:

@@ -35,9 +35,9 @@ class Fingerprint:
     """The state of the modules that a sequence was read from, to compare with their state now.
 
     Attributes (configuration, training, class, a forward put on an instance, a parameter that is `None`) are compared
-    only if one of any operation was set since they last were; children and hooks, which change in place, always.
+    only if some operation had an attribute set since the last call; children and hooks, which change in place, always.
 
-    The root holds the fuser that holds this, which therefore holds neither the root nor its attributes.
+    It holds neither the root nor its attributes, as the root holds the fuser, and the fuser this.
     """
 
     def __init__(self, modules: Iterable[nn.Module], root: nn.Module) -> None:

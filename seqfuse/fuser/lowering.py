@@ -35,7 +35,7 @@ class Context:
     entering: Mapping[int, Like]  # by position
     dtypes_now: Callable[[], Sequence[torch.dtype | None]]
     can_fall_back: bool  # whether a fusion that fails gives way to its operations
-    note: Callable[[], Callable[[str, int, str], None] | None]  # what is told of a failure, while it is there
+    note: Callable[[], Callable[[str, int, str], None] | None]  # returns the function to tell of a failure, or `None`
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
 
     @classmethod

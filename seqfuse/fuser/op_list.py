@@ -39,7 +39,7 @@ Call = Callable[[Tensor, dict[str, Tensor], Tensor | None], Tensor | None]
 
 @dataclasses.dataclass(slots=True, eq=False)
 class CompiledRegion:
-    """A planned region, bound."""
+    """The plan of a region, lowered to segments."""
 
     plan: Plan
     segments: list[tuple[Segment, list[int]]]  # with the indices of its parameters among the region's
@@ -68,7 +68,7 @@ def with_entry(programs: dict[Any, Any], key: Any, program: Any) -> dict[Any, An
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Region:
-    """A stretch of operations between barriers, with the programs made for it."""
+    """Operations between barriers, with the plans made for them."""
 
     start: int
     stop: int
@@ -77,7 +77,7 @@ class Region:
     channels: tuple[str, ...]
     summed: list[tuple[int, Group]]  # of those slots, whose gradients are, and over which processes
     programs: dict[Any, CompiledRegion] = dataclasses.field(default_factory=lambda: dict[Any, CompiledRegion]())
-    # The same by the whole state of a call, with the function that runs it.
+    # The same by the exact state of a call, with the function that checks that state and runs it.
     states: dict[Any, tuple[CompiledRegion, Call | None]] = dataclasses.field(
         default_factory=lambda: dict[Any, tuple[CompiledRegion, Call | None]]()
     )
@@ -114,7 +114,7 @@ class OpList:
 
         lone = self.parts[0] if len(self.parts) == 1 else None
         special = self.random or self.inputs or self.outputs or self.parametrized
-        # The one region that everything is, where a call needs nothing beside it.
+        # The only region, where a call needs neither seeds nor channels beside it.
         self.whole = lone if isinstance(lone, Region) and not special else None
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Running a sequence by its references under plain autograd, for compilers, transforms and tensor subclasses."""
+"""Runs a sequence by its references under plain autograd, for compilers and transforms; draws seeds for all calls."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def by_reference(
 
 
 def _summing(node: Node) -> contextlib.AbstractContextManager[Any]:
-    """While it is open, the parameters of an operation are read such that their gradients are summed."""
+    """A context in which gradients of an operation's parameters are summed over the processes of its group."""
     group = node.sum_over
     if group is None or group.size == 1:
         return contextlib.nullcontext()

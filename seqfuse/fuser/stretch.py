@@ -70,8 +70,8 @@ class Stretch:
 
     Attributes:
         nodes: the whole sequence; `positions` are those of the stretch.
-        shapes: of what enters each position and of what leaves the last, and `borders` the dtypes there where they
-            differ; `None`, or none, where they are not known.
+        shapes: shape of the tensor that enters each position, and of the last result; `None` where they are not known.
+        borders: the dtypes there; empty where all tensors have one.
         x: what enters, or a tensor like it, with `channels` beside it; `None` where it is known by what runs `before`,
             or not at all.
         place: the device on which its steps can be tried.
