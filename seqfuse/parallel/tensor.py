@@ -104,11 +104,11 @@ def _styled(model: nn.Module, module: nn.Module, path: str, style: str, group: G
     if style == "vocab" and isinstance(module, ops.Embedding | LinearCrossEntropy):
         return [_Act(path, module, module.divided(group), lambda: module.divide(group, sequence_dim=dim))]
     if style in ("column", "row") and isinstance(module, ops.Linear):
-        return [_product(path, module, style, group, _halves(model, module) if style == "column" else None, dim)]
+        return [_linear(path, module, style, group, _halves(model, module) if style == "column" else None, dim)]
     raise InputError(f"style {style!r} does not fit it", code="SF106", operation=type(module).__name__)
 
 
-def _product(
+def _linear(
     path: str, linear: ops.Linear, style: Any, group: Group, parts: Sequence[int] | None, dim: int | None
 ) -> _Act:
     shards = linear.divided(style, group, parts)
@@ -123,10 +123,10 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
         if isinstance(m, UnfusedOperation) or (apart and not any(name.startswith(f"{above}.") for above, _ in found)):
             found.append((name, m))
     places = [i for i, (_, m) in enumerate(found) if isinstance(m, ops.Linear)]
-    wanted = "a product, attention and a product" if style == "heads" else "a product, an activation and a product"
+    wanted = "a Linear, attention and a Linear" if style == "heads" else "a Linear, an activation and a Linear"
     wrong: dict[str, Any] = {"code": "SF106", "operation": type(container).__name__}
     if len(places) != 2:
-        raise InputError(f"style {style!r} needs {wanted}; it has {len(places)} products", **wrong)
+        raise InputError(f"style {style!r} needs {wanted}; it has {len(places)} Linears", **wrong)
     between = [m for _, m in found[places[0] + 1 : places[1]]]
     attention = [m for m in between if isinstance(m, ops.Attention)]
     if len(attention) != (style == "heads"):
@@ -136,7 +136,7 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
     fitting = Gated, *_ELEMENT_WISE, *_OF_TORCH, *of_heads
     other = next((m for m in between if not isinstance(m, fitting) or m in together), None)
     if other is not None:
-        raise InputError(f"{type(other).__name__} between its products cannot be divided", **wrong)
+        raise InputError(f"{type(other).__name__} between its Linears cannot be divided", **wrong)
     (into, first), (out, last) = (cast(tuple[str, ops.Linear], found[i]) for i in places)
     parts: tuple[int, ...] | None = None
     changes: list[_Act] = []
@@ -151,7 +151,7 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
     elif any(isinstance(m, Gated) for m in between):
         parts = first.out_features // 2, first.out_features // 2
     ends = (into, first, "column", parts), (out, last, "row", None)
-    return [_product(f"{path}.{name}".lstrip("."), m, s, group, p, dim) for name, m, s, p in ends] + changes
+    return [_linear(f"{path}.{name}".lstrip("."), m, s, group, p, dim) for name, m, s, p in ends] + changes
 
 
 def _with_heads(operation: Any, own: tuple[int, int], group: Group) -> Callable[[], None]:

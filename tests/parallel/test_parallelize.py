@@ -220,11 +220,11 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "no attention": ({"3": "heads"}, r"SF106 position 15 \(FeedForward\): style 'heads' needs .* it has 0 att"),
     "twice": ({"3": "features", "3.up": "column"}, r"SF106 position 15 \(Linear\): the plan names it twice"),
     "heads as a column": ({"2.qkv": "column"}, r"position 10 \(Linear\): its column .* heads of Attention.*'2\.qkv'"),
-    "a softmax between": ({"5": "features"}, r"SF106 position 25 \(Sequential\): Softmax between its products cannot"),
-    "three products": ({"6": "features"}, r"style 'features' needs a product, an act.*; it has 3 products.*in '6'"),
-    "angles between": ({"7": "features"}, r"\(Sequential\): RotaryEmbedding between its products cannot.*in '7'"),
-    "a norm of all heads": ({"8": "heads"}, r"\(MultiHeadAttention\): QKNorm between its products cannot.*in '8'"),
-    "a norm between": ({"4": "features"}, r"position 20 \(Sequential\): LayerNorm between its products cannot"),
+    "a softmax between": ({"5": "features"}, r"SF106 position 25 \(Sequential\): Softmax between its Linears cannot"),
+    "three Linears": ({"6": "features"}, r"style 'features' needs a Linear, an act.*; it has 3 Linears.*in '6'"),
+    "angles between": ({"7": "features"}, r"\(Sequential\): RotaryEmbedding between its Linears cannot.*in '7'"),
+    "a norm of all heads": ({"8": "heads"}, r"\(MultiHeadAttention\): QKNorm between its Linears cannot.*in '8'"),
+    "a norm between": ({"4": "features"}, r"position 20 \(Sequential\): LayerNorm between its Linears cannot"),
 }
 
 
@@ -313,7 +313,7 @@ def test_of_many_such_modules_the_first_are_named(group: Any) -> None:
         parallel.parallelize(model, group, {"0": "features"}, sequence_dim=-2)
 
 
-def test_activations_of_torch_may_stand_between_products(group: Any) -> None:
+def test_activations_of_torch_may_stand_between_linears(group: Any) -> None:
     model = sf.Sequential(ops.Linear(6, 8), torch.nn.GELU(), torch.nn.Dropout(0.0), ops.Linear(8, 6))
     parallel.parallelize(model, group, {"": "features"})
     assert (model[0].weight.shape, model[3].weight.shape) == ((2, 6), (6, 2))
