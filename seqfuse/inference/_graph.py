@@ -26,6 +26,10 @@ class GraphedStep:
         if not _on_gpu(cache.lengths):
             raise ValueError(f"a CUDA graph needs a cache on a GPU, got one on {cache.lengths.device}")
         self._cache = cache
+        with torch.cuda.device(cache.lengths.device):  # of streams and of a capture the current device is meant
+            self._capture(model, cache)
+
+    def _capture(self, model: nn.Module, cache: KVCache) -> None:
         self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.lengths.device)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())

@@ -17,9 +17,14 @@ TRITON_DTYPES = {
     "float64": "fp64",
     "float8_e4m3fn": "fp8e4nv",
     "float8_e5m2": "fp8e5",
+    "int8": "i8",
+    "int16": "i16",
     "int32": "i32",
     "int64": "i64",
     "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
     "bool": "i1",
 }
 """Triton's name of a torch dtype, by the latter's name without `torch.`."""

@@ -252,6 +252,7 @@ def test_a_step_of_decoding_is_rehearsed_before_its_capture(
     monkeypatch.setattr(_attention, "interpreting", True)
     model, cache = model_of(form), KVCache(2, 40)
     rehearsals: list[list[str]] = []
+    current: list[torch.device] = []
 
     class Graph:
         """Stands for `torch.cuda.CUDAGraph`, and for what captures one."""
@@ -259,13 +260,20 @@ def test_a_step_of_decoding_is_rehearsed_before_its_capture(
         def __init__(self, graph: Any = None) -> None: ...
 
         def __enter__(self) -> None:
+            assert current == [cache.lengths.device]
             rehearsals.append(list(stub.compiled))
             stub.capturing = True
 
         def __exit__(self, *exception: object) -> None:
             stub.capturing = False
 
-    for name, value in (("CUDAGraph", Graph), ("graph", Graph), ("Stream", mock.MagicMock())):
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    for name, value in {"CUDAGraph": Graph, "graph": Graph, "Stream": mock.MagicMock(), "device": entered}.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -275,6 +283,14 @@ def test_a_step_of_decoding_is_rehearsed_before_its_capture(
         _graph.GraphedStep(model, cache)
     assert "_decode_kernel" in stub.compiled
     assert rehearsals == [stub.compiled]
+
+
+def test_an_int8_cache_is_checked_too(stub: Stub) -> None:
+    k, v = (torch.zeros(1, 2, 64, 64, dtype=torch.int8) for _ in "kv")
+    cache: Any = {"k": k, "v": v, "lengths": torch.tensor([7]), "k_scale": torch.zeros(1, 2, 64)}
+    for _ in range(2):
+        decode_attention(drawn(1, 4, 64), **cache, v_scale=torch.zeros(1, 2, 64))
+    assert stub.launched.count("_decode_kernel") == 2
 
 
 def test_afterwards_nothing_is_launched_on_a_cpu() -> None:
