@@ -121,7 +121,8 @@ def backward(
         given = (*turned, y.transpose(1, 2), sums, unread[0], unread[1], None, None, None, rows, rows)
         return tuple(_turned(_cudnn_backward(*given, 0.0, causal, scale=scale)))
     if kind == "efficient":
-        sums = F.pad(lse, (0, -rows % 32)) if rows % 32 else lse  # as it makes them: it reads several at a time
+        # As it makes them, since it reads several at a time: of infinity, rows that are not there have no weights.
+        sums = F.pad(lse, (0, -rows % 32), value=torch.inf) if rows % 32 else lse
         given = (*turned, None, y.transpose(1, 2), sums, unread[0], unread[1], 0.0, [True, True, True, False])
         return tuple(_turned(_efficient_backward(*given, causal, scale=scale)[:3]))
     last, limits = (rows, rows, 0.0, causal, unread, unread), _limits(scale, causal, window)
