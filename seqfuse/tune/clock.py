@@ -12,7 +12,11 @@ import torch
 Call = Callable[[], Any]
 # Cycles of the fastest clock there is: a sleep is as long as it was asked to be, or longer.
 _CYCLES_PER_MICROSECOND = 2000
+_SHORTEST_SLEEP = 200.0
 _LONGEST_SLEEP = 50_000.0
+# A device queues about a thousand launches, for which the host needs less than this: with one more it waits for the
+# device, however long that sleeps. So of several calls fewer are timed at once then.
+_LONGEST_OF_SEVERAL = 12_000.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +56,34 @@ class OnDevice:
     """Time on the device between two events, while the host is ahead.
 
     The device sleeps until the host has launched everything, so that what a launch costs the host is not in the time;
-    a sleep that was too short is doubled, and the sample taken again. `exposed` counts those where that was no use.
+    a sleep that was too short is doubled, and the sample taken again. Calls of more launches than a device queues are
+    timed in parts. `exposed` counts those where that was no use.
 
     Args:
         first: what the device does after its sleep, before the time begins, such as emptying its cache.
     """
 
     def __init__(self, first: Call | None = None) -> None:
-        self._sleep = 200.0
         self._first = first
         self.exposed = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again with a short sleep and all calls at once: what follows are other calls."""
+        self._sleep = _SHORTEST_SLEEP
+        self._together: dict[int, int] = {}  # by the `id` of several calls, how many of them are timed at once
 
     def sample(self, calls: Sequence[Call]) -> float:
+        while True:
+            size = self._together.get(id(calls), len(calls))
+            times = [self._timed(calls[i : i + size]) for i in range(0, len(calls), size)]
+            whole = [time for time in times if time is not None]
+            if len(whole) == len(times):
+                return sum(whole) * 1000 / len(calls)
+            self._together[id(calls)] = -(-size // 2)
+
+    def _timed(self, calls: Sequence[Call]) -> float | None:
+        """Milliseconds of all of these; `None` where the device may not queue them all."""
         cuda: Any = torch.cuda
         start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         while True:
@@ -78,7 +98,9 @@ class OnDevice:
             end.synchronize()
             if ahead or self._sleep >= _LONGEST_SLEEP:
                 self.exposed += not ahead
-                return start.elapsed_time(end) * 1000 / len(calls)
+                return start.elapsed_time(end)
+            if len(calls) > 1 and self._sleep >= _LONGEST_OF_SEVERAL:
+                return None
             self._sleep *= 2
 
 
@@ -102,6 +124,8 @@ def interleaved(
         most: rounds at most.
         now: tells how far the seconds have gone.
     """
+    if isinstance(clock, OnDevice):
+        clock.forget()
     for _ in range(2):
         for calls in contenders.values():
             clock.sample(calls)

@@ -86,6 +86,46 @@ def test_a_device_sleeps_until_the_host_is_ahead(monkeypatch: pytest.MonkeyPatch
     assert len(calls) == 10
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Launches behind each sleep, of a device that queues 1,000: with more, the host waits until it has slept."""
+    since: list[int] = []
+
+    class Queue(Event):
+        def query(self) -> bool:
+            return since[-1] > 1000
+
+    monkeypatch.setattr(torch.cuda, "Event", Queue)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: since.append(0))
+    return since
+
+
+def test_of_more_launches_than_a_device_queues_fewer_are_timed_at_once(launched: list[int]) -> None:
+    def layer() -> None:
+        launched[-1] += 300
+
+    clock, calls = OnDevice(), [layer] * 8
+    assert clock.sample(calls) == pytest.approx(4 * 6.0 / 8)
+    assert clock.exposed == 0
+    assert launched[-4:] == [600] * 4
+    launched.clear()
+    clock.sample(calls)  # which is known now
+    assert launched == [600] * 4
+
+
+def test_other_calls_are_timed_without_the_sleeps_of_those_before(launched: list[int]) -> None:
+    def stack() -> None:
+        launched[-1] += 3000
+
+    clock, sleeps = OnDevice(), []
+    interleaved({"stack": [stack]}, clock, seconds=0, least=1)
+    assert clock.exposed == 3
+    torch.cuda._sleep = lambda cycles: (sleeps.append(cycles / 2000), launched.append(0))
+    interleaved({"norm": [lambda: None] * 2}, clock, seconds=0, least=1)
+    assert sleeps == [200] * 3
+    assert clock.exposed == 3
+
+
 def test_the_host_clock_is_in_microseconds() -> None:
     import time
 
