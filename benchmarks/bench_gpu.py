@@ -121,7 +121,7 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
     book.state(about=about(), peers=versions(), planned=[case.key for case in cases])
     bench = _bench(arguments, book)
     with _rounding(arguments.tiny and not arguments.on_gpu):
-        for case in cases:
+        for case in let_go(cases):
             left = until - time.time()
             if left <= 0:
                 break
@@ -144,8 +144,16 @@ def work(arguments: argparse.Namespace, out: Path, until: float) -> int:
             print(_line(case.key, row), flush=True)
             if not _alive():
                 return ENDED
+            del case
             _tidy()
     return 0
+
+
+def let_go(cases: list[Any]) -> Iterator[Any]:
+    """One after the other, none of which is kept: each holds models, of which a GPU has no room for those of all."""
+    cases.reverse()
+    while cases:
+        yield cases.pop()
 
 
 def plant(key: str, arguments: argparse.Namespace) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,30 @@ def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
     assert watch.watched(["sleep", "9"], time.time() + 0.3) == (-9, "the time was over")
     assert watch.watched(["sh", "-c", "exit 3"], began + 60) == (3, "its process ended with status 3")
     assert watch.watched(["true"], began + 60) == (0, "")
+
+
+def test_a_row_is_let_go_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds its models, in float64 as well, which for all rows are more than a GPU has room for."""
+    rows_of: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def chosen(_: argparse.Namespace) -> list[Any]:
+        cases = [case for case in rows.cases(tiny()) if case.group == blocks.GROUPS["feedforward"]]
+        rows_of.extend(map(weakref.ref, cases))
+        return cases
+
+    class Bench:
+        def row(self, case: Any, **_: Any) -> dict[str, Any]:
+            alive.append(sum(row() is not None for row in rows_of))
+            return {"status": "failed", "why": ""}
+
+    monkeypatch.setattr(bench_gpu, "chosen", chosen)
+    monkeypatch.setattr(bench_gpu, "_bench", lambda *_: Bench())
+    monkeypatch.setattr(bench_gpu, "_rounding", lambda _: contextlib.nullcontext())
+    given = options(hang=None, crash=None, on_gpu=False)
+    assert bench_gpu.work(given, tmp_path / "gpu.json", time.time() + 60) == 0
+    assert alive == [*range(len(rows_of), 0, -1)]
+    assert len(alive) > 1
 
 
 def test_a_row_may_not_take_all_the_time() -> None:
