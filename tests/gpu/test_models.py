@@ -10,6 +10,7 @@ from typing import Any
 import plain
 import pytest
 import torch
+from gpu.case import NEAR, distance
 from torch import Tensor
 
 import seqfuse as sf
@@ -70,6 +71,7 @@ def test_any_pair_of_covers_gives_the_same(llama: bool, covers: str, dtype: torc
     assert_fused_close(trained(own, COVERS[covers], x, dy), unfused, exact)
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("llama", [False, True], ids=["gpt", "llama"])
 def test_twice_gives_the_same_bits(llama: bool, device: torch.device) -> None:
     own = model(llama, device, torch.bfloat16, dropout=0.1)
@@ -86,8 +88,11 @@ def test_without_gradients(device: torch.device) -> None:
 
 
 @GPU
+@pytest.mark.parametrize("order", ["fixed", "any"])
 @pytest.mark.parametrize("llama", [False, True], ids=["gpt", "llama"])
-def test_a_graph_replays_a_step(llama: bool, device: torch.device) -> None:
+def test_a_graph_replays_a_step(llama: bool, order: str, device: torch.device, request: pytest.FixtureRequest) -> None:
+    if order == "fixed":
+        request.getfixturevalue("deterministic")
     own = model(llama, device, torch.bfloat16)
     x, dy = inputs(device, torch.bfloat16)
     static = x.clone()
@@ -104,7 +109,12 @@ def test_a_graph_replays_a_step(llama: bool, device: torch.device) -> None:
     for seed in (5, 6):
         static.copy_(seeded_randn(tuple(x.shape), seed, dtype=x.dtype))
         graph.replay()
-        assert_bitwise_equal([t.clone() for t in captured], _step(bench, parameters, static, dy))
+        replayed, again = [t.clone() for t in captured], _step(bench, parameters, static, dy)
+        if order == "fixed":
+            assert_bitwise_equal(replayed, again)
+        else:  # by the kernel for attention that torch takes by default
+            assert_bitwise_equal(replayed[:1], again[:1])
+            assert distance(replayed, again) < NEAR[torch.bfloat16]
 
 
 def _step(run: Any, parameters: list[Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -133,6 +143,7 @@ def test_a_graph_draws_another_mask_at_each_replay(device: torch.device) -> None
 
 
 @GPU
+@pytest.mark.usefixtures("deterministic")
 def test_streams_do_not_share_what_kernels_write(device: torch.device) -> None:
     own = model(False, device, torch.bfloat16)
     x, dy = inputs(device, torch.bfloat16)
@@ -152,6 +163,7 @@ def test_streams_do_not_share_what_kernels_write(device: torch.device) -> None:
 
 
 @GPU
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
 def test_runs_on_a_device_that_is_not_the_current_one() -> None:
     second = torch.device("cuda", 1)
