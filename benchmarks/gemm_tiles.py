@@ -7,12 +7,14 @@ row; a row that hangs is killed from outside, and the rest goes on. Writes `gemm
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,9 @@ M, N = 8192, 4096
 KS = (4096, 1024, 8192, 2048)
 FORMS = ("bias, GeLU, pre-activation", "dGeLU, dbias", "SwiGLU, pre-activation", "bias, dropout, add")
 MOST = 60.0
+SMALL = (256, 1024, 256)
+WARMERS = 12
+"""Processes that compile at a time: one kernel takes 3-10 s, and there are six for each form."""
 
 
 def contenders(form: str, m: int, n: int, k: int, tiny: bool) -> dict[str, Callable[[], Any]]:
@@ -106,6 +111,15 @@ def row(form: str, m: int, n: int, k: int, tiny: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def warm(part: int) -> int:
+    """Compile a part of what the rows launch, by matrices that are small and as divisible by 16."""
+    calls = [call for form in FORMS for call in contenders(form, *SMALL, tiny=False).values()]
+    for call in calls[part::WARMERS]:
+        with contextlib.suppress(Exception):  # its row will tell
+            call()
+    return 0
+
+
 def work(out: Path, until: float, tiny: bool) -> int:
     from gpu.book import Book
 
@@ -131,9 +145,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or RESULTS) / "gemm.json")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, interpreted")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.tiny:
         os.environ["TRITON_INTERPRET"] = "1"
+    if arguments.warm is not None:
+        return warm(arguments.warm)
     if arguments.child is not None:
         return work(arguments.out, arguments.child, arguments.tiny)
     from gpu.book import Book
@@ -141,6 +158,10 @@ def main() -> int:
 
     arguments.out.unlink(missing_ok=True)
     until = time.time() + arguments.budget
+    if not arguments.tiny:
+        warmers = [[sys.executable, __file__, "--warm", str(part)] for part in range(WARMERS)]
+        with ThreadPoolExecutor(WARMERS) as pool:
+            list(pool.map(lambda command: watched(command, time.time() + arguments.budget / 2), warmers))
     command = [sys.executable, __file__, *sys.argv[1:], "--child", repr(until)]
     for _ in range(len(KS) * len(FORMS)):
         status, why = watched(command, until + GRACE, lambda: Book(arguments.out).overdue(MOST))
