@@ -25,7 +25,7 @@ TRITON_DTYPES = {
     "uint16": "u16",
     "uint32": "u32",
     "uint64": "u64",
-    "bool": "i1",
+    "bool": "u1",
 }
 """Triton's name of a torch dtype, by the latter's name without `torch.`."""
 
