@@ -146,6 +146,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skips["full"])
     if not torch.cuda.is_available():
         skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "mutant" in getattr(item, "fixturenames", ()):
+            item.add_marker("mutant")  # before `-k "not mutant"` and `-m` are asked
     if config.getoption("--shuffle") is not None:
         random.Random(config.getoption("--shuffle")).shuffle(items)
     for item in items:

@@ -81,8 +81,9 @@ def _bfloat16_as_on_a_gpu() -> Iterator[None]:
 
 
 @pytest.fixture
-def mutant(tmp_path: Path) -> Iterator[Callable[[ModuleType, str, str], ModuleType]]:
+def mutant(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[[ModuleType, str, str], ModuleType]]:
     """`mutant(module, old, new)`: the module again with `old`, which must occur once, replaced in its source."""
+    assert request.node.get_closest_marker("mutant") is not None
     made: list[str] = []
 
     def make(module: ModuleType, old: str, new: str) -> ModuleType:
