@@ -738,11 +738,11 @@ def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
 @pytest.mark.parametrize("columns", [64, 16384], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_a_backward_has_a_program_for_each_share_of_the_rows_and_none_without(
-    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     launched: list[tuple[Any, int, tuple[Any, ...]]] = []
     monkeypatch.setattr(_norm, "launch", lambda kernel, grid, args, *_, **__: launched.append((kernel, grid, args)))
-    x, rstd, weight = torch.ones(rows, columns), torch.ones(rows), torch.ones(columns)
+    x, rstd, weight = (torch.ones(shape, device=device) for shape in ((rows, columns), (rows,), (columns,)))
     _norm.backward(False, x, x, None, rstd, weight, dweight=torch.float32)
     tile, s = _norm.backward_tile(columns, 4, False), _norm.sums_tile(4, None)
     across = cdiv(columns, s.n)
