@@ -167,6 +167,9 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         op_list = self._own().op_list()
         return Channels(op_list.inputs, op_list.outputs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_fuser": self._own()}
+
     def _own(self) -> Fuser:
         if self._fuser.owner() is not self:  # a shallow copy brought its original's along
             self.fusions = self.fusions

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +34,18 @@ def test_a_shallow_copy_with_a_list_of_its_own_runs_that_list() -> None:
     torch.testing.assert_close(twin(x), 2 * y)
     assert len(twin.plan(x).names) == len(mine.plan(x).names) + 1
     assert torch.equal(mine(x), y)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_shallow_copy_is_copied_without_the_original_it_was_made_from(again: Callable[[Any], Any]) -> None:
+    first = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR, memory="lean"))
+    twin, x = copy.copy(first), tensor(7, 5)
+    third = again(twin)
+    y = first(x)
+    del first
+    for made in (third, again(twin)):
+        assert torch.equal(made(x), y)
+        assert (made.fusions, made.memory) == (PAIR, "lean")
 
 
 def test_a_replica_for_data_parallel_runs_its_own_parameters() -> None:
