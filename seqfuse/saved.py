@@ -9,13 +9,13 @@ import keyword
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 import torch
 from torch import Tensor
 
-from .errors import StateError, definition_error
+from .errors import PluginError, StateError, definition_error
 from .generated import Source, identifier
 
 Layout = Literal["any", "inner_contig", "contig"]
@@ -247,7 +247,12 @@ def _put(value: Any, d: dict[str, Any], name: str, memo: dict[int, int], tensors
     if value is None:
         late: Recompute | None = d.get("_late", {}).get(name)
         return None if late is None else (late.fn, *(_put(t, d, name, memo, tensors) for t in late.tensors))
-    return tuple(_put(v, d, name, memo, tensors) for v in value)
+    if not isinstance(value, tuple | list):
+        message = (
+            f"field {name!r} of Saved must hold a tensor, None or a tuple of tensors, not a {type(value).__name__}"
+        )
+        raise PluginError(message, code="SF302")
+    return tuple(_put(v, d, name, memo, tensors) for v in cast(Sequence[Any], value))
 
 
 def _get(d: dict[str, Any], name: str, token: Any, t: tuple[Tensor, ...]) -> None:

@@ -28,6 +28,10 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
     """Check what a forward returned, of a fusion against what the operations give; `False` to be asked again."""
     if not step.fused:
         _check_form(step, out)
+        entered, inferred = (context.entering[at].shape for at in (step.start, step.stop))
+        if not is_fake(x) and x.shape == entered and out[0].shape != inferred:
+            message = f"fwd gave y of shape {tuple(out[0].shape)}, where infer gives {tuple(inferred)}"
+            raise PluginError(message, code="SF305", operation=step.name, position=step.start)
         return True
     fusion: FusedOperation = step.operation
     if is_fake(x):

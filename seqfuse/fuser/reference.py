@@ -121,7 +121,7 @@ def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[
         out = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
         if not node.inputs and not node.outputs and not isinstance(out, Tensor):
             message = f"it must return a tensor, not {type(out).__name__}"
-            raise InputError(message, code="SF105", operation=node.name, hint=f"in {node.path!r}")
+            raise InputError(message, code="SF105", operation=node.name, position=position, hint=f"in {node.path!r}")
     except Exception as error:
         if not torch.compiler.is_compiling():
             error.add_note(f"in {node.name} at position {position}")

@@ -66,6 +66,43 @@ def test_a_forward_of_an_operation_that_returns_another_form_is_named(
         assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF302", "Wrong", 1)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["grad", "no_grad"])
+def test_an_output_of_another_shape_than_its_operation_infers_is_named(training: bool) -> None:
+    wrong = operation_with(lambda op, x: (2 * x[:, :3], op.Saved(x=x)))
+    with (
+        torch.set_grad_enabled(training),
+        pytest.raises(sf.PluginError, match=r"\(7, 3\).*infer gives \(7, 5\)") as caught,
+    ):
+        sf.Sequential(ops.Linear(5, 5), wrong, ops.Scale(1))(tensor(7, 5))
+    assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF305", "Wrong", 2)
+
+
+@pytest.mark.parametrize("value", [3, "text", 1.5, {"a": 1}], ids=repr)
+def test_a_tensor_field_that_holds_something_else_is_named(value: Any) -> None:
+    class Wrong(sf.UnfusedOperation):
+        class Saved(sf.Saved):
+            more: Tensor | None
+
+        def reference(self, x: Tensor) -> Tensor:
+            return x
+
+        def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+            return x, self.Saved(more=value)
+
+        def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+            return dy, {}
+
+    with pytest.raises(sf.PluginError, match=f"'more'.*not a {type(value).__name__}") as caught:
+        sf.Sequential(ops.Scale(3), Wrong(), ops.Scale(1))(tensor(7, 5).requires_grad_())
+    assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF302", "Wrong", 1)
+
+
+def test_a_module_that_gives_no_tensor_is_named_with_its_position() -> None:
+    with pytest.raises(sf.InputError, match="not tuple") as caught:
+        sf.Sequential(ops.Linear(5, 5), nn.LSTM(5, 5), ops.ReLU())(tensor(7, 5))
+    assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF105", "LSTM", 2)
+
+
 @pytest.mark.parametrize("what", ["channels", "expand", "infer"])
 def test_what_an_operation_says_of_itself_is_checked(what: str) -> None:
     class Wrong(ops.Fork):
