@@ -7,6 +7,7 @@ import functools
 import itertools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
@@ -75,9 +76,13 @@ class Conversion:
         self.model, self._backend = model, backend
         self._places, self._calls = places, Calls()
 
+        reference = weakref.ref(self)  # Dynamo keeps every backend that was called, and would keep the model with it
+
         # No `partial`, which torch would print, with the model in it.
         def captured(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return _captured(model, self._calls, backend, gm, inputs)
+            conversion = reference()
+            assert conversion is not None  # the call that is captured holds it
+            return _captured(conversion.model, conversion._calls, conversion._backend, gm, inputs)
 
         compiled = torch.compile(_frame_of(self._calls), backend=captured)  # pyright: ignore[reportUnknownMemberType]
         if torch.__version__ < "2.13":

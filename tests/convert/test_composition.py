@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -303,6 +305,21 @@ def test_a_part_of_a_converted_model_may_be_converted_for_calls_of_its_own():
     assert said.value.hint == "sf.conversion(model.get_submodule('layers.0')).undo() ends that"
     part.undo()
     assert_equal(passes(model, X), passes(plain, X), 0)
+
+
+@pytest.mark.parametrize("regions", ["model", "layers"])
+@pytest.mark.parametrize("undone", [True, False], ids=["undone", "converted"])
+def test_a_model_that_nobody_holds_is_freed(regions: Any, undone: bool):
+    model = Net()
+    conversion = sf.convert(model, regions=regions)
+    passes(model, X)
+    assert chains(conversion) == 1
+    if undone:
+        conversion.undo()
+    held = weakref.ref(model), weakref.ref(model.layers[0].fc.weight)
+    del model, conversion
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
 
 
 def test_undo_leaves_what_compile_did():
