@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import threading
 import types
 import weakref
@@ -87,6 +88,7 @@ class Conversion:
         compiled = torch.compile(_frame_of(self._calls), backend=captured)  # pyright: ignore[reportUnknownMemberType]
         if torch.__version__ < "2.13":
             compiled = _not_exporting(compiled)
+        compiled = _not_warning(compiled)
         self._before = [(place, call_impl(place)) for place in places]
         for place, _ in self._before:
             call = functools.partial(_guarded, self._calls, compiled, place)
@@ -216,6 +218,27 @@ def _not_exporting(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args, **kwargs)
         finally:
             states[torch.compiler.is_exporting] = before
+
+    return call
+
+
+def _not_warning(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave `logger.warning_once` and its like, of Hugging Face, out of what Dynamo captures: it ends a graph there.
+
+    Other calls of a logger end it, so that they log.
+    """
+    once = {getattr(logging.Logger, name) for name in ("warning_once", "info_once") if hasattr(logging.Logger, name)}
+    ignored: set[Any] = _dynamo.ignore_logger_methods
+    if type(ignored) is not set:  # a tuple, say, that somebody put there
+        return compiled
+    added = once - ignored
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        ignored.update(added)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            ignored.difference_update(added)
 
     return call
 

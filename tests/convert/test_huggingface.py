@@ -45,6 +45,23 @@ def chains(conversion: Conversion) -> int:
     return sum(len(graph.regions) for graph in conversion.graphs)
 
 
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, id="gpt2"), pytest.param(True, id="checkpointed")])
+def test_a_warning_that_is_given_once_breaks_no_graph(checkpointing: bool):
+    """GPT-2 warns of its loss; with `use_cache` left as it is a model warns that checkpointing sets it to False."""
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=16, **_SIZES)
+    model = llama() if checkpointing else randomized(transformers.GPT2LMHeadModel(config)).double().eval()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    ignored = torch._dynamo.config.ignore_logger_methods  # pyright: ignore[reportPrivateUsage]
+    before = set(ignored)
+    expected = passes(model)
+    conversion = sf.convert(model)
+    assert_equal(passes(model), expected)
+    assert "graph break" not in str(conversion)
+    assert {graph.name.partition(",")[0] for graph in conversion.graphs} == {"graph 0"}
+    assert ignored == before
+
+
 @pytest.mark.parametrize(
     "before",
     [
