@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .env import autocast_of
+from .env import any_autocast, autocast_of
 
 
 def dtype_of(owner: nn.Module, name: str) -> Any:
@@ -58,6 +58,13 @@ def lowered(t: Tensor, always: bool = False, parts: Sequence[Tensor] = ()) -> Te
     if casts is not None:
         casts[key] = (parts, t), made
     return made
+
+
+def autocasting(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """The autocast of a type of device: on in this dtype, or off."""
+    if (dtype is None and not any_autocast()) or not torch.amp.is_autocast_available(kind):  # as on meta
+        return contextlib.nullcontext()
+    return torch.autocast(kind, dtype or torch.get_autocast_dtype(kind), dtype is not None)
 
 
 @contextlib.contextmanager

@@ -1,31 +1,6 @@
 """Errors and warnings: one clear sentence that names the operation, its position and what was expected.
 
-| code  | class        | meaning                                                             |
-| ----- | ------------ | ------------------------------------------------------------------- |
-| SF101 | InputError   | a shape an operation cannot take                                    |
-| SF102 | InputError   | tensors on different devices, or of dtypes that do not go together  |
-| SF103 | InputError   | a channel is missing or surplus in a call                           |
-| SF104 | InputError   | names that do not fit the keys of a state dictionary                |
-| SF105 | InputError   | something that is no tensor came in, or came out of a module        |
-| SF106 | InputError   | a setting, device or dtype that is none                             |
-| SF107 | InputError   | numbers in a tensor that an operation cannot take                   |
-| SF201 | PlanError    | channels of the sequence do not fit together                        |
-| SF202 | PlanError    | a pipeline cannot be cut or run so                                  |
-| SF301 | PluginError  | a class definition breaks its contract                              |
-| SF302 | PluginError  | a fusion saved a record that the operation's own `bwd` cannot read  |
-| SF303 | PluginError  | gradients or outputs of the wrong name, shape, dtype, device, alias |
-| SF304 | PluginError  | an installed plug-in could not be loaded                            |
-| SF305 | PluginError  | an operation's `expand`, `channels` or `infer` gave another form    |
-| SF401 | KernelError  | a fused pass failed where it could not fall back                    |
-| SF501 | StateError   | backward through a backward                                         |
-| SF502 | StateError   | a saved field that was dropped, or is not there                     |
-| SF503 | StateError   | a checkpoint was recomputed under another plan                      |
-| SF504 | StateError   | the rank that tunes for a group failed                              |
-| SF505 | StateError   | a cache of keys and values cannot take what it was fed              |
-| SF506 | StateError   | the processes of a group cannot go on together                      |
-| SF507 | StateError   | a gradient cannot be added to the `main_grad` of its parameter      |
-| SF508 | StateError   | numbers were asked for that are on another rank                     |
-| SF509 | StateError   | a transfer between the stages of a pipeline failed                  |
+`docs/errors.md` lists the codes.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from .env import Env, Savings
 from .errors import PluginError, definition_error
 from .operation import Grads, UnfusedOperation
-from .saved import Layout, Saved, always_saved, class_hints
+from .saved import Layout, Saved, always_saved, check_layout, class_hints
 from .signature import Signature, check_pass_names
 from .slots import Slot as Slot
 from .slots import slot_of
@@ -72,16 +72,10 @@ class FusedOperation:
             return
         check_pass_names(cls, _MISSPELT)
         kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not FusedOperation]
-        if len(kinds) > 1:
-            several = ", ".join(kinds)
-            raise definition_error(cls, f"derive from one of {several}; JointFusion replaces both passes", "class ")
-        if cls.layout not in typing.get_args(Layout):
-            known = ", ".join(typing.get_args(Layout))
-            raise definition_error(cls, f"layout must be one of {known}, not {cls.layout!r}", "layout")
-        if not (cls.replaces_forward or cls.replaces_backward):
-            raise definition_error(
-                cls, "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion", "class "
-            )
+        if len(kinds) != 1:
+            known = "ForwardFusion, BackwardFusion, InferenceFusion, or JointFusion, which replaces both passes"
+            raise definition_error(cls, f"derive from one of {known}", "class ")
+        check_layout(cls, cls.layout)
         own = [
             slot_of(cls, name, hint)
             for name, hint in class_hints(cls, sys._getframe(1)).items()  # pyright: ignore[reportPrivateUsage]
@@ -167,12 +161,7 @@ class FusedOperation:
 
     def named_operations(self) -> Iterator[tuple[str, UnfusedOperation]]:
         """Each replaced operation with its place: `"bias"`, or `"acts.2"` in a variadic slot."""
-        for slot in self.slots:
-            value = self.__dict__.get(slot.name)
-            if slot.variadic and value is not None:
-                yield from ((f"{slot.name}.{i}", op) for i, op in enumerate(value))
-            elif value is not None:
-                yield slot.name, value
+        return records_of(self, self.__dict__)
 
     def with_operations(self, operations: Iterable[UnfusedOperation]) -> Self:
         """A copy that replaces these operations instead, one for each of its own."""
@@ -242,10 +231,10 @@ def _kind(cls: type[FusedOperation]) -> str:
     return next(base.__name__ for base in cls.__mro__ if base.__module__ == __name__)
 
 
-def records_of(fusion: FusedOperation, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Flatten `{slot: Saved}` with variadic slots as tuples into places: `"bias"`, `"acts.2"`."""
+def records_of(fusion: FusedOperation, by_slot: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What stands in each slot, of variadic ones in a tuple, with its place: `"bias"`, `"acts.2"`."""
     for slot in fusion.slots:
-        value = saved.get(slot.name)
+        value = by_slot.get(slot.name)
         if slot.variadic and value is not None:
             yield from ((f"{slot.name}.{i}", record) for i, record in enumerate(value))
         elif value is not None:

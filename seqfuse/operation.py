@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from .errors import definition_error
 from .group import Group, ParameterShard, Redistribution
 from .maingrad import Accumulated
-from .saved import Layout, Saved, always_saved, field, maker
+from .saved import Layout, Saved, always_saved, check_layout, field, maker
 from .signature import Signature, check_pass_names, show_arguments
 
 if TYPE_CHECKING:
@@ -209,9 +209,7 @@ class UnfusedOperation(FusableOperation):
                 raise definition_error(cls, f"an operation with a reference needs {name} as well", "class ")
         if cls.Saved is Saved or not issubclass(cls.Saved, Saved):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise definition_error(cls, "an operation needs a class Saved(sf.Saved) of its own", "Saved")
-        if cls.layout not in typing.get_args(Layout):
-            known = ", ".join(typing.get_args(Layout))
-            raise definition_error(cls, f"layout must be one of {known}, not {cls.layout!r}", "layout")
+        check_layout(cls, cls.layout)
         cls._saved = staticmethod(maker(cls.Saved))
         cls.forward_signature = Signature.of(cls, "fwd", ("x",), None)
         allowed = frozenset(f"d_{name}" for name in cls.outputs)

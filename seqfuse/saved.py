@@ -130,6 +130,13 @@ class Saved:
         return tuple(f for f in cls.fields if f not in cls._for or cls._for[f] & needs) if needs else ()
 
 
+def check_layout(cls: type, layout: Any) -> None:
+    """Raise for a class whose passes accept a layout that there is not."""
+    known = typing.get_args(Layout)
+    if layout not in known:
+        raise definition_error(cls, f"layout must be one of {', '.join(known)}, not {layout!r}", "layout")
+
+
 def always_saved(cls: type[Saved]) -> tuple[str, ...]:
     """Which of x and y a `Saved` always holds."""
     return cls._always  # pyright: ignore[reportPrivateUsage]

@@ -92,9 +92,7 @@ def default_fusing() -> Fusing:
     return _fusing_of(settings().fusing, settings().on_error, (), Chosen(), False)
 
 
-@functools.lru_cache(maxsize=256)
-def _fusing_of(enabled: bool, on_error: OnError, only: tuple[Chosen, ...], exclude: Chosen, unmeasured: bool) -> Fusing:
-    return Fusing(enabled, on_error, only, exclude, unmeasured)
+_fusing_of = functools.lru_cache(maxsize=256)(Fusing)
 
 
 @contextlib.contextmanager

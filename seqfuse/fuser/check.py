@@ -13,7 +13,6 @@ from ..env import short
 from ..errors import PluginError
 from ..fusion import FusedOperation, InferenceFusion, JointFusion, records_of
 from ..maingrad import accumulated
-from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .cost_lookup import describe
 from .fake import faking, is_fake
@@ -26,21 +25,20 @@ _passed: set[Any] = set()
 
 def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapping[str, Any]) -> bool:
     """Check what a forward returned, of a fusion against what the operations give; `False` to be asked again."""
+    if step.fused and is_fake(x):
+        return False
+    y, extra, saved = _unpack(step, out)
     if not step.fused:
-        _check_form(step, out)
         entered, inferred = (context.entering[at].shape for at in (step.start, step.stop))
-        if not is_fake(x) and x.shape == entered and out[0].shape != inferred:
-            message = f"fwd gave y of shape {tuple(out[0].shape)}, where infer gives {tuple(inferred)}"
+        if not is_fake(x) and x.shape == entered and y.shape != inferred:
+            message = f"fwd gave y of shape {tuple(y.shape)}, where infer gives {tuple(inferred)}"
             raise PluginError(message, code="SF305", operation=step.name, position=step.start)
         return True
     fusion: FusedOperation = step.operation
-    if is_fake(x):
-        return False
     about = tuple(map(describe, step.nodes)), step.needs, context.env.autocast
     key = type(fusion), *about, x.shape[1:], x.dtype, x.device
     if key in _passed:
         return True
-    y, extra, saved = _unpack(step, out)
     expected = _expected(context, step, x, {name: given[name] for name, _ in step.reads})
     if expected is None:
         return True
@@ -73,21 +71,6 @@ def check_forward(context: Context, step: Step, x: Tensor, out: Any, given: Mapp
     return True
 
 
-def _check_form(step: Step, out: Any) -> None:
-    """Check that an operation's own forward returns what its class declares."""
-    operation: UnfusedOperation = step.operation
-    names, record = operation.outputs, type(operation).Saved
-    right = _is_tuple(out, 3 if names else 2) and isinstance(out[0], Tensor)
-    if right and names:
-        right = _is_mapping(out[1]) and set(out[1]) == set(names)
-        right = right and all(isinstance(made, Tensor) for made in out[1].values())
-    if not right or type(out[-1]) is not record:
-        kind = f"{type(operation).__name__}.Saved"
-        form = f"(y, {{{', '.join(names)}}}, {kind})" if names else f"(y, {kind})"
-        message = f"fwd must return {form}, not {_form(out)}"
-        raise PluginError(message, code="SF302", operation=step.name, position=step.start)
-
-
 def _is_tuple(value: Any, length: int | None = None) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(value, tuple) and length in (None, len(cast(tuple[Any, ...], value)))
 
@@ -101,14 +84,19 @@ def _form(out: Any) -> str:
 
 
 def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
-    form = ["y", *["outputs"] * bool(step.operation.outputs), *["saved"] * (not step.inference)]
+    """What a forward returned, if it has the form that its class declares: y, extra outputs, and what is saved."""
+    operation, names = step.operation, step.operation.outputs
+    own: type[Saved] | None = None if step.inference or (step.fused and not step.joint) else type(operation).Saved
+    last = f"{type(operation).__name__}.Saved" if own else "{slot: Saved}"
+    form = ["y", *[f"{{{', '.join(names)}}}"] * bool(names), *[last] * (not step.inference)]
+    wanted = f"({', '.join(form)})" if len(form) > 1 else "y"
     right = len(form) == 1 or _is_tuple(out, len(form))
     y, made, saved = step.returned(out) if right else (None, dict[str, Any](), None)
-    if not isinstance(y, Tensor):
-        raise _wrong(step, f"fwd must return {'y' if len(form) == 1 else '(' + ', '.join(form) + ')'}")
-    if not step.inference and not (isinstance(saved, Saved) if step.joint else _is_mapping(saved)):
-        what = "its own Saved record" if step.joint else "a dictionary {slot: Saved}"
-        raise _wrong(step, f"fwd must return {what} last, not a {type(saved).__name__}")
+    right = isinstance(y, Tensor) and _is_mapping(made)
+    if right and not step.fused:
+        right = set(made) == set(names) and all(isinstance(t, Tensor) for t in made.values())
+    if not right or not (type(saved) is own if own else step.inference or _is_mapping(saved)):
+        raise _wrong(step, f"fwd must return {wanted}, not {_form(out)}")
     return y, made, saved
 
 
@@ -194,7 +182,7 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
         # Plans are kept by rows: y may look as it did where an operation folds other leading dimensions into them.
         alike = d is not None and d.shape == leaving.shape and own.shape[:-1] == leaving.shape[:-1]
         dims = slice(None) if alike else slice(-1, None)
-        same = context.mixed or dx.dtype == own.dtype or dx.dtype == context.dtypes_now()[step.start]
+        same = context.mixed or dx.dtype in (own.dtype, context.dtypes.get(step.start, dx.dtype))
         if dx.shape[dims] != own.shape[dims] or dx.device != own.device or not same:
             raise wrong(f"the gradient of x should be like {_describe(own)}, not {_describe(dx)}")
     seen: list[tuple[Any, str]] = []

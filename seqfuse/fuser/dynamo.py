@@ -108,7 +108,7 @@ def _planned(
                 x = fuser.run_region(op_list, region, x, channels, seeds)
             else:
                 own: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
-                program = fuser.bind(op_list, region, x, channels, own, recorded())
+                program = fuser.bind(op_list, region, x, channels, own)
                 steps: Sequence[Step] = (*program.plan.forward, *program.plan.backward)
                 if any(step.fused and step.operation.triton for step in steps):
                     x = program.run(x, channels, seeds, own)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ..casts import cast_once
-from ..env import Env
 
 
 @contextlib.contextmanager
@@ -44,13 +43,6 @@ def placed(t: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.T
     """A fake tensor, or one like it of another device and dtype."""
     same = t.device == device and t.dtype is dtype
     return t if same else torch.empty_like(t, device=device, dtype=dtype, requires_grad=t.requires_grad)
-
-
-def autocasting(env: Env, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The autocast of an environment, on the device of fake tensors."""
-    if not torch.amp.is_autocast_available(device.type):  # as on meta
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, env.autocast, env.autocast is not None)
 
 
 @contextlib.contextmanager

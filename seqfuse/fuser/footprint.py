@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..casts import cast_once
+from ..casts import autocasting, cast_once
 from ..env import Env
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .cost_lookup import describe
-from .fake import autocasting, faking, is_fake, placed
+from .fake import faking, is_fake, placed
 from .flatten import Node
 from .inputs import check_dtypes
 from .schedule import Candidate, Kept
@@ -85,7 +85,7 @@ def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], counter: A
                 if channel not in known:
                     return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
     try:
-        with torch.no_grad(), autocasting(entered.env, entered.place), faking() as mode, cast_once():
+        with torch.no_grad(), autocasting(entered.place.type, entered.env.autocast), faking() as mode, cast_once():
             return _footprint(parts, entered, steps, counter, mode)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ _LIKE_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Like(NamedTuple):
-    """What a gradient must look like: its parameter, without holding on to it."""
+    """What a gradient must look like: its parameter, or an output, without holding on to it."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -32,9 +32,9 @@ class Like(NamedTuple):
         """What is like this tensor."""
         return cls(t.shape, t.dtype, t.device)
 
-    def empty(self) -> Tensor:
-        """A tensor that looks so."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    def zeros(self) -> Tensor:
+        """A tensor that looks so, as the gradient of what nobody used."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 def expect_tensor(node: Node, x: Any) -> None:
@@ -118,7 +118,7 @@ def dtypes_of(
     """Dtype of the tensor entering each position, and of the last result, from a run of the references on fake tensors;
     `None` from where they cannot run so.
     """
-    found: list[torch.dtype | None] = [x.dtype] * positions.start
+    found: list[torch.dtype | None] = []
     fake = is_fake(x)
     # Where only shapes are wanted, who counts what runs must not count this as well.
     own = getattr(x, "fake_mode", None)
@@ -132,7 +132,7 @@ def dtypes_of(
                 y = walk_reference(nodes, range(position, position + 1), y, given, seeds)
             found.append(y.dtype)
     except Exception:
-        found += [None] * (positions.stop + 1 - len(found))
+        found += [None] * (len(positions) + 1 - len(found))
     return found
 
 
@@ -165,16 +165,16 @@ def along_of(borders: Sequence[Border], absorbs: bool) -> tuple[torch.dtype | No
 def borders_of(
     nodes: Sequence[Node],
     positions: range,
-    x: Tensor,
+    x: Tensor | None,
     channels: Mapping[str, Tensor],
     parameters: Sequence[Tensor],
     env: Env,
 ) -> tuple[Border, ...]:
-    """The borders of a region for the tensors that enter it; none where all of them have one dtype."""
-    run = functools.cache(lambda: dtypes_of(nodes, positions, x, channels)[positions.start :])
+    """The borders of a region for the tensors that enter it, if they are known; none where all have one dtype."""
+    run = None if x is None else functools.cache(lambda: dtypes_of(nodes, positions, x, channels))
     if env.autocast is not None:
         return under_autocast(nodes, positions, env, {c: t.dtype for c, t in channels.items()}, run)
-    if all(t.dtype is x.dtype for t in (*parameters, *channels.values())):
+    if run is None or all(t.dtype is env.dtype for t in (*parameters, *channels.values())):
         return ()
     return tuple([Border(dtype, dtype) for dtype in run()])
 

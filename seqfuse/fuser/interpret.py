@@ -20,7 +20,7 @@ from ..maingrad import MainGrads, accumulated
 from ..saved import Layout, Saved, packing
 from .check import check_backward, check_forward
 from .fake import is_fake
-from .inputs import clearer, recast
+from .inputs import Like, clearer, recast
 from .lowering import NeededGrads, Segment
 from .step import Record, Step, fit
 
@@ -36,8 +36,8 @@ class Forward:
     channels: dict[str, Tensor]
     tensors: list[Tensor] = dataclasses.field(default_factory=lambda: list[Tensor]())  # to save, each once
     kept: list[Kept] = dataclasses.field(default_factory=lambda: list[Kept]())
-    # Shape, dtype and device of y and of the extra outputs, by the position after the step that made them.
-    like: dict[int, Any] = dataclasses.field(default_factory=lambda: dict[int, Any]())
+    # What y and the extra outputs are like, by the position after the step that made them.
+    like: dict[int, dict[str, Like]] = dataclasses.field(default_factory=lambda: dict[int, dict[str, Like]]())
     fell: tuple[int, ...] = ()  # where the steps begin that fell back
     y: Any = None
 
@@ -58,6 +58,7 @@ def forward(
         try:
             if failed and step is failed[0][0]:
                 raise failed.pop()[1]  # its traceback holds this frame, which must not hold it
+            segment.context.dtypes[step.start] = x.dtype
             y, made, saved = _call(segment, step, x, channels, seeds)
             if segment.live and made and step.zeros:
                 run.like[step.stop] = look(y, {c: made[n] for n, c in step.writes})
@@ -92,7 +93,7 @@ def backward(
     segment: Segment,
     kept: Sequence[Kept],
     tensors: Sequence[Any],
-    like: Mapping[int, Any],
+    like: Mapping[int, Mapping[str, Like]],
     fell: Sequence[int],
     dy: Tensor | None,
     d_channels: dict[str, Tensor | None],
@@ -149,16 +150,16 @@ def _call_back(
     records: Mapping[int, Saved],
     d: Tensor | None,
     came: Mapping[str, Tensor | None],
-    like: Mapping[int, Any],
+    like: Mapping[int, Mapping[str, Like]],
     buffers: MainGrads | None,
     needed: NeededGrads | None,
 ) -> Any:
     layout: Layout = step.operation.layout
     if came and step.zeros and not isinstance(step.operation, BackwardFusion):
-        d = zeros(like[step.stop][""]) if d is None else d
+        d = like[step.stop][""].zeros() if d is None else d
         if step.joint:
             channels = dict(step.incoming)
-            came = {n: zeros(like[step.stop][channels[n]]) if g is None else g for n, g in came.items()}
+            came = {n: like[step.stop][channels[n]].zeros() if g is None else g for n, g in came.items()}
     given = step.constants(segment.context.env, backward=True)
     given |= {name: g if g is None else fit(g, layout) for name, g in came.items()}
     if step.operation.backward_signature.main_grads:
@@ -193,15 +194,9 @@ def fit_record(record: Saved, layout: Layout) -> Saved:
     return record
 
 
-def look(y: Tensor, made: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Shape, dtype and device of y, by the name "", and of extra outputs, by channel."""
-    return {c: (t.shape, t.dtype, t.device) for c, t in {"": y, **made}.items()}
-
-
-def zeros(like: tuple[Any, ...]) -> Tensor:
-    """A gradient for an output that nobody used."""
-    shape, dtype, device = like
-    return torch.zeros(shape, dtype=dtype, device=device)
+def look(y: Tensor, made: Mapping[str, Tensor]) -> dict[str, Like]:
+    """What y is like, by the name "", and extra outputs, by channel."""
+    return {c: Like.of(t) for c, t in {"": y, **made}.items()}
 
 
 def plus(known: Tensor | None, g: Tensor | None) -> Tensor | None:

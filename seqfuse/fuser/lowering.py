@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ..env import Env
 from ..operation import FusableOperation, configured
 from .flatten import Node, public_channels
-from .inputs import Like, check_dtypes, dtypes_of
+from .inputs import Like, check_dtypes
 from .plan import Plan
 from .step import Step
 from .stretch import Stretch, Wants
@@ -33,7 +32,7 @@ class Context:
     mixed: bool  # whether dtypes can differ along it
     parameters: Mapping[tuple[int, str], Like]
     entering: Mapping[int, Like]  # by position
-    dtypes_now: Callable[[], Sequence[torch.dtype | None]]
+    dtypes: dict[int, torch.dtype]  # of what was seen to enter a step, by position
     can_fall_back: bool  # whether a fusion that fails gives way to its operations
     note: Callable[[], Callable[[str, int, str], None] | None]  # returns the function to tell of a failure, or `None`
     warned: set[tuple[str, str]] = dataclasses.field(default_factory=lambda: set[tuple[str, str]]())
@@ -56,15 +55,7 @@ class Context:
         likes = {(id(owner), name): Like.of(p) for (owner, name), p in zip(slots, parameters, strict=True)}
         shapes = enumerate(stretch.shapes, positions.start)
         entering = {at: Like(torch.Size(shape), x.dtype, x.device) for at, shape in shapes}
-        channel_likes = {c: Like.of(t) for c, t in stretch.channels.items()}
-
-        @functools.cache
-        def dtypes_now() -> list[torch.dtype | None]:
-            blank = {c: like.empty() for c, like in channel_likes.items()}
-            return dtypes_of(nodes, positions, entering[positions.start].empty(), blank)
-
-        mixed, falls_back = bool(stretch.borders), on_error == "fallback"
-        return cls(nodes, stretch.wants, env, mixed, likes, entering, dtypes_now, falls_back, note)
+        return cls(nodes, stretch.wants, env, bool(stretch.borders), likes, entering, {}, on_error == "fallback", note)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,8 @@ from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: igno
 from torch.utils.checkpoint import CheckpointError
 
 from ..autograd import Once, executes
+from ..casts import autocasting
+from ..env import any_autocast
 from ..errors import StateError
 from ..maingrad import main_grads
 from . import interpret
@@ -23,7 +24,6 @@ from .lowering import NeededGrads, Segment
 SURPRISES = 2
 """So often a forward may save something else than it was seen to; then its records are packed anew in each call."""
 
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 _grad_enabled: Callable[[], bool] = torch._C.is_grad_enabled  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportAttributeAccessIssue, reportUnknownVariableType]
 # Whether it is `backward()`, and neither `backward(inputs=)` nor `torch.autograd.grad`, that runs.
 _asked_for_all: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid  # pyright: ignore
@@ -49,9 +49,9 @@ class Seqfuse(torch.autograd.Function):
         if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment):
             return _interpret_backward(ctx, segment, douts)
         tensors = ctx.saved_tensors if ctx.mark is None else _saved_tensors(ctx)
-        if segment.autocast is None and not _any_autocast():
+        if segment.autocast is None and not any_autocast():
             return code(ctx, segment, tensors, *douts)
-        with _autocast_as(segment):
+        with autocasting(segment.context.env.device, segment.autocast):
             return code(ctx, segment, tensors, *douts)
 
 
@@ -145,7 +145,7 @@ def _interpret_backward(
     nodes = ctx.next_functions[len(ctx.next_functions) - len(segment.parameters) :]
     buffers = main_grads([fn for fn, _ in nodes], executes, segment.place)
     d_channels = dict(zip(segment.outputs, douts[1:], strict=True))
-    with torch.no_grad(), _autocast_as(segment):
+    with torch.no_grad(), autocasting(segment.context.env.device, segment.autocast):
         dx, sums = interpret.backward(
             segment, kept, tensors, ctx.like, fell, douts[0], d_channels, needed, buffers, failed
         )
@@ -234,14 +234,6 @@ def _own(value: Tensor, others: Sequence[Tensor]) -> Tensor:
         if t is base or t._base is base:
             return value.clone()
     return value.detach()
-
-
-def _autocast_as(segment: Segment) -> contextlib.AbstractContextManager[Any]:
-    """The state of autocast that the forward of a segment ran under."""
-    device, wanted = segment.context.env.device, segment.autocast
-    if (wanted is None and not _any_autocast()) or not torch.amp.is_autocast_available(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, wanted or torch.get_autocast_dtype(device), enabled=wanted is not None)
 
 
 # `Function.apply` first looks for functorch wrappers among its arguments; the fuser has already ruled them out.

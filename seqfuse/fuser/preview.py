@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..operation import FusableOperation
 from .budget import MODES, Budget, Choice, MemoryChoice, Share
 from .flatten import Node
 from .footprint import Memory, entering_width, footprint, measure
-from .inputs import Border, borders_of, clearer, expect_tensor, under_autocast, validate
+from .inputs import borders_of, clearer, expect_tensor, validate
 from .match import Matcher
 from .op_list import OpList, Region
 from .plan import Plan, merge, plan_region
@@ -37,7 +37,6 @@ def plan_ahead(
         if op_list.nodes:
             expect_tensor(op_list.nodes[0], x)
         check_channels(op_list.nodes, op_list.inputs, channels)
-        _validate(op_list, x, channels)
     else:
         check_surplus(op_list.nodes, op_list.inputs, channels)
     env = here = env or (Env.like(x) if x is not None else Env())
@@ -55,7 +54,12 @@ def plan_ahead(
             wants = Wants.of(op_list.nodes, part.start, part.stop, wanted, known, env.grad)
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
             shape = None if shapes is None else shapes[-1]
-            borders = _borders(op_list, part, x if part.start == 0 else None, channels, here)
+            if x is not None and shapes is not None:
+                _check_channels(op_list.nodes, part.positions, x, shapes, channels)
+            own = [getattr(owner, name) for owner, name in part.slots] if follows and not op_list.parametrized else []
+            given = {c: channels[c] for c in part.channels if c in channels}
+            entered = x if follows and part.start == 0 else None
+            borders = borders_of(op_list.nodes, part.positions, entered, given, own, here)
             entering, before = (None if stretches else x), () if x is None else tuple(parts)
             width = entering_width(op_list.nodes[part.start : part.stop])
             if x is None and width is not None:  # what stands for an input where none is given
@@ -129,35 +133,18 @@ def choice_in(memory: Choice, op_list: OpList, region: Region) -> Choice:
     return memory if share == memory.bytes else Share(share, whole=memory)
 
 
-def _borders(
-    op_list: OpList, region: Region, x: Tensor | None, channels: Mapping[str, Tensor], env: Env
-) -> tuple[Border, ...]:
-    """The dtypes along a region, as far as they are known without what enters it."""
-    given = {c: channels[c] for c in region.channels if c in channels}
-    if x is not None and env == Env.like(x):
-        parameters = [getattr(owner, name) for owner, name in region.slots] if not op_list.parametrized else []
-        return borders_of(op_list.nodes, region.positions, x, given, parameters, env)
-    if env.autocast is None:
-        return ()
-    return under_autocast(op_list.nodes, region.positions, env, {c: t.dtype for c, t in given.items()})
-
-
-def _validate(op_list: OpList, x: Tensor, channels: Mapping[str, Tensor]) -> None:
-    """Check shapes, and channels that the call passes, up to the first barrier, behind which they are not known."""
-    shape, device = tuple(x.shape), torch.device("meta")
-    given = {name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in channels.items()}
-    for part in op_list.parts:
-        if not isinstance(part, Region):
-            return
-        shapes = validate(op_list.nodes, part.positions, shape)
-        for position, shape in zip(range(part.start, part.stop), shapes, strict=False):
-            node = op_list.nodes[position]
-            if node.inputs and all(channel in given for _, channel in node.inputs):
-                entering, run = torch.empty(shape, dtype=x.dtype, device=device), range(position, position + 1)
-                try:
-                    walk_reference(op_list.nodes, run, entering, {**given}, None)
-                except InputError as error:
-                    raise clearer(op_list.nodes, run, error, entering) from None
-                except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
-                    continue
-        shape = shapes[-1]
+def _check_channels(
+    nodes: Sequence[Node], positions: range, x: Tensor, shapes: Sequence[Any], channels: Mapping[str, Tensor]
+) -> None:
+    """Check the shapes of channels that the call passes against what enters the operations that read them."""
+    given = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in channels.items()}
+    for position, shape in zip(positions, shapes, strict=False):
+        node = nodes[position]
+        if node.inputs and all(channel in given for _, channel in node.inputs):
+            entering, run = torch.empty(shape, dtype=x.dtype, device="meta"), range(position, position + 1)
+            try:
+                walk_reference(nodes, run, entering, {**given}, None)
+            except InputError as error:
+                raise clearer(nodes, run, error, entering) from None
+            except Exception:  # what needs numbers, or parameters that are elsewhere, says nothing of shapes
+                continue

@@ -122,11 +122,6 @@ class Fuser:
         if torch.is_inference_mode_enabled() and torch.is_grad_enabled():  # where torch records nothing, either
             with torch.no_grad():
                 return self.run(op_list, x, channels)
-        if op_list.whole is not None and not channels:
-            try:
-                return self.run_region(op_list, op_list.whole, x, channels, None)
-            except _Changed:
-                return self.run(self._changed(), x, channels)
         if channels or op_list.inputs:
             check_channels(op_list.nodes, op_list.inputs, channels)
         seeds = draw(op_list.nodes, x) if op_list.random else None
@@ -212,14 +207,13 @@ class Fuser:
         x: Tensor,
         channels: dict[str, Tensor],
         parameters: Sequence[Tensor],
-        plain: tuple[type[Tensor], ...] = _PLAIN,
     ) -> CompiledRegion:
-        """Plan a region for these tensors; what is not `plain` goes by reference."""
+        """Plan a region for these tensors; what is neither plain nor fake goes by reference."""
         given = {c: channels[c] for c in region.channels}
         # Fake tensors measure what plain ones would do. Beside a complex tensor a real one gets a gradient from torch.
-        several = (*parameters, *given.values()) if x.__class__ in plain else parameters
-        exact = all(t.__class__ in plain or is_fake(x) for t in several) and not has_own_graph(self.root)
-        exact = exact and len({t.is_complex() for t in (x, *several)}) == 1
+        several = (x, *parameters, *given.values())
+        exact = is_fake(x) or all(t.__class__ in _PLAIN for t in several)
+        exact = exact and len({t.is_complex() for t in several}) == 1 and not has_own_graph(self.root)
         check_devices(op_list.nodes, region.positions, x, given)
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
         # A compiler that follows the call decides what is saved.

@@ -133,7 +133,10 @@ def a_short_name_that_stands_in_other_lines_too() -> None:
         def fwd(self, x: Tensor) -> Any: ...
 
 
-@bad("class Fusion(sf.FusedOperation):", "derive from ForwardFusion, BackwardFusion, JointFusion or InferenceFusion")
+@bad(
+    "class Fusion(sf.FusedOperation):",
+    "derive from one of ForwardFusion, BackwardFusion, InferenceFusion, or JointFusion",
+)
 def no_kind() -> None:
     class Fusion(sf.FusedOperation):
         bias: ops.Bias

@@ -511,13 +511,16 @@ FORWARDS: dict[str, tuple[Any, str]] = {
     "None for a field": (lambda f, x, y: (y, {"bias": B(), "act": T(y=None)}), "field 'y' of slot 'act' .* not None"),
     "an output of another shape": (lambda f, x, y: (y[:2], {"bias": B(), "act": T(y=y)}), "its output should be"),
     "an output of another dtype": (lambda f, x, y: (y.float(), {"bias": B(), "act": T(y=y)}), "its output should be"),
-    "the output alone": (lambda f, x, y: y, r"fwd must return \(y, saved\)"),
+    "the output alone": (lambda f, x, y: y, r"fwd must return \(y, \{slot: Saved\}\), not"),
     "a record and no dictionary": (
         lambda f, x, y: (y, T(y=y)),
-        r"a dictionary \{slot: Saved\} last, not a SavedOutput",
+        r"fwd must return \(y, \{slot: Saved\}\), not \(Tensor, SavedOutput\)",
     ),
-    "three things": (lambda f, x, y: (y, {}, {"bias": B(), "act": T(y=y)}), r"fwd must return \(y, saved\)"),
-    "None": (lambda f, x, y: None, r"fwd must return \(y, saved\)"),
+    "three things": (
+        lambda f, x, y: (y, {}, {"bias": B(), "act": T(y=y)}),
+        r"fwd must return \(y, \{slot: Saved\}\), not",
+    ),
+    "None": (lambda f, x, y: None, r"fwd must return \(y, \{slot: Saved\}\), not"),
 }
 
 
