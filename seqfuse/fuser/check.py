@@ -85,8 +85,9 @@ def _form(out: Any) -> str:
 
 def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
     """What a forward returned, if it has the form that its class declares: y, extra outputs, and what is saved."""
-    operation, names = step.operation, step.operation.outputs
-    own: type[Saved] | None = None if step.inference or (step.fused and not step.joint) else type(operation).Saved
+    operation: Any = step.operation
+    names: tuple[str, ...] = operation.outputs
+    own: type[Saved] | None = None if step.inference or (step.fused and not step.joint) else operation.Saved
     last = f"{type(operation).__name__}.Saved" if own else "{slot: Saved}"
     form = ["y", *[f"{{{', '.join(names)}}}"] * bool(names), *[last] * (not step.inference)]
     wanted = f"({', '.join(form)})" if len(form) > 1 else "y"

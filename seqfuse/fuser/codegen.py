@@ -3,7 +3,7 @@
 `interpret` is the same walk with a loop. The code is made once a call of the segment has gone through there, so the
 contract was checked and it is known what the forward saves: `layout` says which field is which of the saved tensors.
 What is not as it was then (a field that was `None` is a tensor, a tensor that two records shared is two, a number is
-another object) goes back.
+another object) is packed as after an interpreted forward.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ def forward_code(
 ) -> Any:
     """`forward(ctx, segment, seeds, x, *channels)`, or `forward(segment, seeds, x, *channels)` where nothing is saved.
 
-    `run` holds the functions of the node that it calls: `failed`, `save`, `leave`, `again`. Without a layout the
-    records are packed as after an interpreted forward, whatever they hold. With `leaves` the node holds the parameters,
-    which it keeps alive in any case.
+    `run` holds the functions of the node that it calls: `failed`, `save`, `leave`, `pack`. Without a layout the records
+    are always packed. With `leaves` the node holds the parameters, which it keeps alive in any case.
     """
     keep = segment.live
     c = {name: f"c{i}" for i, name in enumerate(segment.inputs)}
@@ -57,10 +56,10 @@ def forward_code(
     s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
     s.constants.update(run, fit=fit)
     s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))))
-    s.add(*["memo, tensors = {}, []"] * (keep and layout is None), "try:")
+    s.add("try:")
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
     s.depth += 1
-    saved, likes, tokens = dict[int, str](), list[str](), list[str]()
+    saved, likes = dict[int, str](), list[str]()
     for i, step in enumerate(segment.forward):
         if i:
             s.add(f"at = {i}")
@@ -85,10 +84,6 @@ def forward_code(
             s.add(f"l{step.stop} = {s.put(look)}(x, {{{made}}})")
         for record in step.saves if keep else ():
             saved[record.position] = f"s{i}" + "".join(f"[{s.put(key)}]" for key in record.path)
-            if layout is None:
-                tokens.append(f"t{len(tokens)}")
-                pack, _ = packing(record.cls, record.kept)
-                s.add(f"{tokens[-1]} = {s.put(pack)}({saved[record.position]}, memo, tensors)")
         leaving = {*segment.outputs}
         s.add(*(f"{c[channel]} = None" for channel in step.ends if channel not in leaving))
     s.depth -= 1
@@ -96,11 +91,9 @@ def forward_code(
     s.add("except Exception as error:")
     s.add(f"    return failed({'ctx' if keep else 'None'}, segment, at, error, seeds, x0, ({entered}{rest}))")
     s.add(*["ctx.leaves = _"] * (keep and leaves))
-    if keep and layout is not None:
-        _save_static(s, layout, saved, entered)
-    elif keep:
-        s.add(f"ctx.tokens = ({''.join(f'{t}, ' for t in tokens)})")
-        s.add("ctx.segment = segment", "ctx.set_materialize_grads(False)", "save(ctx, segment, tensors)")
+    if keep:
+        s.add("ctx.segment = segment", "ctx.materialize_grads = False")
+        _save_static(s, layout, saved, f"pack(ctx, segment, ({''.join(f'{record}, ' for record in saved.values())}))")
     if likes:
         s.add(f"ctx.like = {{{', '.join(likes)}}}")
     out = "".join(f", {c[name]}" for name in segment.outputs)
@@ -113,9 +106,9 @@ def forward_code(
     return s.define()
 
 
-def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], entered: str) -> None:
-    """Save what was seen to be saved, each tensor once, if it is so again."""
-    s.add("ctx.segment = segment", f"ctx.layout = {s.put(layout)}", "ctx.materialize_grads = False")
+def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str], pack: str) -> None:
+    """Save what was seen to be saved, each tensor once, if it is so again; else `pack` it."""
+    s.add(pack if layout is None else f"ctx.layout = {s.put(layout)}")
     if not layout:
         return
     s.add("try:")
@@ -144,8 +137,9 @@ def _save_static(s: Source, layout: Sequence[Kept], saved: dict[int, str], enter
     # A tensor where there was `None` before, or two where there was one.
     if wrong:
         s.add(f"    if {' or '.join(wrong)}: raise ValueError")
-    s.add("except Exception:", f"    return again(ctx, segment, seeds, x0, ({entered}*_, ))")
-    s.add(f"if hooks(False) is None: ctx.save_for_backward({tensors})", f"else: save(ctx, segment, [{tensors}])")
+    s.add("except Exception:", f"    {pack}", "else:")
+    s.add(f"    if hooks(False) is None: ctx.save_for_backward({tensors})")
+    s.add(f"    else: save(ctx, segment, [{tensors}])")
 
 
 def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:

@@ -58,7 +58,7 @@ def bind(
     `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`, of these
     the device as well. A region that is one native operation notes `place` on its error.
     """
-    slots, read, channels = region.slots, region.plain, region.channels
+    slots, channels = region.slots, region.channels
     s = Source("call", "x, channels, seeds")
     s.constants.update(_FIXED)
     grad, deterministic, autocast, fusing = state
@@ -66,11 +66,12 @@ def bind(
     local = {c: f"c{i}" for i, c in enumerate(channels)}
     if names or channels:
         s.add("try:")
-        for i, (name, (owner, attribute)) in enumerate(zip(names, slots, strict=True)):
-            if read is None:
-                s.add(f"    {name} = getattr({s.put(owner)}, {s.put(attribute)})")
+        for name, (owner, attribute) in zip(names, slots, strict=True):
+            held = owner._parameters  # pyright: ignore[reportPrivateUsage]
+            if attribute in held:
+                s.add(f"    {name} = {s.put(held)}[{s.put(attribute)}]")
             else:
-                s.add(f"    {name} = {s.put(read[i][0])}[{s.put(read[i][1])}]")
+                s.add(f"    {name} = getattr({s.put(owner)}, {s.put(attribute)})")
         s.add(*(f"    {name} = channels[{s.put(c)}]" for c, name in local.items()))
         s.add("except (KeyError, AttributeError):", "    return None")
     tests = [

@@ -89,11 +89,6 @@ class Segment:
         self.autocast = self.context.env.autocast
         self.index = {(id(owner), attribute): i for i, (owner, attribute) in enumerate(self.parameters)}
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether its steps may run twice."""
-        return all(step.repeatable for step in self.forward)
-
     def is_checked(self, steps: Sequence[Step], backward: bool = False) -> bool:
         """Whether each of these steps of a pass has kept its contract in a call."""
         return all((step.key, backward) in self.checked for step in steps)

@@ -16,6 +16,7 @@ from ..casts import autocasting
 from ..env import any_autocast
 from ..errors import StateError
 from ..maingrad import main_grads
+from ..saved import packing
 from . import interpret
 from .codegen import backward_code, forward_code, is_static
 from .fake import is_fake
@@ -109,9 +110,9 @@ def _prepare(segment: Segment, run: interpret.Forward, inputs: Sequence[Tensor])
     if not segment.live:
         segment.code = forward_code(segment, {"failed": _failed}, None)
         return
-    static = segment.surprises < SURPRISES and segment.repeatable and is_static(run.kept)
+    static = segment.surprises < SURPRISES and is_static(run.kept)
     segment.layout = tuple(run.kept) if static else None
-    calls = {"failed": _failed, "again": _again, "save": _save, "leave": _leave, "own": _own, "hooks": _hooks}
+    calls = {"failed": _failed, "pack": _pack, "save": _save, "leave": _leave, "own": _own, "hooks": _hooks}
     leaves = all(type(p) is nn.Parameter for p in inputs[1 + len(segment.inputs) :])
     segment.code = forward_code(segment, calls, segment.layout, leaves)
 
@@ -127,11 +128,15 @@ def _failed(
     return _interpreted(ctx, segment, run, (x, *tensors)) if segment.live else _returned(segment, run)
 
 
-def _again(ctx: Any, segment: Segment, seeds: Tensor | None, x: Tensor, tensors: Sequence[Tensor]) -> Any:
-    """Run a segment whose records were not as they had been seen, and look at them again."""
-    segment.surprises += 1
-    segment.code = None
-    return Seqfuse.forward(ctx, segment, seeds, x, *tensors)
+def _pack(ctx: Any, segment: Segment, saved: Sequence[Any]) -> None:
+    """Save records that are not as they had been seen; the next call looks at them again."""
+    memo, tensors = dict[int, int](), list[Tensor]()
+    packs = (packing(record.cls, record.kept)[0] for step in segment.forward for record in step.saves)
+    ctx.layout, ctx.tokens = None, [pack(one, memo, tensors) for pack, one in zip(packs, saved, strict=True)]
+    _save(ctx, segment, tensors)
+    if segment.layout is not None:
+        segment.surprises += 1
+        segment.code = segment.layout = None
 
 
 def _interpret_backward(

@@ -73,7 +73,6 @@ class Region:
     start: int
     stop: int
     slots: list[tuple[nn.Module, str]]
-    plain: list[tuple[dict[str, Any], str]] | None  # where parameters can be read directly
     channels: tuple[str, ...]
     summed: list[tuple[int, Group]]  # of those slots, whose gradients are, and over which processes
     programs: dict[Any, CompiledRegion] = dataclasses.field(default_factory=lambda: dict[Any, CompiledRegion]())
@@ -127,11 +126,9 @@ class OpList:
         inside = self.nodes[start:stop]
         slots = list(dict.fromkeys(slot for node in inside for slot in node.slots.values()))
         channels, _ = public_channels(self.nodes, start, stop)
-        direct = all(name in owner._parameters for owner, name in slots)  # pyright: ignore[reportPrivateUsage]
-        plain = [(owner._parameters, name) for owner, name in slots] if direct else None  # pyright: ignore[reportPrivateUsage]
         over = {slot: node.sum_over for node in inside for slot in node.slots.values() if node.sum_over is not None}
         summed = [(slots.index(slot), group) for slot, group in over.items() if group.size > 1]
-        return Region(start, stop, slots, plain, channels, summed)
+        return Region(start, stop, slots, channels, summed)
 
 
 def stretches(nodes: Sequence[Node]) -> list[tuple[int, int]]:
