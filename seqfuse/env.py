@@ -105,10 +105,8 @@ class Env:
         if isinstance(device, str) and kind == "cuda" and not named and int(arch or 0) >= torch.cuda.device_count():
             hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
             raise InputError(f"there is no {device} here", code="SF106", hint=hint)
-        if rows is not None and type(rows) is not int:
-            raise InputError(f"rows must be a whole number, not {rows!r}", code="SF106")
-        if rows is not None and rows < 0:
-            raise InputError(f"rows must not be negative, got {rows}", code="SF106")
+        if rows is not None and (type(rows) is not int or rows < 0):
+            raise InputError(f"rows must be a whole number, not negative, got {rows!r}", code="SF106")
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
         triton = kind == "cuda" if named else _triton_runs(kind)

@@ -33,13 +33,10 @@ class Budget:
     part: float | None = None
 
     def __post_init__(self) -> None:
-        hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65)"
         whole = type(self.bytes) is int and self.bytes >= 0 and self.part is None
-        number = self.bytes is None and type(self.part) in (int, float)
-        if number and not 0 <= cast(float, self.part) <= 1:
-            message = f"part is of the bytes that the operations save unfused, from 0 to 1, got {self.part!r}"
-            raise InputError(message, code="SF106", operation="Budget", hint=hint)
+        number = self.bytes is None and type(self.part) in (int, float) and 0 <= cast(float, self.part) <= 1
         if not whole and not number:
+            hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65), from 0 to 1, of what the operations save unfused"
             raise InputError(f"Budget(bytes={self.bytes!r}, part={self.part!r})", code="SF106", hint=hint)
 
     def __str__(self) -> str:

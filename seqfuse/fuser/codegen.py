@@ -191,8 +191,8 @@ def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: 
         if step.joint or not step.fused:
             given += own
         else:
-            slots = {identifier(slot): several for slot, several in step.by_slot(own).items()}
-            given += [f"{n}=({', '.join(v)},)" if n in step.variadic else f"{n}={v[0]}" for n, v in slots.items()]
+            slots = {identifier(slot): r for slot, r in step.by_slot(own).items()}
+            given += [f"{n}={r}" if isinstance(r, str) else f"{n}=({', '.join(r)},)" for n, r in slots.items()]
         given += [f"{identifier(keyword)}={name}" for keyword, name in came]
         given += [f"{identifier(k)}={s.put(v)}" for k, v in step.constants(segment.context.env, True).items()]
         if step.operation.backward_signature.main_grads:

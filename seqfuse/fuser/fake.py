@@ -39,12 +39,6 @@ def faking(mode: Any = None) -> Generator[Any]:
         torch.set_autocast_cache_enabled(kept)
 
 
-def placed(t: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A fake tensor, or one like it of another device and dtype."""
-    same = t.device == device and t.dtype is dtype
-    return t if same else torch.empty_like(t, device=device, dtype=dtype, requires_grad=t.requires_grad)
-
-
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
     """Within the block torch does not print a traceback for what fails in this thread: who asked gets the error."""

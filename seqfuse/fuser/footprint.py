@@ -16,7 +16,7 @@ from ..env import Env
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .cost_lookup import describe
-from .fake import faking, is_fake, placed
+from .fake import faking, is_fake
 from .flatten import Node
 from .inputs import check_dtypes
 from .schedule import Candidate, Kept
@@ -95,7 +95,9 @@ def _footprint(
     parts: Sequence[Stretch | Node], entered: Stretch, steps: Sequence[Step], counter: Any, mode: Any
 ) -> Kept:
     def like(t: Tensor, dtype: torch.dtype) -> Tensor:
-        return placed(mode.from_tensor(t).detach(), entered.place, dtype)
+        t = mode.from_tensor(t).detach()
+        same = t.device == entered.place and t.dtype is dtype
+        return t if same else torch.empty_like(t, device=entered.place, dtype=dtype)
 
     env, nodes, x = entered.env, entered.nodes, entered.x
     assert x is not None

@@ -171,7 +171,7 @@ def _call_back(
     if step.joint or not step.fused:
         positional = own
     else:
-        given |= {slot: several if slot in step.variadic else several[0] for slot, several in step.by_slot(own).items()}
+        given |= step.by_slot(own)
     out = step.operation.bwd(d, *positional, **given)
     unchecked = needed is not None or (step.key, True) not in segment.checked
     if unchecked and check_backward(segment.context, step, d, out, given) and needed is None:

@@ -169,16 +169,12 @@ class Step:
             found.append(Record(path, position, cls, cls.kept(needs)))
         return tuple(found)
 
-    @property
-    def variadic(self) -> set[str]:
-        """The slots of a fusion that take several operations."""
-        return {slot.name for slot in self.operation.slots if slot.variadic}
-
-    def by_slot(self, of_records: Sequence[Any]) -> dict[str, tuple[Any, ...]]:
-        """What stands for each of the records, by the slot of the fusion."""
-        found: dict[str, tuple[Any, ...]] = {}
+    def by_slot(self, of_records: Sequence[Any]) -> dict[str, Any]:
+        """What stands for each of the records, by the slot of the fusion; a tuple for one that takes several."""
+        found: dict[str, Any] = {}
         for record, value in zip(self.records, of_records, strict=True):
-            found[record.path[0]] = (*found.get(record.path[0], ()), value)
+            slot, *number = record.path
+            found[slot] = (*found.get(slot, ()), value) if number else value
         return found
 
     @cached_property

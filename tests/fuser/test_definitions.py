@@ -594,9 +594,9 @@ RECORDS: dict[str, tuple[Change, str]] = {
     "a_slot_forgotten": (lambda y, s: (y, {"bias": s["bias"]}), r"slot 'act' needs a GeLU\S* ?\S*Saved|slot 'act'"),
     "a_slot_too_many": (lambda y, s: (y, {**s, "relu": s["bias"]}), "unknown slots: 'relu'"),
     "slots_reordered": (lambda y, s: (y, {"bias": s["act"], "act": s["bias"]}), "slot '(bias|act)' needs"),
-    "no_dictionary": (lambda y, s: (y, tuple(s.values())), "not a tuple"),
-    "no_record": (lambda y, s: y, r"must return \(y, saved\)"),
-    "outputs_not_declared": (lambda y, s: (y, {}, s), r"must return \(y, saved\)"),
+    "no_dictionary": (lambda y, s: (y, tuple(s.values())), r"not \(Tensor, tuple\)"),
+    "no_record": (lambda y, s: y, r"must return \(y, \{slot: Saved\}\)"),
+    "outputs_not_declared": (lambda y, s: (y, {}, s), r"must return \(y, \{slot: Saved\}\)"),
     "a_record_of_another_class": (lambda y, s: (y, {**s, "act": ops.ReLU.Saved(y=y)}), "slot 'act' needs"),
     "a_field_reshaped": (with_record(x=lambda x: x.reshape(-1)), r"field 'x' of slot 'act' should be float32\[7, 5\]"),
     "a_field_without_its_last_column": (with_record(x=lambda x: x[..., :-1]), r"field 'x' of slot 'act'.*\[7, 4\]"),
@@ -608,7 +608,7 @@ RECORDS: dict[str, tuple[Change, str]] = {
     "a_field_that_is_plain": (with_record(x=lambda x: 3), r"field 'x' of slot 'act'.*not 3"),
     "an_output_reshaped": (lambda y, s: (y.reshape(-1), s), r"its output should be float32\[7, 5\]"),
     "an_output_cast": (lambda y, s: (y.half(), s), r"its output should be float32.*not float16"),
-    "no_output": (lambda y, s: (None, s), r"must return \(y, saved\)"),
+    "no_output": (lambda y, s: (None, s), r"must return \(y, \{slot: Saved\}\)"),
 }
 
 
