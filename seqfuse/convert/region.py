@@ -20,6 +20,7 @@ from ..env import Env, autocast_of, rows_of
 from ..errors import SeqfuseError
 from ..fuser.budget import MemoryChoice, Mode
 from ..fuser.footprint import Memory
+from ..fuser.guard import bind
 from ..fuser.op_list import Region as PlannedRegion
 from ..fuser.plan import Plan
 from ..fuser.reference import draw
@@ -172,10 +173,10 @@ class Region(nn.Module):
                 stack.callback(self._take_back)
                 self._lend(given[1 + len(self._names) :])
                 channels = dict(zip(self._names, given[1:], strict=False))
-                own = [getattr(holder, name) for holder, name in part.slots]
                 with Launches() as forward:
                     seeds = draw(op_list.nodes, given[0])
-                    y = program.run(given[0], channels, seeds, own)
+                    y = bind(part, program)(given[0], channels, seeds)
+                assert y is not None
                 outputs = [t for t in (y, *(channels[name] for name in op_list.outputs)) if t.requires_grad]
                 inputs = [t for t in given if t.requires_grad]
                 with Launches() as backward:

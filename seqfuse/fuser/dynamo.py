@@ -20,6 +20,7 @@ from ..errors import StateError
 from ..operation import FusableOperation, UnfusedOperation
 from .fake import recorded
 from .flatten import Node, attributes, has_own_graph, public_channels
+from .guard import bind
 from .op_list import OpList, Region, fusers, stretches
 from .reference import check_channels, draw, run_eagerly, walk_reference
 from .step import Step
@@ -111,7 +112,7 @@ def _planned(
                 program = fuser.bind(op_list, region, x, channels, own)
                 steps: Sequence[Step] = (*program.plan.forward, *program.plan.backward)
                 if any(step.fused and step.operation.triton for step in steps):
-                    x = program.run(x, channels, seeds, own)
+                    x = cast(Tensor, bind(region, program)(x, channels, seeds))
                 else:  # without kernels to call, a compiler sees more in the references
                     x = walk_reference(op_list.nodes, region.positions, x, channels, seeds)
     return (x, *[channels[c] for c in leaving])

@@ -1,4 +1,4 @@
-"""One generated function for each state of a region: it checks that the state still holds, then runs the segments."""
+"""One generated function runs the segments of a region, where the state that it was made for still holds."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .op_list import Call, CompiledRegion, Region
 
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
 device = operator.attrgetter("device")
+_Named = tuple[str, Tensor]
 _FIXED: Mapping[str, Any] = {
     "kind": type,
     "apply": apply_node,
@@ -46,22 +47,22 @@ _FIXED: Mapping[str, Any] = {
 def bind(
     region: Region,
     program: CompiledRegion,
-    state: Sequence[Any],
-    x: Tensor,
-    parameters: Sequence[Tensor],
-    given: Sequence[Tensor],
-    place: str,
+    state: Sequence[Any] | None = None,
+    x: Tensor | None = None,
+    parameters: Sequence[Tensor] = (),
+    given: Sequence[Tensor] = (),
+    place: str = "",
 ) -> Call:
     """`call(x, channels, seeds)`, which gives `None` where the state is another one.
 
     The state is grad mode, determinism, dtype of autocast and `sf.fusing`; of x the shape, dtype, device and
     `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`, of these
-    the device as well. A region that is one native operation notes `place` on its error.
+    the device as well. Without a state, for tensors without data, nothing is asked and processes exchange nothing. A
+    region that is one native operation notes `place` on its error.
     """
-    slots, channels = region.slots, region.channels
+    slots, channels, autocast = region.slots, region.channels, program.plan.env.autocast
     s = Source("call", "x, channels, seeds")
     s.constants.update(_FIXED)
-    grad, deterministic, autocast, fusing = state
     names = [f"p{i}" for i in range(len(slots))]
     local = {c: f"c{i}" for i, c in enumerate(channels)}
     if names or channels:
@@ -74,6 +75,31 @@ def bind(
                 s.add(f"    {name} = getattr({s.put(owner)}, {s.put(attribute)})")
         s.add(*(f"    {name} = channels[{s.put(c)}]" for c, name in local.items()))
         s.add("except (KeyError, AttributeError):", "    return None")
+    if state is not None and x is not None:
+        tests = _tests(s, state, x, [*zip(names, parameters, strict=True)], [*zip(local.values(), given, strict=True)])
+        s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
+        for i, group in region.summed:
+            if parameters[i].requires_grad and state[0]:
+                s.add(f"p{i} = summed({s.put(group)}, p{i})")
+    made: dict[str, str] = {}
+    if program.native is not None:
+        s.add("try:", f"    x = {s.put(program.native)}(x)")
+        s.add("except Exception as error:", f"    error.add_note({s.put(place)})", "    raise")
+    segments = () if program.native is not None else program.segments
+    casts = autocast is not None and any(segment.live for segment, _ in segments)
+    s.add(*["with cast_once():"] * casts)
+    s.depth += casts
+    for segment, indices in segments:
+        _run(s, segment, [names[i] for i in indices], local, made)
+    s.depth -= casts
+    s.add(*(f"channels[{s.put(c)}] = {name}" for c, name in made.items()), "return x")
+    return s.define()
+
+
+def _tests(
+    s: Source, state: Sequence[Any], x: Tensor, parameters: Sequence[_Named], given: Sequence[_Named]
+) -> list[str]:
+    grad, deterministic, autocast, fusing = state
     tests = [
         f"kind(x) is not {s.put(x.__class__)}",
         f"x.shape != {s.put(x.shape)}",
@@ -90,30 +116,13 @@ def bind(
         "forward_ad._current_level >= 0",
     ]
     once = functools.cache(s.put)
-    for t, name in zip((*parameters, *given), (*names, *local.values()), strict=True):
+    for name, t in (*parameters, *given):
         tests += [
             f"kind({name}) is not {once(type(t))}",
             f"{name}.requires_grad is not {t.requires_grad}",
             f"{name}.dtype is not {once(t.dtype)}",
         ]
-    tests += [f"{name}.device != {s.put(t.device)}" for t, name in zip(given, local.values(), strict=True)]
-    s.add("if (", *(f"    {'or ' * bool(i)}{test}" for i, test in enumerate(tests)), "):", "    return None")
-    for i, group in region.summed:
-        if parameters[i].requires_grad and grad:
-            s.add(f"p{i} = summed({s.put(group)}, p{i})")
-    made: dict[str, str] = {}
-    if program.native is not None:
-        s.add("try:", f"    x = {s.put(program.native)}(x)")
-        s.add("except Exception as error:", f"    error.add_note({s.put(place)})", "    raise")
-    segments = () if program.native is not None else program.segments
-    casts = autocast is not None and any(segment.live for segment, _ in segments)
-    s.add(*["with cast_once():"] * casts)
-    s.depth += casts
-    for segment, indices in segments:
-        _run(s, segment, [names[i] for i in indices], local, made)
-    s.depth -= casts
-    s.add(*(f"channels[{s.put(c)}] = {name}" for c, name in made.items()), "return x")
-    return s.define()
+    return [*tests, *(f"{name}.device != {s.put(t.device)}" for name, t in given)]
 
 
 def _run(s: Source, segment: Segment, parameters: Sequence[str], local: dict[str, str], made: dict[str, str]) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..casts import cast_once
 from ..errors import PlanError, StateError
 from ..group import Group, Redistribution, Sharding
 from ..operation import FusableOperation, UnfusedOperation
@@ -23,7 +22,6 @@ from .fake import is_fake
 from .fingerprint import Fingerprint
 from .flatten import TWINS, Node, flatten, inside_of, plain_type, public_channels
 from .lowering import Segment
-from .node import apply_node, run_plain, taken
 from .plan import Plan
 from .reference import number_seeds
 
@@ -45,20 +43,6 @@ class CompiledRegion:
     segments: list[tuple[Segment, list[int]]]  # with the indices of its parameters among the region's
     by_reference: bool = False
     native: Callable[[Tensor], Tensor] | None = None  # the reference of the one operation that it is
-
-    def run(self, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None, parameters: Sequence[Tensor]) -> Tensor:
-        """Run its segments, one after the other."""
-        casts = self.plan.env.autocast is not None and any(segment.live for segment, _ in self.segments)
-        with cast_once() if casts else contextlib.nullcontext():
-            for segment, indices in self.segments:
-                run: Callable[..., Any] = apply_node if segment.live else run_plain
-                own = [parameters[i] for i in indices] if segment.live else []
-                out = run(segment, seeds, x, *[channels[name] for name in segment.inputs], *own)
-                x, *rest = taken(out) if segment.outputs else (out,)
-                channels.update(zip(segment.outputs, rest, strict=True))
-                for name in segment.consumed:
-                    del channels[name]
-        return x
 
 
 def with_entry(programs: dict[Any, Any], key: Any, program: Any) -> dict[Any, Any]:

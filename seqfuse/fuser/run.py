@@ -181,7 +181,9 @@ class Fuser:
             return y
         if program.by_reference:
             return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
-        return program.run(x, channels, seeds, parameters)  # of tensors without data: nothing is exchanged
+        y = bind_call(region, program)(x, channels, seeds)  # of tensors without data
+        assert y is not None
+        return y
 
     def _planned(
         self, op_list: OpList, region: Region, about: Any, x: Tensor, channels: dict[str, Tensor], own: list[Tensor]
