@@ -198,14 +198,12 @@ def load_own(path: Path, machine: Machine) -> dict[str, Measurement]:
 
 
 def save(path: Path, machine: Machine, found: Mapping[str, Measurement]) -> None:
-    """Add measurements to a file; where that fails they stay in memory, with one warning.
-
-    Of processes that write at the same moment one may lose what the other found: that is measured again.
-    """
+    """Add measurements to a file; where that fails they stay in memory, with one warning."""
     try:
-        known = {**load(path, machine), **found}
-        document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
-        store.write(path, json.dumps({**document, "entries": stated(known)}, indent=1, allow_nan=False).encode())
+        with store.locked(path):
+            known = {**load(path, machine), **found}
+            document = {"format": FORMAT, "machine": dataclasses.asdict(machine), "sources": sources()}
+            store.write(path, json.dumps({**document, "entries": stated(known)}, indent=1, allow_nan=False).encode())
     except (OSError, store.Corrupt) as error:  # what is there is not written over
         _warn(path, f"measurements are kept in memory only: {error}")
 

@@ -106,7 +106,7 @@ class Env:
             hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
             raise InputError(f"there is no {device} here", code="SF106", hint=hint)
         if rows is not None and (type(rows) is not int or rows < 0):
-            raise InputError(f"rows must be a whole number, not negative, got {rows!r}", code="SF106")
+            raise InputError(f"rows must be a whole number of at least 0, got {rows!r}", code="SF106")
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
         triton = kind == "cuda" if named else _triton_runs(kind)

@@ -7,9 +7,11 @@ import errno
 import os
 import stat
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 MOST_BYTES = 16 << 20
+LOCK_SECONDS = 10.0
 
 
 class Corrupt(ValueError):
@@ -70,6 +72,23 @@ def read(path: Path) -> bytes | None:
         if about.st_size > MOST_BYTES:
             raise Corrupt(f"it has {about.st_size} bytes, more than {MOST_BYTES}")
         return file.read(MOST_BYTES)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Within the block no other process that asks for this changes a file; the lock is a file beside it.
+
+    Raises:
+        OSError: if it cannot be locked.
+    """
+    from filelock import FileLock
+
+    try:
+        # A file of the user's with this name is unlikely: `poetry.lock` is none of `poetry`.
+        with FileLock(path.with_name(f"{path.name}.seqfuse.lock"), timeout=LOCK_SECONDS, mode=0o600):
+            yield
+    except NotImplementedError as error:  # a file system without locks
+        raise OSError(str(error)) from error
 
 
 def write(path: Path, data: bytes) -> None:

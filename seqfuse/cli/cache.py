@@ -13,7 +13,7 @@ from .output import tell
 from .target import Unable
 
 # What `measured.Machine.file_name` gives, and the endings that `store` adds.
-_OURS = re.compile(r"[0-9a-f]{16}\.json(\.\w+\.new|\.bad)?")
+_OURS = re.compile(r"[0-9a-f]{16}\.json(\.seqfuse\.lock|\.\w+\.new|\.bad)?")
 
 
 def folder() -> Path | None:

@@ -111,6 +111,11 @@ class Plan:
         return tuple(found)
 
     @property
+    def alone(self) -> tuple[Eager, ...]:
+        """The earlier name of `eager`."""
+        return self.eager
+
+    @property
     def fused(self) -> tuple[int, int]:
         """Number of fused steps in the forward and in the backward schedule."""
         return sum(s.fused for s in self.forward), sum(s.fused for s in self.backward)

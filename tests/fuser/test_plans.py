@@ -646,11 +646,9 @@ def test_a_number_that_no_device_here_has_is_refused(monkeypatch: pytest.MonkeyP
         sf.Env.of("cuda:2")
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"), [(-3, "not be negative, got -3"), ("8", "be a whole number, not '8'"), (2.5, "number, not 2.5")]
-)
-def test_what_is_no_number_of_rows_is_refused(rows: Any, says: str):
-    with pytest.raises(sf.InputError, match=f"SF106: rows must .*{says}"):
+@pytest.mark.parametrize("rows", [-3, "8", 2.5])
+def test_what_is_no_number_of_rows_is_refused(rows: Any):
+    with pytest.raises(sf.InputError, match=f"SF106: rows must be a whole number of at least 0, got {rows!r}"):
         sf.Env.of("cpu", rows=rows)
 
 
@@ -668,3 +666,9 @@ def test_a_plan_is_interpreted_once(grad: bool, monkeypatch: pytest.MonkeyPatch)
         first = model(x)
         monkeypatch.setattr(interpret, "forward", None)
         assert torch.equal(model(x), first)
+
+
+def test_earlier_names_of_a_plan_can_still_be_read() -> None:
+    plan = sf.Sequential(torch.nn.ReLU(), ops.Linear(4, 4)).plan(torch.ones(2, 4))
+    assert plan.alone == plan.eager != ()
+    assert all(refusal.outbid is refusal.superseded for refusal in plan.refused)
