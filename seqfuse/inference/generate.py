@@ -66,7 +66,7 @@ def stream(
     if use_cache and cache is None:
         cache = KVCache(batch, width + max_new_tokens, device=tokens.device)
     ends = torch.tensor(sorted(stop), dtype=tokens.dtype, device=tokens.device)
-    last = torch.full((batch,), width, device=tokens.device) if lengths is None else lengths.to(tokens.device)
+    last = torch.full((batch,), width, device=tokens.device) if lengths is None else lengths.to(tokens.device).long()
     everything = tokens
     logits = _read(model, cache if use_cache else None, tokens, lengths)
     logits = logits[torch.arange(batch, device=tokens.device), last - 1]
@@ -107,7 +107,7 @@ def generate(
         lengths: as in `stream`.
         how: the remaining arguments of `stream`.
     """
-    last = None if lengths is None else lengths.to(tokens.device)
+    last = None if lengths is None else lengths.to(tokens.device).long()
     everything = tokens
     for new in stream(model, tokens, max_new_tokens, lengths=lengths, **how):  # pyright: ignore[reportArgumentType]
         if last is None:
@@ -160,7 +160,9 @@ def _check(tokens: Tensor, temperature: float, top_k: int | None, top_p: float |
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
     if lengths is not None and (
-        lengths.shape != tokens.shape[:1] or bool(((lengths < 1) | (lengths > tokens.shape[1])).any())
+        lengths.is_floating_point()
+        or lengths.shape != tokens.shape[:1]
+        or bool(((lengths < 1) | (lengths > tokens.shape[1])).any())
     ):
         raise ValueError(f"expects lengths [{tokens.shape[0]}] of 1 to {tokens.shape[1]}, got {lengths}")
 

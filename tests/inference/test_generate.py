@@ -33,6 +33,8 @@ def test_prompts_may_differ_in_length(use_cache: bool):
     found = generate(model, x, 12, lengths=lengths, use_cache=use_cache)
     for b, n in enumerate(lengths.tolist()):
         assert torch.equal(found[b, : n + 12], generate(model, x[b : b + 1, :n], 12)[0])
+    for kind in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        assert torch.equal(generate(model, x, 12, lengths=lengths.to(kind), use_cache=use_cache), found)
 
 
 def test_a_seed_repeats_a_draw_and_the_cache_changes_none():
@@ -178,6 +180,7 @@ def test_the_token_that_pads_is_what_the_model_says() -> None:
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_p": 0.0}, "top_p must be above 0"),
         ({"lengths": torch.tensor([0, 5])}, r"expects lengths \[2\] of 1 to 5"),
+        ({"lengths": torch.tensor([1.0, 5.0])}, r"expects lengths \[2\] of 1 to 5"),
         ({"tokens": torch.zeros(2, 0, dtype=torch.long)}, "at least one token"),
         ({"cuda_graph": True}, "cuda_graph needs tokens on a GPU and a cache, got cpu$"),
         ({"cuda_graph": True, "use_cache": False}, "got cpu, without a cache"),
