@@ -1,4 +1,11 @@
-"""seqfuse: small operations in, fused kernels out."""
+"""Fused training kernels for PyTorch that you can read, extend and switch off.
+
+`convert(model)` runs a model that you have by fused forward and backward plans; print what it returns after a call.
+`Sequential(*operations)` is the same for a model that you build of `ops`; print its `plan(x)`. Layers are in `nn`,
+losses in `losses`. `memory="lean"` saves less for the backward pass, `fusing(False)` switches fusions off, and `tune`
+measures them. `Pointwise`, `UnfusedOperation` and the classes named `...Fusion` are for operations and fusions of your
+own, and `testing` tests them.
+"""
 
 import importlib
 import typing
@@ -29,6 +36,7 @@ from .errors import (
 from .fuser import Budget, Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .maingrad import accumulated
+from .names import no_such_name
 from .operation import FusableOperation, Grads, Traffic, UnfusedOperation
 from .pointwise import Gated, Pointwise
 from .saved import Recompute, Saved, field
@@ -93,8 +101,12 @@ _LATE = ("inference", "losses", "nn", "testing")  # imported when first asked fo
 def __getattr__(name: str) -> typing.Any:
     if name in _LATE:
         return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    places: list[tuple[str, list[str]]] = [("sf", __all__), ("sf.ops", ops.__all__)]
+    if not name.startswith("_"):
+        late = ((room, importlib.import_module(f".{room}", __name__)) for room in ("nn", "losses", "testing"))
+        places += [(f"sf.{room}", module.__all__) for room, module in late]
+    raise no_such_name(__name__, name, *places)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATE})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,5 +1,9 @@
 """Layers of transformers: thin compositions of operations, each a `Sequential` that fusions see through."""
 
+from typing import TYPE_CHECKING
+
+from .. import ops
+from ..names import no_such_name
 from .attention import MultiHeadAttention
 from .convert import from_torch
 from .feedforward import FeedForward
@@ -15,3 +19,12 @@ __all__ = [
     "pack_qkv",
     "unpack_qkv",
 ]
+
+if not TYPE_CHECKING:  # type checkers know what is here
+
+    def __getattr__(name: str) -> object:
+        raise no_such_name(__name__, name, ("sf.nn", __all__), ("sf.ops", ops.__all__))
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

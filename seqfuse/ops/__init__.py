@@ -1,5 +1,8 @@
-"""The operations: one file each, with its math, its record, its reference and both passes."""
+"""The operations: one file each, with its math, the tensors that it saves, its reference and both passes."""
 
+from typing import TYPE_CHECKING
+
+from ..names import no_such_name
 from .add import Add
 from .allgather import AllGather
 from .allreduce import AllReduce
@@ -83,3 +86,13 @@ __all__ = [
     "Tanh",
     "Transpose",
 ]
+
+if not TYPE_CHECKING:  # type checkers know what is here
+
+    def __getattr__(name: str) -> object:
+        layers = ("FeedForward", "MultiHeadAttention", "TransformerLayer")
+        raise no_such_name(__name__, name, ("sf.ops", __all__), ("sf.nn", layers))
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
