@@ -77,6 +77,8 @@ def _said(error: Exception) -> str:
         said = f"{error.argument.name} needs a value" if given else f"{error.argument.name} is required"
     elif isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         said = f"{error.unused_tokens[0]!r} is one argument too many"
+        if error.unused_tokens[0][:1].isdigit():  # it looks like 8x64
+            said += f" [did you mean --input {error.unused_tokens[0]}?]"
     else:
         return str(error)
     return f"{said}; seqfuse {' '.join(error.command_chain or ())} --help lists the arguments"

@@ -71,6 +71,7 @@ def plan(
     /,
     *,
     input: Annotated[str | None, Parameter(help="What enters, such as 8x1024:bf16.")] = None,
+    memory: Annotated[str | None, Parameter(help="save, balanced, lean, or a number of bytes.")] = None,
     no_grad: Annotated[bool, Parameter(negative="", show_default=False, help="Plan for inference.")] = False,
     json: Json = False,
     html: Annotated[bool, Parameter(negative="", show_default=False, help="Write a page.")] = False,
@@ -88,7 +89,7 @@ def plan(
     form = planning.form_of({"json": json, "html": html, "svg": svg, "mermaid": mermaid}, output)
     made = planning.planned(
         target, given=input, channels=on.channel or [], device=on.device, dtype=on.dtype, autocast=on.autocast,
-        part=on.part, grad=not no_grad, evaluate=on.evaluate,
+        part=on.part, memory=memory, grad=not no_grad, evaluate=on.evaluate,
     )  # fmt: skip
     write(planning.written(made, form), output)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..env import Env, rows_of
-from ..fuser import Plan
+from ..fuser import Plan, Sequential
 from . import inputs
 from .target import Unable, container, load
 
@@ -25,6 +25,7 @@ def planned(
     dtype: str | None,
     autocast: str | None,
     part: str | None,
+    memory: str | None,
     grad: bool,
     evaluate: bool,
 ) -> Plan:
@@ -42,7 +43,7 @@ def planned(
     model = model.eval() if evaluate else model
     if device is not None and inputs.is_elsewhere(device):
         kind = torch.device(device.partition(":")[0]).type
-        chosen = container(model, name, part)
+        chosen = _chosen(model, name, part, memory)
         env = Env.of(
             device,
             dtype=spec.dtype if spec is not None and spec.dtype.is_floating_point else _dtype_of(chosen),
@@ -57,7 +58,7 @@ def planned(
         with inputs.surroundings(kind, None, grad):
             return chosen.plan(x, env=env, **given_channels)
     here = inputs.device(device)
-    chosen = container(model.to(here), name, part)
+    chosen = _chosen(model.to(here), name, part, memory)
     with inputs.surroundings(here.type, autocast, grad):
         if spec is None:
             low = None if autocast is None else inputs.floating(autocast)
@@ -65,6 +66,13 @@ def planned(
         x = spec.draw(here, 0, inputs.vocabulary(chosen))
         drawn: Any = {n: s.draw(here, 1) for n, s in extra.items()}
         return chosen.plan(x, **drawn)
+
+
+def _chosen(model: nn.Module, name: str, part: str | None, memory: str | None) -> Sequential:
+    chosen = container(model, name, part)
+    if memory is not None:
+        chosen.memory = cast(Any, int(memory) if memory.isdecimal() else memory)
+    return chosen
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

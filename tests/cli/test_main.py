@@ -98,6 +98,8 @@ WRONG = {
     ("plan",): "MODULE:NAME is required; seqfuse plan --help",
     ("plan", "M:build", "--input"): "--input needs a value; seqfuse plan --help lists the arguments",
     ("compare", "M:build", "M:wrong", "--input", "4x16"): "'M:wrong' is one argument too many; seqfuse compare --help",
+    ("plan", "M:build", "4x16"): "'4x16' is one argument too many [did you mean --input 4x16?]; seqfuse plan --help",
+    ("plan", "M:build", "--memory", "little"): "memory must not be 'little'",
     ("cache", "wipe"): "'wipe' is one argument too many; seqfuse cache --help",
     ("tune", "M:build"): "--input is required; seqfuse tune --help",
     ("tune", "M:build", "--input", "4x16", "--device", "cuda:sm_90"): "describes a machine that need not be here",

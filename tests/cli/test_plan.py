@@ -78,6 +78,17 @@ def test_a_dtype_reaches_an_input_that_says_none(cli: Cli) -> None:
     assert tokens["env"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("there", [(), ("--device", "cuda:sm_90")], ids=["here", "elsewhere"])
+def test_a_choice_of_memory_is_planned(there: tuple[str, ...], cli: Cli) -> None:
+    def saved(*memory: str) -> int:
+        return json.loads(cli("plan", "M:build", "--input", "64x16", "--json", *there, *memory).out)["memory"]["saved"]
+
+    most, least = saved(), saved("--memory", "lean")
+    assert least < most
+    assert saved("--memory", "save") == saved("--memory", "1000000") == most
+    assert least <= saved("--memory", str(most - 1)) < most
+
+
 def test_parts_of_other_modules(cli: Cli) -> None:
     whole = cli("plan", "M:build", "--input", "4x16", "--device", "cpu").out
     assert cli("plan", "M:Outer", "--input", "4x16", "--device", "cpu").out == whole
