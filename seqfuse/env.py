@@ -86,17 +86,19 @@ class Env:
         grad: bool = True,
         deterministic: bool = False,
         rows: int | None = None,
+        tokens: int | None = None,
     ) -> Env:
         """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, or a device of this machine.
 
-        Naming an architecture describes a machine that need not be here; Triton is taken to be there.
+        Naming an architecture describes a machine that need not be here; Triton is taken to be there. `tokens` is how
+        many tokens the input has, of which `rows` is the earlier name.
 
         Raises:
             InputError: (SF106) for a device or a dtype that is none, or a CUDA device that is not here.
         """
         kind, _, arch = str(device).partition(":")
         if not _is_device(kind) or (arch and not _ARCH.fullmatch(arch)):
-            hint = "name it as cpu, cuda:0, cuda:sm_90 or cuda:gfx942"
+            hint = "name it as cpu, cuda:0, cuda:sm_90 (H100), cuda:sm_80 (A100) or cuda:gfx942 (MI300X)"
             raise InputError(f"there is no device {str(device)!r}", code="SF106", hint=hint)
         for what, given in (("dtype", dtype), ("autocast", autocast)):
             if given is not None and not isinstance(given, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -105,8 +107,11 @@ class Env:
         if isinstance(device, str) and kind == "cuda" and not named and int(arch or 0) >= torch.cuda.device_count():
             hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
             raise InputError(f"there is no {device} here", code="SF106", hint=hint)
+        if rows is not None and tokens is not None:
+            raise InputError("tokens and rows are one thing: give tokens alone", code="SF106")
+        name, rows = ("rows", rows) if tokens is None else ("tokens", tokens)
         if rows is not None and (type(rows) is not int or rows < 0):
-            raise InputError(f"rows must be a whole number of at least 0, got {rows!r}", code="SF106")
+            raise InputError(f"{name} must be a whole number of at least 0, got {rows!r}", code="SF106")
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
         triton = kind == "cuda" if named else _triton_runs(kind)

@@ -115,7 +115,8 @@ class FusedOperation:
             plain = not any(s.variadic for s in cls.slots)
             records = frozenset[str]() if cls.has_record else frozenset(s.name for s in cls.slots)
             taken = ("dy", "saved") if cls.has_record else ("dy",)
-            signature = Signature.of(cls, "bwd", taken, None, fused=True)
+            named = "..." if cls.has_record else ", ".join(s.name for s in cls.slots)
+            signature = Signature.of(cls, "bwd", taken, None, fused=True, named=named)
             for name in signature.extras:
                 if name not in records:
                     if not name.startswith("d_"):
@@ -127,7 +128,7 @@ class FusedOperation:
                     cls._place(name[2:], name, lambda op: op.outputs)
             if plain and records - set(signature.extras):
                 missing = ", ".join(sorted(records - set(signature.extras)))
-                raise definition_error(cls, f"bwd must take the record of every slot by keyword: {missing}", "def bwd")
+                raise definition_error(cls, f"bwd must take the Saved of every slot by keyword: {missing}", "def bwd")
             cls.backward_signature = signature
 
     @classmethod

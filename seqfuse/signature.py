@@ -32,25 +32,27 @@ class Signature:
         allowed: frozenset[str] | None,
         *,
         fused: bool = False,
+        named: str = "...",
     ) -> Signature:
-        """Read a signature; `allowed` bounds the extra names, `None` leaves them free."""
+        """Read a signature; `allowed` bounds the extra names, `None` leaves them free; messages say `named`."""
         parameters = list(inspect.signature(inspect.unwrap(getattr(owner, function))).parameters.values())[1:]
         first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(first) != len(positional) or any(p.kind is p.VAR_POSITIONAL for p in parameters):
             wanted = ", ".join(("self", *positional))
-            raise definition_error(owner, f"{function} must take ({wanted}, *, ...) by position", f"def {function}")
-        named = parameters[len(first) :]
+            fault = f"{function} must take ({wanted}, *, {named}): {positional[-1]} by position, the rest by keyword"
+            raise definition_error(owner, fault, f"def {function}")
+        extra = parameters[len(first) :]
         reserved = {"needs", "env", "seed", *["dtype"] * fused, *["main_grads"] * (function == "bwd")}
         reserved |= {"seeds"} if fused and function == "fwd" else set[str]()
-        for p in named:
+        for p in extra:
             if p.kind is p.VAR_KEYWORD or (allowed is not None and p.name not in allowed | reserved):
                 known = ", ".join(sorted((allowed or frozenset()) | reserved))
                 raise definition_error(owner, f"{function} names {p.name!r}, which is none of {known}", p.name)
-        names = [p.name for p in named]
+        names = [p.name for p in extra]
         return cls(
             extras=tuple(n for n in names if n not in reserved),
             **dict.fromkeys(reserved.intersection(names), True),
-            optional=frozenset(p.name for p in named if p.default is not p.empty) - reserved,
+            optional=frozenset(p.name for p in extra if p.default is not p.empty) - reserved,
         )
 
 

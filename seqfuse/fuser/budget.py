@@ -19,7 +19,7 @@ BALANCED = 4
 class Budget:
     """The most that a `Sequential` may save for its backward pass: the fastest plan within it is used.
 
-    Where modules that run by themselves divide it, each region has its share of `bytes`, by its number of operations.
+    If eager modules divide the `Sequential`, each region has its share of `bytes`, by its number of operations.
 
     Args:
         bytes: storages counted once, parameters left out, as `plan.memory.saved` counts them.
@@ -36,8 +36,10 @@ class Budget:
         whole = type(self.bytes) is int and self.bytes >= 0 and self.part is None
         number = self.bytes is None and type(self.part) in (int, float) and 0 <= cast(float, self.part) <= 1
         if not whole and not number:
-            hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65), from 0 to 1, of what the operations save unfused"
-            raise InputError(f"Budget(bytes={self.bytes!r}, part={self.part!r})", code="SF106", hint=hint)
+            given = f"bytes={self.bytes!r}, part={self.part!r}"
+            message = f"takes a whole number of bytes, or a part from 0 to 1 of what is saved unfused: got {given}"
+            hint = "sf.Budget(2 * 2**30), or sf.Budget(part=0.65)"
+            raise InputError(message, code="SF106", operation="Budget", hint=hint)
 
     def __str__(self) -> str:
         return f"Budget({self.bytes})" if self.part is None else f"Budget(part={self.part:g})"
@@ -65,7 +67,7 @@ def choice_of(given: Choice | int) -> Choice:
     if type(given) is int:
         return Budget(given)
     hint = 'memory is "save", "balanced", "lean", a number of bytes, or an sf.Budget'
-    raise InputError(f"memory={given!r}", code="SF106", hint=hint)
+    raise InputError(f"memory must not be {given!r}", code="SF106", hint=hint)
 
 
 @dataclasses.dataclass(frozen=True)

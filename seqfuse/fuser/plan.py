@@ -139,6 +139,9 @@ class Plan:
         """Bytes and time of each choice of `memory=`; empty where all of them give one plan."""
         return () if self.compare is None else self.compare(self)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         return pictures.render(self.as_dict())
 

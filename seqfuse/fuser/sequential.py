@@ -60,6 +60,17 @@ def remap_keys(state: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[st
     return new
 
 
+def _not_a_module(given: object) -> str:
+    if isinstance(given, type):
+        return f"not the class {given.__name__}; give an instance, {given.__name__}(...)"
+    kind = type(given).__name__
+    if isinstance(given, list | tuple):
+        return f"not a {kind} of them; write Sequential(*operations)"
+    if isinstance(given, dict):
+        return "or one OrderedDict of them, not a dict"
+    return f"not {given!r}; a function needs a torch.nn.Module around it"
+
+
 class Channels(NamedTuple):
     """The public channels of a `Sequential`, by name, in the order of its operations.
 
@@ -115,6 +126,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
                 self.add_module(key, module)
         else:
             for index, module in enumerate(operations):
+                if module is not None and not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryComparison, reportUnnecessaryIsInstance]
+                    raise TypeError(f"Sequential takes modules, {_not_a_module(module)}")
                 self.add_module(str(index), module)  # pyright: ignore[reportArgumentType]
         if memory != "save":
             self.memory = memory

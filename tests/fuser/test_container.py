@@ -616,3 +616,18 @@ def test_remapping_that_would_lose_a_key_is_an_error(names: dict[str, str], mess
     state = {"norm.weight": torch.ones(1), "up.weight": torch.ones(1)}
     with pytest.raises(sf.InputError, match=message):
         sf.remap_keys(state, names)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (ops.GeLU, r"not the class GeLU; give an instance, GeLU\(\.\.\.\)"),
+        ([ops.GeLU()], r"not a list of them; write Sequential\(\*operations\)"),
+        ({"act": ops.GeLU()}, "or one OrderedDict of them, not a dict"),
+        (torch.relu, "not <built-in method relu .*>; a function needs a torch.nn.Module around it"),
+    ],
+    ids=["class", "list", "dict", "function"],
+)
+def test_what_is_no_module_is_an_error_that_says_what_to_write(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^Sequential takes modules, {message}$"):
+        sf.Sequential(given)

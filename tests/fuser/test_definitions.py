@@ -212,7 +212,7 @@ def an_output_the_operation_does_not_have() -> None:
         def fwd(self, x: Tensor) -> Any: ...
 
 
-@bad("def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "bwd must take (self, dy, *, ...)")
+@bad("def bwd(self, dy: Tensor, saved: Any) -> Any: ...", "bwd must take (self, dy, *, bias): dy by position, the rest")
 def a_backward_that_takes_one_record() -> None:
     class Fusion(sf.BackwardFusion):
         bias: ops.Bias
@@ -220,7 +220,7 @@ def a_backward_that_takes_one_record() -> None:
         def bwd(self, dy: Tensor, saved: Any) -> Any: ...
 
 
-@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "the record of every slot by keyword: act")
+@bad("def bwd(self, dy: Tensor, *, bias: Any) -> Any: ...", "the Saved of every slot by keyword: act")
 def a_backward_that_misses_a_record() -> None:
     class Fusion(sf.BackwardFusion):
         bias: ops.Bias

@@ -650,6 +650,14 @@ def test_a_number_that_no_device_here_has_is_refused(monkeypatch: pytest.MonkeyP
 def test_what_is_no_number_of_rows_is_refused(rows: Any):
     with pytest.raises(sf.InputError, match=f"SF106: rows must be a whole number of at least 0, got {rows!r}"):
         sf.Env.of("cpu", rows=rows)
+    with pytest.raises(sf.InputError, match=f"SF106: tokens must .*{says}"):
+        sf.Env.of("cpu", tokens=rows)
+
+
+def test_tokens_are_rows():
+    assert sf.Env.of("cuda:sm_90", tokens=100) == sf.Env.of("cuda:sm_90", rows=100)
+    with pytest.raises(sf.InputError, match="SF106: tokens and rows are one thing: give tokens alone"):
+        sf.Env.of("cpu", tokens=8, rows=8)
 
 
 @pytest.mark.parametrize("given", ["cuda:sm_90", 3])

@@ -640,3 +640,8 @@ def test_a_model_that_is_not_here_can_be_planned() -> None:
     assert plan.count("ChainForward") == 1
     x = torch.empty(8, 4096, device="meta")
     assert model.plan(x).names == plan.names
+
+
+def test_a_plan_shows_itself_printed_at_a_prompt() -> None:
+    plan = sf.Sequential(ops.Linear(4, 4), ops.GeLU()).plan(torch.ones(2, 4))
+    assert repr(plan) == str(plan)
