@@ -63,7 +63,7 @@ def chains(down: float, up: float) -> tuple[Chain, Chain]:
 def main() -> None:
     torch.manual_seed(0)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hopper = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
+    hopper = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=8192)
     x = torch.randn(5, 8, device=here)
 
     print("HardSwish against its reference, then in the fusions of the library:")

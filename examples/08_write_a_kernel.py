@@ -105,7 +105,7 @@ class TanhScale(sf.JointFusion):
 def main() -> None:
     torch.manual_seed(0)
     here = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(testing.check_fusion(TanhScale, torch.randn(70, 72, device=here), env=sf.Env.of("cuda:sm_90", rows=8192)))
+    print(testing.check_fusion(TanhScale, torch.randn(70, 72, device=here), env=sf.Env.of("cuda:sm_90", tokens=8192)))
 
     x, gamma = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta"), torch.empty(1024, device="meta")
     sizes = {"tokens": 8192, "size": 1024, **block(1024)}

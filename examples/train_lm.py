@@ -175,7 +175,7 @@ def on_an_h100(args: argparse.Namespace, tokens: int = 8192) -> str:
         body = GPT(args.dim, args.layers).body.bfloat16()
         text = torch.empty(tokens // CONTEXT, CONTEXT, dtype=torch.long)
     body.memory = "lean"
-    there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=tokens)
+    there = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=tokens)
     plan = body.plan(text, env=there)
     with sf.fusing(False):
         unfused = body.plan(text, env=there)

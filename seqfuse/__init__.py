@@ -36,7 +36,7 @@ from .errors import (
 from .fuser import Budget, Fuser, Plan, Sequential, remap_keys
 from .fusion import BackwardFusion, ForwardFusion, FusedOperation, InferenceFusion, JointFusion, Requirements
 from .maingrad import accumulated
-from .names import no_such_name
+from .names import no_such_name as _no_such_name
 from .operation import FusableOperation, Grads, Traffic, UnfusedOperation
 from .pointwise import Gated, Pointwise
 from .saved import Recompute, Saved, field
@@ -105,7 +105,7 @@ def __getattr__(name: str) -> typing.Any:
     if not name.startswith("_"):
         late = ((room, importlib.import_module(f".{room}", __name__)) for room in ("nn", "losses", "testing"))
         places += [(f"sf.{room}", module.__all__) for room, module in late]
-    raise no_such_name(__name__, name, *places)
+    raise _no_such_name(__name__, name, *places)
 
 
 def __dir__() -> list[str]:

@@ -61,7 +61,7 @@ class Env:
         grad: whether gradients are recorded.
         deterministic: whether `torch.use_deterministic_algorithms` is on.
         triton: whether Triton kernels can run there.
-        rows: rows of the input rounded up to a power of two, or `None` where unknown.
+        rows: tokens of the input, rounded up to a power of two, or `None` where unknown.
         along: where dtypes differ along the sequence, as under autocast, the one that each operation of a fusion takes,
             and last that of its result: `requires` and `saves` are asked with it, and with the `dtype` that enters.
     """

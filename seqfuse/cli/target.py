@@ -139,8 +139,9 @@ def container(model: nn.Module, name: str, part: str | None) -> Sequential:
     if not paths:
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
         raise Unable(
-            f"there is no seqfuse.Sequential in {name}, which is of type {kind} [in Python, print(sf.convert(model)) "
-            "after a call says what is fused in it; sf.nn.from_torch(model) takes a torch.nn.Sequential]"
+            f"there is no seqfuse.Sequential in {name}, which is of type {kind} [name a function that returns "
+            "sf.nn.from_torch(model), or from_huggingface(model) of seqfuse.integrations.huggingface; "
+            "for other models, print(sf.convert(model)) after a call in Python says what is fused]"
         )
     listed = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
     raise Unable(f"there are {len(paths)} Sequentials in {name}: choose one by --part, of {listed}")

@@ -73,7 +73,7 @@ class GraphReport:
         """Its chains, what is beside them, and what was left, in lines."""
         text = [f"  {line}" for region in self.regions for line in _chain(region)]
         if not self.regions:
-            none = "none of its calls is known" if not self.left else "what is known of it is left, as said below"
+            none = "no operation stands for its calls" if not self.left else "the reasons are below"
             text.append(f"  nothing converted: {none}")
         text += [f"  {line}" for line in _choices(self.regions)]
         count = sum(self.beside.values())

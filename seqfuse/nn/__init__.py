@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .. import ops
-from ..names import no_such_name
+from ..names import no_such_name as _no_such_name
 from .attention import MultiHeadAttention
 from .convert import from_torch
 from .feedforward import FeedForward
@@ -23,7 +23,7 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers know what is here
 
     def __getattr__(name: str) -> object:
-        raise no_such_name(__name__, name, ("sf.nn", __all__), ("sf.ops", ops.__all__))
+        raise _no_such_name(__name__, name, ("sf.nn", __all__), ("sf.ops", ops.__all__))
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..names import no_such_name
+from ..names import no_such_name as _no_such_name
 from .add import Add
 from .allgather import AllGather
 from .allreduce import AllReduce
@@ -91,7 +91,7 @@ if not TYPE_CHECKING:  # type checkers know what is here
 
     def __getattr__(name: str) -> object:
         layers = ("FeedForward", "MultiHeadAttention", "TransformerLayer")
-        raise no_such_name(__name__, name, ("sf.ops", __all__), ("sf.nn", layers))
+        raise _no_such_name(__name__, name, ("sf.ops", __all__), ("sf.nn", layers))
 
 
 def __dir__() -> list[str]:

@@ -95,6 +95,7 @@ WRONG = {
     ("plan", "M:build", "--output", "no/such/folder.svg"): "cannot be written",
     ("plan", "M:build", "--output", "plan.pdf"): "plan.pdf says no form of a plan: end it with one of .txt, .json",
     ("plan", "M:build", "--frob"): "--frob",
+    ("plan", "torch.nn:Flatten"): "name a function that returns sf.nn.from_torch(model), or from_huggingface(model)",
     ("plan",): "MODULE:NAME is required; seqfuse plan --help",
     ("plan", "M:build", "--input"): "--input needs a value; seqfuse plan --help lists the arguments",
     ("compare", "M:build", "M:wrong", "--input", "4x16"): "'M:wrong' is one argument too many; seqfuse compare --help",

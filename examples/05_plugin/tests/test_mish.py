@@ -48,6 +48,6 @@ def test_a_block_is_planned_with_both() -> None:
     block = ops.Residual(ops.Linear(64, 256), Mish(), ops.Linear(256, 64), ops.RMSNorm(64))
     model = sf.Sequential(block, Mish(), fusions=(*fusions, *sf.fusions.default)).bfloat16()
     with sf.fusing(unmeasured=True):  # else a GEMM of the library's own waits for a measurement
-        plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
+        plan = model.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=8192))
     assert plan.count("AddMish") == 1, plan
     assert plan.count("ActivationLinearBackward") == 1, plan
