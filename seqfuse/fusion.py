@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Self, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import Tensor
 
 from .env import Env, Savings
 from .errors import PluginError, definition_error
-from .operation import Grads, UnfusedOperation
+from .operation import Grads, UnfusedOperation, config_version
 from .saved import Layout, Saved, always_saved, check_layout, class_hints
 from .signature import Signature, check_pass_names
 from .slots import Slot as Slot
@@ -22,6 +22,8 @@ Requirements = Iterator[tuple[bool, str]]
 """What `requires` yields: pairs of a condition and the sentence that refuses where it does not hold."""
 
 MAX_VARIADIC = 8
+
+T = TypeVar("T")
 
 # What an author may have meant for what the engine asks.
 _MISSPELT = {"require": "requires", "save": "saves", "unfuse": "unfused"}
@@ -48,6 +50,10 @@ class FusedOperation:
     Raises:
         PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "_decided")
+
+    _decided: tuple[Any, dict[Any, Any]]  # apart from the slots, by which two are compared
 
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "contig"
@@ -146,6 +152,25 @@ class FusedOperation:
 
     def __init__(self, **slots: Any) -> None:
         self.__dict__.update(slots)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def decided(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
+        """What `make(*arguments)` gives, made once for a key until any operation is configured otherwise.
+
+        For what a pass would find out anew in each call. It must follow from the key and the configuration.
+        """
+        try:
+            version, known = self._decided
+        except AttributeError:
+            version, known = None, {}
+        if version is not config_version.current:
+            version, known = self._decided = config_version.current, dict[Any, Any]()
+        found = known.get(key)
+        if found is None:
+            found = known[key] = make(*arguments)
+        return found
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__

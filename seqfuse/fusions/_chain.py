@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
 from ._functions import Run, composed
 from ._kernels import bias_fits, device, kernel_takes_act, kernels_run
-from ._pointwise import chain_of, pointwise_kernel
+from ._pointwise import chain_of, pointwise_kernel, pointwise_of
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
@@ -32,9 +32,8 @@ class Place(NamedTuple):
 
     slot: str
     part: Part | Run
-    kept: Tensor | None  # what an activation reads
-    seed: Tensor | None
     number: float  # a factor, or p of a dropout, as it was in the forward pass
+    drops: bool
 
 
 def slots_of(rest: Sequence[Part]) -> list[str]:
@@ -73,27 +72,38 @@ def chain_fwd(
     return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
 
 
-def chain_bwd(dy: Tensor, places: Sequence[Place], needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
-    """The gradient dx and those of biases, in one pass."""
+class Gradient(NamedTuple):
+    """The gradient of a chain in one pass: `kernel(dy, *operands)`, which gives dx and the sums."""
+
+    kernel: Callable[..., tuple[Tensor | None, ...]]
+    reads: tuple[int, ...]  # the parts of which it reads what they keep, or their seed, in order
+    sums: tuple[str, ...]  # the gradients of biases, in order
+
+    def __call__(self, dy: Tensor, operands: Sequence[Any]) -> tuple[Tensor | None, Grads]:
+        """The gradient dx and those of biases."""
+        dx, *sums = self.kernel(dy, *operands)
+        return dx, dict(zip(self.sums, sums, strict=True))
+
+
+def gradient_of(places: Sequence[Place], needs: frozenset[str]) -> Gradient:
+    """That of these parts; dx and the sums as far as they are needed."""
     steps: list[tuple[str, tuple[Any, ...]]] = []
-    operands: list[Tensor] = []
+    reads: list[int] = []
     summed: list[tuple[str, Bias]] = []
-    for slot, part, kept, seed, number in reversed(places):
+    for i, (slot, part, number, drops) in reversed([*enumerate(places)]):
         if isinstance(part, Pointwise | Run):
-            assert kept is not None
             steps.append(("dact", (part,)))
-            operands.append(kept)
+            reads.append(i)
         elif isinstance(part, Scale):
             steps.append(("scale", (number,)))
         elif isinstance(part, Dropout):
-            steps += _dropout(part, number, seed is not None)
-            operands += () if seed is None else (seed,)
+            steps += _dropout(part, number, drops)
+            reads += [i] * drops
         elif f"{slot}.bias" in needs:
             steps.append(("column_sum", ()))
             summed.append((f"{slot}.bias", part))
-    dtypes = [bias.dtype for _, bias in summed]
-    dx, *sums = pointwise_kernel()(dy, made(steps), operands, dtypes=dtypes, result="x" in needs)
-    return dx, {name: total for (name, _), total in zip(summed, sums, strict=True)}
+    kernel = pointwise_of()(made(steps), None, [bias.dtype for _, bias in summed], "x" in needs)
+    return Gradient(kernel, tuple(reads), tuple(name for name, _ in summed))
 
 
 def chain_takes(parts: Sequence[Part], env: Env) -> Requirements:
@@ -171,13 +181,13 @@ def record_of(part: Part, kept: Any, seed: Tensor | None, number: float) -> cont
     return Bias.NOTHING if isinstance(part, Bias) else part.record(kept, kept)
 
 
-def recorded(part: Part, record: Any) -> tuple[Tensor | None, Tensor | None, float]:
-    """What a part keeps, its seed and its number, from its own `Saved`."""
-    if isinstance(part, Scale):
-        return None, None, record.factor
+def numbers_in(part: Part, record: Any) -> tuple[float, ...]:
+    """What a gradient is compiled with: configuration, or from a part's own `Saved` a number and whether it drops."""
+    if isinstance(part, Pointwise):
+        return part.P
     if isinstance(part, Dropout):
-        return None, record.seed, record.p
-    return None if isinstance(part, Bias) else record.x if part.reads == "input" else record.y, None, 0.0
+        return record.p, record.seed is not None
+    return (record.factor,) if isinstance(part, Scale) else ()
 
 
 def made(steps: Sequence[tuple[str, tuple[Any, ...]]]) -> Chain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,13 @@ def _rmsnorm():
     from ..kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 
     return rmsnorm_fwd, rmsnorm_bwd
+
+
+@functools.cache
+def _backward_of():
+    from ..kernels._norm import backward_of
+
+    return backward_of
 
 
 def norm_fwd(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Forward, Record]:
@@ -107,6 +115,29 @@ def recorded_bwd(
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
     weight = saved.weight if dx else None
     return norm_bwd(norm, dy, saved.x, mean, saved.rstd, weight, None, needs, dx=dx, **around)
+
+
+def gradients_of(
+    norm: LayerNorm | RMSNorm, needs: frozenset[str], weighted: bool, added: bool
+) -> Callable[[Tensor, Record, Tensor | None, Tensor | None], tuple[Tensor | None, dict[str, Tensor | None]]]:
+    """`recorded_bwd` with nothing around the norm, of its tensors: dy, the record, its weight and dstream.
+
+    The last two are there or not as it is said here; the weight is read where dx is needed.
+    """
+    owners = {name: parameter(norm, name) for name in ("weight", "bias") if f"norm.{name}" in needs}
+    dweight, dbias = (None if t is None else t.dtype for t in map(owners.get, ("weight", "bias")))
+    centered = isinstance(norm, LayerNorm)
+    kernel = _backward_of()(centered, norm.zero_centered, "x" in needs, dweight, dbias, weighted, added)
+    places = [(f"norm.{name}", {"weight": 1, "bias": 2}[name]) for name in owners]
+
+    def gradients(
+        dy: Tensor, saved: Any, weight: Tensor | None, dstream: Tensor | None
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        given = (dy, saved.x, saved.mean if centered else None, saved.rstd, weight, dstream)
+        out = kernel(*[t for t in given if t is not None])
+        return out[0], {name: out[i] for name, i in places}
+
+    return gradients
 
 
 def _in_one_piece(row: Tensor | None) -> Tensor | None:

@@ -29,6 +29,14 @@ def pointwise_kernel():  # its type is that of what it returns
     return pointwise
 
 
+@functools.cache
+def pointwise_of():
+    """`kernels.pointwise.pointwise_of`."""
+    from ..kernels.pointwise import pointwise_of
+
+    return pointwise_of
+
+
 def chain_of(steps: Steps) -> Chain:
     """A chain by the names of its steps and what they are made with, each once made; it keeps the functions in it."""
     key = tuple((name, *map(_identity, of)) for name, of in steps)

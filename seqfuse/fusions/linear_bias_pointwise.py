@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..ops import Bias, Linear
 from ..pointwise import Pointwise
 from ._kernels import device, kernel_takes_act, kernels_run
 from ._linear import one_dtype, output_bytes
-from ._pointwise import chain_of, pointwise_kernel
+from ._pointwise import chain_of, pointwise_of
 
 
 class LinearBiasPointwise(ForwardFusion):
@@ -49,5 +50,8 @@ class LinearBiasPointwise(ForwardFusion):
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
         weight = self.linear.weight_for(x)
         z = F.linear(x, weight, self.bias.read())
-        y: Any = pointwise_kernel()(z, chain_of([("act", (device(self.act),))]), dtype=dtype)[0]
+        y: Any = self.decided((dtype, self.act.P), self._kernel, dtype)(z)[0]
         return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING, "act": self.act.record(z, y)}
+
+    def _kernel(self, dtype: torch.dtype | None) -> Callable[[Tensor], Any]:
+        return pointwise_of()(chain_of([("act", (device(self.act),))]), dtype)

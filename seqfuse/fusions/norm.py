@@ -9,7 +9,7 @@ from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Fork, LayerNorm, RMSNorm
-from ._norm import Record, kernels_take, norm_fwd, recorded_bwd
+from ._norm import Record, gradients_of, kernels_take, norm_fwd, recorded_bwd
 
 
 class NormForward(ForwardFusion):
@@ -45,6 +45,7 @@ class NormBackward(BackwardFusion):
 
     triton = True
     any_dy = True
+    layout = "any"  # its kernel is handed copies of what does not fit
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
@@ -58,5 +59,8 @@ class NormBackward(BackwardFusion):
         d_fork_out: Tensor | None = None,
         needs: frozenset[str],
     ) -> tuple[Tensor | None, Grads]:
-        out, grads = recorded_bwd(self.norm, dy, norm, needs, dx="x" in needs, dstream=d_fork_out)
-        return None if out is None else out.dx, grads
+        if needs.isdisjoint({"x", "norm.weight"}):
+            return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
+        weight, dstream = norm.weight if "x" in needs else None, d_fork_out
+        there = weight is not None, dstream is not None
+        return self.decided((needs, there), gradients_of, self.norm, needs, *there)(dy, norm, weight, dstream)

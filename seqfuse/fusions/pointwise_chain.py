@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,17 +14,18 @@ from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
 from ._chain import (
+    Gradient,
     Place,
-    chain_bwd,
     chain_fwd,
     chain_takes,
     forward_steps,
+    gradient_of,
     joined,
     made,
+    numbers_in,
     numbers_of,
     operands_of,
     record_of,
-    recorded,
     slots_of,
 )
 from ._functions import Run, own_records
@@ -86,6 +87,7 @@ class PointwiseChainBackward(BackwardFusion):
     rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
     triton = True
+    layout = "any"  # its kernel is handed copies of what does not fit
 
     def requires(self, env: Env) -> Requirements:
         return chain_takes((self.first, *self.rest), env)
@@ -93,11 +95,24 @@ class PointwiseChainBackward(BackwardFusion):
     def bwd(
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
-        places = [
-            Place(slot, part, *recorded(part, record))
-            for slot, part, record in zip(slots_of(self.rest), (self.first, *self.rest), (first, *rest), strict=True)
-        ]
-        return chain_bwd(dy, places, needs)
+        records = (first, *rest)
+        numbers = tuple(map(numbers_in, (self.first, *self.rest), records))
+        gradient, fields = self.decided((needs, numbers), self._gradient, numbers, needs)
+        return gradient(dy, [getattr(records[i], field) for i, field in fields])
+
+    def _gradient(
+        self, numbers: Sequence[tuple[float, ...]], needs: frozenset[str]
+    ) -> tuple[Gradient, list[tuple[int, str]]]:
+        """The gradient, and where in which records that is which it reads."""
+        places: list[Place] = []
+        fields: list[str] = []
+        for slot, part, of in zip(slots_of(self.rest), (self.first, *self.rest), numbers, strict=True):
+            drops = isinstance(part, Dropout) and bool(of[1])
+            number = 0.0 if isinstance(part, Pointwise | Bias) else of[0]
+            places.append(Place(slot, part, number, drops))
+            fields.append("seed" if drops else "x" if isinstance(part, Pointwise) and part.reads == "input" else "y")
+        gradient = gradient_of(places, needs)
+        return gradient, [(i, fields[i]) for i in gradient.reads]
 
 
 class PointwiseChainJoint(JointFusion):
@@ -140,24 +155,37 @@ class PointwiseChainJoint(JointFusion):
         return y, self.Saved(held=tuple(held), seeds=seeds, numbers=numbers)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
-        return chain_bwd(dy, self._places(saved), needs)
+        drops = tuple(seed is not None for seed in saved.seeds)
+        of = tuple(part.P for part in (self.first, *self.rest) if isinstance(part, Pointwise))
+        key = needs, saved.numbers, drops, of
+        gradient, at = self.decided(key, self._gradient, saved.numbers, drops, needs)
+        kept = [saved.seeds[at[i]] if drops[at[i]] else saved.held[i] for i in gradient.reads]
+        return gradient(dy, kept)
+
+    def _gradient(
+        self, numbers: Sequence[float], drops: Sequence[bool], needs: frozenset[str]
+    ) -> tuple[Gradient, Sequence[int]]:
+        places, at = self._places(numbers, drops)
+        return gradient_of(places, needs), at
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """What the operations themselves would have saved."""
         records: list[context.Saved] = []
-        for place in self._places(saved):
+        places, at = self._places(saved.numbers, [seed is not None for seed in saved.seeds])
+        for place, kept, i in zip(places, saved.held, at, strict=True):
             if isinstance(place.part, Run):
-                assert place.kept is not None
-                records += own_records(place.part.parts, place.kept, place.part.factors)
+                assert kept is not None
+                records += own_records(place.part.parts, kept, place.part.factors)
             else:
-                records.append(record_of(place.part, place.kept, place.seed, place.number))
+                records.append(record_of(place.part, kept, saved.seeds[i], place.number))
         return {"first": records[0], "rest": tuple(records[1:])}
 
-    def _places(self, saved: Saved) -> list[Place]:
+    def _places(self, numbers: Sequence[float], drops: Sequence[bool]) -> tuple[list[Place], list[int]]:
+        """The parts, activations side by side as one, and the first operation of each."""
         parts = (self.first, *self.rest)
-        slots, at = slots_of(self.rest), 0
+        slots, at = slots_of(self.rest), [0]
         found: list[Place] = []
-        for part, kept in zip(joined(parts, saved.numbers), saved.held, strict=True):
-            found.append(Place(slots[at], part, kept, saved.seeds[at], saved.numbers[at]))
-            at += len(part.parts) if isinstance(part, Run) else 1
-        return found
+        for part in joined(parts, numbers):
+            found.append(Place(slots[at[-1]], part, numbers[at[-1]], drops[at[-1]]))
+            at.append(at[-1] + (len(part.parts) if isinstance(part, Run) else 1))
+        return found, at[:-1]

@@ -9,7 +9,7 @@ keeps its part of the parameters' gradients in registers from row to row and wri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ._launch import (
 )
 from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
-from ._replay import replayed
+from ._replay import bound, replayed
 from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed, is_half
@@ -537,6 +537,37 @@ def backward(
         )  # fmt: skip
     others = (centered, zero_centered, p, dx, dweight, dbias, dbranch, branch_dtype, dpre_bias)
     return replayed(_decided_backward, act, others, dy, x, mean, rstd, weight, bias, dstream, seed)
+
+
+def backward_of(
+    centered: bool,
+    zero_centered: bool,
+    dx: bool,
+    dweight: torch.dtype | None,
+    dbias: torch.dtype | None,
+    weighted: bool,
+    added: bool,
+) -> Callable[..., Backward]:
+    """A norm's backward, with nothing around the norm, of everything but tensors.
+
+    It is a function of dy, x, the mean of one that is `centered`, rstd, the weight of a `weighted` one and dstream if
+    it is `added`, and copies those that do not fit.
+    """
+    others = (centered, zero_centered, 0.0, dx, dweight, dbias, False, None, None)
+    present = (True, True, centered, True, weighted, False, added, False)
+
+    def whole(*given: Tensor) -> Backward:
+        left = iter([t.contiguous() for t in given])
+        dy, x, mean, rstd, weight, _, dstream, _ = (next(left) if there else None for there in present)
+        assert dy is not None
+        assert x is not None
+        assert rstd is not None
+        return backward(
+            centered, dy, x, mean, rstd, weight, zero_centered=zero_centered, dstream=dstream, dx=dx, dweight=dweight,
+            dbias=dbias,
+        )  # fmt: skip
+
+    return bound(_decided_backward, others, whole, present)
 
 
 def _decided_backward(

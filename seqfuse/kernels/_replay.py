@@ -52,8 +52,16 @@ _STREAM = object()
 """Stands for the stream while a launch is recorded."""
 
 
+_epoch: Any = object()
+"""Another one after everything was forgotten."""
+
+
 def _never(*tensors: Tensor) -> Any:
     return _MISS
+
+
+def _never_like(*tensors: Tensor) -> bool:
+    return False
 
 
 def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Any:
@@ -82,6 +90,52 @@ def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tenso
                 if result is not _OTHER:
                     return result
     return _recorded(key, make, act, others, tensors)
+
+
+def bound(
+    make: Callable[..., Any],
+    others: tuple[Any, ...],
+    whole: Callable[..., Any],
+    present: tuple[bool, ...] | None = None,
+) -> Callable[..., Any]:
+    """A host function of which all but the tensors is given: for tensors like the last ones nothing is looked up.
+
+    Args:
+        make: as the host function hands it to `replayed`, with no activation.
+        others: the same.
+        whole: the host function, of the tensors alone; it may copy those whose strides do not fit.
+        present: which of the tensors of `make` these are, `None` for all; the rest are `None`.
+    """
+    latest: tuple[Any, Callable[..., bool], Callable[..., Any]] = (None, _never_like, _never)
+
+    def run(*given: Tensor) -> Any:
+        nonlocal latest
+        if _dispatch_modes() or _function_modes():
+            return whole(*given)
+        epoch, check, again = latest  # at once: threads share it
+        if epoch is _epoch and check(*given):
+            result = again(*given)
+            if result is not _MISS and result is not _OTHER:
+                return result
+        epoch = _epoch
+        result = whole(*given)
+        latest = (epoch, *_last(make, others, given, present))
+        return result
+
+    return run
+
+
+def _last(
+    make: Callable[..., Any], others: tuple[Any, ...], given: tuple[Tensor, ...], present: tuple[bool, ...] | None
+) -> tuple[Callable[..., bool], Callable[..., Any]]:
+    """What was recorded of a call without an activation, if anything was."""
+    tensors: Sequence[Any] = given
+    if present is not None:
+        left = iter(given)
+        tensors = [next(left) if there else None for there in present]
+    found = _entries.get((make, others, tuple(map(type, tensors)), given[0].shape))
+    alike = (entry for entry in found[1] if entry[1] is not _never and entry[0](*given)) if found else ()
+    return next(iter(alike), (_never_like, _never))
 
 
 def _recorded(
@@ -300,4 +354,6 @@ def _handed(entry: tuple[Any, ...], grid: int, args: tuple[Any, ...]) -> tuple[A
 
 def forget() -> None:
     """Let go of everything that was recorded."""
+    global _epoch
+    _epoch = object()
     _entries.clear()

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from ._launch import (
     traced,
 )  # fmt: skip
 from ._philox import dropped, threshold_and_scale
-from ._replay import replayed
+from ._replay import bound, replayed
 from ._variants import TRITON_DTYPES, Type, Variant
 from .activations import (
     ACTIVATIONS,
@@ -531,6 +531,20 @@ def pointwise(
     if chain.reads_again:
         given = [None if i and t is operands[i - 1] else t for i, t in enumerate(operands)]
     return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *given)
+
+
+def pointwise_of(
+    chain: Chain, dtype: torch.dtype | None = None, dtypes: Sequence[torch.dtype] = (), result: bool = True
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """`pointwise` of everything but tensors: a function of x and the operands, which copies those that do not fit."""
+
+    def whole(x: Tensor, *operands: Tensor) -> tuple[Tensor | None, ...]:
+        fit = [t.contiguous() for t in operands]
+        return pointwise(x.contiguous(), chain, fit, dtype=dtype, dtypes=dtypes, result=result)
+
+    if chain.reads_again:  # not each operand is handed on
+        return whole
+    return bound(_decided, (chain, dtype, tuple(dtypes), result), whole)
 
 
 def _decided(

@@ -183,7 +183,7 @@ def test_a_tensor_that_two_keep_is_stored_once(device: torch.device):
 MUTANTS = {
     "the output for the input": (PointwiseChain, "is None else stored[i]", "is None else x"),
     "the factor forgotten": (PointwiseChainBackward, '("scale", (number,))', '("scale", (1.0,))'),
-    "dropped nothing backward": (PointwiseChainBackward, "number, seed is not None)", "number, False)"),
+    "dropped nothing backward": (PointwiseChainBackward, "(part, number, drops)", "(part, number, False)"),
     "another dropout's seed": (
         PointwiseChain,
         "operands_of(parts, seeds))\n    assert",
@@ -191,7 +191,7 @@ MUTANTS = {
     ),
     "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=number)", "Dropout.Saved(seed=None, p=number)"),
     "scaled as the other mode": (PointwiseChainInference, "(p, upscale)", "(p, not upscale)"),
-    "biases in another order": (PointwiseChainBackward, "zip(summed, sums", "zip(summed, sums[::-1]"),
+    "biases in another order": (PointwiseChainBackward, "zip(self.sums, sums", "zip(self.sums, sums[::-1]"),
     "a bias forgotten": (PointwiseChainInference, "(part.read() if", "(0 * part.read() if"),
     "another factor in a run": (PointwiseChainJoint, "factors = tuple(number for", "factors = tuple(2 * number for"),
     "what a run gives for what it takes": (
