@@ -3,8 +3,7 @@
 Kernels are launched with the stub driver of the test kit, up to the function in C that calls the CUDA driver; torch's
 calls run on a CPU, on float32 tensors of 4 x 16, where the work itself is least. Instructions are counted with
 callgrind, all of them in one process; they repeat from run to run where times do not. An MLP block is taken apart as
-well: what of it is autograd's, its GEMMs', its launches', and the rest, which is the engine's. Needs valgrind; writes
-`results/launch.json`.
+well (`launch_block.py`). Needs valgrind; writes `results/launch.json`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,15 @@ os.environ["SEQFUSE_TUNE"] = "0"
 
 import torch
 import torch.nn.functional as F
+from launch_block import PART, STEP, Call, H, M, Rows, block, parts
 from record import write
-from torch import Tensor, nn
+from torch import Tensor
 
-M, H = 4, 16
 NUMBER = 20
 MOST = 1.5
 """Of the instructions of the torch calls that a fused kernel replaces."""
 MOST_BLOCK = 0.7
 """Of those of an MLP block in eager torch, forward and backward."""
-
-Call = Callable[[], Any]
-Rows = Iterator[tuple[str, Call, Call]]
-Parts = Iterator[tuple[str, Call]]
 
 
 def kernels() -> Rows:
@@ -138,77 +133,11 @@ def heads() -> Rows:
     )
 
 
-def block() -> Rows:
-    """The MLP block, forward and backward, as it is planned for an H200."""
-    import seqfuse as sf
-    from seqfuse import ops
-
-    class Residual(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + super().forward(x)
-
-    theirs = Residual(nn.LayerNorm(H), nn.Linear(H, H), nn.GELU("tanh"), nn.Linear(H, H))
-    ours = sf.Sequential(
-        ops.Residual(ops.LayerNorm(H), ops.Linear(H, H), ops.GeLU("tanh"), ops.Linear(H, H)),
-    )
-    x, g = torch.randn(M, H, requires_grad=True), torch.randn(M, H)
-
-    def called(model: nn.Module) -> Call:
-        # Not `torch.autograd.grad`: for each leaf torch answers whether its gradient is wanted by an exception.
-        return lambda: model(x).backward(g)
-
-    yield "MLP block, forward + backward", called(ours), called(theirs)
-
-
-def parts() -> Parts:
-    """What ours of the MLP block is made of, beside the engine."""
-    from seqfuse.kernels import pointwise as steps
-    from seqfuse.kernels.activations import ACTIVATIONS
-    from seqfuse.kernels.layernorm import layernorm_bwd
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape)
-
-    x, dy, t, d, w, b = drawn(M, H), drawn(M, H), drawn(M, H), drawn(M, H), drawn(H, H), drawn(H)
-    mean, rstd, gelu, of = torch.zeros(M), torch.ones(M), ACTIVATIONS["gelu_tanh"], torch.float32
-    leaf, parameters = drawn(M, H).requires_grad_(), [nn.Parameter(drawn(H)) for _ in range(6)]
-
-    class Empty(torch.autograd.Function):
-        """No more than what autograd does for a Function of as many tensors."""
-
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> Any:
-            return grads[0], b, b, b, b, b, b
-
-    forward, backward = steps.Chain(steps.act(gelu)), steps.Chain(steps.dact(gelu), steps.column_sum())
-    yield "autograd: a Function of 7 tensors, and backward()", lambda: Empty.apply(leaf, *parameters).backward(dy)
-    yield "two GEMMs with a bias", lambda: (F.linear(x, w, b), F.linear(x, w, b))
-    yield "four GEMMs of gradients", lambda: (dy.mm(w), dy.t().mm(x), dy.mm(w), dy.t().mm(x))
-    yield (
-        "LayerNorm, residual, sum of a bias",
-        lambda: (torch.native_layer_norm(x, (H,), b, b, 1e-5), d.add_(x), dy.sum(0)),
-    )
-    yield "launch: GeLU", lambda: steps.pointwise(x, forward)
-    yield "launches: dGeLU + dbias", lambda: steps.pointwise(dy, backward, (t,))
-    yield (
-        "launches: LayerNorm backward + add",
-        lambda: layernorm_bwd(dy, x, mean, rstd, b, dstream=t, dweight=of, dbias=of),
-    )
-
-
-PART = "of the MLP block: "
-
-
 def rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
     """Names, and what is counted: ours and torch's, or one part."""
     for name, ours, theirs in (*kernels(), *heads(), *block()):
         yield name, (ours, theirs)
-    for name, part in parts():
-        yield PART + name, (part,)
+    yield from parts()
 
 
 def child(only: str) -> None:
@@ -226,6 +155,7 @@ def child(only: str) -> None:
         # Not before: imports would take minutes.
         subprocess.run(["callgrind_control", "-i", "on", str(os.getpid())], check=True, stdout=sys.stderr)
         for name, calls in wanted:
+            torch.set_grad_enabled(not name.startswith(STEP))  # they run in a node
             for call in calls:
                 for _ in range(50):  # the interpreter specializes what it has run a few times
                     call()
@@ -237,7 +167,7 @@ def child(only: str) -> None:
 
 
 def counted(only: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The rows, counted in a child process, and the parts of the block."""
+    """The rows, counted in a child process, and the parts of the block; of a step also the calls that it makes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "callgrind.out"
         command = [
@@ -256,10 +186,11 @@ def counted(only: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for line in done.stdout.splitlines():
         number, _, name = line.partition(" ")
         ours, *theirs = [next(left) for _ in range(int(number))]
-        if theirs:
-            found.append({"name": name, "seqfuse": ours, "torch": theirs[0], "ratio": ours / theirs[0]})
+        if name.startswith((PART, STEP)):
+            part = {"name": name.removeprefix(PART).removeprefix(STEP), "instructions": ours}
+            of_block.append(part | ({"bare": theirs[0]} if theirs else {}))
         else:
-            of_block.append({"name": name.removeprefix(PART), "instructions": ours})
+            found.append({"name": name, "seqfuse": ours, "torch": theirs[0], "ratio": ours / theirs[0]})
     assert next(left, None) is None
     return found, of_block
 
@@ -280,7 +211,8 @@ def main() -> int:
         bad += row["ratio"] > most
         print(f"{row['name']:<45} {row['seqfuse']:>9,.0f} {row['torch']:>9,.0f}  {row['ratio']:.2f} of {most}")
     for part in of_block:
-        print(f"  {part['name']:<53} {part['instructions']:>9,.0f}")
+        bare = f"{part['bare']:>9,.0f} of them in the calls it makes" if "bare" in part else ""
+        print(f"  {part['name']:<53} {part['instructions']:>9,.0f} {bare}".rstrip())
     if not arguments.only:
         print(f"wrote {write('launch', {'launch': found, 'parts': of_block}).name}")
     print(f"{bad} above their limit")

@@ -51,10 +51,6 @@ class FusedOperation:
         PluginError: when the class is defined, quoting the line, for a bad slot, signature or name.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_decided")
-
-    _decided: tuple[Any, dict[Any, Any]]  # apart from the slots, by which two are compared
-
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "contig"
     triton: ClassVar[bool] = False
@@ -70,6 +66,7 @@ class FusedOperation:
     replaces_backward: ClassVar[bool] = False
     has_record: ClassVar[bool] = False
     is_contract: ClassVar[bool] = True
+    _decided: tuple[Any, dict[Any, Any]] = None, {}  # not one of the slots, by which two are compared
 
     def __init_subclass__(cls, *, contract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -154,26 +151,23 @@ class FusedOperation:
         self.__dict__.update(slots)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
+        return {name: value for name, value in self.__dict__.items() if name != "_decided"}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__getstate__() == other.__getstate__()
 
     def decided(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
         """What `make(*arguments)` gives, made once for a key until any operation is configured otherwise.
 
         For what a pass would find out anew in each call. It must follow from the key and the configuration.
         """
-        try:
-            version, known = self._decided
-        except AttributeError:
-            version, known = None, {}
+        version, known = self._decided
         if version is not config_version.current:
             version, known = self._decided = config_version.current, dict[Any, Any]()
         found = known.get(key)
         if found is None:
             found = known[key] = make(*arguments)
         return found
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
         return hash((type(self), *(id(op) for op in self.operations())))
@@ -192,7 +186,7 @@ class FusedOperation:
     def with_operations(self, operations: Iterable[UnfusedOperation]) -> Self:
         """A copy that replaces these operations instead, one for each of its own."""
         given, copy = iter(operations), object.__new__(type(self))
-        copy.__dict__.update(self.__dict__)
+        copy.__dict__.update(self.__getstate__())
         for slot in self.slots:
             value = self.__dict__.get(slot.name)
             if value is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import keyword
 import linecache
+import textwrap
 import zlib
-from types import CodeType
 from typing import Any
 
 
@@ -33,9 +33,14 @@ class Source:
         self._lines += ["    " * self.depth + line for line in lines]
 
     def define(self) -> Any:
-        """The function; its globals are the constants, which may be replaced."""
-        exec(_code(self.name, "\n".join(self._lines)), self.constants)
-        return self.constants.pop(self.name)
+        """The function, whose attribute `constants` they are.
+
+        They are in its closure. As globals each function would have a dictionary of its own, and the interpreter, which
+        remembers one of them for code that many share, would look each name up.
+        """
+        function = _maker(self.name, tuple(self.constants), "\n".join(self._lines))(*self.constants.values())
+        function.__qualname__, function.constants = self.name, self.constants  # keeps what the text does not name
+        return function
 
 
 def identifier(name: str) -> str:
@@ -46,7 +51,11 @@ def identifier(name: str) -> str:
 
 
 @functools.lru_cache(4096)
-def _code(name: str, text: str) -> CodeType:
+def _maker(name: str, constants: tuple[str, ...], text: str) -> Any:
+    """A function of the constants that defines the function."""
+    text = f"def _define({', '.join(constants)}):\n{textwrap.indent(text, '    ')}\n    return {name}"
     file = f"<seqfuse {name} {zlib.crc32(text.encode()):08x}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # so that tracebacks show the line
-    return compile(text, file, "exec")
+    scope: dict[str, Any] = {}
+    exec(compile(text, file, "exec"), scope)
+    return scope["_define"]

@@ -14,6 +14,7 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..hardware import STEP
 from ..ops import Bias, Linear
+from ..ops.linear import saved_linear
 from ..pointwise import Pointwise
 from ._kernels import device, kernel_takes_act, kernels_run
 from ._linear import one_dtype, output_bytes
@@ -51,7 +52,7 @@ class LinearBiasPointwise(ForwardFusion):
         weight = self.linear.weight_for(x)
         z = F.linear(x, weight, self.bias.read())
         y: Any = self.decided((dtype, self.act.P), self._kernel, dtype)(z)[0]
-        return y, {"linear": Linear.Saved(x=x, weight=weight), "bias": Bias.NOTHING, "act": self.act.record(z, y)}
+        return y, {"linear": saved_linear(x, weight), "bias": Bias.NOTHING, "act": self.act.record(z, y)}
 
     def _kernel(self, dtype: torch.dtype | None) -> Callable[[Tensor], Any]:
         return pointwise_of()(chain_of([("act", (device(self.act),))]), dtype)

@@ -59,7 +59,7 @@ class NormBackward(BackwardFusion):
         d_fork_out: Tensor | None = None,
         needs: frozenset[str],
     ) -> tuple[Tensor | None, Grads]:
-        if needs.isdisjoint({"x", "norm.weight"}):
+        if "x" not in needs and "norm.weight" not in needs:
             return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
         weight, dstream = norm.weight if "x" in needs else None, d_fork_out
         there = weight is not None, dstream is not None

@@ -96,12 +96,13 @@ class Bias(sf.UnfusedOperation):
 
     def read(self) -> Tensor:
         """`bias` as it is now, for a pass that reads it often: it costs a fraction of the attribute."""
-        owner = self._owner
+        own: dict[str, Any] = self.__dict__
+        owner = own.get("_owner")
         module: Any = owner[0]() if owner else self
         bias = module._parameters.get("bias")
         if bias is None:
             bias = required(module, "bias")
-        if self._parts > 1:
+        if own.get("_parts", 1) > 1:
             bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]
         return bias
 

@@ -78,11 +78,12 @@ class LayerNorm(Norm):
         return rounded(F.layer_norm(x.to(stats), self.normalized_shape, gain, bias, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
-        found, sizes = self._parameters, self.normalized_shape
+        own = self.__dict__  # an attribute of a module costs several times as much
+        found, sizes = own["_parameters"], own["normalized_shape"]
         weight, bias = found.get("weight"), found.get("bias")
         weight, bias = self.weight if weight is None else weight, self.bias if bias is None else bias
         fit, gain, stats = x, weight, torch.float32
-        exact = x.dtype is stats and weight is not None and weight.dtype is stats and not self.zero_centered
+        exact = x.dtype is stats and weight is not None and weight.dtype is stats and not own["zero_centered"]
         if not exact:
             floating(x, "LayerNorm")
             stats = stats_dtype(x)
@@ -90,7 +91,7 @@ class LayerNorm(Norm):
         wanted = stats if exact else (fit if gain is None else gain).dtype
         if bias is not None and bias.dtype is not wanted:
             bias = bias.to(wanted)
-        y, mean, rstd = torch.native_layer_norm(fit, sizes, gain, bias, self.eps)
+        y, mean, rstd = torch.native_layer_norm(fit, sizes, gain, bias, own["eps"])
         for _ in sizes:
             mean, rstd = mean.squeeze_(-1), rstd.squeeze_(-1)  # nobody else has seen them; a view costs more
         if not exact:

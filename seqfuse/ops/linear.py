@@ -193,12 +193,13 @@ class Linear(sf.UnfusedOperation):
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor] | None = None
     ) -> tuple[Tensor | None, sf.Grads]:
-        rows, conjugate = _rows(dy), dy.is_complex()
+        flat, conjugate = dy.ndim == 2, dy.dtype.is_complex
+        rows = dy if flat else _rows(dy)
         dx = dweight = None
         if "x" in needs:
             weight = saved.weight.conj() if conjugate else saved.weight
-            dx = rows.mm(weight)
-            dx = dx if rows is dy else dx.view(*dy.shape[:-1], weight.shape[1])
+            dx = torch.mm(rows, weight)
+            dx = dx if flat else dx.view(*dy.shape[:-1], weight.shape[1])
         if "weight" in needs:
             x = saved.x.conj() if conjugate else saved.x
             dweight = weight_grad(rows, x, main_grads.pop("weight", None) if main_grads else None)
@@ -237,9 +238,9 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
     What is added is float32, as `main_grad` is (float64 as that): it is not rounded to the dtype of dy first.
     dy: [*, N], x: [*, K], dweight, main_grad: [N, K].
     """
-    dy, x = _rows(dy), _rows(x)
+    dy, x = dy if dy.ndim == 2 else _rows(dy), x if x.ndim == 2 else _rows(x)
     if main_grad is None:
-        return dy.mT.mm(x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
+        return torch.mm(dy.mT, x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
     device, dtype = dy.device.type, main_grad.dtype
     cast = autocast_of(device)
     if cast is not None:  # it does not reach a GEMM in place
@@ -253,7 +254,7 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
 
 def scaled_mm(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor (a b) from one GEMM, rounded once."""
-    return a.mm(b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
+    return torch.mm(a, b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
 
 
 def _rows(x: Tensor) -> Tensor:

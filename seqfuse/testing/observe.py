@@ -105,7 +105,8 @@ def _attributes(thing: object) -> dict[str, Any]:
     """Attributes by name; the dictionaries of a module (parameters, buffers, hooks) are looked into."""
     found: dict[str, Any] = {}
     for name, value in vars(thing).items():
-        if name == "_engine":  # the callable that an operation makes at its first call
+        # The callable that an operation makes at its first call, and what `FusedOperation.decided` keeps.
+        if name in ("_engine", "_decided"):
             continue
         if isinstance(thing, nn.Module) and isinstance(value, dict):
             found.update({f"{name}[{key!r}]": inner for key, inner in value.items()})  # pyright: ignore[reportUnknownVariableType]

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 import seqfuse as sf
 from seqfuse.inference import KVCache
 from seqfuse.kernels import _launch, _replay, gemm, pointwise
+from seqfuse.kernels._norm import backward_of
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
@@ -210,6 +211,94 @@ def test_a_replayed_call_is_what_would_be_decided_again(name: str, seen: Seen, m
     assert seen
 
 
+BOUND: dict[str, tuple[tuple[Any, ...], Callable[[], Callable[..., Any]], Callable[..., Any]]] = {
+    # Shapes of tensors, the function that all but them were given to, and the host function.
+    "chain": (
+        ((M, K), (K,), 0, (M, K)),
+        lambda: p.pointwise_of(BRANCH, F32),
+        lambda x, b, s, r: p.pointwise(x, BRANCH, (b, s, r), dtype=F32),
+    ),
+    "chain, sums": (
+        ((3, 11, K), (3, 11, K)),
+        lambda: p.pointwise_of(GRADIENT, None, (F32,)),
+        lambda dy, t: p.pointwise(dy, GRADIENT, (t,), dtypes=(F32,)),
+    ),
+    "chain, no result": (
+        ((M, K),),
+        lambda: p.pointwise_of(SUM, result=False),
+        lambda dy: p.pointwise(dy, SUM, result=False),
+    ),
+    "layernorm backward": (
+        ((M, K), (M, K), "M", "M", (K,), (M, K)),
+        lambda: backward_of(True, False, True, BF16, F32, True, True),
+        lambda dy, x, m, r, w, d: layernorm_bwd(dy, x, m, r, w, dstream=d, dweight=BF16, dbias=F32),
+    ),
+    "rmsnorm backward, no dx": (
+        ((M, K), (M, K), "M"),
+        lambda: backward_of(False, True, False, BF16, None, False, False),
+        lambda dy, x, r: rmsnorm_bwd(dy, x, r, None, zero_centered=True, dx=False, dweight=BF16),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_a_function_of_the_tensors_alone_launches_what_the_host_function_does(name: str, seen: Seen) -> None:
+    shapes, bind, host = BOUND[name]
+    bound, one, two = bind(), drawn(shapes), drawn(shapes)
+    smaller = [t[:2] if t.ndim and t.shape[0] in (3, M) else t for t in drawn(shapes)]
+    for given in (one, two, smaller, one, two):
+        seen.clear()
+        ours = told(seen, given, bound(*given))
+        seen.clear()
+        theirs = told(seen, given, host(*given))
+        assert ours == theirs
+        assert seen
+    _replay.forget()
+    seen.clear()
+    ours = told(seen, two, bound(*two))
+    seen.clear()
+    assert ours == told(seen, two, host(*two))
+
+
+def test_a_function_of_the_tensors_alone_asks_its_host_function_only_where_they_differ(seen: Seen) -> None:
+    asked: list[Any] = []
+
+    def whole(x: Tensor) -> Any:
+        asked.append(x.shape)
+        return p.pointwise(x, SUM)
+
+    bound = _replay.bound(p._decided, (SUM, None, (), True), whole)
+    for rows in (M, M, M, 8, 8, M):
+        bound(X[:rows])
+    assert asked == [(M, K), (8, K), (M, K)]
+    bound(X.float())
+    bound(X.float())
+    with Counting():
+        bound(X.float())
+    _replay.forget()
+    bound(X.float())
+    assert asked[3:] == [(M, K)] * 3
+
+
+def test_a_function_of_the_tensors_alone_copies_what_does_not_fit(seen: Seen) -> None:
+    bound = p.pointwise_of(GRADIENT, None, (F32,))
+    dy, t = drawn(((M, 1), (K, M)))
+    for _ in range(2):
+        dx, total = bound(dy.expand(M, K), t.t())
+        assert dx is not None
+        assert total is not None
+        assert dx.is_contiguous()
+        assert (total.shape, total.dtype) == ((K,), F32)
+    assert [name for name, _, _ in seen] == ["_chain_sums_kernel", "_column_sums_kernel"] * 2
+
+
+class Counting(TorchDispatchMode):
+    """A mode that changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 def linear(x: Tensor, w: Tensor, b: Tensor | None = None, **rest: Any) -> Any:
     return gemm.linear(x, w, b, **rest)
 
@@ -305,9 +394,10 @@ def test_another_layout_shape_or_flag_of_attention_rope_or_loss_is_decided_anew(
 
 def test_a_replayed_call_goes_past_the_launcher_of_this_triton(seen: Seen) -> None:
     linear(X, W)
+    again: Any
     (((_, again),),) = [found for _, found in _replay._entries.values()]
     (launcher,) = [entry[0].run for entry in _launch._compiled.values()]
-    objects = list(again.__globals__.values())
+    objects = list(again.constants.values())
     assert launcher.launch in objects
     assert launcher not in objects
     assert torch.int8 in objects  # memory for descriptors is made here, too

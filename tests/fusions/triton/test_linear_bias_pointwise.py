@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import seqfuse as sf
 from seqfuse import ops
@@ -37,3 +39,42 @@ def test_does_not_apply_where_a_parameter_has_another_dtype(other: str):
     assert model.plan(env=there).count("LinearBiasPointwise") == 1
     parts[other == "bias"].float()
     assert model.plan(env=there).count("LinearBiasPointwise") == 0
+
+
+class Steep(sf.Pointwise):
+    """y = slope x, with a slope that is a buffer."""
+
+    @triton.jit
+    def value(x, P: tl.constexpr):
+        return P[0] * x
+
+    @triton.jit
+    def derivative(x, P: tl.constexpr):
+        return x * 0.0 + P[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.tensor(2.0))
+
+    @property
+    def P(self) -> tuple[float, ...]:
+        return (float(self.slope),)
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return self.slope * x
+
+
+def test_what_is_kept_of_a_call_follows_the_configuration(device: torch.device):
+    linear, bias, act = (operation.to(device) for operation in (ops.Linear(6, 8, bias=False), ops.Bias(8), ops.GeLU()))
+    fusion, x = LinearBiasPointwise(linear=linear, bias=bias, act=act), seeded_randn((5, 6), 0).to(device)
+    with torch.no_grad():
+        for approximate in ("none", "tanh", "none"):
+            act.approximate = approximate
+            z = linear.fwd(x)[0] + bias.bias
+            expected = torch.nn.functional.gelu(z, approximate=approximate)
+            torch.testing.assert_close(fusion.fwd(x)[0], expected, atol=2e-6, rtol=1e-6)
+        steep = Steep().to(device)
+        fusion = LinearBiasPointwise(linear=linear, bias=bias, act=steep)
+        for slope in (2.0, 3.0):
+            steep.slope.fill_(slope)
+            torch.testing.assert_close(fusion.fwd(x)[0], slope * (linear.fwd(x)[0] + bias.bias))
