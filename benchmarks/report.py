@@ -97,14 +97,18 @@ def launch() -> str | None:
     ]
     lines = [where(found["about"]), "", *table(("what", f"ours, {thousands}", "torch's calls", "ratio"), rows)]
     block = found["launch"][-1]
-    parts = [(part["name"], part["instructions"]) for part in found["parts"]]
-    left = block["seqfuse"] - sum(count for _, count in parts)
-    rows = [
-        (name, f"{count / 1e3:.0f}", f"{count / block['torch']:.2f}")
-        for name, count in (*parts, ("the engine: all that is left", left), ("together", block["seqfuse"]))
-    ]
-    lines += ["", "The block, by part, measured one by one:", ""]
-    return text(lines + table(("part", thousands, "of eager's block"), rows))
+    by_hand, *parts = found["parts"]
+
+    def row(name: str, count: float, bare: float | None = None) -> tuple[str, ...]:
+        calls = "" if bare is None else f"{bare / 1e3:.0f}"
+        return name, f"{count / 1e3:.0f}", calls, f"{count / block['torch']:.2f}"
+
+    left = block["seqfuse"] - sum(part["instructions"] for part in parts)
+    rows = [row(part["name"], part["instructions"], part.get("bare")) for part in parts]
+    rows += [row("module, guard, and what is saved: all that is left", left), row("together", block["seqfuse"])]
+    rows += [row(by_hand["name"], by_hand["instructions"])]
+    lines += ["", "The block, by part, measured one by one, and below the same calls without an engine:", ""]
+    return text(lines + table(("part", thousands, "of them in its calls", "of eager's block"), rows))
 
 
 def traffic() -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env
 from ..fusion import Requirements
+from ..generated import Source
 from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
@@ -32,6 +33,7 @@ class Place(NamedTuple):
 
     slot: str
     part: Part | Run
+    kept: str  # where in `kept` that is which it reads, as an expression
     number: float  # a factor, or p of a dropout, as it was in the forward pass
     drops: bool
 
@@ -72,38 +74,32 @@ def chain_fwd(
     return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
 
 
-class Gradient(NamedTuple):
-    """The gradient of a chain in one pass: `kernel(dy, *operands)`, which gives dx and the sums."""
-
-    kernel: Callable[..., tuple[Tensor | None, ...]]
-    reads: tuple[int, ...]  # the parts of which it reads what they keep, or their seed, in order
-    sums: tuple[str, ...]  # the gradients of biases, in order
-
-    def __call__(self, dy: Tensor, operands: Sequence[Any]) -> tuple[Tensor | None, Grads]:
-        """The gradient dx and those of biases."""
-        dx, *sums = self.kernel(dy, *operands)
-        return dx, dict(zip(self.sums, sums, strict=True))
+Gradient = Callable[[Tensor, Sequence[Any]], tuple[Tensor | None, Grads]]
+"""Of dy and what the parts keep, dx and the gradients of biases, in one pass."""
 
 
 def gradient_of(places: Sequence[Place], needs: frozenset[str]) -> Gradient:
-    """That of these parts; dx and the sums as far as they are needed."""
+    """That of these parts: dx and the sums as far as they are needed, of what stands in the places of the kept."""
     steps: list[tuple[str, tuple[Any, ...]]] = []
-    reads: list[int] = []
+    operands: list[str] = []
     summed: list[tuple[str, Bias]] = []
-    for i, (slot, part, number, drops) in reversed([*enumerate(places)]):
+    for slot, part, kept, number, drops in reversed(places):
         if isinstance(part, Pointwise | Run):
             steps.append(("dact", (part,)))
-            reads.append(i)
+            operands.append(kept)
         elif isinstance(part, Scale):
             steps.append(("scale", (number,)))
         elif isinstance(part, Dropout):
             steps += _dropout(part, number, drops)
-            reads += [i] * drops
+            operands += [kept] * drops
         elif f"{slot}.bias" in needs:
             steps.append(("column_sum", ()))
             summed.append((f"{slot}.bias", part))
-    kernel = pointwise_of()(made(steps), None, [bias.dtype for _, bias in summed], "x" in needs)
-    return Gradient(kernel, tuple(reads), tuple(name for name, _ in summed))
+    source = Source("gradient", "dy, kept")
+    source.constants["kernel"] = pointwise_of()(made(steps), None, [bias.dtype for _, bias in summed], "x" in needs)
+    sums = [f"{source.put(name)}: out[{i}]" for i, (name, _) in enumerate(summed, 1)]
+    source.add(f"out = kernel({', '.join(['dy', *operands])})", f"return out[0], {{{', '.join(sums)}}}")
+    return source.define()
 
 
 def chain_takes(parts: Sequence[Part], env: Env) -> Requirements:
@@ -188,6 +184,11 @@ def numbers_in(part: Part, record: Any) -> tuple[float, ...]:
     if isinstance(part, Dropout):
         return record.p, record.seed is not None
     return (record.factor,) if isinstance(part, Scale) else ()
+
+
+def has_numbers(part: Part) -> bool:
+    """Whether a gradient is compiled with any for it."""
+    return type(part).P is not Pointwise.P if isinstance(part, Pointwise) else not isinstance(part, Bias)
 
 
 def made(steps: Sequence[tuple[str, tuple[Any, ...]]]) -> Chain:

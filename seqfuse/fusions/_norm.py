@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..env import Env
 from ..fusion import Requirements
+from ..generated import Source
 from ..hardware import NORM_COLUMNS
 from ..ops import LayerNorm, RMSNorm
 from ..ops._norm import stats_dtype
@@ -127,17 +128,14 @@ def gradients_of(
     owners = {name: parameter(norm, name) for name in ("weight", "bias") if f"norm.{name}" in needs}
     dweight, dbias = (None if t is None else t.dtype for t in map(owners.get, ("weight", "bias")))
     centered = isinstance(norm, LayerNorm)
-    kernel = _backward_of()(centered, norm.zero_centered, "x" in needs, dweight, dbias, weighted, added)
-    places = [(f"norm.{name}", {"weight": 1, "bias": 2}[name]) for name in owners]
-
-    def gradients(
-        dy: Tensor, saved: Any, weight: Tensor | None, dstream: Tensor | None
-    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        given = (dy, saved.x, saved.mean if centered else None, saved.rstd, weight, dstream)
-        out = kernel(*[t for t in given if t is not None])
-        return out[0], {name: out[i] for name, i in places}
-
-    return gradients
+    source = Source("gradients", "dy, saved, weight, dstream")
+    source.constants["kernel"] = _backward_of()(
+        centered, norm.zero_centered, "x" in needs, dweight, dbias, weighted, added
+    )
+    given = ["dy", "saved.x", *["saved.mean"] * centered, "saved.rstd", *["weight"] * weighted, *["dstream"] * added]
+    sums = [f"{source.put(f'norm.{name}')}: out.d{name}" for name in owners]
+    source.add(f"out = kernel({', '.join(given)})", f"return out.dx, {{{', '.join(sums)}}}")
+    return source.define()
 
 
 def _in_one_piece(row: Tensor | None) -> Tensor | None:

@@ -20,6 +20,7 @@ from ._chain import (
     chain_takes,
     forward_steps,
     gradient_of,
+    has_numbers,
     joined,
     made,
     numbers_in,
@@ -96,23 +97,22 @@ class PointwiseChainBackward(BackwardFusion):
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         records = (first, *rest)
-        numbers = tuple(map(numbers_in, (self.first, *self.rest), records))
-        gradient, fields = self.decided((needs, numbers), self._gradient, numbers, needs)
-        return gradient(dy, [getattr(records[i], field) for i, field in fields])
+        numbers = ()
+        if self.decided("numbers", self._has_numbers):
+            numbers = tuple(map(numbers_in, (self.first, *self.rest), records))
+        return self.decided((needs, numbers), self._gradient, records, needs)(dy, records)
 
-    def _gradient(
-        self, numbers: Sequence[tuple[float, ...]], needs: frozenset[str]
-    ) -> tuple[Gradient, list[tuple[int, str]]]:
-        """The gradient, and where in which records that is which it reads."""
+    def _has_numbers(self) -> bool:
+        return any(map(has_numbers, (self.first, *self.rest)))
+
+    def _gradient(self, records: Sequence[Any], needs: frozenset[str]) -> Gradient:
         places: list[Place] = []
-        fields: list[str] = []
-        for slot, part, of in zip(slots_of(self.rest), (self.first, *self.rest), numbers, strict=True):
-            drops = isinstance(part, Dropout) and bool(of[1])
-            number = 0.0 if isinstance(part, Pointwise | Bias) else of[0]
-            places.append(Place(slot, part, number, drops))
-            fields.append("seed" if drops else "x" if isinstance(part, Pointwise) and part.reads == "input" else "y")
-        gradient = gradient_of(places, needs)
-        return gradient, [(i, fields[i]) for i in gradient.reads]
+        for i, (slot, part) in enumerate(zip(slots_of(self.rest), (self.first, *self.rest), strict=True)):
+            number = numbers_in(part, records[i])[0] if isinstance(part, Scale | Dropout) else 0.0
+            drops = isinstance(part, Dropout) and records[i].seed is not None
+            kept = ("x" if part.reads == "input" else "y") if isinstance(part, Pointwise) else "seed"
+            places.append(Place(slot, part, f"kept[{i}].{kept}", number, drops))
+        return gradient_of(places, needs)
 
 
 class PointwiseChainJoint(JointFusion):
@@ -158,34 +158,33 @@ class PointwiseChainJoint(JointFusion):
         drops = tuple(seed is not None for seed in saved.seeds)
         of = tuple(part.P for part in (self.first, *self.rest) if isinstance(part, Pointwise))
         key = needs, saved.numbers, drops, of
-        gradient, at = self.decided(key, self._gradient, saved.numbers, drops, needs)
-        kept = [saved.seeds[at[i]] if drops[at[i]] else saved.held[i] for i in gradient.reads]
-        return gradient(dy, kept)
+        return self.decided(key, self._gradient, saved.numbers, drops, needs)(dy, (saved.held, saved.seeds))
 
-    def _gradient(
-        self, numbers: Sequence[float], drops: Sequence[bool], needs: frozenset[str]
-    ) -> tuple[Gradient, Sequence[int]]:
-        places, at = self._places(numbers, drops)
-        return gradient_of(places, needs), at
+    def _gradient(self, numbers: Sequence[float], drops: Sequence[bool], needs: frozenset[str]) -> Gradient:
+        return gradient_of(self._places(numbers, drops), needs)
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """What the operations themselves would have saved."""
         records: list[context.Saved] = []
-        places, at = self._places(saved.numbers, [seed is not None for seed in saved.seeds])
-        for place, kept, i in zip(places, saved.held, at, strict=True):
+        places = self._places(saved.numbers, [seed is not None for seed in saved.seeds])
+        at = 0
+        for place, kept in zip(places, saved.held, strict=True):
             if isinstance(place.part, Run):
                 assert kept is not None
                 records += own_records(place.part.parts, kept, place.part.factors)
+                at += len(place.part.parts)
             else:
-                records.append(record_of(place.part, kept, saved.seeds[i], place.number))
+                records.append(record_of(place.part, kept, saved.seeds[at], place.number))
+                at += 1
         return {"first": records[0], "rest": tuple(records[1:])}
 
-    def _places(self, numbers: Sequence[float], drops: Sequence[bool]) -> tuple[list[Place], list[int]]:
-        """The parts, activations side by side as one, and the first operation of each."""
+    def _places(self, numbers: Sequence[float], drops: Sequence[bool]) -> list[Place]:
+        """The parts, activations side by side as one; what they read is held, or a seed."""
         parts = (self.first, *self.rest)
-        slots, at = slots_of(self.rest), [0]
+        slots, at = slots_of(self.rest), 0
         found: list[Place] = []
-        for part in joined(parts, numbers):
-            found.append(Place(slots[at[-1]], part, numbers[at[-1]], drops[at[-1]]))
-            at.append(at[-1] + (len(part.parts) if isinstance(part, Run) else 1))
-        return found, at[:-1]
+        for i, part in enumerate(joined(parts, numbers)):
+            kept = f"kept[1][{at}]" if drops[at] else f"kept[0][{i}]"
+            found.append(Place(slots[at], part, kept, numbers[at], drops[at]))
+            at += len(part.parts) if isinstance(part, Run) else 1
+        return found

@@ -191,7 +191,7 @@ MUTANTS = {
     ),
     "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=number)", "Dropout.Saved(seed=None, p=number)"),
     "scaled as the other mode": (PointwiseChainInference, "(p, upscale)", "(p, not upscale)"),
-    "biases in another order": (PointwiseChainBackward, "zip(self.sums, sums", "zip(self.sums, sums[::-1]"),
+    "biases in another order": (PointwiseChainBackward, "enumerate(summed, 1)", "enumerate(summed[::-1], 1)"),
     "a bias forgotten": (PointwiseChainInference, "(part.read() if", "(0 * part.read() if"),
     "another factor in a run": (PointwiseChainJoint, "factors = tuple(number for", "factors = tuple(2 * number for"),
     "what a run gives for what it takes": (
