@@ -14,18 +14,23 @@ from torch.nn.utils import parametrize
 from .env import any_autocast, autocast_of
 
 
-def dtype_of(owner: nn.Module, name: str) -> Any:
-    """The dtype of a parameter, `None` where that is `None`.
+def held(owner: nn.Module, name: str) -> list[Any]:
+    """A parameter, if it is not `None`, or the tensors that a parametrization makes it from.
 
-    Reading a parametrized one would make it, and some parametrizations step when they do: it has the dtype of what it
-    is made from, unless it may have another.
+    Reading a parametrized one would make it, and some parametrizations step when they do.
     """
     known: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
     if known is None and parametrize.is_parametrized(owner, name):
-        made: Any = getattr(owner.parametrizations, name)
-        known = None if made.unsafe else next(made.parameters(), None)
+        return [*getattr(owner.parametrizations, name).parameters()]
     known = getattr(owner, name) if known is None else known
-    return None if known is None else known.dtype
+    return [] if known is None else [known]
+
+
+def dtype_of(owner: nn.Module, name: str) -> Any:
+    """The dtype of a parameter, or of what it is made from, unless it may have another; `None` where there is none."""
+    other = parametrize.is_parametrized(owner, name) and getattr(owner.parametrizations, name).unsafe
+    tensors = [getattr(owner, name)] if other else held(owner, name)
+    return tensors[0].dtype if tensors else None
 
 
 class _Call(threading.local):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
+from ..casts import held
 from ..env import Env
 from ..fusion import FusedOperation
 from ..settings import Fusing, fusing_now
@@ -18,14 +18,7 @@ from .step import Step
 
 
 def _requires_grad(owner: nn.Module, attribute: str) -> bool:
-    known = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
-    if known is not None:
-        return known.requires_grad
-    if parametrize.is_parametrized(owner, attribute):
-        # Reading the attribute would evaluate it, and some parametrizations step when they are.
-        originals = getattr(owner.parametrizations, attribute).parameters()
-        return any(p.requires_grad for p in originals)
-    return bool(getattr(owner, attribute).requires_grad)
+    return any(t.requires_grad for t in held(owner, attribute))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
