@@ -122,7 +122,7 @@ class RMSNorm(Norm):
                 total = (dy if gain is None else dy * gain).sum(-1)
             else:
                 total = dy.matmul(gain)
-            dx = dx.add_(total.mul_(rstd).unsqueeze_(-1), alpha=1 / (sizes[0] or 1))
+            dx = dx.add_(total.mul_(rstd).unsqueeze(-1), alpha=1 / (sizes[0] or 1))
             dx = dx if dx.dtype is like else dx.to(like)
         grads: sf.Grads = {"weight": self.as_parameter(dweight, "weight")} if wanted[1] else {}
         return (dx if wanted[0] else None), grads

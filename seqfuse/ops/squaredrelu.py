@@ -26,4 +26,4 @@ class SquaredReLU(sf.Pointwise):
         return torch.relu(x).square()
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
-        return threshold_backward(saved.x.mul(2).mul_(dy), saved.x, 0), {}
+        return threshold_backward(dy * saved.x.mul(2), saved.x, 0), {}

@@ -74,6 +74,18 @@ def test_backward_takes_any_layout_of_dy(name: str, layout: str):
     torch.testing.assert_close({"dx": dx, **grads}, {"dx": expected_dx, **expected})
 
 
+@pytest.mark.parametrize("name", CHAIN)
+def test_a_batch_of_incoming_gradients_gives_what_each_of_them_gives(name: str):
+    x = seeded_randn((6, 6), 3).requires_grad_()  # as many rows as columns, so that no confusion of them is an error
+    op = example(name, x.detach())
+    y, leaves = sf.Sequential(op, ops.Scale(1.0))(x), [x, *op.parameters()]
+    batch = seeded_randn((4, *y.shape), 4)
+    found = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in batch]
+    for got, expected in zip(found, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack(expected))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_only_wanted_gradients_are_computed(name: str, dtype: torch.dtype):
