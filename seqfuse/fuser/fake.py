@@ -28,7 +28,8 @@ def faking(mode: Any = None) -> Generator[Any]:
     # Autocast keeps casts of parameters for later: fake ones must not be among them.
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
-    mode = mode or active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
+    given = mode or active_fake_mode()
+    mode = given or FakeTensorMode(allow_non_fake_inputs=True)
     unsafe, mode._allow_unsafe_data_ptr_access = mode._allow_unsafe_data_ptr_access, False
     try:
         # Nor may a mode of the caller's see them: selective checkpointing keeps what it sees.
@@ -36,6 +37,9 @@ def faking(mode: Any = None) -> Generator[Any]:
             yield entered
     finally:
         mode._allow_unsafe_data_ptr_access = unsafe
+        if given is None:
+            # A cycle keeps the mode until garbage is collected, and a parameter that it refers to cannot be swapped.
+            mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
         torch.set_autocast_cache_enabled(kept)
 
 

@@ -202,6 +202,20 @@ def swapped(mine: Any, its: Any) -> None:
         torch.utils.swap_tensors(model[1].weight, nn.Parameter(tensor(4, 5, seed=31, grad=False)))
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["grad", "no_grad"])
+def test_a_parameter_can_be_swapped_before_garbage_is_collected(training: bool) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    gc.disable()
+    try:
+        model, x = sf.Sequential(ops.Linear(5, 4), ops.GeLU(), memory="lean"), tensor(7, 5)
+        with torch.set_grad_enabled(training):
+            expected = model(x).detach()
+        torch.testing.assert_close(model.double()(x.double()).detach(), expected.double(), check_dtype=False)
+    finally:
+        gc.enable()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @pytest.mark.parametrize("change", [replaced, assigned, data_swapped, absent, given, registered, deleted, swapped])
 def test_a_parameter_changed_after_the_first_call_is_the_one_used_and_trained(change: Callable[..., None]) -> None:
     mine, its = pair()
