@@ -1,4 +1,4 @@
-"""What the engine costs on the host: instructions against `nn.Sequential`, planning, look-ups.
+"""What the engine costs on the host: instructions against `nn.Sequential`, planning, plan-cache hits.
 
 Instructions are counted with callgrind, which repeats from run to run where times do not. Needs valgrind.
 Writes `results/planning.json` and `results/host.json`; `--sizes` without a number plans only.

@@ -1,4 +1,4 @@
-"""Bytes kept for backward by a feed-forward block of each model in bfloat16, as it would be covered on an sm_90.
+"""Bytes kept for backward by a feed-forward block of each model in bfloat16, as it is planned for an sm_90.
 
 Counted on tensors without data: storages once, parameters left out; time by the costs that fusions declare, as a part
 of that of the products. Writes `results/memory.json`.

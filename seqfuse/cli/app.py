@@ -193,7 +193,7 @@ def bench(name: str | None = None, *arguments: Annotated[str, Parameter(allow_le
     if name is not None:
         return benchmarks.run(name, arguments)
     for known, path in benchmarks.programs().items():
-        tell(f"{known:<10} {benchmarks.described(path)}")
+        tell(f"{known:<12} {benchmarks.described(path)}")
     return 0
 
 

@@ -767,8 +767,12 @@ def test_a_module_that_nothing_stands_for_is_said_to_be_none_of_this_library() -
 
 def test_a_list_in_which_nothing_can_be_fused_is_warned_of_but_not_a_single_module() -> None:
     x = tensor(7, 5)
-    with pytest.warns(UserWarning, match=r"nothing in this Sequential can be fused.* use sf\.nn\.from_torch"):
-        sf.Sequential(nn.Linear(5, 5), nn.ReLU())(x)
+    said = r"nothing in this Sequential can be fused.* use sf\.nn\.from_torch"
+    for use in (lambda model: model(x), lambda model: model.plan(x)):  # pyright: ignore
+        model = sf.Sequential(nn.Linear(5, 5), nn.ReLU())
+        with pytest.warns(UserWarning, match=said) as told:
+            use(model)
+        assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for alone in ([nn.Linear(5, 5)], [nn.Linear(5, 5), ops.ReLU()], [nn.Linear(5, 5), nn.Softplus()]):
