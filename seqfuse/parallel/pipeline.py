@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +42,12 @@ def pipeline(
             module whose output's shape depends on numbers needs. Under autocast it is told.
 
     Raises:
+        InputError: (SF106) for an argument of another kind.
         PlanError: (SF202) where it cannot be cut so, or a parameter would be on two ranks.
     """
+    _check_arguments(model, mesh, stages, shapes)
     if mesh.ndim != 1:
         raise PlanError(f"a pipeline takes one dimension of a mesh, not {mesh.ndim}", code="SF202", hint='mesh["pp"]')
-    if shapes not in ("infer", "broadcast"):
-        raise InputError(f'shapes must be "infer" or "broadcast", not {shapes!r}', code="SF106")
     nodes = flatten(model)
     if any(isinstance(node.operation, Boundary) for node in nodes):
         raise PlanError("the model is in stages already", code="SF202")
@@ -69,6 +69,21 @@ def pipeline(
     _clip(model, elsewhere)
     install(model, StagedFuser(model, model.fusions, placement))
     return model
+
+
+def _check_arguments(model: Any, mesh: Any, stages: Any, shapes: Any) -> None:
+    if not isinstance(model, Sequential):
+        hint = "sf.nn.from_torch and from_huggingface make one of models that they know"
+        raise InputError(f"pipeline cuts a seqfuse.Sequential, got {type(model).__name__}", code="SF106", hint=hint)
+    if not isinstance(mesh, DeviceMesh):
+        hint = 'such as init_device_mesh("cpu", (ranks,))'
+        raise InputError(f"pipeline takes a DeviceMesh, got {type(mesh).__name__}", code="SF106", hint=hint)
+    names = isinstance(stages, Sequence) and all(isinstance(name, str) for name in cast("Sequence[Any]", stages))
+    if isinstance(stages, str) or not (stages is None or isinstance(stages, int) or names):
+        message = "stages must be a number, or a list of the names of the modules that stages begin at, "
+        raise InputError(f"{message}got {stages!r}", code="SF106", hint='such as ["2"]')
+    if shapes not in ("infer", "broadcast"):
+        raise InputError(f'shapes must be "infer" or "broadcast", not {shapes!r}', code="SF106")
 
 
 def _insert(container: nn.Module, before: str, key: str, module: nn.Module) -> None:

@@ -64,6 +64,7 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
         InputError: (SF101) for heads, features or a vocabulary that the processes do not divide, naming operation and
             position; (SF104) for a name that matches nothing; (SF106) for a style that is none, or does not fit.
     """
+    _check_arguments(model, plan, sequence_dim)
     group = Group(group)
     acts = _acts(model, group, plan, sequence_dim)
     _check_ties(model, acts)
@@ -73,6 +74,19 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
     for operation in outside if group.size > 1 else []:
         operation.sum_over = group
     return model
+
+
+def _check_arguments(model: Any, plan: Any, sequence_dim: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"parallelize divides a torch.nn.Module, got {type(model).__name__}", code="SF106")
+    if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in cast("Mapping[Any, Any]", plan)):
+        hint = 'such as {"feedforward.mixer": "features"}'
+        raise InputError(
+            f"the plan must be a mapping of names of modules to styles, got {plan!r}", code="SF106", hint=hint
+        )
+    if sequence_dim is not None and not isinstance(sequence_dim, int):
+        message = f"sequence_dim must be the number of a dimension, got {sequence_dim!r}"
+        raise InputError(message, code="SF106", hint="such as -2")
 
 
 def _acts(model: nn.Module, group: Group, plan: Mapping[str, str], dim: int | None) -> list[_Act]:
