@@ -28,8 +28,9 @@ def held(owner: nn.Module, name: str) -> list[Any]:
 
 def dtype_of(owner: nn.Module, name: str) -> Any:
     """The dtype of a parameter, or of what it is made from, unless it may have another; `None` where there is none."""
-    other = parametrize.is_parametrized(owner, name) and getattr(owner.parametrizations, name).unsafe
-    tensors = [getattr(owner, name)] if other else held(owner, name)
+    tensors, made = held(owner, name), name not in owner._parameters  # pyright: ignore[reportPrivateUsage]
+    if made and parametrize.is_parametrized(owner, name) and getattr(owner.parametrizations, name).unsafe:
+        tensors = [getattr(owner, name)]
     return tensors[0].dtype if tensors else None
 
 
