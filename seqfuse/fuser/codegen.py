@@ -92,8 +92,11 @@ def forward_code(
     s.add(f"    return failed({'ctx' if keep else 'None'}, segment, at, error, seeds, x0, ({entered}{rest}))")
     s.add(*["ctx.leaves = _"] * (keep and leaves))
     if keep:
+        found = "".join(f"s{i}, " for i, step in enumerate(segment.forward) if step.saves)
+        given = f"seeds, x0, ({entered}*_, )"
+        pack = f"wrong = pack(ctx, segment, ({found}))", f"if wrong: return failed(ctx, segment, *wrong, {given})"
         s.add("ctx.segment = segment", "ctx.materialize_grads = False")
-        _save_static(s, layout, saved, f"pack(ctx, segment, ({''.join(f'{record}, ' for record in saved.values())}))")
+        _save_static(s, layout, saved, pack)
     if likes:
         s.add(f"ctx.like = {{{', '.join(likes)}}}")
     out = "".join(f", {c[name]}" for name in segment.outputs)
@@ -106,9 +109,9 @@ def forward_code(
     return s.define()
 
 
-def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str], pack: str) -> None:
+def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str], pack: Sequence[str]) -> None:
     """Save what was seen to be saved, each tensor once, if it is so again; else `pack` it."""
-    s.add(pack if layout is None else f"ctx.layout = {s.put(layout)}")
+    s.add(*(pack if layout is None else [f"ctx.layout = {s.put(layout)}"]))
     if not layout:
         return
     s.add("try:")
@@ -137,7 +140,7 @@ def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str]
     # A tensor where there was `None` before, or two where there was one.
     if wrong:
         s.add(f"    if {' or '.join(wrong)}: raise ValueError")
-    s.add("except Exception:", f"    {pack}", "else:")
+    s.add("except Exception:", *(f"    {line}" for line in pack), "else:")
     s.add(f"    if hooks(False) is None: ctx.save_for_backward({tensors})")
     s.add(f"    else: save(ctx, segment, [{tensors}])")
 

@@ -128,15 +128,24 @@ def _failed(
     return _interpreted(ctx, segment, run, (x, *tensors)) if segment.live else _returned(segment, run)
 
 
-def _pack(ctx: Any, segment: Segment, saved: Sequence[Any]) -> None:
-    """Save records that are not as they had been seen; the next call looks at them again."""
-    memo, tensors = dict[int, int](), list[Tensor]()
-    packs = (packing(record.cls, record.kept)[0] for step in segment.forward for record in step.saves)
-    ctx.layout, ctx.tokens = None, [pack(one, memo, tensors) for pack, one in zip(packs, saved, strict=True)]
+def _pack(ctx: Any, segment: Segment, saved: Sequence[Any]) -> tuple[int, Exception] | None:
+    """Save records that are not as they had been seen; the next call looks at them again.
+
+    What a step saved may be none of its records: then the step that failed so, and why.
+    """
+    memo, tensors, tokens = dict[int, int](), list[Tensor](), list[Any]()
+    for step, found in zip((step for step in segment.forward if step.saves), saved, strict=True):
+        try:
+            tokens += [packing(r.cls, r.kept)[0](r.among(found), memo, tensors) for r in step.saves]
+        except Exception as error:
+            interpret.may_fall_back(segment, step, error, again=segment.forward)
+            return segment.forward.index(step), error
+    ctx.layout, ctx.tokens = None, tokens
     _save(ctx, segment, tensors)
     if segment.layout is not None:
         segment.surprises += 1
         segment.code = segment.layout = None
+    return None
 
 
 def _interpret_backward(
