@@ -100,7 +100,7 @@ def test_variables_that_name_code_are_warnings(cli: Cli, monkeypatch: pytest.Mon
 def test_our_own_variables_are_checked(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEQFUSE_FSUING", "0")
     (warning,) = found(cli, 1)["warnings"]
-    assert warning == "unknown environment variable SEQFUSE_FSUING; did you mean SEQFUSE_FUSING?"
+    assert warning == "unknown environment variable SEQFUSE_FSUING; did you mean 'SEQFUSE_FUSING'?"
 
 
 def test_a_cache_that_others_can_write_to_is_a_warning(cli: Cli, tmp_path: Path) -> None:

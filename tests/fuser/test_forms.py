@@ -66,17 +66,6 @@ def test_a_forward_of_an_operation_that_returns_another_form_is_named(
         assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF302", "Wrong", 1)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["grad", "no_grad"])
-def test_an_output_of_another_shape_than_its_operation_infers_is_named(training: bool) -> None:
-    wrong = operation_with(lambda op, x: (2 * x[:, :3], op.Saved(x=x)))
-    with (
-        torch.set_grad_enabled(training),
-        pytest.raises(sf.PluginError, match=r"infer\(7, 5\) says \(7, 5\), the output has \(7, 3\)") as caught,
-    ):
-        sf.Sequential(ops.Linear(5, 5), wrong, ops.Scale(1))(tensor(7, 5))
-    assert (caught.value.code, caught.value.operation, caught.value.position) == ("SF305", "Wrong", 2)
-
-
 @pytest.mark.parametrize("value", [3, "text", 1.5, {"a": 1}], ids=repr)
 def test_a_tensor_field_that_holds_something_else_is_named(value: Any) -> None:
     class Wrong(sf.UnfusedOperation):
