@@ -175,8 +175,7 @@ class Region(nn.Module):
                 channels = dict(zip(self._names, given[1:], strict=False))
                 with Launches() as forward:
                     seeds = draw(op_list.nodes, given[0])
-                    y = bind(part, program)(given[0], channels, seeds)
-                assert y is not None
+                    y: Any = bind(part, program)(given[0], channels, seeds)
                 outputs = [t for t in (y, *(channels[name] for name in op_list.outputs)) if t.requires_grad]
                 inputs = [t for t in given if t.requires_grad]
                 with Launches() as backward:
