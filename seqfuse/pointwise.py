@@ -95,7 +95,7 @@ class Pointwise(UnfusedOperation, open=True):
 
     def record(self, x: Tensor, y: Tensor) -> Saved:
         """The `Saved` of a forward from `x` to `y`: it holds the one of the two that the backward reads."""
-        return self._saved(x if self.reads == "input" else y)
+        return self.Saved(x=x) if self.reads == "input" else self.Saved(y=y)  # pyright: ignore[reportCallIssue]
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         y = self.reference(x)
