@@ -527,6 +527,7 @@ def test_a_rehearsal_before_a_capture_puts_the_lengths_back_on_its_own_stream(mo
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda, "Stream", Aside)
     monkeypatch.setattr(torch.cuda, "current_stream", mock.MagicMock())
+    monkeypatch.setattr(torch.cuda, "device", mock.MagicMock())
     monkeypatch.setattr(_graph, "_on_gpu", lambda lengths: True)
     written: list[tuple[str, str]] = []
 
