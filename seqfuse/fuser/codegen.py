@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
@@ -54,7 +55,7 @@ def forward_code(
     c = {name: f"c{i}" for i, name in enumerate(segment.inputs)}
     names = "".join(f", {c[name]}" for name in segment.inputs)
     s = Source("forward", f"{'ctx, ' if keep else ''}segment, seeds, x{names}{', *_' if keep else ''}")
-    s.constants.update(run, fit=fit)
+    s.constants.update(run, fit=fit, Tensor=Tensor)
     s.add("x0, at = x, 0" + "".join(f"; e{i} = c{i}" for i in range(len(segment.inputs))))
     s.add("try:")
     entered = "".join(f"e{i}, " for i in range(len(segment.inputs)))
@@ -136,8 +137,10 @@ def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str]
                 else:
                     first[place] = f"t{place}"
                     s.add(f"    t{place} = {value}")
+                    # Torch would say so once the forward has returned, of an argument and of no operation.
+                    wrong.append(f"not isinstance(t{place}, Tensor)")
     tensors = ", ".join(first[i] for i in range(len(first)))
-    # A tensor where there was `None` before, or two where there was one.
+    # Else a tensor where there was `None` before, or two where there was one.
     if wrong:
         s.add(f"    if {' or '.join(wrong)}: raise ValueError")
     s.add("except Exception:", *(f"    {line}" for line in pack), "else:")
