@@ -64,6 +64,8 @@ class Env:
         rows: tokens of the input, rounded up to a power of two, or `None` where unknown.
         along: where dtypes differ along the sequence, as under autocast, the one that each operation of a fusion takes,
             and last that of its result: `requires` and `saves` are asked with it, and with the `dtype` that enters.
+        width: for `saves`, the last dimension of what enters a fusion, as the operations around it state it; 0 where
+            none does.
     """
 
     device: str = "cpu"
@@ -75,6 +77,7 @@ class Env:
     triton: bool = False
     rows: int | None = None
     along: tuple[torch.dtype | None, ...] = ()
+    width: int = 0
 
     @classmethod
     def of(

@@ -32,12 +32,12 @@ def gain(
     kinds, features = tuple(map(type, operations)), tuple([operation.features for operation in operations])
     fwd = _traffic(operations, env, False)
     bwd = _traffic(operations, env, True) if backward else ()
-    return _gain(kinds, features, fwd, bwd, forward, saved, own_gemm, env.tokens * env.itemsize)
+    return _gain(kinds, features, fwd, bwd, forward, saved, own_gemm, env.width, env.tokens * env.itemsize)
 
 
 def unfused(operations: Sequence[UnfusedOperation], env: Env, positions: Iterable[int]) -> Savings:
     """The work of the forward pass of operations at these positions of a sequence."""
-    widths = _widths(tuple(map(type, operations)), tuple([operation.features for operation in operations]))
+    widths = _widths(tuple(map(type, operations)), tuple([operation.features for operation in operations]), env.width)
     found = _traffic(operations, env, False)
     launches, moved, flops = 0.0, 0.0, 0.0
     for t, i in ((found[i], i) for i in positions):
@@ -61,9 +61,10 @@ def _gain(
     forward: bool,
     saved: tuple[int, ...],
     own_gemm: bool,
+    width: int,
     column: int,
 ) -> Savings:
-    widths, last = _widths(kinds, features), len(kinds)
+    widths, last = _widths(kinds, features, width), len(kinds)
     gemms = [i for i in range(last) if fwd[i].flops]
     # A view is the tensor that it is made from.
     same = [0]
@@ -93,9 +94,37 @@ def _gain(
     return Savings((1 - STEP) * kernels + STEP * steps, moved * column, flops)
 
 
-def _widths(kinds: _Kinds, features: _Features) -> list[int]:
+def entering(operations: Sequence[UnfusedOperation]) -> list[int]:
+    """The last dimension of what enters each operation, as those before or behind it state it; 0 where none does."""
+    found: list[int] = []
+    width = 0
+    for operation in operations:
+        stated = operation.features
+        found.append(width if stated is None else stated[0])
+        width = _leaving(operation, width) if stated is None else stated[1]
+    for i in reversed(range(len(found) - 1)):
+        if not found[i] and _keeps(operations[i]):
+            found[i] = found[i + 1] * operations[i].narrows
+    return found
+
+
+def _leaving(operation: UnfusedOperation, width: int) -> int:
+    if _keeps(operation) or not width:
+        return width // operation.narrows
+    try:
+        return operation.infer((1, 1, width))[-1]
+    except Exception:  # it asks more of a shape: then nothing is known
+        return 0
+
+
+def _keeps(operation: UnfusedOperation) -> bool:
+    """Whether the last dimension of x is that of y, times what `narrows` says."""
+    return type(operation).infer is UnfusedOperation.infer or operation.narrows > 1
+
+
+def _widths(kinds: _Kinds, features: _Features, first: int) -> list[int]:
     """The last dimension of the tensors before, between and behind operations; 0 where none of them says it."""
-    known: list[int | None] = [None] * (len(kinds) + 1)
+    known: list[int | None] = [first or None, *[None] * len(kinds)]
     for i, stated in enumerate(features):
         if stated is not None:
             known[i : i + 2] = stated

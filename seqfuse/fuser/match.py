@@ -14,6 +14,7 @@ from ..env import Env, Savings
 from ..errors import InputError, meant
 from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, Slot
 from ..settings import Fusing
+from ..traffic import entering
 from .borders import refuses_channels, refuses_dtypes
 from .flatten import Node
 from .inputs import along_of
@@ -94,7 +95,8 @@ class Matcher:
         _check_named(fusing)
         found: list[Candidate] = []
         refused: list[Refusal] = []
-        still = dataclasses.replace(env, grad=False)
+        widths = entering([node.operation for node in stretch.inside])
+        for_saves: dict[tuple[int, bool], Env] = {}
         kinds = tuple(node.derives or node.kind for node in stretch.inside)
         for a in stretch.positions:
             # Lists repeat themselves: what may stand somewhere depends on the next few kinds alone.
@@ -131,7 +133,10 @@ class Matcher:
                         reason = None if fusing.unmeasured else UNMEASURED
                     if reason is None:
                         # Where nothing needs a gradient a joint fusion is worth its forward only.
-                        wanted = env if b > live_from or not env.grad else still
+                        key = widths[a - start], env.grad and b > live_from
+                        wanted = for_saves.get(key)
+                        if wanted is None:
+                            wanted = for_saves[key] = dataclasses.replace(env, width=key[0], grad=key[1])
                         cost = self._cost(bound, wanted.between(along), measured)
                         if isinstance(cost, int):
                             found.append(Candidate(bound, a, b, cost, rank))

@@ -150,7 +150,8 @@ class Plan:
 
     def as_dict(self) -> PlanData:
         """Everything it says as dictionaries, lists, strings and numbers; `format` counts their forms."""
-        env = {f.name: getattr(self.env, f.name) for f in dataclasses.fields(self.env) if f.name != "along"}
+        stated = [f.name for f in dataclasses.fields(self.env) if f.name not in ("along", "width")]
+        env = {name: getattr(self.env, name) for name in stated}
         env |= {name: short(value) for name, value in env.items() if isinstance(value, torch.dtype)}
         data = PlanData(
             format=FORMAT,

@@ -6,6 +6,7 @@ is chosen by cost; the order of these tuples decides only between schedules of e
 
 from ..fusion import FusedOperation
 from .activation_linear import ActivationLinearBackward as ActivationLinearBackward
+from .activation_linear import ActivationLinearJoint as ActivationLinearJoint
 from .all_reduce_linear import AllReduceLinearBackward as AllReduceLinearBackward
 from .backward_linear_add import BackwardLinearAdd as BackwardLinearAdd
 from .bias_dropout_add import BiasDropoutAdd as BiasDropoutAdd
@@ -111,6 +112,7 @@ triton: tuple[type[FusedOperation], ...] = (
 lean: tuple[type[FusedOperation], ...] = (
     NormLinearActivationLinear,  # of a whole feed-forward block saves its input and the pre-activation
     LinearActivationLinear,  # of two GEMMs and an activation between them saves the pre-activation
+    ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; its backward kernel writes the rest again
     RecomputeHeads,  # makes queries, keys and values again: a norm and a GEMM in the backward pass
     RecomputeNorm,  # makes what the norm before a GEMM gave again
     RecomputeActivation,  # makes what the activation before a GEMM gave again

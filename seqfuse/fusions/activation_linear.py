@@ -1,17 +1,28 @@
-"""The backward of an optional Bias, an activation, an optional Dropout and the Linear they feed, in one GEMM."""
+"""An optional Bias, an activation or a gated unit, and the Linear that it feeds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..env import Env
-from ..fusion import BackwardFusion, Requirements
+from .. import saved as context
+from ..casts import dtype_of
+from ..env import Env, Savings
+from ..fusion import BackwardFusion, JointFusion, Requirements
+from ..hardware import STEP
+from ..maingrad import Accumulated
 from ..operation import Grads
-from ..ops import Bias, Dropout, Linear
+from ..ops import Add, Bias, Dropout, Linear
+from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, unit_bwd
+from ._kernels import device, kernel_takes_act, kernel_takes_gated
+from ._linear import as_rows, dgrad, in_place, one_dtype, output_bytes
+from ._pointwise import chain_of, kernel_takes_chain, pointwise_of
 
 
 class ActivationLinearBackward(BackwardFusion):
@@ -49,3 +60,117 @@ class ActivationLinearBackward(BackwardFusion):
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
         return unit_bwd(dy, linear, self.act, act, self.dropout, dropout, needs, main_grads)
+
+
+class ActivationLinearJoint(JointFusion):
+    """y = other + h weight^T + out_bias, h = act(z), z = x + bias, where h is not saved.
+
+    The kernel that computes dz in the backward pass reads z in any case, and writes h on the way: dh = dy weight;
+    dz = act'(z) dh, or that of a gated unit, and its sum over all rows, which is dbias;  dweight = dy^T h;  dother = dy,
+    whose sum is dout_bias. h of the backward pass is made of the rounded z, as it is where nothing is fused.
+
+    The GEMMs are torch's. This writes h twice, for the memory that it would take from the forward to the backward pass.
+
+    x, z: [*, F], of a gated unit [*, 2 F], h: [*, F], other, y: [*, out_features].
+    Source: Chen et al. 2016, arXiv:1604.06174, of saving less and recomputing it.
+    """
+
+    bias: Bias | None
+    act: Pointwise | Gated
+    linear: Linear
+    out_bias: Bias | None
+    add: Add | None
+
+    triton = saves_memory = True
+    layout = "any"  # its kernels are handed copies of what does not fit
+
+    class Saved(context.Saved):
+        z: Tensor  # [*, F], of a gated unit [*, 2 F]
+        weight: Tensor = context.field(for_=("x", "bias.bias"))  # [out_features, F], the parameter, or its cast
+
+    def requires(self, env: Env) -> Requirements:
+        yield env.grad, "where nothing needs a gradient nothing is saved"
+        yield from kernel_takes_chain(self.bias, env)
+        act = self.act
+        yield from kernel_takes_gated(act) if isinstance(act, Gated) else kernel_takes_act(act)
+        reads_input = isinstance(act, Gated) or act.reads == "input"
+        yield reads_input, f"{type(act).__name__} saves its output, which the GEMM after it does too"
+        one = env.cast(dtype_of(self.linear, "weight")) == env.dtype and one_dtype(self.linear, self.out_bias, env)
+        yield one, "input, weight and bias must have one dtype"
+        yield all(dtype is env.dtype for dtype in env.along[:-1]), "an operation in it gives another dtype"
+
+    def saves(self, env: Env) -> Savings:
+        h = float(env.tokens * self.linear.in_features * env.itemsize)
+        found = super().saves(env) - Savings(launches=1 - STEP, bytes=3 * h)  # dh is written and read, and h written
+        if self.out_bias is not None:
+            found = found - Savings(launches=1 - STEP, bytes=output_bytes(self.linear, env))
+        return found if self.add is None else found - in_place(self.linear, env)
+
+    def saved_at(self) -> tuple[int, ...]:
+        return (int(self.bias is not None),)
+
+    def fwd(self, x: Tensor, *, add_other: Tensor | None = None) -> tuple[Tensor, Saved]:
+        weight, out_bias = self.linear.weight_for(x), self.out_bias
+        kernel = self.decided(("fwd", self._numbers), self._forward)
+        h, *stored = kernel(x) if self.bias is None else kernel(x, self.bias.read())
+        y = F.linear(h, weight, None if out_bias is None else out_bias.read())
+        if self.add is not None:
+            assert add_other is not None
+            if y.shape == add_other.shape and y.dtype is add_other.dtype:
+                y.add_(add_other)
+            else:
+                y, _ = self.add.fwd(y, other=add_other)
+        return y, self.Saved(z=stored[0] if stored else x, weight=weight)
+
+    def bwd(
+        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Grads]:
+        grads: dict[str, Tensor | Accumulated | None] = {}
+        if "add.other" in needs:
+            grads["add.other"] = dy
+        # The operations hand on a gradient in their own dtype where the residual has another.
+        d = dy if dy.dtype is saved.z.dtype else dy.to(saved.z.dtype)
+        if self.out_bias is not None and "out_bias.bias" in needs:
+            grads["out_bias.bias"] = as_rows(d).sum(0, dtype=self.out_bias.dtype)
+        dz = h = None
+        before, again = not needs.isdisjoint({"x", "bias.bias"}), "linear.weight" in needs
+        if before:
+            sums = self.bias is not None and "bias.bias" in needs
+            asked = sums, again, "x" in needs, d.dtype
+            kernel = self.decided((self._numbers, *asked), self._backward, *asked)
+            dz, *made = kernel(dgrad(d, saved.weight), *(saved.z,) * (1 + again))
+            h = made[0] if again else None
+            if sums:
+                grads["bias.bias"] = made[-1]
+        elif again:
+            h = self.act.fwd(saved.z)[0]
+        if h is not None:
+            grads["linear.weight"] = weight_grad(d, h, main_grads.pop("linear.weight", None))
+        return dz, grads
+
+    def unfused(self, saved: Saved) -> dict[str, context.Saved]:
+        """What the operations themselves would have saved."""
+        h, act = self.act.fwd(saved.z)
+        # What no gradient reads was dropped.
+        records: dict[str, Any] = {"act": act, "linear": Linear.Saved(x=h, weight=vars(saved).get("weight"))}
+        records |= {name: Bias.NOTHING for name in ("bias", "out_bias") if getattr(self, name) is not None}
+        return records if self.add is None else records | {"add": Add.NOTHING}
+
+    @property
+    def _numbers(self) -> tuple[Any, ...]:
+        return (self.act.activation if isinstance(self.act, Gated) else self.act).P
+
+    def _named(self, *steps: str) -> list[tuple[str, tuple[Any, ...]]]:
+        """Steps of this activation, by the names they have for a gated unit and for any other."""
+        gated = isinstance(self.act, Gated)
+        of = (device(self.act.activation if isinstance(self.act, Gated) else self.act),)
+        return [({"act": "gated", "dact": "dgated", "emit": "emit_gated"}[step] if gated else step, of) for step in steps]
+
+    def _forward(self) -> Callable[..., Any]:
+        before = [] if self.bias is None else [("bias", ()), ("store", ())]
+        return pointwise_of()(chain_of([*before, *self._named("act")]))
+
+    def _backward(self, sums: bool, again: bool, result: bool, dtype: torch.dtype) -> Callable[..., Any]:
+        steps = [*self._named(*["emit"] * again, "dact"), *[("column_sum", ())] * sums]
+        given = [dtype] * again + ([self.bias.dtype] if sums and self.bias is not None else [])
+        return pointwise_of()(chain_of(steps), None, given, result)

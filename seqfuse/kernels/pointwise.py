@@ -63,6 +63,7 @@ _DROPOUT = tl.constexpr(7)
 _STORE = tl.constexpr(8)
 _SUM = tl.constexpr(9)
 _EMIT = tl.constexpr(10)
+_EMIT_GATED = tl.constexpr(11)
 
 
 @triton.jit
@@ -202,7 +203,8 @@ def _walk(
         elif KINDS[s] == _GATED:
             tiles = _gated(tiles, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _DGATED:
-            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
+            if operands[s] is not None:
+                saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
             tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], entry(PS, s), HALF)
         elif KINDS[s] == _BIAS:
             tiles = _bias(tiles, operands[s], cols, width, columns, COMPUTE)
@@ -217,6 +219,9 @@ def _walk(
         elif KINDS[s] == _EMIT:
             saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
             _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s), HALF), rows, cols, width, mask)
+        elif KINDS[s] == _EMIT_GATED:
+            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
+            _stored(outputs[s], _gated(saved, FNS[s][0], entry(PS, s), HALF), rows, cols, width, mask)
         elif KINDS[s] == _SUM:
             # Rows beyond the last hold what a step made of zeros.
             summed = summed + _masked(tiles, mask)
@@ -400,7 +405,16 @@ def emit(activation: Any) -> Step:
     return _unary(_EMIT, "emit", activation, (activation.value,), operand="matrix", output="matrix")
 
 
-_OF_ACTIVATION = {"act": act, "dact": dact, "gated": gated, "dgated": dgated, "emit": emit}
+def emit_gated(activation: Any) -> Step:
+    """Give f(gate) up of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N]."""
+    return _unary(_EMIT_GATED, "emit_gated", activation, (activation.value,), operand="packed", output="matrix")
+
+
+_OF_ACTIVATION = {
+    "act": act, "dact": dact, "gated": gated, "dgated": dgated, "emit": emit, "emit_gated": emit_gated,
+}  # fmt: skip
+# Two steps that may read one operand, of which the second has it from the first.
+_AGAIN = frozenset({(_EMIT.value, _DACT.value), (_EMIT_GATED.value, _DGATED.value)})
 _PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum}
 
 
@@ -439,7 +453,7 @@ class Chain:
         self.kinds = tuple(step.kind for step in steps)
         self.functions = tuple(step.functions for step in steps)
         self.numbers = tuple(step.P for step in steps)
-        self.reads_again = (_EMIT.value, _DACT.value) in itertools.pairwise(self.kinds)
+        self.reads_again = not _AGAIN.isdisjoint(itertools.pairwise(self.kinds))
         depth = lowest = 0
         depths = [0]
         for step in steps:
@@ -631,8 +645,8 @@ def _decided(
 
 
 def _read_again(step: Step, operand: Tensor | None, before: Step | None, read: Tensor | None) -> bool:
-    """Whether an activation's gradient takes just what the step before it, which gives the activation, has read."""
-    if before is None or before.kind != _EMIT.value or step.kind != _DACT.value or operand is None or read is None:
+    """Whether a gradient takes just what the step before it, which gives the value, has read."""
+    if before is None or (before.kind, step.kind) not in _AGAIN or operand is None or read is None:
         return False
     if faking():
         return False  # there is no address
@@ -673,7 +687,7 @@ def chain_variant(
         operand: dtype of the operands, x's by default.
         result: whether the last value is stored.
         ones: numbers among the arguments that are 1, which Triton makes constants.
-        again: whether each `dact` behind an `emit` takes what that one has read.
+        again: whether each gradient behind an `emit` or `emit_gated` takes what that one has read.
     """
     block_m, block_n, constexprs = chain.tile(width, dtype.itemsize)
     name, other = (TRITON_DTYPES[str(d).removeprefix("torch.")] for d in (dtype, operand or dtype))
@@ -682,7 +696,7 @@ def chain_variant(
     )
     if again:
         operands = tuple(
-            "none" if kinds == (_EMIT.value, _DACT.value) else operand
+            "none" if kinds in _AGAIN else operand
             for operand, kinds in zip(operands, itertools.pairwise((-1, *chain.kinds)), strict=True)
         )
     outputs = tuple(f"*{name}" if step.output == "matrix" else "none" for step in chain.steps)
@@ -729,6 +743,7 @@ def variants() -> Iterator[Variant]:
         Chain(dropout(0.1), dact(gelu), column_sum()),
         Chain(dropout(0.1), dgated(gelu), column_sum()),
         Chain(emit(gelu), dact(gelu), column_sum()),
+        Chain(emit_gated(gelu), dgated(gelu), column_sum()),
         Chain(add(), store(), dropout(0.1), column_sum()),
         Chain(column_sum()),
         Chain(dropout(0.1), bias(), act(gelu), dropout(0.2), scale(2.0)),
@@ -744,8 +759,9 @@ def variants() -> Iterator[Variant]:
                 yield chain_variant(chain, dtype, width)
         yield chain_variant(chain, torch.bfloat16, 4096, operand=torch.float32)
     yield chain_variant(Chain(column_sum()), torch.bfloat16, 4096, result=False)
-    for width in (4096, 1001):
-        yield chain_variant(chains[7], torch.bfloat16, width, again=True)
+    for chain in (*chains[7:9], Chain(emit(gelu), dact(gelu)), Chain(emit_gated(gelu), dgated(gelu))):
+        for width in (4096, 1001):
+            yield chain_variant(chain, torch.bfloat16, width, again=True)
     for chain, ones in (
         (chains[1], ("M",)),
         (chains[1], ("width", "x_stride")),

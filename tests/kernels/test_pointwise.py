@@ -157,6 +157,11 @@ CASES = {
         lambda dy, z: (dy * 0.5, F.silu(z), summed(dy * 0.5)),
         matrices={"z": 1},
     ),
+    "emit_gated": Case(
+        lambda k: k.Chain(k.emit_gated(SILU), k.scale(0.5), k.column_sum()),
+        lambda dy, z: (dy * 0.5, F.silu(halves(z)[0]) * halves(z)[1], summed(dy * 0.5)),
+        matrices={"z": 2},
+    ),
 }  # fmt: skip
 
 
@@ -507,18 +512,20 @@ def test_the_result_may_be_left_out(device: torch.device) -> None:
     torch.testing.assert_close(total, x.sum(0))
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["activation", "gated"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_activation_given_again_reads_its_input_once(dtype: torch.dtype, device: torch.device) -> None:
+def test_what_is_given_again_reads_its_input_once(dtype: torch.dtype, gated: bool, device: torch.device) -> None:
     k = pointwise
-    dy, z = (seeded_randn((19, 40), seed, dtype=dtype).to(device) for seed in (0, 1))
-    chain = k.Chain(k.emit(SILU), k.dact(SILU), k.column_sum())
+    dy, z = (seeded_randn((19, size), seed, dtype=dtype).to(device) for seed, size in enumerate((40, 40 + 40 * gated)))
+    steps = [k.emit_gated(SILU), k.dgated(SILU)] if gated else [k.emit(SILU), k.dact(SILU)]
+    chain = k.Chain(*steps, k.column_sum())
     apart = k.pointwise(dy, chain, (z, z.clone()))
     assert_bitwise_equal(k.pointwise(dy, chain, (z, z)), apart)
     # Another tensor at the same address, and the same step without the one before it.
     assert_bitwise_equal(
         k.pointwise(dy, chain, (z[:1].expand_as(z), z)), k.pointwise(dy, chain, (z[:1].expand_as(z), z.clone()))
     )
-    twice = k.Chain(k.emit(SILU), k.scale(1.0), k.dact(SILU), k.column_sum())
+    twice = k.Chain(steps[0], k.scale(1.0), steps[1], k.column_sum())
     assert_bitwise_equal(k.pointwise(dy, twice, (z, z)), apart)
 
 
@@ -724,6 +731,12 @@ MUTANTS = {
         "_stored(outputs[s], _act(saved, FNS",
         "_stored(outputs[s], _act(tiles, FNS",
         "emit",
+    ),
+    "what a gated unit gives again": (
+        pointwise,
+        "_stored(outputs[s], _gated(saved, FNS",
+        "_stored(outputs[s], _gated(saved[::-1], FNS",
+        "emit_gated",
     ),
     "dropout that starts at each tile": (
         pointwise,
