@@ -112,7 +112,7 @@ triton: tuple[type[FusedOperation], ...] = (
 lean: tuple[type[FusedOperation], ...] = (
     NormLinearActivationLinear,  # of a whole feed-forward block saves its input and the pre-activation
     LinearActivationLinear,  # of two GEMMs and an activation between them saves the pre-activation
-    ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; its backward kernel writes the rest again
+    ActivationLinearJoint,  # of an activation and a GEMM saves the pre-activation; torch's own GEMMs
     RecomputeHeads,  # makes queries, keys and values again: a norm and a GEMM in the backward pass
     RecomputeNorm,  # makes what the norm before a GEMM gave again
     RecomputeActivation,  # makes what the activation before a GEMM gave again

@@ -66,8 +66,8 @@ class ActivationLinearJoint(JointFusion):
     """y = other + h weight^T + out_bias, h = act(z), z = x + bias, where h is not saved.
 
     The kernel that computes dz in the backward pass reads z in any case, and writes h on the way: dh = dy weight;
-    dz = act'(z) dh, or that of a gated unit, and its sum over all rows, which is dbias;  dweight = dy^T h;  dother = dy,
-    whose sum is dout_bias. h of the backward pass is made of the rounded z, as it is where nothing is fused.
+    dz = act'(z) dh, or that of a gated unit, and its sum over all rows, which is dbias;  dweight = dy^T h;
+    dother = dy, whose sum is dout_bias. h of the backward pass is made of the rounded z, as it is unfused.
 
     The GEMMs are torch's. This writes h twice, for the memory that it would take from the forward to the backward pass.
 
@@ -111,7 +111,7 @@ class ActivationLinearJoint(JointFusion):
 
     def fwd(self, x: Tensor, *, add_other: Tensor | None = None) -> tuple[Tensor, Saved]:
         weight, out_bias = self.linear.weight_for(x), self.out_bias
-        kernel = self.decided(("fwd", self._numbers), self._forward)
+        kernel = self.decided(("fwd", self._unary.P), self._forward)
         h, *stored = kernel(x) if self.bias is None else kernel(x, self.bias.read())
         y = F.linear(h, weight, None if out_bias is None else out_bias.read())
         if self.add is not None:
@@ -137,7 +137,7 @@ class ActivationLinearJoint(JointFusion):
         if before:
             sums = self.bias is not None and "bias.bias" in needs
             asked = sums, again, "x" in needs, d.dtype
-            kernel = self.decided((self._numbers, *asked), self._backward, *asked)
+            kernel = self.decided((self._unary.P, *asked), self._backward, *asked)
             dz, *made = kernel(dgrad(d, saved.weight), *(saved.z,) * (1 + again))
             h = made[0] if again else None
             if sums:
@@ -157,20 +157,21 @@ class ActivationLinearJoint(JointFusion):
         return records if self.add is None else records | {"add": Add.NOTHING}
 
     @property
-    def _numbers(self) -> tuple[Any, ...]:
-        return (self.act.activation if isinstance(self.act, Gated) else self.act).P
+    def _unary(self) -> Pointwise:
+        return self.act.activation if isinstance(self.act, Gated) else self.act
 
-    def _named(self, *steps: str) -> list[tuple[str, tuple[Any, ...]]]:
-        """Steps of this activation, by the names they have for a gated unit and for any other."""
-        gated = isinstance(self.act, Gated)
-        of = (device(self.act.activation if isinstance(self.act, Gated) else self.act),)
-        return [({"act": "gated", "dact": "dgated", "emit": "emit_gated"}[step] if gated else step, of) for step in steps]
+    def _steps(self, *names: str) -> list[tuple[str, tuple[Any, ...]]]:
+        gated, of = isinstance(self.act, Gated), (device(self._unary),)
+        return [(_OF_GATED[name] if gated else name, of) for name in names]
 
     def _forward(self) -> Callable[..., Any]:
         before = [] if self.bias is None else [("bias", ()), ("store", ())]
-        return pointwise_of()(chain_of([*before, *self._named("act")]))
+        return pointwise_of()(chain_of([*before, *self._steps("act")]))
 
     def _backward(self, sums: bool, again: bool, result: bool, dtype: torch.dtype) -> Callable[..., Any]:
-        steps = [*self._named(*["emit"] * again, "dact"), *[("column_sum", ())] * sums]
+        steps = [*self._steps(*["emit"] * again, "dact"), *[("column_sum", ())] * sums]
         given = [dtype] * again + ([self.bias.dtype] if sums and self.bias is not None else [])
         return pointwise_of()(chain_of(steps), None, given, result)
+
+
+_OF_GATED = {"act": "gated", "dact": "dgated", "emit": "emit_gated"}

@@ -406,7 +406,7 @@ def test_a_machine_that_is_not_here_has_the_choices_too():
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192)
     model.memory = "lean"
     plan = model.plan(env=env)
-    assert {step.name for step in plan.forward if step.fused} >= {"RecomputeNorm", "RecomputeActivation"}
+    assert {step.name for step in plan.forward if step.fused} >= {"RecomputeNorm", "ActivationLinearJoint"}
     x = torch.empty(8192, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
     choices = {choice.memory: choice.saved for choice in model.plan(x, env=env).choices}
     assert choices["lean"] < 0.65 * choices["save"]

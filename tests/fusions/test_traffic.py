@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 import seqfuse as sf
 from seqfuse import fusions, ops
 from seqfuse.hardware import GEMM_SLOWER, STEP
+from seqfuse.traffic import entering
 
 TRAIN = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096)
 EVAL = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=4096, grad=False)
@@ -39,6 +42,7 @@ def bound(fusion: type[sf.FusedOperation], **slots: Any) -> sf.FusedOperation:
 
 
 END = {"bias": "bias", "dropout": "dropout", "add": "add", "fork": "fork", "norm": "norm"}
+OUT = {"out_bias": "bias", "add": "add"}
 ACTS = {"add": "add", "fork": "fork", "norm": "norm", "acts": ("gelu", "scale")}
 
 # Kernels spared, and reads and writes of a tensor of F features.
@@ -61,6 +65,10 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     (fusions.BiasGatedBackward, {"bias": "gated_bias", "gated": "swiglu"}, TRAIN, 7, 37),
     (fusions.BiasDropoutAdd, {"bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 2, 4),
     (fusions.BiasDropoutAddBackward, {"bias": "bias", "dropout": "dropout", "add": "add"}, TRAIN, 1, 1),
+    # In the backward pass h is written again.
+    (fusions.ActivationLinearJoint, {"act": "gelu", "linear": "down"}, TRAIN, 0, -1),
+    (fusions.ActivationLinearJoint, {"act": "swiglu", "linear": "down"}, TRAIN, 9, 50),
+    (fusions.ActivationLinearJoint, {"bias": "bias", "act": "gelu", "linear": "same", **OUT}, TRAIN, 3, 4),
     (fusions.LinearBiasAct, {"linear": "up", "act": "relu"}, TRAIN, 0, 0),
     (fusions.LinearBias, {"linear": "up", "bias": "bias"}, TRAIN, 1, 2),
     (fusions.LinearBiasAdd, {"linear": "up", "bias": "bias", "add": "add"}, TRAIN, 1, 3),
@@ -106,6 +114,22 @@ def test_the_gain_is_what_is_counted_by_hand(
 def test_where_no_operation_says_how_many_features_there_are_launches_alone_count():
     found = bound(fusions.PointwiseChain, first="gelu", rest=("relu",)).saves(TRAIN)
     assert (found.launches, found.bytes) == (1, 0)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["stated before", "stated behind"])
+def test_operations_around_a_fusion_say_how_many_features_there_are(first: bool):
+    list_ = [ops.Linear(H, 2 * F, bias=False)] * first + [ops.SwiGLU(), ops.Linear(F, H, bias=False)]
+    plan = sf.Sequential(*list_, fusions=fusions.BiasGated).to("meta", torch.bfloat16).plan(env=TRAIN)
+    assert [step.name for step in plan.forward if step.fused] == ["BiasGated"]
+    alone = bound(fusions.BiasGated, gated="swiglu").saves(dataclasses.replace(TRAIN, width=2 * F))
+    assert alone.bytes == 16 * 4096 * F * 2
+    assert plan.cost == -math.floor(1000 * TRAIN.microseconds(alone))
+
+
+def test_what_is_known_of_features_ends_where_an_operation_asks_more_of_a_shape():
+    operations = [ops.GeLU(), ops.Linear(H, 2 * F), ops.SwiGLU(), ops.DropPath(0.1), ops.Reshape(4, -1), ops.GeLU()]
+    assert entering(operations) == [H, H, 2 * F, F, F, F // 4]
+    assert entering([ops.Linear(H, F), ops.Attention(5), ops.GeLU(), ops.Dropout(0.1)]) == [H, F, 0, 0]
 
 
 def test_what_stands_before_a_gemm_is_a_kernel_of_its_own():

@@ -1,4 +1,4 @@
-"""The gradients of Bias, an activation or a gated unit, and Linear in one Triton GEMM."""
+"""Bias, an activation or a gated unit, and Linear: their gradients in one Triton GEMM, and both passes saving less."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import seqfuse as sf
-from seqfuse import ops
+from seqfuse import fusions, ops
 from seqfuse.fusions import _gemm, activation_linear
-from seqfuse.fusions.activation_linear import ActivationLinearBackward
+from seqfuse.fusions.activation_linear import ActivationLinearBackward, ActivationLinearJoint
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
 
@@ -141,3 +141,103 @@ def test_a_wrong_fusion_of_a_gated_unit_is_found(
     list_ = (bias(8, device), ops.SwiGLU(), ops.Dropout(0.3), ops.Linear(4, 9, bias=False).to(device))
     with pytest.raises((AssertionError, sf.PluginError)):
         check_fusion(ActivationLinearBackward, seeded_randn((5, 8), 0).to(device), *list_, dtypes=[torch.float32])
+
+
+JOINT: dict[str, tuple[tuple[int, ...], Callable[[], list[sf.UnfusedOperation]]]] = {
+    "activation": ((5, 6), lambda: [ops.SiLU(), ops.Linear(6, 9, bias=False)]),
+    "between biases": ((2, 3, 7), lambda: [ops.Bias(7), ops.GeLU("tanh"), ops.Linear(7, 5)]),
+    "gated unit": ((2, 3, 6), lambda: [ops.GLU(), ops.Linear(3, 5, bias=False)]),
+    "the end of a block": ((5, 8), lambda: [ops.Bias(8), ops.SwiGLU(), ops.Linear(4, 9), ops.Add("other")]),
+    "residual": ((5, 6), lambda: [ops.QuickGeLU(), ops.Linear(6, 9, bias=False), ops.Add("other")]),
+}
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_that_saves_less_takes_the_place_of_what_it_replaces(name: str, device: torch.device):
+    shape, made = JOINT[name]
+    list_ = [operation.to(device) for operation in made()]
+    check_fusion(ActivationLinearJoint, seeded_randn(shape, 0).to(device), *list_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["GeLU", "SwiGLU"])
+def test_that_saves_less_trains_to_the_same_gradients(gated: bool, dtype: torch.dtype, device: torch.device):
+    inner = ops.Linear(12, 72 if gated else 36), ops.SwiGLU() if gated else ops.GeLU("tanh"), ops.Linear(36, 12)
+    rules = ActivationLinearJoint, *(fusion for fusion in fusions.triton if not fusion.needs_measurement)
+    list_ = [ops.Residual(ops.LayerNorm(12), *inner), ops.Residual(ops.LayerNorm(12), *inner)]
+    model = sf.Sequential(*list_, fusions=rules, memory="lean").to(device, dtype)
+    four_ways(model, seeded_randn((19, 12), 0, dtype=dtype).to(device), *rules[:1], at_least=2)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_that_saves_less_takes_a_residual_of_another_dtype(dtypes: tuple[torch.dtype, ...], device: torch.device):
+    list_ = [ops.SiLU(), ops.Linear(6, 9), ops.Add("other")]
+    model = sf.Sequential(*list_, fusions=ActivationLinearJoint, memory="lean").to(device, dtypes[0])
+    shapes = zip(((5, 6), (5, 9)), dtypes, strict=True)
+    x, other = (seeded_randn(shape, 0, dtype=t).to(device).requires_grad_() for shape, t in shapes)
+    assert model.plan(x, other=other).count("ActivationLinearJoint") == 1
+    found: list[tuple[torch.Tensor, ...]] = []
+    for fused in (True, False):
+        with sf.fusing(fused, on_error="raise"):
+            y = model(x, other=other)
+            found.append((y, *torch.autograd.grad(y, [x, other, *model.parameters()], seeded_randn((5, 9), 1).to(y))))
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_that_saves_less_computes_only_needed_gradients(device: torch.device):
+    list_ = [bias(6, device), ops.SiLU(), ops.Linear(6, 9).to(device)]
+    model = sf.Sequential(*list_, fusions=ActivationLinearJoint, memory="lean")
+    x = seeded_randn((5, 6), 0).to(device)
+    operation = model.plan(x.clone().requires_grad_()).backward[0].operation
+    assert isinstance(operation, ActivationLinearJoint)
+    dy, saved = seeded_randn((5, 9), 1).to(device), ActivationLinearJoint.Saved(z=x, weight=model[2].weight)
+    every = "x", "bias.bias", "linear.weight", "out_bias.bias"
+    _, whole = operation.bwd(dy, saved, needs=frozenset(every), main_grads={})
+    for needs in ({"x"}, {"bias.bias"}, {"linear.weight"}, {"out_bias.bias"}, {"x", "linear.weight"}):
+        dx, grads = operation.bwd(dy, saved, needs=frozenset(needs), main_grads={})
+        assert {name for name, g in {"x": dx, **grads}.items() if g is not None} == needs
+        for name in needs - {"x"}:
+            torch.testing.assert_close(grads[name], whole[name])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["GeLU", "SwiGLU"])
+def test_a_block_saves_half_of_what_it_saves_otherwise(gated: bool, device: torch.device):
+    inner = ops.Linear(32, 256 if gated else 128), ops.SwiGLU() if gated else ops.GeLU("tanh"), ops.Linear(128, 32)
+    rules = (*(fusion for fusion in fusions.triton if not fusion.needs_measurement), *fusions.aten)
+    model = sf.Sequential(ops.Residual(ops.LayerNorm(32), *inner), fusions=rules).to(device, torch.bfloat16)
+    lean = sf.Sequential(*model, fusions=(ActivationLinearJoint, fusions.RecomputeNorm, *rules), memory="lean")
+    x = seeded_randn((64, 32), 0, dtype=torch.bfloat16).to(device).requires_grad_()
+    plan = lean.plan(x)
+    assert plan.count("ActivationLinearJoint") == 1, plan
+    saved = {name: one.plan(x).memory.saved for name, one in (("save", model), ("lean", lean))}
+    # x and z, of x, what the norm gives, z and h.
+    assert saved["lean"] / saved["save"] == pytest.approx(9 / 14 if gated else 5 / 10, abs=0.02)
+
+
+def test_that_saves_less_is_refused_where_nothing_would_be_saved():
+    def reasons(act: sf.UnfusedOperation, grad: bool = True) -> list[str]:
+        fusion = ActivationLinearJoint(bias=None, act=act, linear=ops.Linear(4, 4), out_bias=None, add=None)
+        return [why for holds, why in fusion.requires(sf.Env(triton=True, grad=grad)) if not holds]
+
+    assert reasons(ops.Tanh()) == ["Tanh saves its output, which the GEMM after it does too"]
+    assert reasons(ops.SiLU(), grad=False) == ["where nothing needs a gradient nothing is saved"]
+    assert reasons(ops.SiLU()) == []
+
+
+JOINT_MUTANTS = {
+    "weight's gradient of dz": ("weight_grad(d, h,", "weight_grad(d, h if dz is None else dz,"),
+    "sum of h": ('grads["bias.bias"] = made[-1]', 'grads["bias.bias"] = made[0].sum(0)'),
+    "saved before the bias": ("z=stored[0] if stored else x", "z=x"),
+    "no residual": ("y.add_(add_other)", "y.add_(0 * add_other)"),
+    "gradient of the second bias": ("as_rows(d).sum(0,", "as_rows(d).mean(0,"),
+}
+
+
+@pytest.mark.parametrize("name", JOINT_MUTANTS)
+def test_a_wrong_fusion_that_saves_less_is_found(name: str, device: torch.device, mutant: Callable[..., ModuleType]):
+    wrong = mutant(activation_linear, *JOINT_MUTANTS[name]).ActivationLinearJoint
+    list_ = [bias(6, device), ops.SiLU(), ops.Linear(6, 6).to(device), ops.Add("other")]
+    with pytest.raises((AssertionError, sf.PluginError)):
+        check_fusion(wrong, seeded_randn((5, 6), 0).to(device), *list_, dtypes=[torch.float32])

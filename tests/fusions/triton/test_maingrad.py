@@ -24,12 +24,13 @@ LISTS: dict[str, tuple[sf.FusableOperation, ...]] = {
     "BackwardMergedLinearAdd": (ops.LayerNorm(6), ops.Residual(ops.MergedLinear(6, (2, 4)), ops.Tanh())),
     "BackwardLinearScale": (ops.LayerNorm(6), ops.Linear(6, 5), ops.Scale(0.3), ops.Linear(5, 6, bias=False)),
     "BlockEndBackward": (ops.Residual(*GELU), ops.Tanh()),
+    "ActivationLinearJoint": (ops.LayerNorm(6), *GELU),
     "LinearActivationLinear": (ops.LayerNorm(6), *GELU),
     "NormLinearActivationLinear": (ops.Tanh(), ops.Residual(ops.LayerNorm(6), *GELU)),
 }
-# Applied where less is to be saved for the backward pass.
-MEMORY: Any = {"LinearActivationLinear": "lean", "NormLinearActivationLinear": "lean"}
 RULES = {fusion.__name__: fusion for fusion in fusions.default}
+# Applied where less is to be saved for the backward pass.
+MEMORY: Any = {name: "lean" for name in LISTS if RULES[name].saves_memory}
 
 
 def test_every_fusion_that_makes_a_weights_gradient_is_here():
