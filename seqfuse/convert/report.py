@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..fuser.step import Step
 from ..ops import Fork
+from ..pictures.text import longer
 from .calls import Calls, Captured
 from .region import Region
 
@@ -151,10 +152,7 @@ def _choices(regions: Sequence[Region]) -> list[str]:
         saved = sum(kept if c is None else c.saved for c, kept in zip(found, own, strict=True))
         time = sum(c.microseconds for c in found if c is not None)
         sums[name] = saved, time, any(c.used for c in found if c is not None)
-    said = [
-        f"{name} {saved:,}\xa0B" + (f", an estimated {time:,.1f} us more" if time else "") + " (used)" * used
-        for name, (saved, time, used) in sums.items()
-    ]
+    said = [f"{name} {saved:,}\xa0B{longer(time)}" + " (used)" * used for name, (saved, time, used) in sums.items()]
     lines = textwrap.wrap(f"choices of memory: {'; '.join(said)}", 100, subsequent_indent="    ") if said else []
     return [line.replace("\xa0", " ") for line in lines]
 

@@ -36,10 +36,16 @@ def _memory(memory: MemoryData, partly: bool) -> str:
 def _choices(choices: Sequence[ChoiceData]) -> Iterator[str]:
     said: list[str] = []
     for choice in choices:
-        time = f", an estimated {choice['microseconds']:,.1f} us more" if choice["microseconds"] else ""
+        time = longer(choice["microseconds"])
         said.append(f"{choice['memory']} {sized(choice['saved'])}{time}" + (" (this plan)" if choice["used"] else ""))
     if said:
         yield f"choices of memory: {'; '.join(said)}"
+
+
+def longer(microseconds: float) -> str:
+    """How much longer a choice of memory is estimated to take, or how much less long; nothing where it is the same."""
+    said = f"{abs(microseconds):,.1f} us {'more' if microseconds > 0 else 'less'}"
+    return f", an estimated {said}" if microseconds else ""
 
 
 def render(plan: PlanData, width: int | None = None) -> str:

@@ -58,7 +58,8 @@ def test_the_plan_of_a_chain_says_bytes_and_what_other_choices_save():
     assert plan.memory.saved == choices["lean"].saved < choices["save"].saved == plan.memory.saved_unfused
     (said,) = re.findall(r"  choices of memory: ((?:.*\n    )*.*)\n  outside", str(replayed.graphs[0]))
     for name, choice in choices.items():
-        time = f", an estimated {choice.microseconds:,.1f} us more" if choice.microseconds else ""
+        more = "more" if choice.microseconds > 0 else "less"
+        time = f", an estimated {abs(choice.microseconds):,.1f} us {more}" if choice.microseconds else ""
         assert f"{name} {choice.saved:,} B{time}{' (used)' * choice.used}" in re.sub(r"\s+", " ", said)
 
 

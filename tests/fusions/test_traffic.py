@@ -105,6 +105,7 @@ def test_the_gain_is_what_is_counted_by_hand(
     one = bound(fusion, **slots)
     found, steps = one.saves(env), len(one.operations()) - 1
     steps *= 2 if fusion.has_record else 1
+    steps -= 2 * (fusion is fusions.ActivationLinearJoint)  # it counts as two steps in each pass
     assert (found.launches, found.bytes / (4096 * F * 2)) == ((1 - STEP) * kernels + STEP * steps, passes)
     columns = {"gated_up": 2 * H, "same": F}.get(slots.get("linear", ""), H)
     gemm = 2.0 * 4096 * columns * F
