@@ -65,9 +65,9 @@ class ActivationLinearBackward(BackwardFusion):
 class ActivationLinearJoint(JointFusion):
     """y = other + h weight^T + out_bias, h = act(z), z = x + bias, where h is not saved.
 
-    The kernel that computes dz in the backward pass reads z in any case, and writes h on the way: dh = dy weight;
-    dz = act'(z) dh, or that of a gated unit, and its sum over all rows, which is dbias;  dweight = dy^T h;
-    dother = dy, whose sum is dout_bias. h of the backward pass is made of the rounded z, as it is unfused.
+    The kernel that computes dx in the backward pass reads x in any case, and writes h on the way: dh = dy weight;
+    dx = act'(z) dh, or that of a gated unit, and its sum over all rows, which is dbias;  dweight = dy^T h;
+    dother = dy, whose sum is dout_bias. x is saved in the place of z, to which the bias is added again in registers.
 
     The GEMMs are torch's. This writes h twice, for the memory that it would take from the forward to the backward pass.
 
@@ -85,7 +85,8 @@ class ActivationLinearJoint(JointFusion):
     layout = "any"  # its kernels are handed copies of what does not fit
 
     class Saved(context.Saved):
-        z: Tensor  # [*, F], of a gated unit [*, 2 F]
+        x: Tensor  # [*, F], of a gated unit [*, 2 F]
+        bias: Tensor | None  # the parameter itself
         weight: Tensor = context.field(for_=("x", "bias.bias"))  # [out_features, F], the parameter, or its cast
 
     def requires(self, env: Env) -> Requirements:
@@ -108,12 +109,12 @@ class ActivationLinearJoint(JointFusion):
         return found if self.add is None else found - in_place(self.linear, env)
 
     def saved_at(self) -> tuple[int, ...]:
-        return (int(self.bias is not None),)
+        return (0,)
 
     def fwd(self, x: Tensor, *, add_other: Tensor | None = None) -> tuple[Tensor, Saved]:
         weight, out_bias = self.linear.weight_for(x), self.out_bias
-        kernel = self.decided(("fwd", self._unary.P), self._forward)
-        h, *stored = kernel(x) if self.bias is None else kernel(x, self.bias.read())
+        bias = None if self.bias is None else self.bias.read()
+        h = self._activated(x, bias)
         y = F.linear(h, weight, None if out_bias is None else out_bias.read())
         if self.add is not None:
             assert add_other is not None
@@ -121,7 +122,7 @@ class ActivationLinearJoint(JointFusion):
                 y.add_(add_other)
             else:
                 y, _ = self.add.fwd(y, other=add_other)
-        return y, self.Saved(z=stored[0] if stored else x, weight=weight)
+        return y, self.Saved(x=x, bias=bias, weight=weight)
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
@@ -130,28 +131,30 @@ class ActivationLinearJoint(JointFusion):
         if "add.other" in needs:
             grads["add.other"] = dy
         # The operations hand on a gradient in their own dtype where the residual has another.
-        d = dy if dy.dtype is saved.z.dtype else dy.to(saved.z.dtype)
+        x, bias = saved.x, saved.bias
+        d = dy if dy.dtype is x.dtype else dy.to(x.dtype)
         if self.out_bias is not None and "out_bias.bias" in needs:
             grads["out_bias.bias"] = as_rows(d).sum(0, dtype=self.out_bias.dtype)
-        dz = h = None
+        dx = h = None
         before, again = not needs.isdisjoint({"x", "bias.bias"}), "linear.weight" in needs
         if before:
             sums = self.bias is not None and "bias.bias" in needs
             asked = sums, again, "x" in needs, d.dtype
             kernel = self.decided((self._unary.P, *asked), self._backward, *asked)
-            dz, *made = kernel(dgrad(d, saved.weight), *(saved.z,) * (1 + again))
+            row = () if bias is None else (bias,)
+            dx, *made = kernel(dgrad(d, saved.weight), *row, *(x,) * (1 + again))
             h = made[0] if again else None
             if sums:
                 grads["bias.bias"] = made[-1]
         elif again:
-            h = self.act.fwd(saved.z)[0]
+            h = self._activated(x, bias)
         if h is not None:
             grads["linear.weight"] = weight_grad(d, h, main_grads.pop("linear.weight", None))
-        return dz, grads
+        return dx, grads
 
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
         """What the operations themselves would have saved."""
-        h, act = self.act.fwd(saved.z)
+        h, act = self.act.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
         # What no gradient reads was dropped.
         records: dict[str, Any] = {"act": act, "linear": Linear.Saved(x=h, weight=vars(saved).get("weight"))}
         records |= {name: Bias.NOTHING for name in ("bias", "out_bias") if getattr(self, name) is not None}
@@ -165,13 +168,19 @@ class ActivationLinearJoint(JointFusion):
         gated, of = isinstance(self.act, Gated), (device(self._unary),)
         return [(_OF_GATED[name] if gated else name, of) for name in names]
 
+    def _activated(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        kernel = self.decided(self._unary.P, self._forward)
+        return kernel(x)[0] if bias is None else kernel(x, bias)[0]
+
     def _forward(self) -> Callable[..., Any]:
-        before = [] if self.bias is None else [("bias", ()), ("store", ())]
-        return pointwise_of()(chain_of([*before, *self._steps("act")]))
+        return pointwise_of()(chain_of([*[("bias", ())] * (self.bias is not None), *self._steps("act")]))
 
     def _backward(self, sums: bool, again: bool, result: bool, dtype: torch.dtype) -> Callable[..., Any]:
         steps = [*self._steps(*["emit"] * again, "dact"), *[("column_sum", ())] * sums]
-        given = [dtype] * again + ([self.bias.dtype] if sums and self.bias is not None else [])
+        given = [dtype] * again
+        if self.bias is not None:
+            steps.insert(0, ("shift", (isinstance(self.act, Gated),)))
+            given += [self.bias.dtype] * sums
         return pointwise_of()(chain_of(steps), None, given, result)
 
 

@@ -64,6 +64,7 @@ _STORE = tl.constexpr(8)
 _SUM = tl.constexpr(9)
 _EMIT = tl.constexpr(10)
 _EMIT_GATED = tl.constexpr(11)
+_SHIFT = tl.constexpr(12)
 
 
 @triton.jit
@@ -133,6 +134,17 @@ def _bias(tiles, bias, cols, width, columns, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def _shifted(
+    pointer, bias, rows, cols, stride, width, mask, columns, TILES: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """What was saved before a bias was added, with the bias."""
+    tiles = _loaded(pointer, rows, cols, stride, width, mask, TILES, COMPUTE)
+    if bias is not None:
+        tiles = _bias(tiles, bias, cols, width, columns, COMPUTE)
+    return tiles
+
+
+@triton.jit
 def _plus(tiles, others):
     results = ()
     for j in tl.static_range(len(tiles)):
@@ -193,18 +205,23 @@ def _walk(
     mask = (rows < M)[:, None] & columns[None, :]
     tiles = _loaded(x, rows, cols, x_stride, width, mask, TILES, COMPUTE)
     summed = ()
+    shift = None
     for s in tl.static_range(len(KINDS)):
         if KINDS[s] == _ACT:
             tiles = _act(tiles, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _DACT:
             if operands[s] is not None:  # else what the step before has read
-                saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
+                saved = _shifted(
+                    operands[s], shift, rows, cols, strides[s], width, mask, columns, len(tiles), COMPUTE
+                )  # fmt: skip
             tiles = _dact(tiles, saved, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _GATED:
             tiles = _gated(tiles, FNS[s][0], entry(PS, s), HALF)
         elif KINDS[s] == _DGATED:
             if operands[s] is not None:
-                saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
+                saved = _shifted(
+                    operands[s], shift, rows, cols, strides[s], width, mask, columns, 2 * len(tiles), COMPUTE
+                )  # fmt: skip
             tiles = _dgated(tiles, saved, FNS[s][0], FNS[s][1], FNS[s][2], entry(PS, s), HALF)
         elif KINDS[s] == _BIAS:
             tiles = _bias(tiles, operands[s], cols, width, columns, COMPUTE)
@@ -217,11 +234,17 @@ def _walk(
         elif KINDS[s] == _STORE:
             _stored(outputs[s], tiles, rows, cols, width, mask)
         elif KINDS[s] == _EMIT:
-            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, len(tiles), COMPUTE)
+            saved = _shifted(
+                operands[s], shift, rows, cols, strides[s], width, mask, columns, len(tiles), COMPUTE
+            )  # fmt: skip
             _stored(outputs[s], _act(saved, FNS[s][0], entry(PS, s), HALF), rows, cols, width, mask)
         elif KINDS[s] == _EMIT_GATED:
-            saved = _loaded(operands[s], rows, cols, strides[s], width, mask, 2 * len(tiles), COMPUTE)
+            saved = _shifted(
+                operands[s], shift, rows, cols, strides[s], width, mask, columns, 2 * len(tiles), COMPUTE
+            )  # fmt: skip
             _stored(outputs[s], _gated(saved, FNS[s][0], entry(PS, s), HALF), rows, cols, width, mask)
+        elif KINDS[s] == _SHIFT:
+            shift = operands[s]
         elif KINDS[s] == _SUM:
             # Rows beyond the last hold what a step made of zeros.
             summed = summed + _masked(tiles, mask)
@@ -322,7 +345,7 @@ class Step:
         name: for tables and errors.
         functions: device functions, and for a gated gradient whether the derivative reads the activation's output.
         P: configuration numbers of the functions, or of the step.
-        operand: `"row"` [N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"seed"` [] int64, or `None`.
+        operand: `"row"` [N], `"packed row"` [2 N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"seed"` [] int64, `None`.
         output: `"matrix"` or `"row"` where it gives a tensor of its own.
         gate: -1 where two parts become one, 1 where one becomes two.
         text: what `parse` makes the step from again.
@@ -410,6 +433,15 @@ def emit_gated(activation: Any) -> Step:
     return _unary(_EMIT_GATED, "emit_gated", activation, (activation.value,), operand="packed", output="matrix")
 
 
+def shift(packed: bool = False) -> Step:
+    """Add a bias, the operand [N], to what the steps behind read: z = t + b for a t that was saved in the place of z.
+
+    With `packed` the operand is [2 N], and what is read [gate; up].
+    """
+    text = f"shift:{int(packed)}"
+    return Step(_SHIFT.value, "shift", operand="packed row" if packed else "row", text=text)
+
+
 _OF_ACTIVATION = {
     "act": act, "dact": dact, "gated": gated, "dgated": dgated, "emit": emit, "emit_gated": emit_gated,
 }  # fmt: skip
@@ -432,6 +464,8 @@ def parse(text: str) -> Chain:
             steps.append(_PLAIN[kind]())
         elif kind in _OF_ACTIVATION and len(arguments) == 1:
             steps.append(_OF_ACTIVATION[kind](activation_of(arguments[0])))
+        elif kind == "shift" and arguments in (["0"], ["1"]):
+            steps.append(shift(arguments == ["1"]))
         elif kind == "scale" and len(arguments) == 1:
             steps.append(scale(float(arguments[0])))
         elif kind == "dropout" and len(arguments) == 2:
@@ -658,11 +692,11 @@ def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Te
         if operand.numel() != 1 or operand.dtype is not torch.int64:
             raise ValueError(f"{step.name} takes one int64 seed, got {operand.dtype} {tuple(operand.shape)}")
         return operand.view(1)
-    if step.operand == "row":
+    columns = 2 * columns if step.operand in ("packed", "packed row") else columns
+    if step.operand in ("row", "packed row"):
         if tuple(operand.shape) != (columns,):
             raise ValueError(f"{step.name} takes shape ({columns},), got {tuple(operand.shape)}")
         return operand.contiguous()
-    columns = 2 * columns if step.operand == "packed" else columns
     if operand.ndim and tuple(operand.shape) != (*lead, columns):
         raise ValueError(f"{step.name} takes shape {(*lead, columns)}, got {tuple(operand.shape)}")
     return as_rows(step.name, operand, columns)
@@ -744,6 +778,8 @@ def variants() -> Iterator[Variant]:
         Chain(dropout(0.1), dgated(gelu), column_sum()),
         Chain(emit(gelu), dact(gelu), column_sum()),
         Chain(emit_gated(gelu), dgated(gelu), column_sum()),
+        Chain(shift(), emit(gelu), dact(gelu), column_sum()),
+        Chain(shift(True), emit_gated(gelu), dgated(gelu), column_sum()),
         Chain(add(), store(), dropout(0.1), column_sum()),
         Chain(column_sum()),
         Chain(dropout(0.1), bias(), act(gelu), dropout(0.2), scale(2.0)),
@@ -759,7 +795,7 @@ def variants() -> Iterator[Variant]:
                 yield chain_variant(chain, dtype, width)
         yield chain_variant(chain, torch.bfloat16, 4096, operand=torch.float32)
     yield chain_variant(Chain(column_sum()), torch.bfloat16, 4096, result=False)
-    for chain in (*chains[7:9], Chain(emit(gelu), dact(gelu)), Chain(emit_gated(gelu), dgated(gelu))):
+    for chain in (*chains[7:11], Chain(emit(gelu), dact(gelu)), Chain(emit_gated(gelu), dgated(gelu))):
         for width in (4096, 1001):
             yield chain_variant(chain, torch.bfloat16, width, again=True)
     for chain, ones in (

@@ -68,7 +68,7 @@ CASES: list[tuple[Any, dict[str, Any], sf.Env, int, int]] = [
     # In the backward pass h is written again.
     (fusions.ActivationLinearJoint, {"act": "gelu", "linear": "down"}, TRAIN, 0, -1),
     (fusions.ActivationLinearJoint, {"act": "swiglu", "linear": "down"}, TRAIN, 9, 50),
-    (fusions.ActivationLinearJoint, {"bias": "bias", "act": "gelu", "linear": "same", **OUT}, TRAIN, 3, 4),
+    (fusions.ActivationLinearJoint, {"bias": "bias", "act": "gelu", "linear": "same", **OUT}, TRAIN, 3, 5),
     (fusions.LinearBiasAct, {"linear": "up", "act": "relu"}, TRAIN, 0, 0),
     (fusions.LinearBias, {"linear": "up", "bias": "bias"}, TRAIN, 1, 2),
     (fusions.LinearBiasAdd, {"linear": "up", "bias": "bias", "add": "add"}, TRAIN, 1, 3),

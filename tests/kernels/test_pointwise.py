@@ -157,6 +157,20 @@ CASES = {
         lambda dy, z: (dy * 0.5, F.silu(z), summed(dy * 0.5)),
         matrices={"z": 1},
     ),
+    "d_gelu_of_shifted": Case(
+        lambda k: k.Chain(k.shift(), k.emit(GELU), k.dact(GELU), k.column_sum()),
+        lambda dy, b, t, u: (lambda d: (d[0], F.gelu(t + b), d[1]))(gradient(F.gelu)(dy, u + b)),
+        rows={"b": 1},
+        matrices={"t": 1, "u": 1},
+    ),
+    "d_gated_of_shifted": Case(
+        lambda k: k.Chain(k.shift(True), k.emit_gated(SILU), k.dgated(SILU), k.column_sum()),
+        lambda dy, b, t, u: (lambda d, z: (d[0], F.silu(halves(z)[0]) * halves(z)[1], d[1]))(
+            gradient(lambda z: F.silu(halves(z)[0]) * halves(z)[1])(dy, u + b), t + b
+        ),
+        rows={"b": 2},
+        matrices={"t": 2, "u": 2},
+    ),
     "emit_gated": Case(
         lambda k: k.Chain(k.emit_gated(SILU), k.scale(0.5), k.column_sum()),
         lambda dy, z: (dy * 0.5, F.silu(halves(z)[0]) * halves(z)[1], summed(dy * 0.5)),
@@ -732,6 +746,7 @@ MUTANTS = {
         "_stored(outputs[s], _act(tiles, FNS",
         "emit",
     ),
+    "what was saved without its bias": (pointwise, "shift = operands[s]", "shift = None", "d_gelu_of_shifted"),
     "what a gated unit gives again": (
         pointwise,
         "_stored(outputs[s], _gated(saved, FNS",

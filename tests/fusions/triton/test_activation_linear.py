@@ -192,7 +192,10 @@ def test_that_saves_less_computes_only_needed_gradients(device: torch.device):
     x = seeded_randn((5, 6), 0).to(device)
     operation = model.plan(x.clone().requires_grad_()).backward[0].operation
     assert isinstance(operation, ActivationLinearJoint)
-    dy, saved = seeded_randn((5, 9), 1).to(device), ActivationLinearJoint.Saved(z=x, weight=model[2].weight)
+    dy, saved = (
+        seeded_randn((5, 9), 1).to(device),
+        ActivationLinearJoint.Saved(x=x, bias=model[0].bias, weight=model[2].weight),
+    )
     every = "x", "bias.bias", "linear.weight", "out_bias.bias"
     _, whole = operation.bwd(dy, saved, needs=frozenset(every), main_grads={})
     for needs in ({"x"}, {"bias.bias"}, {"linear.weight"}, {"out_bias.bias"}, {"x", "linear.weight"}):
@@ -227,9 +230,9 @@ def test_that_saves_less_is_refused_where_nothing_would_be_saved():
 
 
 JOINT_MUTANTS = {
-    "weight's gradient of dz": ("weight_grad(d, h,", "weight_grad(d, h if dz is None else dz,"),
+    "weight's gradient of dx": ("weight_grad(d, h,", "weight_grad(d, h if dx is None else dx,"),
     "sum of h": ('grads["bias.bias"] = made[-1]', 'grads["bias.bias"] = made[0].sum(0)'),
-    "saved before the bias": ("z=stored[0] if stored else x", "z=x"),
+    "no bias in the backward pass": ("row = () if bias is None else (bias,)", "row = (torch.zeros_like(bias),)"),
     "no residual": ("y.add_(add_other)", "y.add_(0 * add_other)"),
     "gradient of the second bias": ("as_rows(d).sum(0,", "as_rows(d).mean(0,"),
 }
