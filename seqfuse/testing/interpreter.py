@@ -81,7 +81,10 @@ def corrected() -> Generator[None]:
     finally:
         language.restore()
         for owner, name, value in reversed(replaced):
-            if value is _ABSENT:
+            if value is _ABSENT and name == "__new__":
+                # A class whose `__new__` was set stays one that has its own, and object's then refuses arguments.
+                owner.__new__ = lambda cls, *_, **__: object.__new__(cls)
+            elif value is _ABSENT:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)

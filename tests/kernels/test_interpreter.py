@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,6 +266,35 @@ def test_the_test_kit_corrects_it_once() -> None:
         environment = {**os.environ, "TRITON_INTERPRET": interprets}
         done = Script("-c", code, environment=environment, bare=True).done()
         assert done.stdout == printed, done.stderr
+
+
+def test_kernels_run_after_a_block_as_before_it(tmp_path: Path) -> None:
+    script = tmp_path / "after.py"
+    script.write_text("""
+import torch
+import triton
+import triton.language as tl
+
+from seqfuse.kernels._launch import launch
+from seqfuse.testing.interpreter import as_on_a_gpu
+
+
+@triton.jit
+def kernel(x, y, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.zeros((N,), tl.float32) + tl.load(x + i))
+
+
+x = torch.arange(4.0)
+for _ in range(2):
+    with as_on_a_gpu():
+        launch(kernel, 1, (x, torch.empty(4)), {"N": 4})
+    y = torch.empty(4)
+    launch(kernel, 1, (x, y), {"N": 4})
+    print(torch.equal(x, y))
+""")
+    done = Script(str(script), environment={**os.environ, "TRITON_INTERPRET": "1"}, bare=True).done()
+    assert done.stdout == "True\nTrue\n", done.stderr
 
 
 @triton.jit
