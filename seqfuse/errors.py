@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-# As the launcher of Triton says it, by a RuntimeError.
+# In the words of the driver, which a RuntimeError of Triton's launcher or of another extension repeats.
 _LOST = re.compile(
-    r"Triton Error .*(illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch)"
+    "illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch|launch timed out"
+    "|uncorrectable ECC|hardware stack error|invalid program counter"
 )
 
 
@@ -75,7 +76,9 @@ class CacheWarning(UserWarning):
 
 def device_is_lost(error: BaseException) -> bool:
     """Whether a device reported what nothing can run after."""
-    return isinstance(error, torch.AcceleratorError) or _LOST.match(str(error)) is not None
+    return isinstance(error, torch.AcceleratorError) or (
+        isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    )
 
 
 def meant(name: Any, known: Iterable[str]) -> str | None:
