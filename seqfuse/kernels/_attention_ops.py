@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from ._operators import register as _register
 
@@ -36,6 +37,23 @@ def _fake_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: A
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _flops(q: Tensor, k: Tensor, *_: Any, cu_seqlens: Tensor | None = None, **__: Any) -> int:
+    """Of its two GEMMs over all keys: like torch's formula, without regard to masks."""
+    batch, heads, rows, size = q.shape
+    if cu_seqlens is None:
+        pairs = batch * rows * k.shape[2]
+    elif isinstance(cu_seqlens, FakeTensor) or cu_seqlens.is_meta:
+        pairs = rows * rows // max(1, cu_seqlens.numel() - 1)  # as if all sequences were of one length
+    else:
+        pairs = int(cu_seqlens.diff().square().sum())
+    return 4 * heads * size * pairs
+
+
+def _backward_flops(dy: Tensor, q: Tensor, k: Tensor, *_: Any, **rest: Any) -> int:
+    """Of its five GEMMs, one of which computes the scores a second time."""
+    return 5 * _flops(q, k, **rest) // 2
+
+
 def register(attention_fwd: Callable[..., tuple[Tensor, Tensor]], attention_bwd: Callable[..., None]) -> None:
     """Register operators that call these functions of `attention`."""
 
@@ -46,8 +64,8 @@ def register(attention_fwd: Callable[..., tuple[Tensor, Tensor]], attention_bwd:
         attention_bwd(dy, q, k, v, y, lse, out, scale, **rest)
         return out
 
-    _register(_FORWARD, attention_fwd, _fake)
-    _register(_BACKWARD, run_backward, _fake_backward)
+    _register(_FORWARD, attention_fwd, _fake, flops=_flops)
+    _register(_BACKWARD, run_backward, _fake_backward, flops=_backward_flops)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, **rest: Any) -> tuple[Tensor, Tensor]:

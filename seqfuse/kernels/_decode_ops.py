@@ -34,9 +34,14 @@ def _fake_write(*_: Any, **__: Any) -> None:
     """Nothing but the caches is written."""
 
 
+def _flops(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
+    """Of its two GEMMs over the whole cache: how much of it is filled is known to the device alone."""
+    return 4 * q.numel() * k.shape[2]
+
+
 def register(decode_attention: Callable[..., Tensor], cache_write: Callable[..., None]) -> None:
     """Register operators that call these functions of `decode`."""
-    _register(_ATTENTION, decode_attention, _fake)
+    _register(_ATTENTION, decode_attention, _fake, flops=_flops)
     _register(_WRITE, cache_write, _fake_write)
 
 

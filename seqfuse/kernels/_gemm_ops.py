@@ -149,6 +149,20 @@ def _fake_wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, sums_dtype
     return dy.new_empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype)
 
 
+def _flops(a: Tensor, weight: Tensor, *_: Any, up: Tensor | None = None, **__: Any) -> int:
+    """Of x weight^T and of dy weight; a gated unit whose weight is in two has the GEMM of `up` as well."""
+    (N, K), rows = weight.shape, a.shape[:-1].numel()
+    return 2 * rows * N * K * (1 if up is None else 2)
+
+
+def _wgrad_flops(dy: Tensor, x: Tensor, **_: Any) -> int:
+    return 2 * dy.numel() * x.shape[-1]
+
+
+def _wgrad_add_flops(main_grad: Tensor, dy: Tensor, x: Tensor, **_: Any) -> int:
+    return _wgrad_flops(dy, x)
+
+
 def register(
     linear: Callable[..., Any],
     linear_gated: Callable[..., Any],
@@ -168,17 +182,17 @@ def register(
     def fake_wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
         """Nothing but the buffer is written."""
 
-    for schema, run, fake in (
-        (f"linear{_FORWARD}", _product(linear), _fake_forward(False)),
-        (f"linear_gated{_FORWARD_GATED}", _product(linear_gated), _fake_forward(True)),
-        (f"linear_dgrad{_DGRAD}", _product(linear_dgrad), _fake_dgrad(False)),
-        (f"linear_dgrad_gated{_DGRAD_GATED}", _product(linear_dgrad_gated), _fake_dgrad(True)),
-        (f"linear_wgrad{_WGRAD}", linear_wgrad, _fake_wgrad),
-        (f"linear_wgrad_{_WGRAD_ADD}", wgrad_add, fake_wgrad_add),
-        (f"linear_wgrad_bias{_WGRAD_BIAS}", linear_wgrad_bias, _fake_wgrad_bias),
-        (f"linear_wgrad_bias_{_WGRAD_BIAS_ADD}", wgrad_bias_add, _fake_wgrad_bias_add),
+    for schema, run, fake, flops in (
+        (f"linear{_FORWARD}", _product(linear), _fake_forward(False), _flops),
+        (f"linear_gated{_FORWARD_GATED}", _product(linear_gated), _fake_forward(True), _flops),
+        (f"linear_dgrad{_DGRAD}", _product(linear_dgrad), _fake_dgrad(False), _flops),
+        (f"linear_dgrad_gated{_DGRAD_GATED}", _product(linear_dgrad_gated), _fake_dgrad(True), _flops),
+        (f"linear_wgrad{_WGRAD}", linear_wgrad, _fake_wgrad, _wgrad_flops),
+        (f"linear_wgrad_{_WGRAD_ADD}", wgrad_add, fake_wgrad_add, _wgrad_add_flops),
+        (f"linear_wgrad_bias{_WGRAD_BIAS}", linear_wgrad_bias, _fake_wgrad_bias, _wgrad_flops),
+        (f"linear_wgrad_bias_{_WGRAD_BIAS_ADD}", wgrad_bias_add, _fake_wgrad_bias_add, _wgrad_add_flops),
     ):
-        _register(schema, run, fake, (torch.Tag.needs_fixed_stride_order,))
+        _register(schema, run, fake, (torch.Tag.needs_fixed_stride_order,), flops)
 
 
 def _texts(act: Any, dropout: Dropout | None) -> dict[str, Any]:

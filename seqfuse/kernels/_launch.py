@@ -83,15 +83,8 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _RECORDERS = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
-modes: Any = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes there are: none, and nothing is traced."""
-
-
-def traced() -> bool:
-    """Whether tensors have no memory here, or what runs is recorded: operators are called, and nothing is launched."""
-    if not modes():
-        return False
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (_FAKE, *_RECORDERS))
+traced: Any = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes watch, such as one that counts FLOPs or records a graph: with any, operators are called."""
 
 
 def faking() -> bool:

@@ -25,7 +25,6 @@ from ._launch import (
     cdiv,
     inner_contiguous,
     launch,
-    modes,
     next_power_of_2,
     processors,
     register_limit,
@@ -440,7 +439,7 @@ def forward(
     stream_dtype: torch.dtype | None = None,
 ) -> Forward:
     """Either norm forward; the arguments are those of `layernorm_fwd`."""
-    if modes() and traced():
+    if traced():
         return _norm_ops.recorded_forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
             residual=residual, dtype=dtype, stream_dtype=stream_dtype,
@@ -530,7 +529,7 @@ def backward(
     branch_dtype: torch.dtype | None = None,
 ) -> Backward:
     """Either norm backward; the arguments are those of `layernorm_bwd`."""
-    if modes() and traced():
+    if traced():
         return _norm_ops.recorded_backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias, branch_dtype=branch_dtype,

@@ -47,7 +47,6 @@ from ._launch import (
     inner_contiguous,
     interpreted,
     launch,
-    modes,
     processors,
     traced,
 )
@@ -658,7 +657,7 @@ def _forward(
     up: Tensor | None = None,
     up_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if modes() and traced():
+    if traced():
         return _gemm_ops.forward(
             form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, up, up_bias
         )
@@ -834,7 +833,7 @@ def _backward(
     tf32: bool,
     tile: Tile | None,
 ) -> Gradients:
-    if modes() and traced():
+    if traced():
         return _gemm_ops.backward(
             form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
             tf32,
@@ -926,7 +925,7 @@ def linear_wgrad(
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
     """
-    if modes() and traced():
+    if traced():
         return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
     return replayed(_decided_wgrad, None, (dtype, tf32, tile), dy, x, main_grad)
 
@@ -964,7 +963,7 @@ def linear_wgrad_bias(
     Raises:
         ValueError: as `linear_wgrad`.
     """
-    if modes() and traced():
+    if traced():
         return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
     return replayed(_decided_wgrad_bias, None, (dtype, sums_dtype, tf32, tile), dy, x, main_grad)
 

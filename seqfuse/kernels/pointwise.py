@@ -31,7 +31,6 @@ from ._launch import (
     cdiv,
     faking,
     launch,
-    modes,
     next_power_of_2,
     processors,
     traced,
@@ -573,7 +572,7 @@ def pointwise(
     Raises:
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
-    if modes() and traced():
+    if traced():
         return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
     given: Sequence[Tensor | None] = operands
     if chain.reads_again:

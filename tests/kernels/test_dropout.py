@@ -89,8 +89,9 @@ def test_each_pass_is_one_launch_and_nothing_else(
         dy = torch.ones_like(y)
         with running(monkeypatch) as back:
             y.backward(dy)
-    assert ahead.names == ["kernel"]
-    assert [name for name in back.names if name != "new_empty_strided"] == ["kernel"]
+    one = ["pointwise", "kernel"]  # the operator, which modes see, and its launch
+    assert ahead.names == one
+    assert [name for name in back.names if name != "new_empty_strided"] == one
 
 
 def test_a_kernel_that_cannot_run_leaves_it_to_torch_and_says_so(

@@ -6,18 +6,23 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from seqfuse import kernels
+import seqfuse as sf
+from seqfuse import kernels, ops
 from seqfuse.kernels import _launch, pointwise, rope
 from seqfuse.kernels.activations import ACTIVATIONS
+from seqfuse.kernels.attention import attention_fwd
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
 from .conftest import DEVICE
@@ -158,3 +163,43 @@ def test_an_entry_that_is_recorded_calls_its_operator(name: str) -> None:
     recorded, eager = drawn(0), drawn(0)
     assert_bitwise_equal(tensors_in(graph(recorded)), tensors_in(call(eager)))
     assert_bitwise_equal(recorded, eager)
+
+
+def flops(function: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith(("attention", "decode.d", "gemm"))])
+def test_flops_of_an_operator_are_counted(name: str) -> None:
+    module, function = name.partition(" ")[0].split(".")
+    entry = getattr(importlib.import_module(f"seqfuse.kernels.{module}"), function)
+    _, run, given = CALLS[name]
+    tensors = {key: torch.randn(t, device=DEVICE) if isinstance(t, tuple) else t.clone() for key, t in given.items()}
+    scores = 2 * 2 * 5 * 5 * 8  # of one GEMM of attention
+    expected = {"attention_fwd": 2 * scores, "attention_bwd": 5 * scores, "decode_attention": 2 * 2 * 2 * 2 * 5 * 8}
+    assert flops(lambda: run(entry, **tensors)) == expected.get(function, 2 * 5 * 6 * 7)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_flops_of_packed_sequences_are_those_of_each(fake: bool) -> None:
+    with FakeTensorMode() if fake else nullcontext():
+        ends = torch.tensor([0, 3, 6], device=DEVICE)
+        q, k, v = (torch.randn(1, 2, 6, 8, device=DEVICE) for _ in range(3))
+        assert flops(lambda: attention_fwd(q, k, v, cu_seqlens=ends)) == 2 * 2 * 2 * (3 * 3 + 3 * 3) * 8
+
+
+@pytest.mark.parametrize("act", [ops.GeLU, ops.SwiGLU])
+def test_flops_are_those_of_the_unfused_operations(act: Callable[[], sf.UnfusedOperation]) -> None:
+    width = 32 // (2 if act is ops.SwiGLU else 1)
+    model = sf.Sequential(ops.Linear(16, 32), act(), ops.Linear(width, 16)).to(DEVICE)
+    x = torch.randn(5, 16, device=DEVICE, requires_grad=True)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    with sf.fusing(unmeasured=True):
+        fused = flops(step)
+    with sf.fusing(False):
+        assert flops(step) == fused == 3 * 2 * 5 * 16 * (32 + width)
