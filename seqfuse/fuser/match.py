@@ -26,8 +26,8 @@ Lookup = Callable[[FusedOperation, int, int], Measurement | None]
 
 # A fusion, its place in the fusion set, how many operations each slot takes, and all of them together.
 _Match = tuple[type[FusedOperation], int, tuple[int, ...], int]
-# A fusion and the sentence that says which one operation is absent.
-_Near = tuple[type[FusedOperation], str]
+# A fusion, the sentence that says which one operation is absent or too many, and how many operations it would take.
+_Near = tuple[type[FusedOperation], str, int]
 
 MAX_NEAR = 4
 """A longer pattern, of which one operation is absent, is not said to be nearly there."""
@@ -107,8 +107,8 @@ class Matcher:
                 exact = tuple((cls, rank, lengths, sum(lengths)) for cls, rank, every in ranked for lengths in every)
                 known_here = self._matches[window] = exact, tuple(self._nearly(window))
             matches, near = known_here
-            for cls, sentence in near:
-                b = a + len(cls.slots) - 1
+            for cls, sentence, length in near:
+                b = a + length
                 if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, env, fusing) is None:
                     refused.append(Refusal(cls.__name__, a, sentence, own=is_own(cls)))
             for cls, rank, lengths, length in matches:
@@ -146,12 +146,19 @@ class Matcher:
         return found, refused
 
     def _nearly(self, window: tuple[type, ...]) -> Iterator[_Near]:
-        """Fusions of a few fixed operations that begin these kinds but for one between them, or for a Bias too many.
+        """Fusions that begin these kinds but for a Fork, by which another operation reads what they keep inside.
 
-        In those of other authors also for a Dropout: here it has fusions of its own.
+        And those of a few fixed operations but for one between them, or for a Bias too many; in those of other authors
+        also for a Dropout: here it has fusions of its own.
         """
         for cls in self.fusions:
             slots = cls.slots
+            exact = max(map(sum, _lengths(slots, 0, window, 0)), default=0)
+            for k in (k for k in range(max(1, exact), len(window)) if window[k].__name__ == "Fork"):
+                taken = max(map(sum, _lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)), default=0)
+                if taken > k:
+                    said = f"a Fork follows {window[k - 1].__name__} here, so another operation reads its output"
+                    yield cls, f"near miss: {said}", taken + 1
             if len(slots) > MAX_NEAR or any(slot.optional or slot.variadic for slot in slots):
                 continue
             surplus = ("Bias",) if cls.__module__.startswith("seqfuse.") else ("Bias", "Dropout")
@@ -159,10 +166,11 @@ class Matcher:
                 between, absent = f"{window[k - 1].__name__} and {window[k].__name__}", slots[k].types
                 if [*_lengths((*slots[:k], *slots[k + 1 :]), 0, window, 0)] and k < len(slots) - 1:
                     if len(absent) == 1 and not absent[0].is_open:
-                        yield cls, f"near miss: a {absent[0].__name__} between {between} would let it apply"
+                        said = f"a {absent[0].__name__} between {between} would let it apply"
+                        yield cls, f"near miss: {said}", len(slots) - 1
                 elif window[k].__name__ in surplus and [*_lengths(slots, 0, (*window[:k], *window[k + 1 :]), 0)]:
                     said = f"a {window[k].__name__} follows {window[k - 1].__name__} here, and its pattern has none"
-                    yield cls, f"near miss: {said}"
+                    yield cls, f"near miss: {said}", len(slots) + 1
 
     def _excludes(
         self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing

@@ -668,6 +668,52 @@ def test_a_dropout_within_a_pattern_that_has_none_is_a_near_miss_of_an_author_s_
     assert sf.Sequential(*before, fusions=(BiasReLU,)).plan(tensor(7, 5)).refused == ()
 
 
+def test_a_fork_within_a_pattern_is_a_near_miss() -> None:
+    class BiasMaybeReLU(sf.ForwardFusion):
+        bias: ops.Bias
+        act: ops.ReLU | None
+        add: ops.Add
+
+        def fwd(self, x: Tensor, *, add_other: Tensor) -> Any:
+            raise NotImplementedError
+
+    rules, other = (LinearBiasGeLUForward, BiasMaybeReLU), tensor(7, 5)
+    activation = sf.Sequential(ops.Linear(5, 5), ops.Fork("side"), ops.GeLU(), fusions=rules)
+    optional = sf.Sequential(ops.Bias(5), ops.Fork("side"), ops.Add("r"), fusions=rules)
+    for model, given, name in ((activation, {}, rules[0]), (optional, {"r": other}, rules[1])):
+        (refusal,) = model.plan(tensor(7, 5), **given).refused
+        assert (refusal.fusion, refusal.at) == (name.__name__, 0)
+        assert refusal.reason == "near miss: a Fork follows Bias here, so another operation reads its output"
+    behind = sf.Sequential(ops.Linear(5, 5), ops.GeLU(), ops.Fork("side"), fusions=rules)
+    assert behind.plan(other).refused == ()
+
+
+def test_a_fork_that_a_fusion_may_hold_is_no_near_miss() -> None:
+    class ReLUForkGeLU(sf.JointFusion):
+        act: ops.ReLU
+        fork: ops.Fork | None
+        last: ops.GeLU
+
+        class Saved(sf.Saved):
+            """Empty."""
+
+        outputs = ("fork_out",)
+
+        def saves(self, env: sf.Env) -> sf.Savings:
+            return sf.Savings(launches=9)
+
+        def fwd(self, x: Tensor) -> Any:
+            raise NotImplementedError
+
+        def bwd(self, dy: Tensor, saved: Saved, *, d_fork_out: Tensor) -> Any:
+            raise NotImplementedError
+
+    model = sf.Sequential(ops.ReLU(), ops.Fork("side"), ops.GeLU(), fusions=(ReLUForkGeLU,))
+    plan = model.plan(tensor(7, 5))
+    assert plan.count("ReLUForkGeLU") == 1
+    assert plan.refused == ()
+
+
 def test_what_lacks_its_first_or_last_operation_or_two_of_them_is_no_near_miss() -> None:
     rules = (LinearBiasGeLUForward,)
     alone, first = ops.Linear(5, 5, bias=False), [ops.Linear(5, 5)]
