@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ..fuser.budget import Mode
+from ..fuser.budget import Choice
 from ..fuser.sequential import Fusions
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def convert(
     then: Literal["inductor"] | None = None,
     fusions: Fusions | None = None,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
-    memory: Mode = "save",
+    memory: Choice = "save",
 ) -> Conversion:
     """Run a model's chains of known operations through fused plans, in place.
 
@@ -46,7 +46,8 @@ def convert(
         fusions: the fusion set; the default one if left out.
         filter_fn: says of a module and its path, as `named_modules` has them, whether its own calls may be converted.
         memory: what the chains save for the backward pass, at the price of time, as of a `Sequential`: `"save"`, what
-            makes it fastest, `"balanced"` or `"lean"`.
+            makes it fastest, `"balanced"`, `"lean"`, or `sf.Budget(part=0.65)`, at most this part of what each chain
+            saves unfused.
 
     Returns:
         The conversion: `print` it after a call, `undo()` ends it. `conversion(model)` returns it again.

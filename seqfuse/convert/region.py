@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from ..env import Env, autocast_of, rows_of
 from ..errors import SeqfuseError
-from ..fuser.budget import MemoryChoice, Mode
+from ..fuser.budget import Choice, MemoryChoice
 from ..fuser.footprint import Memory
 from ..fuser.guard import bind
 from ..fuser.op_list import Region as PlannedRegion
@@ -44,7 +44,7 @@ class Region(nn.Module):
     gathered). They are let go after the call.
     """
 
-    def __init__(self, order: Order, fusions: Fusions | None, memory: Mode) -> None:
+    def __init__(self, order: Order, fusions: Fusions | None, memory: Choice) -> None:
         super().__init__()
         self.order = order
         self.before: Before | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from ..fuser.budget import Mode
+from ..fuser.budget import Choice
 from ..fuser.sequential import Fusions
 from . import attention, linears, matmuls, norms, pointwise
 from .bodies import hand_over, run_bodies
@@ -53,7 +53,7 @@ class Options:
 
     fusions: Fusions | None = None
     allowed: Callable[[str], bool] = lambda path: True
-    memory: Mode = "save"
+    memory: Choice = "save"
 
 
 def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[GraphReport]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..errors import InputError
-from ..fuser.budget import MODES, Mode
+from ..fuser.budget import MODES, Budget, Choice
 from ..fuser.sequential import Fusions
 from ..fusion import checked
 from .capture import Backend, Conversion, call_impl
@@ -55,7 +55,7 @@ def start(
     then: Literal["inductor"] | None,
     fusions: Fusions | None,
     filter_fn: Callable[[nn.Module, str], bool] | None,
-    memory: Mode,
+    memory: Choice,
 ) -> Conversion:
     """`convert`, whose arguments these are."""
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -104,9 +104,9 @@ def _check_options(where: str, then: Any, fusions: Any, memory: Any) -> None:
     if then not in (None, "inductor"):
         raise _wrong(f'then must be None or "inductor", got {then!r}', where=where)
     checked(() if fusions is None else fusions)
-    if memory not in MODES:
-        budget = "a Sequential takes a budget, such as one that seqfuse.integrations.huggingface.from_huggingface makes"
-        raise _wrong(f"memory must be one of {', '.join(MODES)}, got {memory!r}", budget, where)
+    if memory not in MODES and not (isinstance(memory, Budget) and memory.part is not None):
+        hint = "a model is captured graph by graph, so bytes are for a Sequential alone: try sf.Budget(part=0.65)"
+        raise _wrong(f"memory must be one of {', '.join(MODES)} or sf.Budget(part=...), got {memory!r}", hint, where)
 
 
 def _check_filter(filter_fn: Any) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import seqfuse as sf
 from seqfuse.convert.region import Region
 from seqfuse.convert.rewriting import Options
-from seqfuse.fuser.budget import Mode
+from seqfuse.fuser.budget import Choice
 from seqfuse.testing import seeded_randn
 
 from .recording import Replayed
@@ -34,7 +34,7 @@ class Heads(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-def converted(memory: Mode) -> tuple[Replayed, Region]:
+def converted(memory: Choice) -> tuple[Replayed, Region]:
     inputs = {"x": seeded_randn((2, 8, 16), 0).requires_grad_(), "mask": seeded_randn((8, 8), 1)}
     replayed = Replayed(Heads(), inputs, options=Options(memory=memory))
     replayed(**inputs).sum().backward()
@@ -61,6 +61,33 @@ def test_the_plan_of_a_chain_says_bytes_and_what_other_choices_save():
         more = "more" if choice.microseconds > 0 else "less"
         time = f", an estimated {abs(choice.microseconds):,.1f} us {more}" if choice.microseconds else ""
         assert f"{name} {choice.saved:,} B{time}{' (used)' * choice.used}" in re.sub(r"\s+", " ", said)
+
+
+@pytest.mark.parametrize("part", [1.0, 0.7])
+def test_a_chain_keeps_to_a_part_of_what_it_saves_unfused(part: float):
+    whole, lean, budget = (converted(memory)[1].plan for memory in ("save", "lean", sf.Budget(part=part)))
+    assert whole is not None
+    assert lean is not None
+    assert budget is not None
+    assert whole.memory is not None
+    assert lean.memory is not None
+    assert budget.memory is not None
+    assert lean.memory.saved <= budget.memory.saved <= part * budget.memory.saved_unfused
+    assert (budget.memory.saved < whole.memory.saved) == (part < 1)
+    assert [choice.memory for choice in budget.choices if choice.used] == [f"Budget(part={part:g})"]
+
+
+def test_the_gradients_of_a_model_with_a_budget_are_its_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    x = seeded_randn((6, 16), 0)
+    model(x).square().sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    conversion = sf.convert(model, memory=sf.Budget(part=0.7))
+    model(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    assert "Budget(part=0.7)" in str(conversion)
 
 
 def test_the_plan_of_a_chain_for_another_machine_is_of_its_own_inputs():

@@ -66,7 +66,11 @@ def test_the_backend_takes_the_choice_of_memory():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"memory": "leaner"}, r"memory must be one of save, balanced, lean, got 'leaner'"),
+        (
+            {"memory": "leaner"},
+            r"memory must be one of save, balanced, lean or sf\.Budget\(part=\.\.\.\), got 'leaner'",
+        ),
+        ({"memory": 20_000}, r".* got 20000 \[a model is captured graph by graph, so bytes are for a Sequential alone"),
         ({"then": "eager"}, r"then must be None or \"inductor\", got 'eager'"),
         (
             {"regions": "layers"},
