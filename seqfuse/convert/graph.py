@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -106,6 +107,13 @@ def same_size(a: Any, b: Any) -> bool:
 def numbers(shape: Any) -> tuple[int, ...]:
     """Sizes as numbers: those that were captured, where they are symbols."""
     return tuple(size if isinstance(size, int) else size.node.hint for size in shape)
+
+
+def is_last(dim: Any, x: Any) -> bool:
+    """Whether a dimension that a call is given, as a number or in a list, is the last one alone."""
+    dims = list(cast("Sequence[Any]", dim)) if isinstance(dim, list | tuple) else [dim]
+    e = example(x)
+    return e is not None and e.ndim > 0 and dims in ([-1], [e.ndim - 1])
 
 
 def fake(node: Node, device: str | None = None) -> Tensor:

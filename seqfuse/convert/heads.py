@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from .graph import argument, back, example, is_fixed, narrow_of, operands, same_shape, same_size, spelled
 from .matmuls import part_of
-from .norms import Norm, rms_norm_at
+from .norms_by_hand import Norm, is_root, norm_at
 from .pointwise import scaled
 
 _TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
@@ -254,9 +254,9 @@ def _norm_ending_at(node: Any) -> Norm | None:
         if not isinstance(last, Node):
             return None
         for candidate in last.all_input_nodes:
-            if spelled(candidate) == "rsqrt":
-                found = rms_norm_at(candidate)
-                return found if found is not None and found.out is node else None
+            if is_root(candidate):
+                found = norm_at(candidate)
+                return found if isinstance(found, Norm) and found.kind == "rms" and found.out is node else None
         factors = [n for n in last.all_input_nodes if spelled(n) in ("mul", "to", "type_as", "float")]
         e = example(node)
         inside = [

@@ -10,20 +10,21 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..fuser.budget import Choice
 from ..fuser.sequential import Fusions
-from . import attention, linears, matmuls, norms, pointwise
+from . import attention, linears, matmuls, norms, norms_by_hand, pointwise
 from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
 from .graph import owner, positional, spelled
 from .launches import Before, launching
 from .masks import erase_unread
+from .norms_by_hand import is_root
 from .ordering import CannotOrder, sort
 from .raising import Raised, Transposed, raised
 from .region import Region, insert, why_not
 from .report import GraphReport, Left
 
 # Imported because they declare matchers.
-MATCHERS = (attention, matmuls, norms, linears, pointwise)
+MATCHERS = (attention, matmuls, norms, norms_by_hand, linears, pointwise)
 
 _KINDS = {
     "GEMM": (
@@ -39,6 +40,8 @@ _KINDS = {
     "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 }  # fmt: skip
 _HEAVY = {call: kind for kind, calls in _KINDS.items() for call in calls}
+_NORMS = ("norm", "linalg_vector_norm", "std")
+"""Calls that are norms, as roots are, where a matcher has a reason why they are not raised."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +102,16 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     left = [
         Left(spelled(n) or "", kind, owner(n), reasons.get(n) or _reason(n, may(n)))
         for n in graph.nodes
-        if (kind := _HEAVY.get(spelled(n) or "")) is not None
+        if (kind := _kind(n, n in reasons)) is not None
     ]
     found = GraphReport(name, tuple(region for _, region in regions), tuple(left), launching(graph.nodes))
     return [found, *reports]
+
+
+def _kind(node: Node, explained: bool) -> str | None:
+    """What a call that is left is in the words of a report; a root is a norm only where there is a reason."""
+    name = spelled(node) or ""
+    return "norm" if explained and (name in _NORMS or is_root(node)) else _HEAVY.get(name)
 
 
 def kind_of(module: nn.Module) -> str | None:
