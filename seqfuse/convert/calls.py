@@ -118,15 +118,16 @@ class Call:
 class Calls:
     """The calls of a converted model.
 
+    Args:
+        missed: how many of them ran as before the conversion, by the reason.
+
     Attributes:
         count: how many there were.
-        missed: how many of them ran as before the conversion, by the reason.
         breaks: the graph breaks that they met.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.missed: Counter[str] = Counter()
+    def __init__(self, missed: Counter[str]) -> None:
+        self.count, self.missed = 0, missed
         self.breaks: dict[Break, None] = {}
         self._seen: set[str] = set()
 

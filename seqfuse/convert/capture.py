@@ -9,6 +9,7 @@ import logging
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, cast
 
@@ -20,6 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
+from .buffers import Buffers
 from .calls import Call, Calls, name_owners
 from .report import GraphReport, Left, text_of
 from .rewriting import Options, kind_of, rewrite
@@ -39,24 +41,27 @@ class Backend:
 
     Attributes:
         graphs: a report for each graph that was captured.
+        missed: how many calls of graphs ran as they were captured, by the reason.
     """
 
     def __init__(self, options: Options, then: Literal["inductor"] | None = None) -> None:
         self.options, self.then = options, then
         self.graphs: list[GraphReport] = []
+        self.missed: Counter[str] = Counter()
         self._numbers = itertools.count()
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrite a graph; the callable that runs it."""
+        buffers = Buffers(gm, example_inputs)
         reports = rewrite(gm, self.options, f"graph {next(self._numbers)}")
         before = _captured_before()
         limit: int | None = _dynamo.recompile_limit if before + 1 >= _dynamo.recompile_limit else None
         self.graphs += [dataclasses.replace(report, limit=limit, again=before > 0) for report in reports]
         if self.then is None:
-            return gm.forward
+            return buffers.checked(gm.forward, self.missed)
         from .rest import compiled_rest  # what it needs takes long to import
 
-        return compiled_rest(gm)
+        return buffers.checked(compiled_rest(gm), self.missed)
 
 
 def _captured_before() -> int:
@@ -75,7 +80,7 @@ class Conversion:
 
     def __init__(self, model: nn.Module, places: Sequence[nn.Module], backend: Backend) -> None:
         self.model, self._backend = model, backend
-        self._places, self._calls = places, Calls()
+        self._places, self._calls = places, Calls(backend.missed)
 
         reference = weakref.ref(self)  # Dynamo keeps every backend that was called, and would keep the model with it
 

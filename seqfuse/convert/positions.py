@@ -30,6 +30,9 @@ from .indices import (
 OUTER = "outer"
 """What an input of a graph that another graph calls has as a name of the node that it is there."""
 
+TRIANGLE = "seqfuse_triangle"
+"""Where the node of a buffer notes the number on and below its diagonal, and the one above, if it is a triangle."""
+
 
 class Values:
     """What is known of the values of nodes.
@@ -50,7 +53,10 @@ class Values:
             return constant(number, torch.float64) if isinstance(number, float) else Index(number, {})
         if isinstance(given, Node) and given not in self.found:
             e, self.found[given] = example(given), None
-            if e is not None and is_known(given):
+            if e is not None and TRIANGLE in given.meta:
+                yes, no = (torch.tensor(number, dtype=e.dtype, device="cpu") for number in given.meta[TRIANGLE])
+                self.found[given] = Choice((Index(0, {-2: 1, -1: -1}),), yes, no)
+            elif e is not None and is_known(given):
                 try:
                     found = _RULES[_name(given)](self, given, e)
                 except Exception:  # a spelling that nobody thought of

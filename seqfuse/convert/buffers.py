@@ -1,0 +1,103 @@
+"""Causal masks that are buffers of a model: known by their values, which are checked again in each call."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .bodies import run_bodies
+from .positions import TRIANGLE
+
+CHANGED = "a mask that was causal when they were captured has changed"
+
+
+class Triangle(NamedTuple):
+    """The number on and below the diagonal of a mask, and the one above."""
+
+    seen: float
+    unseen: float
+
+
+class _Known(NamedTuple):
+    """What a tensor was when it was looked at; a change in place gives it another version."""
+
+    version: int
+    address: int
+    found: Triangle | None
+
+
+_known: Any = WeakIdKeyDictionary()
+
+
+def triangle_of(t: Any) -> Triangle | None:
+    """Which triangle a tensor [1, ..., N, N] is; its values are read once, as long as it is not changed in place."""
+    square = type(t) is Tensor and t.ndim > 1 and 1 < t.shape[-1] == t.shape[-2] and t.shape[-1] ** 2 == t.numel()
+    if not square or t.is_meta or t.requires_grad or t.is_inference():
+        return None
+    known: _Known | None = _known.get(t)
+    if known is None or known[:2] != (t._version, t.data_ptr()):
+        known = _known[t] = _Known(t._version, t.data_ptr(), _read(t.detach().view(t.shape[-2:])))
+    return known.found
+
+
+def _read(m: Tensor) -> Triangle | None:
+    seen, unseen = m[-1, 0], m[0, -1]
+    above = torch.ones(m.shape, dtype=torch.bool, device=m.device).triu(1)
+    return Triangle(seen.item(), unseen.item()) if torch.equal(m, torch.where(above, unseen, seen)) else None
+
+
+class Buffers:
+    """The triangles among the tensors of modules that a captured graph has as inputs.
+
+    Args:
+        gm: the graph, before it is rewritten.
+        inputs: what it is called with first.
+    """
+
+    def __init__(self, gm: GraphModule, inputs: Sequence[Any]) -> None:
+        self._nodes: list[tuple[int, Node, Triangle]] = []
+        for i, (node, given) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False)):
+            if _is_of_module(node) and (found := triangle_of(given)) is not None:
+                node.meta[TRIANGLE] = found
+                self._nodes.append((i, node, found))
+        self._before = _copied(gm) if self._nodes else gm
+
+    def checked(self, run: Callable[..., Any], missed: Counter[str]) -> Callable[..., Any]:
+        """What runs a rewritten graph, or the graph as it was while a buffer is not what it was then."""
+        if not self._nodes:
+            return run
+        wanted, before = [(i, found) for i, _, found in self._nodes], self._before
+
+        def checked(*args: Any) -> Any:
+            if all(triangle_of(args[i]) == found for i, found in wanted):
+                return run(*args)
+            missed[CHANGED] += 1
+            return before(*args)
+
+        return checked
+
+
+def _is_of_module(node: Node) -> bool:
+    """Whether Dynamo read an input of a graph from a module, as buffers are; others are data of a call."""
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    kind: Any = getattr(source, "guard_source", None)
+    return "NN_MODULE" in getattr(kind() if callable(kind) else kind, "name", "")
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """A graph as it is, with copies of the bodies of its checkpoints, that runs without a compiler."""
+    made = GraphModule(gm, copy.deepcopy(gm.graph))
+    made.meta = dict(gm.meta)
+    for name, body in gm.named_children():
+        if isinstance(body, GraphModule):
+            setattr(made, name, _copied(body))
+    run_bodies(made)
+    made.recompile()
+    return made
