@@ -93,10 +93,10 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
         return "queries and keys are not treated alike"
     if q.rope is not None and k.rope is not None and q.rope != k.rope:
         return "queries and keys have RoPE by different angles"
-    if k.factor != 1 or v.factor != 1:
-        return "keys or values are multiplied by a number"
-    if q.factor != 1:
-        how["scale"] = q.factor * (q.size**-0.5 if how.get("scale") is None else how["scale"])
+    if v.factor != 1:
+        return "values are multiplied by a number: multiply the result instead"
+    if (factor := q.factor * k.factor) != 1:
+        how["scale"] = factor * (q.size**-0.5 if how.get("scale") is None else how["scale"])
     dtypes = {e.dtype for t in (node, *(h.source for h in parts)) if (e := example(t)) is not None}
     if len(dtypes) != 1:
         return "it computes in another dtype than the GEMMs before it"
@@ -125,7 +125,8 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
     if isinstance(last, Inner):
         place = q.heads * q.size
         for heads in (k, v):
-            last.views.append(View(heads.seen, place, heads.heads, heads.size))
+            if heads.factor == 1:  # another factor is part of the scale
+                last.views.append(View(heads.seen, place, heads.heads, heads.size))
             place += heads.heads * heads.size
     attention = ops.Attention(q.heads, k.heads, mask=None if mask is None else channel(mask), **how)
     given = {} if mask is None else {channel(mask): mask}
@@ -195,14 +196,17 @@ def _normed(q: Heads, k: Heads, x: Value, node: Node) -> Raised | str:
     whole = a.size == q.heads * q.size and q.heads > 1
     if b.size != (k.heads * k.size if whole else k.size) or a.size not in (q.size, q.heads * q.size):
         return "norms of queries and keys are of different widths"
-    if a.eps != b.eps or a.zero_centered != b.zero_centered or (a.weight is None) != (b.weight is None):
+    kinds = [(n.kind, n.eps, n.zero_centered, n.weight is None, n.bias is None) for n in (a, b)]
+    if kinds[0] != kinds[1]:
         return "norms of queries and keys are of different kinds"
     w = example(a.weight)
     made = ops.QKNorm(
         q.size, q.heads, k.heads, a.eps, w is not None, META, None if w is None else w.dtype,
-        full_width=whole, zero_centered=a.zero_centered,
+        kind="rms" if a.kind == "rms" else "layer", bias=a.bias is not None, full_width=whole,
+        zero_centered=a.zero_centered,
     )  # fmt: skip
-    return Raised(made, x, Inner(), [], node, {} if w is None else {"q_weight": a.weight, "k_weight": b.weight})
+    given = {"q_weight": a.weight, "k_weight": b.weight, "q_bias": a.bias, "k_bias": b.bias}
+    return Raised(made, x, Inner(), [], node, {name: p for name, p in given.items() if p is not None})
 
 
 def _joined(node: Node, took: list[Node]) -> Node | None:

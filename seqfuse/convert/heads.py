@@ -8,10 +8,12 @@ from typing import Any, cast
 
 from torch.fx import Node
 
-from .graph import argument, back, example, is_fixed, narrow_of, operands, same_shape, same_size, spelled
+from .graph import argument, back, example, is_fixed, narrow_of, same_shape, same_size, spelled
 from .matmuls import part_of
+from .norms import norm_of
 from .norms_by_hand import Norm, is_root, norm_at
 from .pointwise import scaled
+from .rope import rope_at
 
 _TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
 
@@ -53,19 +55,26 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
     seen, factor = node, 1.0
     rope, norm = None, None
     transposed = False
-    part, of, cut = 0, 1, None
+    part, of, cut, first = 0, 1, None, 0
     while True:
         node = narrow_of(node, took)
         name = spelled(node)
         if not transposed and is_transpose(node):
             took.append(node)
             node, transposed = node.args[0], True
-        elif not transposed and rope is None and norm is None and (turned := _rope(node, took)) is not None:
+        elif not transposed and rope is None and norm is None and (turned := rope_at(node, took)) is not None:
             node, rope = turned[0], turned[1:]
         elif norm is None and (found := _norm_ending_at(node)) is not None:
             norm = found
             took += found.took
             node = found.x
+        elif norm is None and factor == 1 and (number := scaled(node)) is not None:
+            took.append(node)
+            node, factor = number
+        elif of == 1 and cut is None and (packed := _packed(node, transposed, took)) is not None:
+            node, heads, part, of = packed
+            first = 0 if of == 3 else part * heads * size
+            break
         elif transposed and name in ("view", "reshape", "unflatten") and _splits_heads(node, size * of):
             took.append(node)
             heads: Any = example(node).shape[-2]  # pyright: ignore[reportOptionalMemberAccess]
@@ -88,9 +97,9 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
     node = narrow_of(node, took)
     if norm is None and (found := scaled(node)) is not None:
         took.append(node)
-        node, factor = narrow_of(found[0], took), found[1]
+        node, factor = narrow_of(found[0], took), factor * found[1]
     stretch = part_of(node, took)
-    source, start = (node, 0) if stretch is None else (back(stretch[0], took), stretch[1])
+    source, start = (node, first) if stretch is None else (back(stretch[0], took), first + stretch[1])
     if cut is not None:
         start, heads = start + cut[0] * size, cut[1]
     return Heads(seen, source, start, heads, size, rope, norm, factor, part, of)
@@ -116,6 +125,44 @@ def _cut(node: Any) -> tuple[int, int] | None:
         several = cast("list[Any]", index)
         found = [heads[several[0]]] if len(several) == 1 and isinstance(several[0], int) else []
     return (found[0], len(found)) if found else None
+
+
+def _packed(node: Any, transposed: bool, took: list[Node]) -> tuple[Any, int, int, int] | None:
+    """Queries, keys or values as one of three that share a view of five dimensions, [B, S, 3, H, D] or [B, S, H, 3, D].
+
+    Returns:
+        What is viewed so, H, which of the three they are, and 3 if these interleave head by head, otherwise 1.
+    """
+    if spelled(node) != "getitem":
+        return None
+    own: list[Node] = [node]
+    view, index, dim = node.args[0], node.args[1], 0
+    if spelled(view) == "unbind":
+        own.append(view)
+        view, dim = view.args[0], argument(view, 1, "dim", 0)
+    elif isinstance(index, tuple):
+        *every, index = cast("tuple[Any, ...]", index)
+        dim = len(every) if all(i == slice(None) for i in every) else None
+    e, order = example(view), list(range(5))
+    if e is None or e.ndim != 5 or type(index) is not int or type(dim) is not int:
+        return None
+    view = back(view, own)
+    if spelled(view) == "permute":
+        own.append(view)
+        dims: Any = argument(view, 1, "dims")
+        order = [d % 5 for d in (cast("Sequence[int]", dims) if isinstance(dims, list | tuple) else view.args[1:])]
+        view = view.args[0]
+    before, e = example(view.args[0]) if spelled(view) in ("view", "reshape", "unflatten") else None, example(view)
+    if before is None or e is None or before.ndim != 3 or e.ndim != 5 or not same_shape(before.shape[:2], e.shape[:2]):
+        return None
+    third = order.pop(dim)
+    heads = {2: 3, 3: 2}.get(third)
+    if heads is None or not is_fixed(*e.shape[2:]) or e.shape[third] != 3:
+        return None
+    if order != ([0, 1, heads, 4] if transposed else [0, heads, 1, 4]):
+        return None
+    took += [*own, view]
+    return view.args[0], e.shape[heads], index % 3, 3 if third == 3 else 1
 
 
 def _third(node: Any, size: int, took: list[Node]) -> tuple[Any, int] | None:
@@ -182,72 +229,10 @@ def _splits_heads(node: Node, size: int) -> bool:
     return same and is_fixed(heads) and same_size(before.shape[-1], heads * size)
 
 
-def _rope(node: Any, took: list[Node]) -> tuple[Any, Any, Any, int, str] | None:
-    """x, cosines [B or 1, S, R], sines, R and the style of x cos + rotate_half(x) sin, the rest of x beside it."""
-    own: list[Node] = [node]
-    size: Any = example(node).shape[-1] if example(node) is not None else 0  # pyright: ignore[reportOptionalMemberAccess]
-    whole = None
-    if spelled(node) == "cat" and argument(node, 1, "dim", 0) in (-1, 3):
-        turned, rest = argument(node, 0, "tensors") if len(argument(node, 0, "tensors")) == 2 else (None, None)
-        passed = part_of(rest, own)
-        if turned is None or passed is None:
-            return None
-        whole, start, _ = passed
-        node, size = turned, start
-        own.append(node)
-    total = operands(node, "add")
-    if total is None:
-        return None
-    first, second = operands(total[0], "mul"), operands(total[1], "mul")
-    if first is None or second is None:
-        return None
-    x, cos, half, sin = *first, *second
-    own += [total[0], total[1]]
-    turned_x = _rotated(half, own)
-    x = back(x, own)
-    if turned_x is None or turned_x is not x:
-        return None
-    cos, sin = _row(cos, own), _row(sin, own)
-    if cos is None or sin is None:
-        return None
-    if whole is not None:
-        part = part_of(x, own)
-        if part is None or part[0] is not whole or part[1] != 0 or part[2] != size:
-            return None
-        x = whole
-    took += own
-    return x, cos, sin, size, "half"
-
-
-def _rotated(node: Any, took: list[Node]) -> Any:
-    """X of cat((-x[..., h:], x[..., :h]))."""
-    if spelled(node) != "cat" or argument(node, 1, "dim", 0) not in (-1, 3):
-        return None
-    parts: Any = argument(node, 0, "tensors")
-    if len(parts) != 2 or spelled(parts[0]) != "neg":
-        return None
-    own: list[Node] = [node, parts[0]]
-    second, first = part_of(parts[0].args[0], own), part_of(parts[1], own)
-    if first is None or second is None or first[0] is not second[0] or first[1] != 0:
-        return None
-    if first[2] != second[1] or first[2] != second[2]:
-        return None
-    took += own
-    return back(first[0], took)
-
-
-def _row(node: Any, took: list[Node]) -> Any:
-    """Cosines or sines [B or 1, S, R], given [B or 1, 1, S, R]."""
-    node = back(node, [])
-    e = example(node)
-    if spelled(node) == "unsqueeze" and argument(node, 1, "dim") in (1, -3) and e is not None and e.ndim == 4:
-        took.append(node)
-        return node.args[0]
-    return None
-
-
 def _norm_ending_at(node: Any) -> Norm | None:
-    """The RMSNorm whose result a node is."""
+    """The norm whose result a node is."""
+    if (called := norm_of(node)) is not None:
+        return called
     seen: list[Any] = [node]
     for _ in range(6):
         last = seen[-1]
@@ -256,7 +241,7 @@ def _norm_ending_at(node: Any) -> Norm | None:
         for candidate in last.all_input_nodes:
             if is_root(candidate):
                 found = norm_at(candidate)
-                return found if isinstance(found, Norm) and found.kind == "rms" and found.out is node else None
+                return found if isinstance(found, Norm) and found.out is node else None
         factors = [n for n in last.all_input_nodes if spelled(n) in ("mul", "to", "type_as", "float")]
         e = example(node)
         inside = [

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch.fx import Node
 
 from .. import ops
 from .graph import argument, example, is_last, operands, spelled
+from .norms_by_hand import Norm
 from .raising import META, Found, matcher, one
 
 
@@ -42,6 +44,24 @@ def raise_rms_norm(node: Node) -> Found:
     w = example(weight)
     made = ops.RMSNorm(shape, eps, weight is not None, META, None if w is None else w.dtype)
     return one(made, x, node, [], weight=weight)
+
+
+def norm_of(node: Any) -> Norm | None:
+    """The norm of the last dimension that a call of torch is."""
+    if spelled(node) not in ("layer_norm", "rms_norm"):
+        return None
+    x, shape, kind = argument(node, 0, "input"), _shape(node), "layer" if spelled(node) == "layer_norm" else "rms"
+    weight, e, last = argument(node, 2, "weight"), example(x), 4 if kind == "layer" else 3
+    bias, eps = argument(node, 3, "bias") if kind == "layer" else None, argument(node, last, "eps", _EPS[kind])
+    if e is None or len(shape) != 1 or not isinstance(shape[0], int) or (weight is None and bias is not None):
+        return None
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(e.dtype, torch.float32)).eps
+    return Norm(x, node, [node], shape[0], eps, kind, weight, bias) if isinstance(eps, int | float) else None
+
+
+_EPS = {"layer": 1e-5, "rms": None}
+"""What torch adds where no eps is given; `None` is the least number that makes a difference."""
 
 
 @matcher("norm", "linalg_vector_norm", "normalize", "std")

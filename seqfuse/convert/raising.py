@@ -143,7 +143,7 @@ def _is_cheap(node: Node) -> bool:
 
 CHEAP = {
     "view", "reshape", "transpose", "permute", "contiguous", "to", "float", "type_as", "getitem", "unsqueeze", "chunk",
-    "split", "expand", "flatten", "t", "half", "bfloat16", "expand_as", "type",
+    "split", "unbind", "expand", "flatten", "t", "half", "bfloat16", "expand_as", "type",
 }  # fmt: skip
 """Calls that launch nothing, or little beside a GEMM; they may be read by others, too."""
 

@@ -1,0 +1,150 @@
+"""Heads that models cut from one GEMM in a view of five dimensions, scale and normalize, as vision transformers do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqfuse import ops
+from seqfuse.testing import seeded_randn
+
+from .comparing import assert_same, assert_same_recorded
+from .recording import Replayed
+from .test_altered import operations
+
+S = F.scaled_dot_product_attention
+HEADS, SIZE = 3, 4  # as many heads as parts: that tells one from the other
+X = seeded_randn((2, 5, 12), 0).double()
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+class ViT(nn.Module):
+    """The attention of timm, with its parts to be replaced."""
+
+    def __init__(
+        self,
+        parts: Callable[[Tensor], Three] = lambda t: t.permute(2, 0, 3, 1, 4).unbind(0),  # pyright: ignore
+        view: tuple[int, int] = (3, HEADS),
+        norm: Callable[[], nn.Module] = nn.Identity,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = S,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.qkv, self.proj = nn.Linear(12, 3 * HEADS * SIZE), nn.Linear(HEADS * SIZE, 12)
+        self.q_norm, self.k_norm = norm(), norm()
+        for p in (*self.q_norm.parameters(), *self.k_norm.parameters()):
+            nn.init.uniform_(p, 0.5, 1.5)
+        self.parts, self.view, self.attend = parts, view, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, N, _ = x.shape
+        q, k, v = self.parts(self.qkv(x).reshape(B, N, *self.view, SIZE))
+        y = self.attend(self.q_norm(q), self.k_norm(k), v)
+        return self.proj(y.transpose(1, 2).reshape(B, N, HEADS * SIZE))
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    attn = (q * SIZE**-0.5) @ k.transpose(-2, -1)
+    return F.dropout(attn.softmax(dim=-1), 0.0) @ v
+
+
+def both_scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q * 0.7) @ (k / 2.0).transpose(-2, -1)).softmax(dim=-1) @ v
+
+
+def turned(t: Three) -> Three:
+    return t[0].transpose(1, 2), t[1].transpose(1, 2), t[2].transpose(1, 2)
+
+
+def indexed(t: Tensor) -> Three:
+    return t[0], t[1], t[2]
+
+
+SPELLINGS = {
+    "timm": ViT(),
+    "timm without its fused attention": ViT(attend=by_hand),
+    "by index": ViT(lambda t: indexed(t.permute(2, 0, 3, 1, 4))),
+    "by index from the end": ViT(lambda t: ((p := t.permute((2, 0, 3, 1, 4)))[-3], p[-2], p[-1])),
+    "rows before heads": ViT(lambda t: turned(t.unbind(2))),  # pyright: ignore
+    "rows before heads, by index": ViT(lambda t: turned((t[:, :, 0], t[:, :, 1], t[:, :, 2]))),
+    "rows before heads, permuted": ViT(lambda t: turned(t.permute(2, 0, 1, 3, 4).unbind())),  # pyright: ignore
+    "head by head": ViT(lambda t: t.permute(3, 0, 2, 1, 4).unbind(0), (HEADS, 3)),  # pyright: ignore
+    "head by head, rows before heads": ViT(lambda t: turned(t.unbind(3)), (HEADS, 3)),  # pyright: ignore
+    "both scaled": ViT(attend=both_scaled),
+    "scaled before torch's attention": ViT(attend=lambda q, k, v: S(q * 0.5, k, v, scale=1.0)),
+}
+NORMS = {
+    "LayerNorm": lambda: nn.LayerNorm(SIZE),
+    "LayerNorm without a bias": lambda: nn.LayerNorm(SIZE, 1e-2, bias=False),
+    "LayerNorm without weights": lambda: nn.LayerNorm(SIZE, elementwise_affine=False),
+    "RMSNorm": lambda: nn.RMSNorm(SIZE, 1e-2),
+    "RMSNorm without an eps": lambda: nn.RMSNorm(SIZE),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_heads_of_one_gemm_in_a_view_are_attention_and_keep_their_numbers(name: str):
+    replayed = assert_same_recorded(SPELLINGS[name].double(), X)
+    found = operations(replayed)
+    assert [found[0], *found[-2:]] == ["Linear", "Attention", "Linear"]
+    assert len(found) == (6 if name.startswith("head by head") else 3)
+    assert not replayed.graphs[0].left
+    assert not replayed.graphs[0].beside
+
+
+@pytest.mark.parametrize("name", ["timm", "timm without its fused attention", "rows before heads, by index"])
+def test_heads_of_one_gemm_are_attention_as_dynamo_captures_them(name: str):
+    conversion = assert_same(SPELLINGS[name].double(), X)
+    found = [op for region in conversion.graphs[0].regions for op in region.model]
+    assert [type(op) for op in found] == [ops.Linear, ops.Attention, ops.Linear]
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_of_queries_and_keys_that_are_modules_of_torch_are_one_operation(name: str):
+    replayed = assert_same_recorded(ViT(norm=NORMS[name]).double(), X)
+    assert operations(replayed) == ["Linear", "QKNorm", "Attention", "Linear"]
+
+
+def test_a_scale_that_a_norm_takes_in_is_no_scale_of_attention():
+    class Scaled(nn.LayerNorm):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input * 3.0)
+
+    replayed = assert_same_recorded(ViT(norm=lambda: Scaled(SIZE, 0.5)).double(), X)
+    assert not any(isinstance(op, ops.Attention) for graph in replayed.graphs for r in graph.regions for op in r.model)
+
+
+def test_keys_that_are_scaled_and_returned_are_what_they_were():
+    class Returning(ViT):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            q, k, v = self.parts(self.qkv(x).reshape(2, 5, 3, HEADS, SIZE))
+            k = k * 0.5
+            return self.proj(S(q, k, v).transpose(1, 2).flatten(2)), k
+
+    assert_same_recorded(Returning().double(), X)
+
+
+NEARLY = {
+    "values first": ViT(lambda t: t.permute(2, 0, 3, 1, 4).flip(0).unbind(0)),  # pyright: ignore
+    "values for keys": ViT(lambda t: ((p := t.permute(2, 0, 3, 1, 4))[0], p[2], p[1])),
+    "parts from rows": ViT(lambda t: turned(t.reshape(2, 3, 5, HEADS, SIZE).unbind(1))),  # pyright: ignore
+    "values scaled": ViT(attend=lambda q, k, v: S(q, k, v * 0.5)),
+    "another norm for keys": ViT(attend=lambda q, k, v: S(F.layer_norm(q, (4,)), F.layer_norm(k, (4,), eps=0.1), v)),
+    "queries normalized alone": ViT(attend=lambda q, k, v: S(F.rms_norm(q, (4,)), k, v)),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY)
+def test_heads_that_are_nearly_those_of_one_gemm_keep_their_numbers(name: str):
+    replayed = assert_same_recorded(NEARLY[name].double(), X)
+    assert "Attention" not in operations(replayed)
+
+
+def test_the_report_says_what_to_do_where_values_are_scaled():
+    (graph,) = Replayed(NEARLY["values scaled"].double(), X).graphs
+    (said,) = [left.reason for left in graph.left if left.kind == "attention"]
+    assert said == "values are multiplied by a number: multiply the result instead"
