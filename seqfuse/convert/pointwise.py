@@ -146,9 +146,8 @@ def swapped(add: Raised) -> Raised:
 
 @matcher("mul", "truediv")
 def raise_scale(node: Node) -> Found:
-    """A tensor times a number."""
-    pair = operands(node, "mul") or operands(node, "truediv")
-    if pair is None or not isinstance(pair[0], Node) or not isinstance(pair[1], int | float) or not pair[1]:
+    """A tensor times a number, in either order, or divided by one."""
+    found = scaled(node)
+    if found is None or not alike(found[0], node):
         return None
-    factor = pair[1] if spelled(node) == "mul" else 1 / pair[1]
-    return one(ops.Scale(factor), pair[0], node, []) if alike(pair[0], node) else None
+    return one(ops.Scale(found[1]), found[0], node, [])

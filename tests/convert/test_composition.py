@@ -605,3 +605,34 @@ def test_sizes_of_one_converted_model_are_not_those_of_another():
         model(torch.randn(width // 2, width))
     ((region,),) = (graph.regions for graph in conversion.graphs)
     assert all(type(size) is int for size in region.order.x.meta["example_value"].shape)
+
+
+SCALES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a number first": lambda m, y: 0.3 * y,
+    "an attribute first": lambda m, y: m.scale * y,
+    "an attribute last": lambda m, y: y * m.scale,
+    "an integer first": lambda m, y: 2 * y,
+    "divided": lambda m, y: y / m.scale,
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_tensor_times_a_number_is_part_of_a_chain(name: str):
+    class Scaled(Net):
+        scale = 0.3
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + SCALES[name](self, super().forward(x))
+
+    conversion = assert_same(Scaled(), X)
+    (region,) = conversion.graphs[0].regions
+    assert [type(op).__name__ for op in region.model][-2:] == ["Scale", "Add"]
+    assert not conversion.graphs[0].beside
+
+
+def test_a_number_that_is_divided_by_a_tensor_is_no_scale():
+    class Divided(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 0.3 / (super().forward(x).abs() + 1)
+
+    assert_same(Divided(), X)
