@@ -91,7 +91,7 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
         return "keys and values differ in heads, or values are normalized or have RoPE"
     if (q.rope is None) != (k.rope is None) or (q.norm is None) != (k.norm is None):
         return "queries and keys are not treated alike"
-    if q.rope is not None and k.rope is not None and q.rope != k.rope:
+    if q.rope is not None and k.rope is not None and not q.rope.is_like(k.rope):
         return "queries and keys have RoPE by different angles"
     if v.factor != 1:
         return "values are multiplied by a number: multiply the result instead"
@@ -115,11 +115,9 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
             return normed
         raised.append(normed)
     if q.rope is not None:
-        cos, sin, turned, _ = q.rope
+        _, cos, sin, turned, style = q.rope
         angles = {channel(cos): cos, channel(sin): sin}
-        rope = ops.RotaryEmbedding(
-            q.heads, k.heads, style="half", rotary_dim=turned, cos=channel(cos), sin=channel(sin)
-        )
+        rope = ops.RotaryEmbedding(q.heads, k.heads, style=style, rotary_dim=turned, cos=channel(cos), sin=channel(sin))
         raised.append(Raised(rope, raised[-1].out, Inner(), [], node, {}, angles))
     last = raised[-1].out
     if isinstance(last, Inner):

@@ -13,9 +13,12 @@ from .matmuls import part_of
 from .norms import norm_of
 from .norms_by_hand import Norm, is_root, norm_at
 from .pointwise import scaled
-from .rope import rope_at
+from .rope import Turned, rope_at
 
 _TRANSPOSED = ((1, 2), (2, 1), (-2, -3), (-3, -2), (1, -2), (-2, 1))
+
+_LIKE_ROPE = ("add", "sub", "cat", "flatten")
+"""What RoPE may end with."""
 
 
 @dataclasses.dataclass
@@ -27,7 +30,7 @@ class Heads:
         source: what their elements are taken from, [B, S, *].
         start: where they start in its last dimension.
         heads, size: H and D.
-        rope: cosines, sines, how many elements of a head have RoPE, and the style.
+        rope: that of each head.
         norm: of each head, or before they are heads.
         factor: what they are multiplied by.
         part: which of the `of` parts of each head of the source they are, where queries, keys and values interleave.
@@ -38,7 +41,7 @@ class Heads:
     start: int
     heads: int
     size: int
-    rope: tuple[Any, Any, int, str] | None
+    rope: Turned | None
     norm: Norm | None
     factor: float
     part: int = 0
@@ -62,8 +65,8 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
         if not transposed and is_transpose(node):
             took.append(node)
             node, transposed = node.args[0], True
-        elif not transposed and rope is None and norm is None and (turned := rope_at(node, took)) is not None:
-            node, rope = turned[0], turned[1:]
+        elif rope is None and norm is None and (turned := rope_at(node, transposed, took)) is not None:
+            node, rope = turned.x, turned
         elif norm is None and (found := _norm_ending_at(node)) is not None:
             norm = found
             took += found.took
@@ -89,7 +92,8 @@ def heads_of(node: Any, took: list[Node]) -> Heads | str:
         elif name == "getitem" and part_of(node, []) is not None:
             return "queries, keys and values lie within each head of one GEMM's result, not side by side"
         else:
-            return f"made by {name or 'the model'}, not by a GEMM whose last dimension is split into heads"
+            nor = ", nor by RoPE in a spelling that is known" if name in _LIKE_ROPE else ""
+            return f"made by {name or 'the model'}, not by a GEMM whose last dimension is split into heads{nor}"
     if norm is None and (found := _norm_ending_at(back(node, took))) is not None:
         norm = found
         took += found.took

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .angles import ADDED, PURE
 from .effects import are_changed
 from .graph import alike, back, example, numbers, same_size, spelled
 from .indices import constant, fixed
@@ -58,9 +59,10 @@ _FILLING = ("masked_fill", "where")
 
 
 def erase_unread(graph: Graph) -> None:
-    """Take calls that make masks which nobody reads any more out of a graph."""
+    """Take calls that make masks or angles which nobody reads, or reads any more, out of a graph."""
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node.target is nan_in_rows_of_nothing or is_known(node)):
+        added = node.target in (nan_in_rows_of_nothing, *ADDED) or spelled(node) in PURE
+        if not node.users and (added or is_known(node)):
             graph.erase_node(node)
 
 
