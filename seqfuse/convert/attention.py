@@ -7,12 +7,11 @@ from typing import Any
 from torch.fx import Node
 
 from .. import ops
-from .graph import ahead, argument, back, channel, example, is_same, narrow_of, operands, same_size, spelled
+from .graph import ahead, argument, channel, example, is_same, same_size, spelled
 from .heads import Heads, heads_of, is_transpose
 from .linears import linear_ending_at
-from .masks import limited, scores_of
+from .masks import limited
 from .matmuls import merged
-from .pointwise import scaled
 from .raising import META, Found, Inner, Raised, Value, View, linear, matcher
 
 
@@ -25,58 +24,14 @@ def raise_attention(node: Node) -> Found:
         "dropout": argument(node, 4, "dropout_p", 0.0),
         "scale": node.kwargs.get("scale"),
     }
-    return _attention((q, k, v), argument(node, 3, "attn_mask"), how, node, [node])
+    return attention_of((q, k, v), argument(node, 3, "attn_mask"), how, node, [node])
 
 
-@matcher("softmax", rank=0)
-def raise_attention_by_hand(node: Node) -> Found:
-    """softmax(scale q k^T, capped, plus a mask) v, as models have it that do not call torch's function."""
-    if argument(node, 1, "dim") not in (-1, 3):
-        return None
-    took: list[Node] = [node]
-    how: dict[str, Any] = {}
-    scores, mask, softcap, scale = narrow_of(node.args[0], took), None, None, 1.0
-    total = operands(scores, "add")
-    if total is not None:
-        took.append(scores)
-        scores, mask = back(total[0], took), total[1]
-        if (m := example(mask)) is None or not m.is_floating_point():
-            return "what is added to its scores is no tensor of floating-point numbers"
-    elif (unmasked := scores_of(scores, how)) is not None:
-        took.append(scores)
-        scores = back(unmasked, took)
-    if (capped := scaled(scores)) is not None and spelled(capped[0]) == "tanh":
-        divided = scaled(capped[0].args[0])
-        if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6:
-            return None
-        took += [scores, capped[0], capped[0].args[0]]
-        scores, softcap = back(divided[0], took), capped[1]
-    if (factor := scaled(scores)) is not None:
-        took.append(scores)
-        scores, scale = back(factor[0], took), factor[1]
-    if spelled(scores) != "matmul":
-        return None
-    took.append(scores)
-    q, keys = scores.args[:2]
-    if spelled(keys) != "transpose" or set(keys.args[1:]) not in ({2, 3}, {-1, -2}, {2, -1}):
-        return "its keys are not transposed where queries meet them"
-    took.append(keys)
-    weights, dropout = node, 0.0
-    while (following := ahead(weights, {"to", "type_as", "float", "half", "bfloat16", "dropout"})) is not None:
-        if spelled(following) == "dropout" and is_same(following) is None:
-            if dropout:
-                return "its weights are dropped twice"
-            dropout = argument(following, 1, "p", 0.5)
-        took.append(following)
-        weights = following
-    out = ahead(weights, {"matmul"})
-    if out is None:
-        return None
-    how |= {"dropout": dropout, "scale": scale, "softcap": softcap}
-    return _attention((q, keys.args[0], out.args[1]), mask, how, out, [*took, out])
+CALL = "call F.scaled_dot_product_attention"
+"""What to do instead of another spelling."""
 
 
-def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node, took: list[Node]) -> Found:
+def attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node, took: list[Node]) -> Found:
     """Products, norms of heads, RoPE and attention, up to heads that lie side by side again."""
     if any(isinstance(number, Node) for number in how.values()):
         return "its scale or dropout is no fixed number"
@@ -108,18 +63,20 @@ def _attention(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: 
     if isinstance(first, str):
         across = _across(parts, mask, how, out, took)
         return first if across is None else across
-    raised = first
+    raised, packed = first, first[-1].out if first else q.source
     if q.norm is not None and k.norm is not None:
-        normed = _normed(q, k, raised[-1].out, node)
+        normed = _normed(q, k, packed, node)
         if isinstance(normed, str):
             return normed
         raised.append(normed)
+        packed = normed.out
     if q.rope is not None:
         _, cos, sin, turned, style = q.rope
         angles = {channel(cos): cos, channel(sin): sin}
         rope = ops.RotaryEmbedding(q.heads, k.heads, style=style, rotary_dim=turned, cos=channel(cos), sin=channel(sin))
-        raised.append(Raised(rope, raised[-1].out, Inner(), [], node, {}, angles))
-    last = raised[-1].out
+        raised.append(Raised(rope, packed, Inner(), [], node, {}, angles))
+        packed = raised[-1].out
+    last = packed
     if isinstance(last, Inner):
         place = q.heads * q.size
         for heads in (k, v):
@@ -155,7 +112,10 @@ def _across(parts: list[Heads], mask: Any, how: dict[str, Any], out: Node, took:
 
 
 def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> list[Raised] | str:
-    """The `Linear`, or the merged `Linear`s, that make queries, keys and values side by side, or what lays them so."""
+    """The `Linear`, or the merged `Linear`s, that make queries, keys and values side by side, or what lays them so.
+
+    None, if they lie so in a tensor that something else makes, such as a `Linear` and an adapter beside it.
+    """
     sources = [p.source for p in parts]
     sizes = [e.shape[-1] for s in sources if (e := example(s)) is not None]
     whole = all(same_size(size, p.heads * p.size) and p.start == 0 for size, p in zip(sizes, parts, strict=False))
@@ -174,7 +134,7 @@ def _packed(parts: list[Heads], out: Inner, took: list[Node]) -> list[Raised] | 
     source = sources[0]
     found = linear_ending_at(source)
     if not isinstance(found, list):
-        return "queries, keys and values are not made by a GEMM with a parameter"
+        return [] if not interleaved else "queries, keys and values are not made by a GEMM with a parameter"
     (r,) = found
     took += r.took
     if not interleaved:
@@ -233,7 +193,7 @@ def raise_multi_head_attention(node: Node) -> Found:
     """torch.nn.MultiheadAttention of one tensor."""
     q, k, v = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
     if not (q is k is v):
-        return "queries, keys and values of several tensors"
+        return f"queries, keys and values of several tensors: make them by Linears, and {CALL}"
     names = (
         "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn",
         "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask", "need_weights", "attn_mask",
@@ -243,9 +203,9 @@ def raise_multi_head_attention(node: Node) -> Found:
     rare = ("bias_k", "bias_v", "add_zero_attn", "use_separate_proj_weight")
     users = {u.args[1]: u for u in node.users if spelled(u) == "getitem"}
     if any(given[name] not in (None, False) for name in rare) or (users.get(1) is not None and users[1].users):
-        return "its weights are read, or it has an option that no operation has"
+        return "its weights are read (need_weights=True), or it has an option that no operation has"
     if given["key_padding_mask"] is not None or given["attn_mask"] is not None:
-        return "a mask in the form of torch.nn.MultiheadAttention"
+        return f"a mask in the form of torch.nn.MultiheadAttention: make q, k and v by a Linear, and {CALL}"
     result = users.get(0)
     took = [node, *users.values()]
     out = None if result is None else ahead(result, {"transpose"})

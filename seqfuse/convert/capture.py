@@ -23,7 +23,7 @@ from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
 from .buffers import Buffers
 from .calls import Call, Calls, name_owners
-from .report import GraphReport, Left, text_of
+from .report import GraphReport, Left, counted, text_of
 from .rewriting import Options, kind_of, rewrite
 
 _dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
@@ -130,7 +130,7 @@ class Conversion:
 
     def __repr__(self) -> str:
         undone = "" if self._before else ", undone"
-        return f"<Conversion of {type(self.model).__name__}, {len(self.graphs)} graphs{undone}>"
+        return f"<Conversion of {type(self.model).__name__}, {counted(len(self.graphs), 'graph')}{undone}>"
 
 
 def _own(model: nn.Module) -> list[str]:
@@ -159,12 +159,12 @@ def _captured(
     run = backend(gm, example_inputs)
     backend.graphs[known:] = [dataclasses.replace(report, captured=captured) for report in backend.graphs[known:]]
 
-    def counted(*args: Any) -> Any:
+    def running(*args: Any) -> Any:
         captured.calls += 1
         captured.last = calls.count
         return run(*args)
 
-    return counted
+    return running
 
 
 def call_impl(module: nn.Module) -> Callable[..., Any] | None:

@@ -45,7 +45,7 @@ def limited(mask: Any, how: dict[str, Any], qkv: tuple[Any, Any, Any], by_hand: 
 def scores_of(filled: Any, how: dict[str, Any]) -> Node | None:
     """The scores that a call fills where rows do not see, if options say the same, which are added to `how`."""
     e, name = example(filled), spelled(filled)
-    scores = next((n for n in filled.all_input_nodes if alike(n, filled)), None) if name in _FILLING else None
+    scores = next((n for n in filled.all_input_nodes if alike(n, filled)), None) if name in FILLING else None
     if e is None or scores is None:
         return None
     found = limits_of(filled, e.shape[-2], e.shape[-1], scores)
@@ -55,7 +55,7 @@ def scores_of(filled: Any, how: dict[str, Any]) -> Node | None:
     return scores
 
 
-_FILLING = ("masked_fill", "where")
+FILLING = ("masked_fill", "where")
 
 
 def erase_unread(graph: Graph) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from ..env import Env, autocast_of, rows_of
+from ..env import Env, rows_of
 from ..errors import SeqfuseError
 from ..fuser.budget import Choice, MemoryChoice
 from ..fuser.footprint import Memory
@@ -26,9 +24,8 @@ from ..fuser.plan import Plan
 from ..fuser.reference import draw
 from ..fuser.run import Fuser
 from ..fuser.sequential import Fusions, Sequential, install
-from .chains import Chain, Order
-from .effects import in_place
-from .graph import example, fake, numbers, owner, same_shape
+from .chains import Order
+from .graph import example, fake, numbers, owner
 from .launches import Before, Launches, Unconverted
 from .raising import Given, Transposed
 
@@ -59,6 +56,7 @@ class Region(nn.Module):
         self._names = tuple(order.channels)
         self._lock = threading.RLock()
         self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same with its bytes
+        self._counted: tuple[Plan | None, dict[str, Any]] = None, {}  # that plan, and what was counted for it
         self.given: list[Given] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = []
         for r in order.members:
@@ -151,6 +149,18 @@ class Region(nn.Module):
     @property
     def eager(self) -> Unconverted | None:
         """What torch would launch and save in the chain's place, where that can be counted."""
+        return self._once("eager", self._count_eager)
+
+    def _once(self, name: str, count: Callable[[], Any]) -> Any:
+        """What is counted for the plan of the last call, on tensors without data: a report asks for it each time."""
+        if self._counted[0] is not self.plan:
+            self._counted = self.plan, {}
+        counts = self._counted[1]
+        if name not in counts:
+            counts[name] = count()
+        return counts[name]
+
+    def _count_eager(self) -> Unconverted | None:
         plan = self.plan
         assert self.before is not None
         try:
@@ -161,6 +171,9 @@ class Region(nn.Module):
     @property
     def launched(self) -> tuple[int, int] | None:
         """The kernels that the plan of the last call launches forward and backward, where that can be counted."""
+        return self._once("launched", self._count_launched)
+
+    def _count_launched(self) -> tuple[int, int] | None:
         (part,) = (op_list := self._fuser.op_list()).parts
         if not isinstance(part, PlannedRegion) or (program := part.program) is None:
             return None
@@ -221,80 +234,3 @@ class Region(nn.Module):
                 # A path within the chain, as a hint may be, is of operations that the user did not make.
                 hint = "" if error.hint is None or error.hint.startswith("in '") else f"; {error.hint}"
                 error.hint = f"in {module!r} of the model{hint}"
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t
-
-
-def why_not(region: Region, chain: Chain) -> str | None:
-    """Why a region cannot stand for its chain: what it returns has other shapes or dtypes.
-
-    Under autocast a norm may give its result in the dtype that the next GEMM reads, where a model that writes it by
-    hand gives float32: what is read outside is cast then. Hooks of the caller's for saved tensors see none of this.
-    """
-    modes = [node.args for node in chain.state.autocast]
-    lowered = bool(modes) or autocast_of(region.device) is not None
-    with FakeTensorMode(), saved_tensors_hooks(_itself, _itself), contextlib.ExitStack() as stack:
-        for args in modes:
-            stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
-        order = region.order
-        try:
-            results = region(*region.stand_ins((order.x, *order.channels.values(), *region.given)))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        results = results if len(order.outputs) > 1 else [results]
-        region.dtypes = [result.dtype for result in results]
-        for node, result in zip(order.outputs, results, strict=True):
-            e = example(node)
-            if e is None:  # a value that no node holds
-                continue
-            cast = lowered and result.is_floating_point() and e.is_floating_point()
-            if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
-                got = f"{result.dtype} {tuple(result.shape)}"
-                return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
-            graph: Graph | None = getattr(node, "graph", None)  # an inner value has none
-            if result.stride() != numbers(e.stride()) and graph is not None and any(in_place(n) for n in graph.nodes):
-                return "it would lie otherwise in memory, where a tensor is changed in place"
-    return None
-
-
-def insert(graph: Graph, name: str, region: Region, after: Node) -> tuple[list[Node], dict[Node, Node]]:
-    """Put a call of a region into a graph, behind a node: the nodes that were added, and which stand for which."""
-    order = region.order
-    with graph.inserting_after(after):
-        call = graph.call_module(name, ())
-    with graph.inserting_before(call):
-        made = {g: graph.call_method("t", (g.node,)) for g in dict.fromkeys(region.given) if isinstance(g, Transposed)}
-    given = [made[g] if isinstance(g, Transposed) else g for g in region.given]
-    call.args = (order.x, *order.channels.values(), *given)
-    added, holders = [*made.values(), call], dict[Node, Node]()
-    needs = any(e.requires_grad for n in call.all_input_nodes if (e := example(n)) is not None)
-
-    def then(what: str, target: Any, *args: Any) -> Node:
-        with graph.inserting_after(added[-1]):
-            added.append(graph.create_node(what, target, args))
-        return added[-1]
-
-    def stand_for(node: Node, holder: Node, dtype: torch.dtype) -> None:
-        e = example(node)
-        if e is not None and e.dtype is not dtype:
-            holder = then("call_method", "to", holder, e.dtype)
-        if e is not None and needs and not e.requires_grad:  # one of several results that needs no gradient
-            holder = then("call_method", "detach", holder)
-        holder.meta = dict(node.meta)
-        holders[node] = holder
-
-    for i, (output, dtype) in enumerate(zip(order.outputs, region.dtypes, strict=True)):
-        holder = call if len(order.outputs) == 1 else then("call_function", operator.getitem, call, i)
-        if isinstance(output, Node):
-            stand_for(output, holder, dtype)
-            continue
-        for view in output.views:
-            stop = view.start + (view.heads or 1) * view.size
-            part = then("call_function", operator.getitem, holder, (..., slice(view.start, stop)))
-            if view.heads is not None:
-                part = then("call_method", "unflatten", part, -1, (view.heads, view.size))
-                part = then("call_method", "transpose", part, 1, 2)
-            stand_for(view.node, part, dtype)
-    return added, holders

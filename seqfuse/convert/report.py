@@ -68,7 +68,7 @@ class GraphReport:
         after = "" if captured.after is None else f"after the graph break at {captured.after.place}, "
         gone = of is not None and captured.last < of and captured.calls
         since = f", none since call {captured.last} of {of}" if gone else ""
-        return f"{self.name}: {after}{captured.call}; {_of(captured.calls, 'call')}{since}"
+        return f"{self.name}: {after}{captured.call}; {counted(captured.calls, 'call')}{since}"
 
     def body(self) -> list[str]:
         """Its chains, what is beside them, and what was left, in lines."""
@@ -78,7 +78,7 @@ class GraphReport:
             text.append(f"  nothing converted: {none}")
         text += [f"  {line}" for line in _choices(self.regions)]
         count = sum(self.beside.values())
-        beside = f"{_of(count, 'kernel call')} as before: {_named(self.beside)}" if count else "no kernel calls"
+        beside = f"{counted(count, 'kernel call')} as before: {_named(self.beside)}" if count else "no kernel calls"
         text.append(f"  outside the chains: {beside}")
         text += _left(self.left)
         if self.captured is not None and (until := self.captured.until) is not None:
@@ -116,23 +116,24 @@ _LIMIT = (
 
 def _chain(region: Region) -> list[str]:
     names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork)]
-    head = f"chain of {_of(len(region.order.members), 'operation')}: {_folded(names)}"
+    head = f"chain of {counted(len(region.order.members), 'operation')}: {_folded(names)}"
     lines = textwrap.wrap(head, 96, subsequent_indent="    ")
     plan = region.plan
     if plan is None:
         return [*lines, "    runs eagerly under hooks of all modules" if region.hooked else "    not called yet"]
     forward, backward = (
-        _of(sum(step.fused or not _is_view(step) for step in steps), "step") for steps in (plan.forward, plan.backward)
+        counted(sum(step.fused or not _is_view(step) for step in steps), "step")
+        for steps in (plan.forward, plan.backward)
     )
     eager, launched = region.eager, region.launched
     if not plan.env.grad:
         lines.append(f"    {forward}, {plan.fused[0]} of them fused; without gradients")
         if eager is not None and launched is not None:
-            lines.append(f"    launches {_of(launched[0], 'kernel')}; eager torch {eager.forward}")
+            lines.append(f"    launches {counted(launched[0], 'kernel')}; eager torch {eager.forward}")
         return lines
     lines.append(f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused")
     if eager is not None and launched is not None:
-        own = f"{_of(launched[0], 'kernel')} forward, {launched[1]} backward"
+        own = f"{counted(launched[0], 'kernel')} forward, {launched[1]} backward"
         lines.append(f"    launches {own}; eager torch {eager.forward} and {eager.backward}")
     if (memory := plan.memory) is not None:
         saved = f"    saved for backward {memory.saved:,} B, unfused {memory.saved_unfused:,} B"
@@ -190,7 +191,8 @@ def _is_view(step: Step) -> bool:
     return all(node.operation.is_view for node in step.nodes)
 
 
-def _of(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
+    """A number of things."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -212,14 +214,14 @@ def text_of(graphs: Sequence[GraphReport], calls: Calls, left: Sequence[Left], o
     text += _left(left, indent="")
     if undone:
         text.insert(0, "undone; what had been converted:" if graphs else "undone; nothing had been captured")
-    text += [f"{_of(n, 'call')} ran as before the conversion: {why}" for why, n in calls.missed.items()]
+    text += [f"{counted(n, 'call')} ran as before the conversion: {why}" for why, n in calls.missed.items()]
     return "\n".join(text)
 
 
 def _nothing(calls: Calls) -> str:
     if not calls.count:
         return "nothing captured yet: call the model"
-    text = f"called {_of(calls.count, 'time')}; nothing was captured"
+    text = f"called {counted(calls.count, 'time')}; nothing was captured"
     if calls.breaks:
         *_, last = calls.breaks
         return f"{text}: Dynamo left the code at {last.place}: {last.reason}"

@@ -10,21 +10,22 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..fuser.budget import Choice
 from ..fuser.sequential import Fusions
-from . import attention, linears, matmuls, norms, norms_by_hand, pointwise
+from . import attention, attention_by_hand, linears, matmuls, norms, norms_by_hand, pointwise
 from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
 from .graph import owner, positional, spelled
+from .inserting import insert, why_not
 from .launches import Before, launching
 from .masks import erase_unread
 from .norms_by_hand import is_root
 from .ordering import CannotOrder, sort
 from .raising import Raised, Transposed, raised
-from .region import Region, insert, why_not
+from .region import Region
 from .report import GraphReport, Left
 
 # Imported because they declare matchers.
-MATCHERS = (attention, matmuls, norms, norms_by_hand, linears, pointwise)
+MATCHERS = (attention, attention_by_hand, matmuls, norms, norms_by_hand, linears, pointwise)
 
 _KINDS = {
     "GEMM": (
@@ -83,6 +84,9 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     positional(graph)
     effects = Effects(graph)
     operations = matmuls.beside(list(raised(graph, may, effects, reasons)), effects)
+    for node in [node for node in reasons if spelled(node) == "softmax"]:
+        for gemm in attention_by_hand.around(node):
+            reasons.setdefault(gemm, "it is part of the attention around softmax, which is left")
     for strict in (False, True):
         regions, dead = _regions(graph, list(operations), options, reasons, strict)
         try:
@@ -109,8 +113,10 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
 
 
 def _kind(node: Node, explained: bool) -> str | None:
-    """What a call that is left is in the words of a report; a root is a norm only where there is a reason."""
+    """What a call that is left is in the words of a report; roots and softmax are only where there is a reason."""
     name = spelled(node) or ""
+    if explained and name == "softmax":
+        return "attention"
     return "norm" if explained and (name in _NORMS or is_root(node)) else _HEAVY.get(name)
 
 
@@ -198,7 +204,16 @@ def _replace(gm: GraphModule, regions: list[tuple[Chain, Region]], dead: set[Nod
 def _reason(node: Node, allowed: bool) -> str:
     if not allowed:
         return "left out by filter_fn"
-    kind = _HEAVY[spelled(node) or ""]
-    if kind in ("convolution", "attention"):
-        return f"no operation stands for {spelled(node)} here"
-    return "not in a form that an operation stands for"
+    name = spelled(node) or ""
+    return _FORMS.get(name, f"no operation stands for {name}" + (" here" if _HEAVY[name] == "attention" else ""))
+
+
+_FORMS = {
+    "linear": "its weight and bias are no tensors of fixed sizes, or its input is no tensor of floating-point numbers",
+    "addmm": "it is no x.view(-1, n) times a parameter, viewed as the other dimensions of x again",
+    "matmul": "neither is a parameter of two dimensions on the right, and they are not part of attention",
+    "layer_norm": "it normalizes more than the last dimension, or has a bias and no weight",
+    "rms_norm": "it normalizes more than the last dimension",
+    **dict.fromkeys(("gelu", "silu", "relu", "tanh", "sigmoid"), "it changes its input in place, or that is no float"),
+}
+"""Which form a call has that operations stand for otherwise."""

@@ -109,6 +109,27 @@ def test_norms_of_queries_and_keys_that_are_modules_of_torch_are_one_operation(n
     assert operations(replayed) == ["Linear", "QKNorm", "Attention", "Linear"]
 
 
+class Adapted(nn.Module):
+    """A Linear with LoRA."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(12, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.up(self.down(x))
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, NORMS["RMSNorm"]], ids=["plain", "with norms"])
+def test_heads_of_one_gemm_with_an_adapter_are_attention(norm: Callable[[], nn.Module]):
+    model = ViT(norm=norm)
+    model.qkv = Adapted(model.qkv)
+    replayed = assert_same_recorded(model.double(), X)
+    assert "Attention" in operations(replayed)
+    assert not replayed.graphs[0].left
+
+
 def test_a_scale_that_a_norm_takes_in_is_no_scale_of_attention():
     class Scaled(nn.LayerNorm):
         def forward(self, input: Tensor) -> Tensor:

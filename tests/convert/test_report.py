@@ -68,7 +68,7 @@ def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone()
     assert "undone" not in str(conversion) + repr(conversion)
     conversion.undo()
     assert str(conversion).startswith("undone; what had been converted:\ngraph 0")
-    assert repr(conversion) == "<Conversion of WithASequence, 1 graphs, undone>"
+    assert repr(conversion) == "<Conversion of WithASequence, 1 graph, undone>"
 
 
 @pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "and saves the least"])
