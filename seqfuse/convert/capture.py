@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._guards import CompileContext
 from torch.fx import GraphModule
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from ..fuser.sequential import Sequential
@@ -189,8 +190,9 @@ def _frame_of(calls: Calls) -> Callable[..., Any]:
 
 
 def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Within the capture of a larger model or a trace.
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+    # Within the capture of a larger model or a trace; Dynamo refuses to run while FX traces, as `make_fx` does.
+    traced = torch.jit.is_tracing() or is_fx_symbolic_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    if torch.compiler.is_compiling() or traced:
         return module._call_impl(*args, **kwargs)  # pyright: ignore
     calls.count += 1
     if _has_any_global_hook():  # no guard of Dynamo sees hooks that are set for all modules

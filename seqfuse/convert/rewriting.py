@@ -32,7 +32,10 @@ _KINDS = {
         "linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "addbmm", "mv", "einsum", "tensordot", "bilinear",
         "_grouped_mm", "grouped_mm",
     ),
-    "attention": ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention"),
+    "attention": (
+        "scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention",
+        "_transformer_encoder_layer_fwd",
+    ),
     "norm": ("layer_norm", "rms_norm", "rsqrt", "group_norm", "batch_norm", "instance_norm", "normalize"),
     "activation": (
         "gelu", "silu", "relu", "tanh", "sigmoid", "glu", "leaky_relu", "elu", "mish", "softplus", "relu6", "hardswish",
@@ -212,6 +215,10 @@ _FORMS = {
     "linear": "its weight and bias are no tensors of fixed sizes, or its input is no tensor of floating-point numbers",
     "addmm": "it is no x.view(-1, n) times a parameter, viewed as the other dimensions of x again",
     "matmul": "neither is a parameter of two dimensions on the right, and they are not part of attention",
+    "_transformer_encoder_layer_fwd": (
+        "torch's own fast path of nn.TransformerEncoderLayer in eval() without gradients: leave it off by "
+        "torch.backends.mha.set_fastpath_enabled(False) before the first call"
+    ),
     "layer_norm": "it normalizes more than the last dimension, or has a bias and no weight",
     "rms_norm": "it normalizes more than the last dimension",
     **dict.fromkeys(("gelu", "silu", "relu", "tanh", "sigmoid"), "it changes its input in place, or that is no float"),

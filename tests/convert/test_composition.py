@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
@@ -636,3 +637,16 @@ def test_a_number_that_is_divided_by_a_tensor_is_no_scale():
             return super().forward(x) + 0.3 / (super().forward(x).abs() + 1)
 
     assert_same(Divided(), X)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["before its first call", "after it"])
+def test_make_fx_records_the_calls_of_a_converted_model_as_they_were(captured: bool):
+    model = Net()
+    wanted = make_fx(Net())(X)
+    conversion = sf.convert(model)
+    if captured:
+        model(X)
+    traced = make_fx(model)(X)
+    torch.testing.assert_close(traced(X), wanted(X))
+    assert [node.target for node in traced.graph.nodes] == [node.target for node in wanted.graph.nodes]
+    assert len(conversion.graphs) == captured

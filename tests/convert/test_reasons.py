@@ -48,7 +48,8 @@ ATTENTION: dict[str, tuple[Weigh, str]] = {
         f"its scores are masked by masked_fill with a mask that is data: {CALL}, with attn_mask=",
     ),
     "softmax over queries": (
-        lambda q, k, v: scores(q, k).softmax(-2) @ v, "its softmax is not over the last dimension of scores [B, H, S, S]"
+        lambda q, k, v: scores(q, k).softmax(-2) @ v,
+        "its softmax is not over the last dimension of scores [B, H, S, S]",
     ),
     "bent by tanh": (
         lambda q, k, v: (torch.tanh(scores(q, k)) * 3).softmax(-1) @ v,
@@ -120,3 +121,31 @@ def test_what_a_report_counts_is_counted_once_for_each_plan():
             model(ROWS)
         assert str(conversion) != first
         assert (launched.call_count, eager.call_count) == (2, 2)
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["on", "off"])
+def test_an_encoder_of_torch_in_its_fast_path_says_how_to_leave_that_off(fast: bool):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    conversion, before = sf.convert(model), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(fast)
+    try:
+        with torch.no_grad():
+            model(X.float())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+    (graph,) = conversion.graphs
+    assert bool(graph.regions) is not fast
+    assert ["set_fastpath_enabled(False)" in left.reason for left in graph.left] == [True] * fast
+
+
+def test_padded_tokens_of_an_encoder_are_those_without_a_nested_tensor():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    plain = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    model = nn.TransformerEncoder(layer, 1).eval()
+    model.load_state_dict(plain.state_dict())
+    padded = torch.tensor([[False] * 4, [False, False, True, True]])
+    sf.convert(model)
+    with torch.no_grad():
+        found, wanted = (one(X.float(), src_key_padding_mask=padded) for one in (model, plain))
+    torch.testing.assert_close(found, wanted)
