@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .bodies import run_bodies
@@ -48,9 +49,10 @@ def triangle_of(t: Any) -> Triangle | None:
 
 
 def _read(m: Tensor) -> Triangle | None:
-    seen, unseen = m[-1, 0], m[0, -1]
-    above = torch.ones(m.shape, dtype=torch.bool, device=m.device).triu(1)
-    return Triangle(seen.item(), unseen.item()) if torch.equal(m, torch.where(above, unseen, seen)) else None
+    with _disable_current_modes():  # a counter of calls, say, around the model
+        seen, unseen = m[-1, 0], m[0, -1]
+        above = torch.ones(m.shape, dtype=torch.bool, device=m.device).triu(1)
+        return Triangle(seen.item(), unseen.item()) if torch.equal(m, torch.where(above, unseen, seen)) else None
 
 
 class Buffers:
