@@ -486,6 +486,7 @@ class Chain:
         self.kinds = tuple(step.kind for step in steps)
         self.functions = tuple(step.functions for step in steps)
         self.numbers = tuple(step.P for step in steps)
+        self.emits = not {_EMIT.value, _EMIT_GATED.value}.isdisjoint(self.kinds)
         self.reads_again = not _AGAIN.isdisjoint(itertools.pairwise(self.kinds))
         depth = lowest = 0
         depths = [0]
@@ -533,7 +534,8 @@ def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
     With sums, which live from tile to tile, 16 bytes, and the pipeline keeps several tiles in flight. Where rows are
     not aligned each element has an address of its own, which costs two registers.
     """
-    elements = 2048 // itemsize if chain.sums else 8192 // itemsize // max(chain.parts)
+    live = max(chain.parts) * (2 if chain.emits else 1)
+    elements = 2048 // itemsize // max(1, live // 2) if chain.sums else 8192 // itemsize // live
     if width % 16:
         elements = max(elements // 4, 256)
     block_n = max(4, min(next_power_of_2(width), 128 if chain.sums else 1024, elements))
