@@ -7,6 +7,7 @@ the rest is the engine's: the call of the module, the guard, what is saved and r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -115,7 +116,7 @@ def parts() -> Parts:
         ("backward", "Linear"): lambda: (mm(dz, weight), mm(dz.mT, n)),
         ("backward", "NormBackward"): lambda: norm(dz, x, *statistics, gain, dy),
     }
-    for (pass_, name), call in steps_of(model, leaf, dy):
+    for (pass_, name), call in steps_of(models()[0], leaf.detach().requires_grad_(), dy):
         if (pass_, name) in bare:
             yield f"{STEP}{pass_}, {name}", (call, bare.pop((pass_, name)))
     assert not bare, f"the plan has no such step: {list(bare)}"
@@ -127,7 +128,7 @@ def steps_of(model: Any, x: Tensor, dy: Tensor) -> list[tuple[tuple[str, str], C
 
     def watched(pass_: str, name: str, run: Call) -> Call:
         def call(*args: Any, **rest: Any) -> Any:
-            found.append(((pass_, name), lambda: run(*args, **rest)))
+            found.append(((pass_, name), functools.partial(run, *args, **rest)))
             return run(*args, **rest)
 
         return call

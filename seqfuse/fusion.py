@@ -164,10 +164,10 @@ class FusedOperation:
         version, known = self._decided
         if version is not config_version.current:
             version, known = self._decided = config_version.current, dict[Any, Any]()
-        found = known.get(key)
-        if found is None:
-            found = known[key] = make(*arguments)
-        return found
+        try:
+            return known[key]
+        except KeyError:
+            return known.setdefault(key, make(*arguments))
 
     def __hash__(self) -> int:
         return hash((type(self), *(id(op) for op in self.operations())))

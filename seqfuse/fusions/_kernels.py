@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..errors import InputError
 from ..fusion import Requirements
 from ..ops import Bias
 from ..pointwise import Gated, Pointwise
+from ..saved import Saved, maker
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -59,6 +61,14 @@ def kernel_takes_gated(gated: Gated) -> Requirements:
 def device(act: Pointwise) -> Any:
     """The activation as kernels take it; they keep what they were given, and should not keep the operation."""
     return _activation()(act.value, act.derivative, act.reads, act.P)
+
+
+def recorder(act: Pointwise) -> Callable[[Tensor, Tensor], Saved]:
+    """`act.record`, without its keywords where it is the one that activations share."""
+    if type(act).record is not Pointwise.record:
+        return act.record
+    save = maker(act.Saved)
+    return (lambda x, y: save(x)) if act.reads == "input" else (lambda x, y: save(y))
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from ..env import Env, Savings, autocast_of, constant_under_compile
 from ..fusion import Requirements
 from ..hardware import STEP
 from ..ops import Bias, Linear, MergedLinear
-from ..ops.linear import scaled_mm
+from ..ops.linear import saved_linear, scaled_mm
 
 _gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
 
@@ -25,6 +25,21 @@ _gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
 def one_dtype(linear: Linear, bias: Bias | None, env: Env) -> bool:
     """Whether a GEMM can start from the bias: torch promotes in `x + bias`, not in `linear(x, weight, bias)`."""
     return bias is None or env.autocast is not None or dtype_of(linear, "weight") == bias.dtype
+
+
+def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Tensor, Linear.Saved]]:
+    """Of x, x weight^T + bias and what the GEMM saves; where the parameters are kept is found once."""
+    weights, biases = linear.__dict__["_parameters"], {"bias": None} if bias is None else bias.held()
+
+    def run(x: Tensor) -> tuple[Tensor, Linear.Saved]:
+        weight, shift = weights.get("weight"), biases.get("bias")
+        if weight is None or weight.dtype is not x.dtype:
+            weight = linear.weight_for(x)
+        if shift is None and bias is not None:
+            shift = bias.read()
+        return F.linear(x, weight, shift), saved_linear(x, weight)
+
+    return run
 
 
 def output_bytes(linear: Linear | MergedLinear, env: Env) -> float:

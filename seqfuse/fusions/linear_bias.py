@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..env import Env, Savings
@@ -12,9 +11,9 @@ from ..hardware import STEP
 from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
-from ..ops.linear import saved_linear, weight_grad
+from ..ops.linear import weight_grad
 from ._gemm import kernel_takes, like, tf32
-from ._linear import as_rows, one_dtype
+from ._linear import as_rows, linear_of, one_dtype
 
 
 class LinearBias(ForwardFusion):
@@ -32,9 +31,8 @@ class LinearBias(ForwardFusion):
         yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Linear.Saved | Bias.Saved]]:
-        weight = self.linear.weight_for(x)
-        y = F.linear(x, weight, self.bias.read())
-        return y, {"linear": saved_linear(x, weight), "bias": Bias.NOTHING}
+        y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)
+        return y, {"linear": gemm, "bias": Bias.NOTHING}
 
 
 class LinearBiasBackward(BackwardFusion):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Linear
-from ..ops.linear import saved_linear
-from ._linear import in_place, one_dtype
+from ._linear import in_place, linear_of, one_dtype
 
 
 class LinearBiasAdd(ForwardFusion):
@@ -36,13 +34,12 @@ class LinearBiasAdd(ForwardFusion):
         return super().saves(env) - in_place(self.linear, env)
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        weight, bias = self.linear.weight_for(x), self.bias
-        y = F.linear(x, weight, None if bias is None else bias.read())
+        y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)
         if y.shape == add_other.shape and y.dtype is add_other.dtype:
             y.add_(add_other)
         else:
             y, _ = self.add.fwd(y, other=add_other)
-        saved: dict[str, Any] = {"linear": saved_linear(x, weight), "add": Add.NOTHING}
-        if bias is not None:
+        saved: dict[str, Any] = {"linear": gemm, "add": Add.NOTHING}
+        if self.bias is not None:
             saved["bias"] = Bias.NOTHING
         return y, saved

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..casts import dtype_of
@@ -14,10 +13,9 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..hardware import STEP
 from ..ops import Bias, Linear
-from ..ops.linear import saved_linear
 from ..pointwise import Pointwise
-from ._kernels import device, kernel_takes_act, kernels_run
-from ._linear import one_dtype, output_bytes
+from ._kernels import device, kernel_takes_act, kernels_run, recorder
+from ._linear import linear_of, one_dtype, output_bytes
 from ._pointwise import chain_of, pointwise_of
 
 
@@ -49,10 +47,15 @@ class LinearBiasPointwise(ForwardFusion):
         return Savings(launches=1 + STEP, bytes=2 * output_bytes(self.linear, env))  # two kernels in one step
 
     def fwd(self, x: Tensor, *, dtype: torch.dtype | None = None) -> tuple[Tensor, dict[str, Any]]:
-        weight = self.linear.weight_for(x)
-        z = F.linear(x, weight, self.bias.read())
-        y: Any = self.decided((dtype, self.act.P), self._kernel, dtype)(z)[0]
-        return y, {"linear": saved_linear(x, weight), "bias": Bias.NOTHING, "act": self.act.record(z, y)}
+        return self.decided((dtype, self.act.P), self._passes, dtype)(x)
 
-    def _kernel(self, dtype: torch.dtype | None) -> Callable[[Tensor], Any]:
-        return pointwise_of()(chain_of([("act", (device(self.act),))]), dtype)
+    def _passes(self, dtype: torch.dtype | None) -> Callable[[Tensor], tuple[Tensor, dict[str, Any]]]:
+        gemm, record = linear_of(self.linear, self.bias), recorder(self.act)
+        kernel = pointwise_of()(chain_of([("act", (device(self.act),))]), dtype)
+
+        def run(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            z, saved = gemm(x)
+            y: Any = kernel(z)[0]
+            return y, {"linear": saved, "bias": Bias.NOTHING, "act": record(z, y)}
+
+        return run

@@ -62,5 +62,5 @@ class NormBackward(BackwardFusion):
         if "x" not in needs and "norm.weight" not in needs:
             return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
         weight, dstream = norm.weight if "x" in needs else None, d_fork_out
-        there = weight is not None, dstream is not None
-        return self.decided((needs, there), gradients_of, self.norm, needs, *there)(dy, norm, weight, dstream)
+        key = needs, weight is not None, dstream is not None
+        return self.decided(key, gradients_of, self.norm, *key)(dy, norm, weight, dstream)

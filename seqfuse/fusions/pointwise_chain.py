@@ -97,13 +97,14 @@ class PointwiseChainBackward(BackwardFusion):
         self, dy: Tensor, *, first: Any, rest: tuple[Any, ...], needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         records = (first, *rest)
-        numbers = ()
-        if self.decided("numbers", self._has_numbers):
+        gradient = self.decided(needs, self._without_numbers, needs)
+        if gradient is None:
             numbers = tuple(map(numbers_in, (self.first, *self.rest), records))
-        return self.decided((needs, numbers), self._gradient, records, needs)(dy, records)
+            gradient = self.decided((needs, numbers), self._gradient, records, needs)
+        return gradient(dy, records)
 
-    def _has_numbers(self) -> bool:
-        return any(map(has_numbers, (self.first, *self.rest)))
+    def _without_numbers(self, needs: frozenset[str]) -> Gradient | None:
+        return None if any(map(has_numbers, (self.first, *self.rest))) else self._gradient((), needs)
 
     def _gradient(self, records: Sequence[Any], needs: frozenset[str]) -> Gradient:
         places: list[Place] = []

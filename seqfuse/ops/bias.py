@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -105,6 +106,10 @@ class Bias(sf.UnfusedOperation):
         if own.get("_parts", 1) > 1:
             bias = cast(Tensor, _Part.apply(bias, self._parts))  # pyright: ignore[reportUnknownMemberType]
         return bias
+
+    def held(self) -> Mapping[str, Tensor | None]:
+        """Where `bias` is kept as it is read, so long as the owner has it for a parameter."""
+        return self._holder().__dict__["_parameters"] if self._parts == 1 else {}
 
     @property
     def dtype(self) -> torch.dtype:

@@ -202,7 +202,8 @@ class Linear(sf.UnfusedOperation):
             dx = dx if flat else dx.view(*dy.shape[:-1], weight.shape[1])
         if "weight" in needs:
             x = saved.x.conj() if conjugate else saved.x
-            dweight = weight_grad(rows, x, main_grads.pop("weight", None) if main_grads else None)
+            buffer = main_grads.pop("weight", None) if main_grads else None
+            dweight = torch.mm(rows.mT, x if flat else _rows(x)) if buffer is None else weight_grad(rows, x, buffer)
         return dx, {"weight": dweight}
 
     @property
