@@ -17,7 +17,7 @@ from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
 from ._functions import Run, composed
 from ._kernels import bias_fits, device, kernel_takes_act, kernels_run
-from ._pointwise import chain_of, pointwise_kernel, pointwise_of
+from ._pointwise import chain_of, pointwise_of
 
 if TYPE_CHECKING:
     from ..kernels.pointwise import Chain
@@ -64,14 +64,21 @@ def joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[Part | Run]:
     return found
 
 
-def chain_fwd(
-    x: Tensor, kept_of: Sequence[Part | Run], parts: Sequence[Part], seeds: Sequence[Tensor | None]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The result y, and what each of `kept_of` keeps, which are the parts as they are or joined."""
-    steps, places, _ = forward_steps(kept_of, True)
-    y, *stored = pointwise_kernel()(x, made(steps), operands_of(parts, seeds))
-    assert y is not None
-    return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
+Forward = Callable[[Tensor, Sequence[Tensor | None]], tuple[Tensor, list[Tensor | None]]]
+"""Of x and the seeds, the result y and what the parts keep, in one pass."""
+
+
+def forward_of(kept_of: Sequence[Part | Run], parts: Sequence[Part], keep: bool = True) -> Forward:
+    """That of these parts; `kept_of` are the parts as they are or joined, of which each keeps what it does."""
+    steps, places, _ = forward_steps(kept_of, keep)
+    kernel = pointwise_of()(made(steps))
+
+    def run(x: Tensor, seeds: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
+        y, *stored = kernel(x, *operands_of(parts, seeds))
+        assert y is not None
+        return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
+
+    return run
 
 
 Gradient = Callable[[Tensor, Sequence[Any]], tuple[Tensor | None, Grads]]
@@ -184,6 +191,11 @@ def numbers_in(part: Part, record: Any) -> tuple[float, ...]:
     if isinstance(part, Dropout):
         return record.p, record.seed is not None
     return (record.factor,) if isinstance(part, Scale) else ()
+
+
+def compiled_with(parts: Sequence[Part]) -> tuple[Any, ...]:
+    """What a forward pass is compiled with, as it is now."""
+    return numbers_of(parts), *[part.P for part in parts if isinstance(part, Pointwise)]
 
 
 def has_numbers(part: Part) -> bool:

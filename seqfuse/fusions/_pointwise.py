@@ -22,16 +22,8 @@ Steps = Sequence[tuple[str, tuple[Any, ...]]]
 
 
 @functools.cache
-def pointwise_kernel():  # its type is that of what it returns
-    """`kernels.pointwise.pointwise`; an import statement costs a call more than all else that it does in Python."""
-    from ..kernels.pointwise import pointwise
-
-    return pointwise
-
-
-@functools.cache
-def pointwise_of():
-    """`kernels.pointwise.pointwise_of`."""
+def pointwise_of():  # its type is that of what it returns
+    """`kernels.pointwise.pointwise_of`, which nothing imports before a kernel is to run."""
     from ..kernels.pointwise import pointwise_of
 
     return pointwise_of

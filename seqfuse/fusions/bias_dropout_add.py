@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +15,6 @@ from ..ops import Add, Bias, Dropout
 from ._kernels import sum_dtype
 from ._linear import as_rows
 from ._pointwise import kernel_takes_chain
-
-if TYPE_CHECKING:
-    from ..kernels.pointwise import Chain
 
 
 class BiasDropoutAdd(ForwardFusion):
@@ -39,8 +37,6 @@ class BiasDropoutAdd(ForwardFusion):
     def fwd(
         self, x: Tensor, *, add_other: Tensor | None = None, dropout_seed: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        from ..kernels.pointwise import pointwise
-
         drop = self.dropout
         saved: dict[str, Any] = {"dropout": Dropout.Saved(seed=dropout_seed, p=drop.p)}
         operands: list[Any] = [dropout_seed]
@@ -55,8 +51,8 @@ class BiasDropoutAdd(ForwardFusion):
             operands.append(add_other)
             saved["add"] = Add.NOTHING
             dtype = sum_dtype(x, add_other)
-        steps = _chain(self.bias is not None, drop.p, drop.mode == "upscale_in_train", self.add is not None, False)
-        y: Any = pointwise(x, steps, operands, dtype=dtype)[0]
+        upscale = drop.mode == "upscale_in_train"
+        y: Any = _kernel(self.bias is not None, drop.p, upscale, self.add is not None, dtype=dtype)(x, *operands)[0]
         return y, saved
 
 
@@ -89,8 +85,6 @@ def branch_bwd(
     dy: Tensor, bias: Bias | None, dropout: Dropout | None, saved: Dropout.Saved | None, branch: bool, sums: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients before a bias and a dropout, and of the bias, each if wanted, in one pass."""
-    from ..kernels.pointwise import pointwise
-
     if dropout is None or saved is None or saved.seed is None:
         if not sums or bias is None:
             return dy if branch else None, None
@@ -98,16 +92,18 @@ def branch_bwd(
         return dy if branch else None, as_rows(dy).sum(0, dtype=bias.dtype)
     if not (branch or sums):
         return None, None
-    steps = _chain(False, saved.p, dropout.mode == "upscale_in_train", False, sums)
-    dtypes = (bias.dtype,) if sums and bias is not None else ()
-    dx, *totals = pointwise(dy, steps, (saved.seed,), dtypes=dtypes, result=branch)
+    upscale, dtypes = dropout.mode == "upscale_in_train", (bias.dtype,) if sums and bias is not None else ()
+    dx, *totals = _kernel(False, saved.p, upscale, False, sums, dtypes=dtypes, result=branch)(dy, saved.seed)
     return dx, totals[0] if totals else None
 
 
 @functools.lru_cache(256)
-def _chain(bias: bool, p: float, upscale: bool, add: bool, sums: bool) -> Chain:
+def _kernel(
+    bias: bool, p: float, upscale: bool, add: bool, sums: bool = False, **of: Any
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The chain of these steps; what else it is made of is for the kernel."""
     from ..kernels import pointwise as steps
 
     before = [steps.bias()] if bias else []
     after = ([steps.add()] if add else []) + ([steps.column_sum()] if sums else [])
-    return steps.Chain(*before, steps.dropout(p, upscale), *after)
+    return steps.pointwise_of(steps.Chain(*before, steps.dropout(p, upscale), *after), **of)

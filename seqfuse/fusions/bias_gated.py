@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..operation import Grads
 from ..ops import Bias
 from ..pointwise import Gated
 from ._kernels import kernel_takes_gated
-from ._pointwise import chain, kernel_takes_chain
+from ._pointwise import chain, kernel_takes_chain, pointwise_of
 
 
 class BiasGated(ForwardFusion):
@@ -32,13 +33,14 @@ class BiasGated(ForwardFusion):
         yield env.leaving is env.dtype, "the gated unit gives another dtype"
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        from ..kernels.pointwise import pointwise
-
         gated, bias = self.gated, self.bias
+        steps = ("gated",) if bias is None else ("bias", "store", "gated")
+        kernel = self.decided(gated.activation.P, _kernel, gated, steps)
+        y: Any
         if bias is None:
-            y: Any = pointwise(x, chain(gated.activation, "gated"))[0]
+            (y,) = kernel(x)
             return y, {"gated": gated.Saved(x=x)}  # pyright: ignore[reportCallIssue]
-        y, packed = pointwise(x, chain(gated.activation, "bias", "store", "gated"), (bias.read(),))
+        y, packed = kernel(x, bias.read())
         return y, {"bias": Bias.NOTHING, "gated": gated.Saved(x=packed)}  # pyright: ignore[reportCallIssue]
 
 
@@ -61,8 +63,11 @@ class BiasGatedBackward(BackwardFusion):
     def bwd(
         self, dy: Tensor, *, bias: Bias.Saved | None, gated: Any, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
-        from ..kernels.pointwise import pointwise
-
         steps = ("dgated", "column_sum") if "bias.bias" in needs else ("dgated",)
-        dx, *sums = pointwise(dy, chain(self.gated.activation, *steps), (gated.x,), result="x" in needs)
+        key = needs, self.gated.activation.P
+        dx, *sums = self.decided(key, _kernel, self.gated, steps, "x" in needs)(dy, gated.x)
         return dx, {"bias.bias": sums[0]} if sums else {}
+
+
+def _kernel(gated: Gated, steps: Sequence[str], result: bool = True) -> Callable[..., tuple[Tensor | None, ...]]:
+    return pointwise_of()(chain(gated.activation, *steps), result=result)

@@ -14,18 +14,17 @@ from ..operation import Grads
 from ..ops import Bias, Dropout, Scale
 from ..pointwise import Pointwise
 from ._chain import (
+    Forward,
     Gradient,
     Place,
-    chain_fwd,
     chain_takes,
-    forward_steps,
+    compiled_with,
+    forward_of,
     gradient_of,
     has_numbers,
     joined,
-    made,
     numbers_in,
     numbers_of,
-    operands_of,
     record_of,
     slots_of,
 )
@@ -50,8 +49,9 @@ class PointwiseChain(ForwardFusion):
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, dict[str, Any]]:
         parts = (self.first, *self.rest)
-        y, kept = chain_fwd(x, parts, parts, seeds)
-        rows = zip(parts, kept, seeds, numbers_of(parts), strict=True)
+        key = compiled_with(parts)
+        y, kept = self.decided(key, forward_of, parts, parts)(x, seeds)
+        rows = zip(parts, kept, seeds, key[0], strict=True)
         records = [record_of(*row) for row in rows]
         return y, {"first": records[0], "rest": tuple(records[1:])}
 
@@ -71,10 +71,8 @@ class PointwiseChainInference(InferenceFusion):
         return chain_takes((self.first, *self.rest), env)
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> Any:
-        from ..kernels.pointwise import pointwise
-
         parts = (self.first, *self.rest)
-        return pointwise(x, made(forward_steps(parts, False)[0]), operands_of(parts, seeds))[0]
+        return self.decided(compiled_with(parts), forward_of, parts, parts, False)(x, seeds)[0]
 
 
 class PointwiseChainBackward(BackwardFusion):
@@ -151,9 +149,13 @@ class PointwiseChainJoint(JointFusion):
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, Saved]:
         parts = (self.first, *self.rest)
-        numbers = numbers_of(parts)
-        y, held = chain_fwd(x, joined(parts, numbers), parts, seeds)
-        return y, self.Saved(held=tuple(held), seeds=seeds, numbers=numbers)
+        key = compiled_with(parts)
+        y, held = self.decided(key, self._forward, *key)(x, seeds)
+        return y, self.Saved(held=tuple(held), seeds=seeds, numbers=key[0])
+
+    def _forward(self, numbers: Sequence[float], *_: Any) -> Forward:
+        parts = (self.first, *self.rest)
+        return forward_of(joined(parts, numbers), parts)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
         drops = tuple(seed is not None for seed in saved.seeds)

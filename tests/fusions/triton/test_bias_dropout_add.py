@@ -65,8 +65,8 @@ MUTANTS = {
     ),
     "the other scale": (
         "BiasDropoutAddBackward",
-        'saved.p, dropout.mode == "upscale_in_train"',
-        "saved.p, False",
+        'upscale, dtypes = dropout.mode == "upscale_in_train"',
+        "upscale, dtypes = False",
     ),
 }
 

@@ -12,7 +12,7 @@ import torch
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import bias_gated
-from seqfuse.fusions._pointwise import chain, pointwise_kernel
+from seqfuse.fusions._pointwise import chain, pointwise_of
 from seqfuse.fusions.bias_gated import BiasGated, BiasGatedBackward
 from seqfuse.kernels import activations
 from seqfuse.testing import check_fusion, seeded_randn
@@ -48,7 +48,7 @@ def test_meet_in_the_records(unit: sf.Gated, dtype: torch.dtype, device: torch.d
 
 def test_an_activation_with_other_numbers_is_another_one(device: torch.device):
     x, acts = seeded_randn((3, 8), 0).to(device), cast(Any, (activations.scale(1.0), activations.scale(2.0)))
-    one, two = (pointwise_kernel()(x, chain(act, "gated"))[0] for act in acts)
+    one, two = (pointwise_of()(chain(act, "gated"))(x)[0] for act in acts)
     assert torch.equal(two, 2 * one)
 
 

@@ -186,8 +186,8 @@ MUTANTS = {
     "dropped nothing backward": (PointwiseChainBackward, "(part, number, drops)", "(part, number, False)"),
     "another dropout's seed": (
         PointwiseChain,
-        "operands_of(parts, seeds))\n    assert",
-        "operands_of(parts, (*seeds[:4], *seeds[3:])))\n    assert",
+        "operands_of(parts, seeds))\n        assert",
+        "operands_of(parts, (*seeds[:4], *seeds[3:])))\n        assert",
     ),
     "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=number)", "Dropout.Saved(seed=None, p=number)"),
     "scaled as the other mode": (PointwiseChainInference, "(p, upscale)", "(p, not upscale)"),
