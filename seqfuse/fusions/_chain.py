@@ -64,21 +64,28 @@ def joined(parts: Sequence[Part], numbers: Sequence[float]) -> list[Part | Run]:
     return found
 
 
-Forward = Callable[[Tensor, Sequence[Tensor | None]], tuple[Tensor, list[Tensor | None]]]
+Forward = Callable[[Tensor, Sequence[Tensor | None]], tuple[Tensor, tuple[Tensor | None, ...]]]
 """Of x and the seeds, the result y and what the parts keep, in one pass."""
 
 
 def forward_of(kept_of: Sequence[Part | Run], parts: Sequence[Part], keep: bool = True) -> Forward:
-    """That of these parts; `kept_of` are the parts as they are or joined, of which each keeps what it does."""
+    """That of these parts as they are now; `kept_of` are the same or joined, of which each keeps what it does."""
     steps, places, _ = forward_steps(kept_of, keep)
-    kernel = pointwise_of()(made(steps))
 
-    def run(x: Tensor, seeds: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
-        y, *stored = kernel(x, *operands_of(parts, seeds))
-        assert y is not None
-        return y, [x if i == _X else y if i == _Y else None if i is None else stored[i] for i in places]
+    def with_numbers(*given: Tensor) -> tuple[Tensor | None, ...]:  # of activations, which may change unannounced
+        return pointwise_of()(made(steps))(*given)
 
-    return run
+    source = Source("forward", "x, seeds")
+    numbered = any(isinstance(part, Pointwise) and has_numbers(part) for part in parts)
+    source.constants["kernel"] = with_numbers if numbered else pointwise_of()(made(steps))
+    operands = [
+        f"{source.put(part.read)}()" if isinstance(part, Bias) else f"seeds[{i}]"
+        for i, part in enumerate(parts)
+        if isinstance(part, Bias) or (isinstance(part, Dropout) and part.random)
+    ]
+    kept = ["None" if i is None else "x" if i == _X else f"out[{0 if i == _Y else i + 1}]" for i in places]
+    source.add(f"out = kernel({', '.join(['x', *operands])})", f"return out[0], ({''.join(f'{k}, ' for k in kept)})")
+    return source.define()
 
 
 Gradient = Callable[[Tensor, Sequence[Any]], tuple[Tensor | None, Grads]]
@@ -169,19 +176,13 @@ def _dropout(part: Dropout, p: float, random: bool) -> Steps:
     return () if upscale or p == 0 else (("scale", (1 - p,)),)
 
 
-def operands_of(parts: Sequence[Part], seeds: Sequence[Tensor | None]) -> list[Tensor]:
-    """What the steps of the forward chain take, in order."""
-    taken = (part.read() if isinstance(part, Bias) else seed for part, seed in zip(parts, seeds, strict=True))
-    return [t for t in taken if t is not None]
-
-
 def record_of(part: Part, kept: Any, seed: Tensor | None, number: float) -> context.Saved:
     """A part's own record of what it keeps, its seed and its number."""
-    if isinstance(part, Scale):
-        return Scale.Saved(factor=number)
+    if isinstance(part, Pointwise):
+        return part.record(kept, kept)
     if isinstance(part, Dropout):
         return Dropout.Saved(seed=seed, p=number)
-    return Bias.NOTHING if isinstance(part, Bias) else part.record(kept, kept)
+    return Bias.NOTHING if isinstance(part, Bias) else Scale.Saved(factor=number)
 
 
 def numbers_in(part: Part, record: Any) -> tuple[float, ...]:
@@ -191,11 +192,6 @@ def numbers_in(part: Part, record: Any) -> tuple[float, ...]:
     if isinstance(part, Dropout):
         return record.p, record.seed is not None
     return (record.factor,) if isinstance(part, Scale) else ()
-
-
-def compiled_with(parts: Sequence[Part]) -> tuple[Any, ...]:
-    """What a forward pass is compiled with, as it is now."""
-    return numbers_of(parts), *[part.P for part in parts if isinstance(part, Pointwise)]
 
 
 def has_numbers(part: Part) -> bool:

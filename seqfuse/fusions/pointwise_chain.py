@@ -16,9 +16,9 @@ from ..pointwise import Pointwise
 from ._chain import (
     Forward,
     Gradient,
+    Part,
     Place,
     chain_takes,
-    compiled_with,
     forward_of,
     gradient_of,
     has_numbers,
@@ -48,12 +48,14 @@ class PointwiseChain(ForwardFusion):
         return chain_takes((self.first, *self.rest), env)
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, dict[str, Any]]:
-        parts = (self.first, *self.rest)
-        key = compiled_with(parts)
-        y, kept = self.decided(key, forward_of, parts, parts)(x, seeds)
-        rows = zip(parts, kept, seeds, key[0], strict=True)
-        records = [record_of(*row) for row in rows]
+        forward, parts, numbers = self.decided("forward", self._forward)
+        y, kept = forward(x, seeds)
+        records = [*map(record_of, parts, kept, seeds, numbers)]
         return y, {"first": records[0], "rest": tuple(records[1:])}
+
+    def _forward(self) -> tuple[Forward, tuple[Part, ...], tuple[float, ...]]:
+        parts = (self.first, *self.rest)
+        return forward_of(parts, parts), parts, numbers_of(parts)
 
 
 class PointwiseChainInference(InferenceFusion):
@@ -71,8 +73,11 @@ class PointwiseChainInference(InferenceFusion):
         return chain_takes((self.first, *self.rest), env)
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> Any:
+        return self.decided("forward", self._forward)(x, seeds)[0]
+
+    def _forward(self) -> Forward:
         parts = (self.first, *self.rest)
-        return self.decided(compiled_with(parts), forward_of, parts, parts, False)(x, seeds)[0]
+        return forward_of(parts, parts, False)
 
 
 class PointwiseChainBackward(BackwardFusion):
@@ -148,14 +153,14 @@ class PointwiseChainJoint(JointFusion):
             at += len(part.parts) if isinstance(part, Run) else 1
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...]) -> tuple[Tensor, Saved]:
-        parts = (self.first, *self.rest)
-        key = compiled_with(parts)
-        y, held = self.decided(key, self._forward, *key)(x, seeds)
-        return y, self.Saved(held=tuple(held), seeds=seeds, numbers=key[0])
+        forward, numbers = self.decided("forward", self._forward)
+        y, held = forward(x, seeds)
+        return y, self.Saved(held=held, seeds=seeds, numbers=numbers)
 
-    def _forward(self, numbers: Sequence[float], *_: Any) -> Forward:
+    def _forward(self) -> tuple[Forward, tuple[float, ...]]:
         parts = (self.first, *self.rest)
-        return forward_of(joined(parts, numbers), parts)
+        numbers = numbers_of(parts)
+        return forward_of(joined(parts, numbers), parts), numbers
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
         drops = tuple(seed is not None for seed in saved.seeds)

@@ -181,18 +181,18 @@ def test_a_tensor_that_two_keep_is_stored_once(device: torch.device):
 
 
 MUTANTS = {
-    "the output for the input": (PointwiseChain, "is None else stored[i]", "is None else x"),
+    "the output for the input": (PointwiseChain, "0 if i == _Y else i + 1", "0"),
     "the factor forgotten": (PointwiseChainBackward, '("scale", (number,))', '("scale", (1.0,))'),
     "dropped nothing backward": (PointwiseChainBackward, "(part, number, drops)", "(part, number, False)"),
     "another dropout's seed": (
         PointwiseChain,
-        "operands_of(parts, seeds))\n        assert",
-        "operands_of(parts, (*seeds[:4], *seeds[3:])))\n        assert",
+        'f"seeds[{i}]"',
+        'f"seeds[{min(i, 2)}]"',
     ),
     "the seed not kept": (PointwiseChain, "Dropout.Saved(seed=seed, p=number)", "Dropout.Saved(seed=None, p=number)"),
     "scaled as the other mode": (PointwiseChainInference, "(p, upscale)", "(p, not upscale)"),
     "biases in another order": (PointwiseChainBackward, "enumerate(summed, 1)", "enumerate(summed[::-1], 1)"),
-    "a bias forgotten": (PointwiseChainInference, "(part.read() if", "(0 * part.read() if"),
+    "a bias forgotten": (PointwiseChainInference, 'f"{source.put(part.read)}()"', 'f"0 * {source.put(part.read)}()"'),
     "another factor in a run": (PointwiseChainJoint, "factors = tuple(number for", "factors = tuple(2 * number for"),
     "what a run gives for what it takes": (
         PointwiseChainJoint,
