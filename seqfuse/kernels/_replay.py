@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -39,8 +40,8 @@ _INTERPRETED = _launch.INTERPRETED
 _runtime: Any = knobs.runtime
 
 
-_entries: dict[Any, tuple[tuple[bool, ...] | None, list[tuple[Callable[..., bool], Callable[..., Any]]]]] = {}
-"""Which of a call's tensors there are, `None` for all, and calls that were recorded.
+_entries: dict[Any, tuple[Any, list[tuple[Callable[..., bool], Callable[..., Any]]]]] = {}
+"""What picks the tensors that there are of a call's, `None` for all, and calls that were recorded.
 
 Of each, whether tensors are like its own, and what does it for them; it gives `_MISS` where it must be decided.
 """
@@ -80,8 +81,8 @@ def replayed(make: Callable[..., Any], act: Any, others: tuple[Any, ...], *tenso
         key += (id(act.value), id(act.derivative), act.reads, act.P)
     found = _entries.get(key)
     if found is not None:
-        present, entries = found
-        given = tensors if present is None else tuple(itertools.compress(tensors, present))
+        pick, entries = found
+        given = tensors if pick is None else pick(tensors)
         for check, again in entries:
             if check(*given):
                 result = again(*given)
@@ -156,8 +157,10 @@ def _recorded(
             _launch.watch(before)
     if len(_entries) >= MOST:
         _entries.clear()
-    present = None if len(given) == len(tensors) else tuple(t is not None for t in tensors)
-    _, alike = _entries.setdefault(key, (present, []))
+    there = [i for i, t in enumerate(tensors) if t is not None]
+    # A slice, where the first is the only one: what takes one index gives no tuple.
+    pick = operator.itemgetter(*there if len(there) > 1 else [slice(1)]) if len(there) < len(tensors) else None
+    _, alike = _entries.setdefault(key, (pick, []))
     if len(alike) >= MOST_ALIKE:
         alike.clear()
     alike.append(recording.entry(given, result, act))
