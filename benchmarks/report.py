@@ -401,7 +401,7 @@ def gain() -> str | None:
     models, counted, steps = read("convert"), read("layer_counts"), _added()
     if models is None or counted is None or steps is None:
         return None
-    ours, theirs, kept, balanced, least = _llama(counted)
+    ours, theirs, kept, _, least = _llama(counted)
     first, *others = ((row["model"], f"{row['kept']['lean'] / row['eager']:.2f}") for row in models["rows"])
     rest = " and ".join(f"one of {name} keeps {part}" for name, part in others)
     return paragraphs(
