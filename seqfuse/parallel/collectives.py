@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,21 +25,30 @@ def everywhere(tensor: Tensor, model: Sequential) -> Tensor:
         model: the model in stages.
 
     Raises:
-        InputError: (SF105) where the tensor is not what it should be on this rank.
+        InputError: (SF105) on every rank, where the tensor is not what it should be on one of them.
         StateError: (SF509) if a rank does not take part.
     """
     fuser = staged(model)
     placement = fuser.placement
     here = placement.own(placement.stages - 1)
-    if tensor.is_meta is here:
-        message = "takes a tensor of the last stage: real there, and on meta on every other rank"
-        raise InputError(message, code="SF105", operation="everywhere")
-    # Contiguous on every rank: what is sent is the memory, in its order.
-    value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if here else fuser.device)
-    if here:
-        value.copy_(tensor.detach())
+    given: Any = tensor
+    told = torch.zeros(len(placement.ranks), dtype=torch.int64, device=fuser.device)
+    if isinstance(given, Tensor) and given.is_meta is not here:
+        told[placement.me] = 1 + zlib.crc32(repr((tuple(given.shape), given.dtype)).encode())
     try:
-        dist.broadcast(value, placement.rank(placement.stages - 1), group=placement.group)
+        # Told first: if one rank alone raised, the others would wait for it.
+        dist.all_reduce(told, group=placement.group)  # pyright: ignore[reportUnknownMemberType]
+        kinds = dict(zip(placement.ranks, cast("list[int]", told.tolist()), strict=True))  # pyright: ignore[reportUnknownMemberType]
+        source = placement.rank(placement.stages - 1)
+        if wrong := [r for r, k in kinds.items() if not k] or [r for r, k in kinds.items() if k != kinds[source]]:
+            whose = f"rank{'s' * (len(wrong) > 1)} {' and '.join(map(str, wrong))}"
+            message = "takes a tensor of the last stage: real there, on meta in its shape and dtype on every other rank"
+            raise InputError(f"{message}; that of {whose} is not", code="SF105", operation="everywhere")
+        # Contiguous on every rank: what is sent is the memory, in its order.
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device if here else fuser.device)
+        if here:
+            value.copy_(tensor.detach())
+        dist.broadcast(value, source, group=placement.group)
     except RuntimeError as error:
         raise placement.failed("everywhere", error) from error
     return value

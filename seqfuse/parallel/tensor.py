@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from .. import ops
-from ..errors import InputError
+from ..errors import InputError, PlanError
 from ..fuser.flatten import flatten, inside_of
 from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
 from ..nn._across import own_heads  # pyright: ignore[reportPrivateUsage]
 from ..operation import FusableOperation, UnfusedOperation
 from ..pointwise import Gated, Pointwise
+from .transfer import Boundary
 
 STYLES = ("column", "row", "vocab", "heads", "features")
 _ELEMENT_WISE = (Pointwise, ops.Dropout, ops.Scale, ops.Identity)
@@ -63,6 +64,7 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
     Raises:
         InputError: (SF101) for heads, features or a vocabulary that the processes do not divide, naming operation and
             position; (SF104) for a name that matches nothing; (SF106) for a style that is none, or does not fit.
+        PlanError: (SF202) for a model that is in stages already.
     """
     _check_arguments(model, plan, sequence_dim)
     group = Group(group)
@@ -79,6 +81,9 @@ def parallelize(model: nn.Module, group: Any, plan: Mapping[str, str], *, sequen
 def _check_arguments(model: Any, plan: Any, sequence_dim: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"parallelize divides a torch.nn.Module, got {type(model).__name__}", code="SF106")
+    if any(isinstance(m, Boundary) for m in model.modules()):
+        message = "parallelize comes before pipeline, and this model is in stages already"
+        raise PlanError(message, code="SF202", hint='pipeline(parallelize(model, mesh["tp"], plan), mesh["pp"])')
     if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in cast("Mapping[Any, Any]", plan)):
         hint = 'such as {"feedforward.mixer": "features"}'
         raise InputError(

@@ -703,6 +703,24 @@ def a_cache_of_keys_is_refused_on_every_rank() -> None:
 TWO.append(a_cache_of_keys_is_refused_on_every_rank)
 
 
+def what_is_no_tensor_of_the_last_stage_is_refused_on_every_rank() -> None:
+    staged = staged_of(model_of(), stages=("2.1",))
+    loss = staged(batch(0)[0]).sum()
+    last = dist.get_rank() == 1
+    wrong: list[tuple[Any, str]] = [
+        (torch.zeros((), dtype=DTYPE), "rank 0"), (loss if last else 0.5, "rank 0"), (None, "ranks 0 and 1"),
+        (0.5 if last else loss, "rank 1"), (loss if last else loss.float().reshape(1), "rank 0"),
+    ]  # fmt: skip
+    for given, ranks in wrong:
+        expected = f"SF105 everywhere: takes a tensor of the last stage.*other rank; that of {ranks} is not"
+        with pytest.raises(sf.errors.InputError, match=expected):
+            everywhere(given, staged)
+    assert everywhere(loss, staged).shape == ()
+
+
+TWO.append(what_is_no_tensor_of_the_last_stage_is_refused_on_every_rank)
+
+
 class InBFloat16:
     """The same in another dtype."""
 
@@ -834,6 +852,16 @@ def test_refuses_cuts_that_cannot_be(one: Any, stages_asked: Any, sentence: str)
     with pytest.raises(sf.errors.PlanError, match=r"SF202.*" + sentence):
         pipeline(model, one, stages=stages_asked)
     assert not any("boundary" in name for name, _ in model.named_modules())
+
+
+def test_a_model_in_stages_is_not_divided(one: Any):
+    staged = pipeline(model_of(), one, stages=2)
+    text, before = str(staged), {name: p.clone() for name, p in staged.named_parameters()}
+    for model in (staged, nn.Sequential(staged)):
+        with pytest.raises(sf.errors.PlanError, match=r"SF202: parallelize comes before pipeline, .*\[pipeline\(par"):
+            parallelize(model, one, {"*.1": "column"})
+    assert str(staged) == text
+    assert all(torch.equal(p, before[name]) for name, p in staged.named_parameters())
 
 
 def test_refuses_a_model_that_is_in_stages_and_other_settings(one: Any):
