@@ -1,4 +1,4 @@
-"""For all autograd functions of this library: the error of a second derivative, and whether a node will run."""
+"""For all autograd functions of this library: second derivatives, batches of gradients, whether a node will run."""
 
 from __future__ import annotations
 
@@ -41,6 +41,65 @@ class Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         raise _twice()
+
+
+class Batched(torch.autograd.Function):
+    """Runs a backward pass once for each of a batch of incoming gradients, such as those of a vectorized Jacobian.
+
+    Kernels take tensors alone, and passes that change a buffer of their own in place would see a batch as one tensor.
+    """
+
+    @staticmethod
+    def given(douts: Sequence[Any]) -> bool:
+        """Whether any of these gradients is a batch, of `is_grads_batched` or of `torch.vmap`."""
+        return any(d is not None and (_of_grads(d) or _of_vmap(d)) for d in douts)
+
+    @staticmethod
+    def run(backward: Callable[..., Sequence[Any]], douts: Sequence[Any]) -> Sequence[Any]:
+        """The gradients that `backward(*douts)` gives, in batches."""
+        batch = next((d for d in douts if d is not None and _of_grads(d)), None)
+        if batch is None and torch.is_grad_enabled():
+            raise _twice()
+        if batch is None:
+            return Batched.apply(backward, *douts)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType, reportReturnType]
+        # Tensors do not tell the level of their batch, which another thread may have entered.
+        level = next(n for n in range(1, 65) if not _of_grads(_remove(batch, n, 1, 0)))
+        size = _remove(batch, level, 1, 0).shape[0]
+        whole = [None if d is None else _remove(d, level, size, 0) for d in douts]
+        return [None if g is None else _add(g, 0, level) for g in _each(backward, size, whole, [0] * len(whole))]
+
+    @staticmethod
+    def forward(backward: Callable[..., Sequence[Any]], *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(backward(*douts))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept, as it has no backward pass; torch's transforms take no function without this one."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], backward: Any, *douts: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def one(*douts: Any) -> Any:
+            return Batched.apply(backward, *douts)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+        grads = _each(one, info.batch_size, douts, in_dims[1:])
+        return tuple(grads), tuple(None if g is None else 0 for g in grads)
+
+
+def _each(
+    backward: Callable[..., Sequence[Any]], size: int, douts: Sequence[Any], dims: Sequence[int | None]
+) -> list[Any]:
+    made: list[Sequence[Any]] = []
+    for i in range(size):
+        given = [d if d is None or dim is None else d.select(dim, i) for d, dim in zip(douts, dims, strict=True)]
+        made.append(backward(*given))
+    return [None if grads[0] is None else torch.stack(grads) for grads in zip(*made, strict=True)]
+
+
+_torch: Any = torch
+_of_grads: Callable[[Any], bool] = _torch._C._functorch.is_legacy_batchedtensor
+_of_vmap: Callable[[Any], bool] = _torch._C._functorch.is_batchedtensor
+_add: Callable[[Tensor, int, int], Tensor] = _torch._add_batch_dim
+_remove: Callable[[Tensor, int, int, int], Tensor] = _torch._remove_batch_dim
 
 
 def _twice() -> StateError:

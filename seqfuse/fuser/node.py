@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import CheckpointError
 
-from ..autograd import Once, executes
+from ..autograd import Batched, Once, executes
 from ..casts import autocasting
 from ..env import any_autocast
 from ..errors import StateError
@@ -47,7 +48,10 @@ class Seqfuse(torch.autograd.Function):
         segment: Segment = ctx.segment
         layout, code = segment.gradients or (None, None)
         seen = layout is ctx.layout and ctx.about is None
-        if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment):
+        if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment, douts):
+            if not _asked_for_all() and Batched.given(douts):
+                tensors = functools.cache(lambda: _saved_tensors(ctx))  # a checkpoint hands them out once
+                return tuple(Batched.run(lambda *one: _interpret_backward(ctx, segment, one, tensors()), douts))
             return _interpret_backward(ctx, segment, douts)
         tensors = ctx.saved_tensors if ctx.mark is None else _saved_tensors(ctx)
         if segment.autocast is None and not any_autocast():
@@ -185,11 +189,11 @@ def _failed_back(
     return _interpret_backward(ctx, segment, douts, tensors, failed)
 
 
-def _is_usual(ctx: Any, segment: Segment) -> bool:
-    """Whether every gradient is needed, and none is added to a buffer of its parameter's own."""
+def _is_usual(ctx: Any, segment: Segment, douts: Sequence[Any]) -> bool:
+    """Whether every gradient is needed, and none is added to a buffer of its parameter's own or comes in a batch."""
     if torch.compiler.is_dynamo_compiling():  # as compiled autograd does
         return False
-    if not _asked_for_all() and _needed(ctx, segment) is not None:
+    if not _asked_for_all() and (_needed(ctx, segment) is not None or Batched.given(douts)):
         return False
     if ctx.leaves is not None:
         return not any(map(_attributes, ctx.leaves)) or not any("main_grad" in p.__dict__ for p in ctx.leaves)

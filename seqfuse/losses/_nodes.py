@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd import Once, executes
+from ..autograd import Batched, Once, executes
 from ..maingrad import main_grads
 from ._ask import How
 from ._chunks import counted_rows, flat, reduced, walk, wide_dtype
@@ -55,13 +55,16 @@ class LinearCrossEntropyRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         x, weight, targets, bias, softmax = saved = ctx.saved_tensors
-        with torch.no_grad():
-            scale = douts[0].contiguous()
-            args = (flat(x), weight, targets, bias, ctx.needs_input_grad[3:], scale, softmax)
-            made = walk(ctx.how, ctx.product, *args)
-            dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
-            grads = _delivered(ctx, made[2:], dtypes)
-        return _guarded(ctx, grads, (*douts, *saved))
+
+        def one(dloss: Tensor) -> tuple[Any, ...]:
+            with torch.no_grad():
+                args = (flat(x), weight, targets, bias, ctx.needs_input_grad[3:], dloss.contiguous(), softmax)
+                made = walk(ctx.how, ctx.product, *args)
+                dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+                grads = _delivered(ctx, made[2:], dtypes)
+            return _guarded(ctx, grads, (dloss, *saved))
+
+        return tuple(Batched.run(one, douts)) if Batched.given(douts) else one(*douts)
 
 
 def _delivered(ctx: Any, grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:

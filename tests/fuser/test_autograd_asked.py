@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqfuse as sf
@@ -40,6 +42,56 @@ def test_gradients_are_those_of_the_whole_whichever_were_asked_for_before():
         found = torch.autograd.grad(model(x, side=side), [leaves[n] for n in names], dy)
         for name, grad in zip(names, found, strict=True):
             assert torch.equal(grad, whole[name]), (names, name)
+
+
+Pullback = Callable[..., Tensor]
+
+
+def in_one_call(pullback: Pullback, batch: Tensor) -> Tensor:
+    return pullback(batch, is_grads_batched=True)
+
+
+def mapped(pullback: Pullback, batch: Tensor) -> Tensor:
+    return torch.vmap(pullback, in_dims=1)(batch.movedim(0, 1))
+
+
+def mapped_twice(pullback: Pullback, batch: Tensor) -> Tensor:
+    return torch.vmap(torch.vmap(pullback))(torch.stack([-batch, batch]))[1]
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["checkpointed", "kept"])
+@pytest.mark.parametrize("transform", [in_one_call, mapped, mapped_twice])
+@pytest.mark.parametrize("enabled", [True, False], ids=["fused", "unfused"])
+def test_a_batch_of_gradients_is_that_of_each(enabled: bool, transform: Callable[..., Tensor], keep: bool):
+    model = sf.Sequential(
+        ops.Fork("skip"), ops.LayerNorm(8), ops.Linear(8, 24), ops.RotaryEmbedding(2, style="half"),
+        ops.Attention(2), ops.Add("skip"), ops.Tanh(), ops.Fork("out"),
+    ).double()  # fmt: skip
+    x, batch = draw(2, 3, 8).requires_grad_(), draw(4, 2, 3, 8, seed=2)
+
+    def backward(dy: Tensor, **how: Any) -> Tensor:
+        return torch.autograd.grad(y, x, dy, retain_graph=keep, **how)[0]
+
+    with sf.fusing(enabled, on_error="raise"):
+        expected = torch.stack([torch.autograd.grad(model(x)[0], x, dy)[0] for dy in batch])
+        for _ in range(2):
+            y, _ = model(x) if keep else checkpoint(model, x, use_reentrant=False)
+            torch.testing.assert_close(transform(backward, batch), expected)
+
+
+def test_a_vectorized_jacobian_may_be_made_with_a_graph_that_is_not_differentiated():
+    model, x, jacobian = (
+        sf.Sequential(ops.Linear(3, 4), ops.Tanh()).double(),
+        draw(2, 3),
+        torch.autograd.functional.jacobian,
+    )
+    found = jacobian(model, x.requires_grad_(), vectorize=True, create_graph=True)
+    torch.testing.assert_close(found, jacobian(model, x))
+    with pytest.raises(sf.StateError, match="SF501"):
+        found.sum().backward()
+    y, dy = model(x), draw(4, 2, 4)
+    with pytest.raises(sf.StateError, match="SF501"):
+        torch.vmap(lambda d: torch.autograd.grad(y, x, d, create_graph=True)[0])(dy)
 
 
 class WrongBias(sf.BackwardFusion):

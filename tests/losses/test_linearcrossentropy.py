@@ -404,6 +404,17 @@ def test_backward_may_run_twice_and_not_through_itself(reduction: str) -> None:
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_batch_of_incoming_gradients_gives_what_each_of_them_gives(reduction: str) -> None:
+    case = Case(reduction=reduction)
+    leaves = {name: t.requires_grad_() for name, t in case.drawn().items()}
+    loss, wanted = linear_cross_entropy(*_in_order(case, leaves), **case.options), list(leaves.values())
+    batch = seeded_randn((3, *loss.shape), 5, dtype=loss.dtype)
+    found = torch.autograd.grad(loss, wanted, batch, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(loss, wanted, dloss, retain_graph=True) for dloss in batch]
+    torch.testing.assert_close(found, tuple(torch.stack(grads) for grads in zip(*each, strict=True)))
+
+
 def autocast_results(run: Callable[..., Tensor], module: nn.Module, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
     x = x.detach().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):

@@ -74,9 +74,10 @@ def test_backward_takes_any_layout_of_dy(name: str, layout: str):
     torch.testing.assert_close({"dx": dx, **grads}, {"dx": expected_dx, **expected})
 
 
-@pytest.mark.parametrize("name", CHAIN)
+@pytest.mark.parametrize("name", [*CHAIN, *HEADS_TOO[-4:]])
 def test_a_batch_of_incoming_gradients_gives_what_each_of_them_gives(name: str):
-    x = seeded_randn((6, 6), 3).requires_grad_()  # as many rows as columns, so that no confusion of them is an error
+    shape = (6, 6) if name in CHAIN else (2, 6, 24)  # as many rows as columns: a confusion of them is no error
+    x = seeded_randn(shape, 3).requires_grad_()
     op = example(name, x.detach())
     y, leaves = sf.Sequential(op, ops.Scale(1.0))(x), [x, *op.parameters()]
     batch = seeded_randn((4, *y.shape), 4)

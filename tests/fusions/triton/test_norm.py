@@ -15,7 +15,7 @@ from seqfuse import ops
 from seqfuse.fusions import _norm
 from seqfuse.fusions import norm as norms
 from seqfuse.fusions.norm import NormBackward, NormForward
-from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
+from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
 
@@ -41,6 +41,18 @@ def test_the_backward_takes_the_place_of_what_it_replaces(
 def test_takes_every_form_of_norm(norm: sf.UnfusedOperation, device: torch.device):
     x = seeded_randn((2, 3, 8), 0).to(device)
     check_fusion(NormBackward, x, ops.Fork("out"), norm.to(device), dtypes=[torch.float16])
+
+
+def test_a_batch_of_incoming_gradients_gives_what_each_of_them_gives(device: torch.device):
+    model = sf.Sequential(ops.Residual(ops.LayerNorm(8), ops.Linear(8, 8)), fusions=(NormBackward,)).to(device)
+    x, batch = seeded_randn((5, 8), 0).to(device).requires_grad_(), seeded_randn((3, 5, 8), 1).to(device)
+    leaves = [x, *model.parameters()]
+    with sf.fusing(on_error="raise"):
+        y = model(x)
+        assert model.plan(x).count("NormBackward") == 1
+        found = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
+        each = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for dy in batch]
+    assert_bitwise_equal(found, [torch.stack(grads) for grads in zip(*each, strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
