@@ -166,7 +166,8 @@ class Gated(UnfusedOperation, open=True):
         activated, record = self.activation.fwd(gate)
         dgate, _ = self.activation.bwd(dy * up, record)
         assert dgate is not None
-        dx = torch.cat((dgate, dy * activated), -1)
+        # With `out`, autocast leaves the dtypes alone: it refuses to join tensors of 16 bits that are not of its own.
+        dx = torch.cat((dgate, dy * activated), -1, out=torch.empty_like(wide))
         return dx if wide is saved.x else dx.to(saved.x.dtype), {}
 
     def _widened(self, x: Tensor) -> Tensor:

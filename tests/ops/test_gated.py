@@ -63,3 +63,21 @@ def test_refuses_an_odd_last_dimension(shape: tuple[int, ...]):
 def test_refuses_an_unknown_form_of_gelu():
     with pytest.raises(ValueError, match="approximate must be"):
         ops.GEGLU("erf")
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("unit", ["SquaredReLU", "SwiGLU"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_takes_16_bits_under_autocast_to_the_other_16_bits(dtype: torch.dtype, unit: str, enabled: bool):
+    (other,) = {torch.float16, torch.bfloat16} - {dtype}
+    op = ops.SwiGLU() if unit == "SwiGLU" else sf.Gated(ops.SquaredReLU())
+    model = sf.Sequential(ops.Bias(8, dtype=dtype), op, ops.Scale(2.0))
+    leaves = [seeded_randn((5, 8), 0, dtype=dtype).requires_grad_(), *model.parameters()]
+    results: list[list[torch.Tensor]] = []
+    for run in (model, model, lambda x: model[2].reference(model[1].reference(model[0].reference(x)))):
+        with torch.autocast("cpu", other), sf.fusing(enabled, on_error="raise"):
+            y = run(leaves[0])
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), leaves)])
+    for found in results[:2]:
+        for one, expected in zip(found, results[2], strict=True):
+            torch.testing.assert_close(one, expected)  # dtypes too
