@@ -17,7 +17,7 @@ from .errors import definition_error
 from .group import Group, ParameterShard, Redistribution
 from .maingrad import Accumulated
 from .saved import Layout, Saved, always_saved, check_layout, field, maker
-from .signature import Signature, check_pass_names, show_arguments
+from .signature import Signature, check_pass_names, checks_arguments, show_arguments
 
 if TYPE_CHECKING:
     from .env import Env
@@ -195,6 +195,8 @@ class UnfusedOperation(FusableOperation):
     def __init_subclass__(cls, *, open: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.is_open = open or cls.reference is UnfusedOperation.reference
+        if cls.__module__.startswith("seqfuse.ops."):
+            checks_arguments(cls)
         own, bases = vars(cls), [base for base in cls.__mro__[1:] if issubclass(base, UnfusedOperation)]
         cls.native = bool(own.get("native"))  # a subclass may have a forward of its own
         if "reference" in own and "autocast" not in own and any(base.is_final for base in bases):

@@ -1,13 +1,23 @@
-"""The keywords that an author's `fwd` and `bwd` name, and the arguments of device functions."""
+"""The keywords that an author's `fwd` and `bwd` name, and the arguments of device functions and of constructors."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
-from collections.abc import Mapping
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
-from .errors import PluginError, author_line, definition_error
+import torch
+
+from .errors import InputError, PluginError, author_line, definition_error
+
+_Class = TypeVar("_Class", bound=type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +104,85 @@ def check_device_functions(cls: type, takes_numbers: bool) -> None:
             said = f"{name} must take {wanted}, as the class states {why}; it takes ({', '.join(names)})"
             line = author_line(getattr(function, "fn", function), "def ")
             raise PluginError(f"{said}\n    {line}", code="SF301", operation=cls.__qualname__)
+
+
+def checks_arguments(cls: _Class) -> _Class:
+    """Have a class refuse, where it is made, arguments of another kind than its annotations say.
+
+    Raises:
+        InputError: (SF106) naming the class, the argument and what was expected.
+    """
+    if "__init__" not in vars(cls):
+        return cls
+    init: Callable[..., None] = cls.__init__
+    signature = inspect.signature(init)
+    listed = [name for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
+
+    @functools.cache
+    def hints() -> dict[str, Any]:  # when the first is made, as they may name what is not imported before
+        found = typing.get_type_hints(init)
+        return {**found, **{name: Sequence[found[name]] for name in listed}}
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        given: Mapping[str, Any] = {}
+        with contextlib.suppress(TypeError):  # Python names below what is missing or too much
+            given = signature.bind(self, *args, **kwargs).arguments
+        check_arguments(type(self).__name__, hints(), given)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked
+    return cls
+
+
+def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise InputError (SF106) for the first argument that is not what its annotation says."""
+    for name, value in given.items():
+        hint = hints.get(name, Any)
+        if not _fits(value, hint):
+            said = " or ".join(_said(h) for h in _choices(hint))
+            raise InputError(f"{name} must be {said}, got {reprlib.repr(value)}", code="SF106", operation=operation)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is what a hint says; true for a hint of another form than those of constructors here."""
+    if len(choices := _choices(hint)) > 1:
+        return any(_fits(value, h) for h in choices)
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str) and value in typing.get_args(hint)
+    if typing.get_origin(hint) in (Sequence, tuple, list):
+        return isinstance(value, Sequence) and all(_fits(v, typing.get_args(hint)[0]) for v in value)  # pyright: ignore[reportUnknownVariableType]
+    if typing.get_origin(hint) is Callable:
+        return callable(value)
+    if hint not in _METHODS:
+        return hint is Any or not isinstance(hint, type) or isinstance(value, hint)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and hint is not int
+    return hasattr(type(value), _METHODS[hint]) and not (hint is int and isinstance(value, bool))  # pyright: ignore[reportUnknownArgumentType]
+
+
+_METHODS = {int: "__index__", float: "__float__", bool: "__bool__"}  # of numbers of other libraries, too
+
+
+def _said(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        *before, last = (f'"{choice}"' for choice in typing.get_args(hint))
+        return f"{', '.join(before)} or {last}" if before else last
+    if typing.get_origin(hint) in (Sequence, tuple, list):
+        return f"a sequence of which each is {_said(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is Callable:
+        return "a class or function"
+    return _NAMES.get(hint) or f"a {hint.__name__}"
+
+
+_NAMES = {
+    int: "an integer", float: "a number", bool: "True or False", str: "a string", type(None): "None",
+    torch.dtype: "a torch.dtype",
+}  # fmt: skip
 
 
 def arguments_kept(thing: object) -> dict[str, int | float | str]:

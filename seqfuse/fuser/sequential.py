@@ -15,6 +15,7 @@ from ..env import Env
 from ..errors import InputError, meant
 from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input
+from ..signature import checks_arguments
 from .budget import Choice, choice_of
 from .plan import Plan
 from .run import Fuser
@@ -109,6 +110,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith("seqfuse.nn."):
+            checks_arguments(cls)
         # Here, since compilers trace what a call does, and no signature.
         _, *parameters = inspect.signature(cls.__init__).parameters.values()
         optional = all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in parameters[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..env import autocast_of
 from ..errors import InputError
 from ..group import Group
+from ..signature import check_arguments
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -32,8 +34,7 @@ class How(NamedTuple):
 
     def checked(self) -> How:
         """These, if they can be asked for."""
-        if self.reduction not in ("mean", "sum", "none"):
-            self.refuse(f'reduction must be "mean", "sum" or "none", got {self.reduction!r}', "SF106")
+        check_arguments(self.operation, _HINTS, self._asdict())
         if not 0 <= self.label_smoothing <= 1:
             self.refuse(f"label_smoothing must be within 0 and 1, got {self.label_smoothing}", "SF106")
         if not 0 <= self.z_loss < math.inf:
@@ -47,6 +48,9 @@ class How(NamedTuple):
     def refuse(self, message: str, code: str) -> None:
         """Raise the error of the one who asked."""
         raise InputError(message, code=code, operation=self.operation)
+
+
+_HINTS = typing.get_type_hints(How)
 
 
 def check(how: How, x: Any, weight: Any, targets: Any, bias: Any) -> torch.dtype:

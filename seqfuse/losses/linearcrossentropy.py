@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..fuser.reference import transformed
 from ..group import Group, ParameterShard, identity, summed_gradient, vocabulary_shard, with_backward
 from ..ops._read import divide, initial
+from ..signature import checks_arguments
 from ._ask import How, Reduction, check, check_targets
 from ._chunks import counted_rows, flat, own_targets, reduced, walk, wide_dtype
 from ._nodes import LinearCrossEntropyNode, LinearCrossEntropyRows
@@ -19,6 +20,7 @@ from ._nodes import LinearCrossEntropyNode, LinearCrossEntropyRows
 _PLAIN = (Tensor, nn.Parameter)
 
 
+@checks_arguments
 class LinearCrossEntropy(nn.Module):
     """The cross-entropy of logits x weight^T + bias, which exist a chunk of rows at a time.
 

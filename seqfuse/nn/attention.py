@@ -69,7 +69,7 @@ class MultiHeadAttention(Sequential):
         **attention: Any,
     ) -> None:
         if head_dim is None:
-            if embed_dim % heads:
+            if heads < 1 or embed_dim % heads:
                 raise ValueError(f"heads must divide embed_dim, got {heads} and {embed_dim}; or give head_dim")
             head_dim = embed_dim // heads
         shared = heads if kv_heads is None else kv_heads

@@ -45,8 +45,6 @@ class Dropout(sf.UnfusedOperation):
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f"p must be between 0 and 1, got {p}")
-        if mode not in ("upscale_in_train", "downscale_in_infer"):
-            raise ValueError(f'mode must be "upscale_in_train" or "downscale_in_infer", got {mode!r}')
         self.p, self.mode = p, mode
 
     @property

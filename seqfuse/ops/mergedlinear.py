@@ -71,7 +71,7 @@ class MergedLinear(sf.UnfusedOperation):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        biases = (bias,) * len(out_features) if isinstance(bias, bool) else tuple(bias)
+        biases = (bias,) * len(out_features) if not isinstance(bias, Sequence) else tuple(bias)
         self._declare(in_features, tuple(out_features), biases)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         for i, (size, biased) in enumerate(zip(self.parts, biases, strict=True)):

@@ -81,8 +81,6 @@ class QKNorm(sf.UnfusedOperation):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if kind not in ("rms", "layer"):
-            raise ValueError(f'kind must be "rms" or "layer", got {kind!r}')
         if bias and (kind != "layer" or not elementwise_affine):
             raise ValueError("only a LayerNorm with weights has a bias")
         self.head_dim, self.heads, self.kv_heads = head_dim, heads, heads if kv_heads is None else kv_heads

@@ -78,8 +78,6 @@ class RotaryEmbedding(sf.UnfusedOperation):
         sin: str | None = None,
     ) -> None:
         super().__init__()
-        if style not in ("half", "interleaved"):
-            raise ValueError(f'style must be "half" or "interleaved", got {style!r}')
         if rotary_dim is not None and (rotary_dim < 2 or rotary_dim % 2):
             raise ValueError(f"rotary_dim must be even and at least 2, got {rotary_dim}")
         if (cos is None) != (sin is None) or (cos is not None and positions is not None):
