@@ -49,7 +49,7 @@ class Seqfuse(torch.autograd.Function):
         layout, code = segment.gradients or (None, None)
         seen = layout is ctx.layout and ctx.about is None
         if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment, douts):
-            if not _asked_for_all() and Batched.given(douts):
+            if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
                 tensors = functools.cache(lambda: _saved_tensors(ctx))  # a checkpoint hands them out once
                 return tuple(Batched.run(lambda *one: _interpret_backward(ctx, segment, one, tensors()), douts))
             return _interpret_backward(ctx, segment, douts)

@@ -410,6 +410,16 @@ def test_make_fx_traces_the_backward_of_an_eager_model():
     torch.testing.assert_close(traced(other), gradient(other.clone().requires_grad_()))
 
 
+def test_compiled_autograd_compiles_the_backward_of_a_compiled_model_as_one_graph():
+    model, x = sf.Sequential(ops.LayerNorm(4), ops.Linear(4, 4), ops.Tanh()), torch.randn(3, 4)
+    leaves = [x.requires_grad_(), *model.parameters()]
+    want = torch.autograd.grad(model(x).sum(), leaves)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda t: model(t).sum(), backend="aot_eager", fullgraph=True)(x).backward()
+    for leaf, g in zip(leaves, want, strict=True):
+        torch.testing.assert_close(leaf.grad, g)
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's, about what it does not trace
 def test_compiled_autograd_follows_one_node_to_the_next():
     model, x = nn.Sequential(sf.Sequential(ops.Scale(2.0)), sf.Sequential(ops.Linear(4, 4))), torch.randn(3, 4)
