@@ -458,6 +458,7 @@ def claims() -> str | None:
     def kept_by(choice: str) -> str:
         return ", ".join(f"{row['kept'][choice] / row['eager']:.2f} ({row['model']})" for row in models["rows"])
 
+    step_times = between(row["step"]["ratio"] for row in models["rows"])
     overhead = between(row["ratio"] for row in calls["host"])
     ours, theirs, kept, balanced, least = _llama(counted)
     rows = {
@@ -468,7 +469,7 @@ def claims() -> str | None:
         f'a training step of a small Llama converted with `memory="lean"` adds {steps["lean"]:.2f} of eager PyTorch\'s '
         f"memory at its peak; with activation checkpointing {steps['eager, checkpointed']:.2f}, with both "
         f"{steps['lean, checkpointed']:.2f}": "measured on a CPU",
-        f"a training step of a tiny converted model takes {between(row['step']['ratio'] for row in models['rows'])} "
+        f"a training step of a tiny converted model without dropout takes {step_times} "
         "times the CPU time of eager PyTorch's, which for so small a model is Python and dispatch": "measured on a CPU",
         f"a layer of Llama 3 8B built of `seqfuse.nn`, in bfloat16 on an H100, takes {ours} kernel launches, Hugging "
         f"Face's in eager PyTorch {theirs}": "counted from plans",
