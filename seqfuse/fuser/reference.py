@@ -118,9 +118,14 @@ def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[
     node, operation = nodes[position], nodes[position].operation
     named: Mapping[str, Any] = operation.channels if isinstance(operation, UnfusedOperation) else {}
     try:
-        out = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
+        out: Any = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
         if not node.inputs and not node.outputs and not isinstance(out, Tensor):
             message = f"it must return a tensor, not {type(out).__name__}"
+            raise InputError(message, code="SF105", operation=node.name, position=position, hint=f"in {node.path!r}")
+        made = ", ".join(name for name, _ in node.outputs)
+        several = len(out) if hasattr(out, "__len__") and not isinstance(out, Tensor) else None
+        if made and several != 1 + len(node.outputs):  # a hook's result
+            message = f"it must return (y, {made}), not a {type(out).__name__}{f' of {several}' if several else ''}"
             raise InputError(message, code="SF105", operation=node.name, position=position, hint=f"in {node.path!r}")
     except Exception as error:
         if not torch.compiler.is_compiling():

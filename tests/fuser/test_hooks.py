@@ -182,6 +182,18 @@ def test_hooks_that_change_values_do_so() -> None:
         torch.testing.assert_close(got[key], value)
 
 
+def test_a_hook_that_returns_too_few_or_too_many_tensors_is_an_error_that_names_the_operation() -> None:
+    model, x = sf.Sequential(ops.Tanh(), ops.Fork("skip"), ops.Linear(4, 4), ops.Add("skip")), torch.ones(2, 4)
+    expected = model(x)
+    given = {"tuple of 4": lambda out: out * 2, "Tensor": lambda out: out[0]}
+    for got, change in given.items():
+        handle = model[1].register_forward_hook(lambda _, inputs, out, change=change: change(out))
+        with pytest.raises(sf.InputError, match=rf"SF105 position 1 \(Fork\): it must return \(y, out\), not a {got}"):
+            model(x)
+        handle.remove()
+    assert torch.equal(model(x), expected)
+
+
 def test_a_hook_sees_the_bias_that_was_split_from_its_linear() -> None:
     linear = randomized(ops.Linear(5, 4))
     model = sf.Sequential(linear, ops.ReLU(), fusions=PAIR)
