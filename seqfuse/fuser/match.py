@@ -7,12 +7,13 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..cost_table import Measurement
 from ..env import Env, Savings
 from ..errors import InputError, meant
 from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, Slot
+from ..operation import UnfusedOperation
 from ..settings import Fusing
 from ..traffic import entering
 from .borders import refuses_channels, refuses_dtypes
@@ -95,7 +96,7 @@ class Matcher:
         _check_named(fusing)
         found: list[Candidate] = []
         refused: list[Refusal] = []
-        widths = entering([node.operation for node in stretch.inside])
+        widths = entering([cast(UnfusedOperation, node.operation) for node in stretch.inside])
         for_saves: dict[tuple[int, bool], Env] = {}
         kinds = tuple(node.derives or node.kind for node in stretch.inside)
         for a in stretch.positions:

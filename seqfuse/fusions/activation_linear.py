@@ -155,10 +155,12 @@ class ActivationLinearJoint(JointFusion):
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
         """What the operations themselves would have saved."""
         h, act = self.act.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
-        # What no gradient reads was dropped.
-        records: dict[str, Any] = {"act": act, "linear": Linear.Saved(x=h, weight=vars(saved).get("weight"))}
+        kept: Any = vars(saved).get  # what no gradient reads was dropped
+        records: dict[str, context.Saved] = {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}
         records |= {name: Bias.NOTHING for name in ("bias", "out_bias") if getattr(self, name) is not None}
-        return records if self.add is None else records | {"add": Add.NOTHING}
+        if self.add is not None:
+            records["add"] = Add.NOTHING
+        return records
 
     @property
     def _unary(self) -> Pointwise:
