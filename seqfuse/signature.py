@@ -115,24 +115,31 @@ def checks_arguments(cls: _Class) -> _Class:
     if "__init__" not in vars(cls):
         return cls
     init: Callable[..., None] = cls.__init__
-    signature = inspect.signature(init)
-    listed = [name for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL]
-
-    @functools.cache
-    def hints() -> dict[str, Any]:  # when the first is made, as they may name what is not imported before
-        found = typing.get_type_hints(init)
-        return {**found, **{name: Sequence[found[name]] for name in listed}}
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        given: Mapping[str, Any] = {}
-        with contextlib.suppress(TypeError):  # Python names below what is missing or too much
-            given = signature.bind(self, *args, **kwargs).arguments
-        check_arguments(type(self).__name__, hints(), given)
+        if not torch.compiler.is_dynamo_compiling():  # it traces no signature
+            _check_call(init, self, args, kwargs)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked
     return cls
+
+
+def _check_call(init: Callable[..., None], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    signature, hints = _annotated(init)
+    given: Mapping[str, Any] = {}
+    with contextlib.suppress(TypeError):  # Python names below what is missing or too much
+        given = signature.bind(self, *args, **kwargs).arguments
+    check_arguments(type(self).__name__, hints, given)
+
+
+@functools.cache
+def _annotated(init: Callable[..., None]) -> tuple[inspect.Signature, Mapping[str, Any]]:
+    """Not before the first is made, as annotations may name what is not imported before."""
+    signature, hints = inspect.signature(init), typing.get_type_hints(init)
+    listed = (name for name, p in signature.parameters.items() if p.kind is p.VAR_POSITIONAL)
+    return signature, {**hints, **{name: Sequence[hints[name]] for name in listed}}
 
 
 def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:

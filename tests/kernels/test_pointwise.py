@@ -746,7 +746,12 @@ MUTANTS = {
         "_stored(outputs[s], _act(tiles, FNS",
         "emit",
     ),
-    "what was saved without its bias": (pointwise, "shift = operands[s]", "shift = None", "d_gelu_of_shifted"),
+    "what was saved without its bias": (
+        pointwise,
+        "    if bias is not None:\n        tiles = _bias(",
+        "    if bias is None:\n        tiles = _bias(",
+        "d_gelu_of_shifted",
+    ),
     "what a gated unit gives again": (
         pointwise,
         "_stored(outputs[s], _gated(saved, FNS",
