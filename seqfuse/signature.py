@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
+import numbers
 import reprlib
 import types
 import typing
@@ -119,19 +119,26 @@ def checks_arguments(cls: _Class) -> _Class:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():  # it traces no signature
-            _check_call(init, self, args, kwargs)
+            args, kwargs = _checked_call(init, self, args, kwargs)
         init(self, *args, **kwargs)
 
     cls.__init__ = checked
     return cls
 
 
-def _check_call(init: Callable[..., None], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _checked_call(
+    init: Callable[..., None], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     signature, hints = _annotated(init)
-    given: Mapping[str, Any] = {}
-    with contextlib.suppress(TypeError):  # Python names below what is missing or too much
-        given = signature.bind(self, *args, **kwargs).arguments
-    check_arguments(type(self).__name__, hints, given)
+    try:
+        given = signature.bind(self, *args, **kwargs)
+    except TypeError:  # Python names below what is missing or too much
+        return args, kwargs
+    changed = check_arguments(type(self).__name__, hints, given.arguments)
+    if not changed:
+        return args, kwargs
+    given.arguments.update(changed)
+    return given.args[1:], given.kwargs
 
 
 @functools.cache
@@ -142,13 +149,23 @@ def _annotated(init: Callable[..., None]) -> tuple[inspect.Signature, Mapping[st
     return signature, {**hints, **{name: Sequence[hints[name]] for name in listed}}
 
 
-def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise InputError (SF106) for the first argument that is not what its annotation says."""
+def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Raise InputError (SF106) for the first argument that is not what its annotation says.
+
+    Returns:
+        The arguments that are numbers of another library, as Python's own: neither compilers nor kernels take others.
+    """
+    changed: dict[str, Any] = {}
     for name, value in given.items():
         hint = hints.get(name, Any)
         if not _fits(value, hint):
             said = " or ".join(_said(h) for h in _choices(hint))
             raise InputError(f"{name} must be {said}, got {reprlib.repr(value)}", code="SF106", operation=operation)
+        if isinstance(value, numbers.Number) and typing.cast(Any, type(value)) not in _METHODS:
+            kinds: list[Any] = [h for h in _choices(hint) if h in _METHODS and _fits(value, h)]
+            if kinds:
+                changed[name] = kinds[0](value)
+    return changed
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

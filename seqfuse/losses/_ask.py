@@ -34,7 +34,9 @@ class How(NamedTuple):
 
     def checked(self) -> How:
         """These, if they can be asked for."""
-        check_arguments(self.operation, _HINTS, self._asdict())
+        changed = check_arguments(self.operation, _HINTS, self._asdict())
+        if changed:
+            return self._replace(**changed).checked()
         if not 0 <= self.label_smoothing <= 1:
             self.refuse(f"label_smoothing must be within 0 and 1, got {self.label_smoothing}", "SF106")
         if not 0 <= self.z_loss < math.inf:

@@ -5,6 +5,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,36 @@ def test_authors_say_themselves_what_they_are_made_with():
     assert made.p == 0.05
     with pytest.raises(sf.InputError, match="SF106 Mine: p must be a number"):
         ops.Dropout.__init__(made, "half")  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("made", "name", "number"),
+    [
+        (lambda: ops.Dropout(np.float32(0.5)), "p", 0.5),  # type: ignore
+        (lambda: ops.Dropout(p=Fraction(1, 2)), "p", 0.5),  # type: ignore
+        (lambda: ops.LayerNorm(np.int64(4)), "normalized_shape", (4,)),  # type: ignore
+        (lambda: ops.LayerNorm(4, np.float64(0.5)), "eps", 0.5),
+        (lambda: ops.Attention(np.int32(2), window=np.int64(3)), "window", 3),  # type: ignore
+        (lambda: ops.RMSNorm(4, None), "eps", None),
+        (lambda: ops.Scale(True), "factor", 1.0),
+    ],
+)
+def test_numbers_of_another_library_become_numbers_of_python(made: Callable[[], Any], name: str, number: Any):
+    kept = getattr(made(), name)
+    assert kept == number
+    assert type(kept) is type(number)
+
+
+def test_compilers_take_what_was_made_with_a_number_of_numpy():
+    model = sf.Sequential(ops.Linear(4, 4), ops.Dropout(np.float32(0.5)), ops.GeLU())  # type: ignore
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_a_loss_takes_numbers_of_numpy():
+    x, weight, targets = torch.ones(3, 4), torch.randn(5, 4), torch.tensor([1, -1, 2])
+    given: dict[str, Any] = {"ignore_index": np.int64(-1), "label_smoothing": np.float32(0.25)}
+    loss = linear_cross_entropy(x, weight, targets, **given)
+    assert loss == linear_cross_entropy(x, weight, targets, ignore_index=-1, label_smoothing=0.25)
+    module = losses.LinearCrossEntropy(4, 5, **given)
+    assert (type(module.ignore_index), type(module.label_smoothing)) == (int, float)
