@@ -16,7 +16,7 @@ from ..casts import dtype_of
 from ..env import Env, Savings, autocast_of, constant_under_compile
 from ..fusion import Requirements
 from ..hardware import STEP
-from ..ops import Bias, Linear, MergedLinear
+from ..ops import Add, Bias, Linear, MergedLinear
 from ..ops.linear import saved_linear, scaled_mm
 
 _gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
@@ -40,6 +40,13 @@ def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Ten
         return F.linear(x, weight, shift), saved_linear(x, weight)
 
     return run
+
+
+def plus_in_place(y: Tensor, add: Add, other: Tensor) -> Tensor:
+    """The residual sum y + other, written over y where that has its shape and dtype."""
+    if y.shape == other.shape and y.dtype is other.dtype:
+        return y.add_(other)
+    return add.fwd(y, other=other)[0]
 
 
 def output_bytes(linear: Linear | MergedLinear, env: Env) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import saved as context
@@ -21,7 +20,7 @@ from ..ops.linear import weight_grad
 from ..pointwise import Gated, Pointwise
 from ._gemm import epilogue_takes, unit_bwd
 from ._kernels import device, kernel_takes_act, kernel_takes_gated
-from ._linear import as_rows, dgrad, in_place, one_dtype, output_bytes
+from ._linear import as_rows, dgrad, in_place, linear_of, one_dtype, output_bytes, plus_in_place
 from ._pointwise import chain_of, kernel_takes_chain, pointwise_of
 
 
@@ -112,17 +111,12 @@ class ActivationLinearJoint(JointFusion):
         return (0,)
 
     def fwd(self, x: Tensor, *, add_other: Tensor | None = None) -> tuple[Tensor, Saved]:
-        weight, out_bias = self.linear.weight_for(x), self.out_bias
         bias = None if self.bias is None else self.bias.read()
-        h = self._activated(x, bias)
-        y = F.linear(h, weight, None if out_bias is None else out_bias.read())
+        y, gemm = self.decided("linear", linear_of, self.linear, self.out_bias)(self._activated(x, bias))
         if self.add is not None:
             assert add_other is not None
-            if y.shape == add_other.shape and y.dtype is add_other.dtype:
-                y.add_(add_other)
-            else:
-                y, _ = self.add.fwd(y, other=add_other)
-        return y, self.Saved(x=x, bias=bias, weight=weight)
+            y = plus_in_place(y, self.add, add_other)
+        return y, self.Saved(x=x, bias=bias, weight=gemm.weight)
 
     def bwd(
         self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
 from ..ops import Add, Bias, Linear
-from ._linear import in_place, linear_of, one_dtype
+from ._linear import in_place, linear_of, one_dtype, plus_in_place
 
 
 class LinearBiasAdd(ForwardFusion):
@@ -35,11 +35,7 @@ class LinearBiasAdd(ForwardFusion):
 
     def fwd(self, x: Tensor, *, add_other: Tensor) -> tuple[Tensor, dict[str, Any]]:
         y, gemm = self.decided("linear", linear_of, self.linear, self.bias)(x)
-        if y.shape == add_other.shape and y.dtype is add_other.dtype:
-            y.add_(add_other)
-        else:
-            y, _ = self.add.fwd(y, other=add_other)
         saved: dict[str, Any] = {"linear": gemm, "add": Add.NOTHING}
         if self.bias is not None:
             saved["bias"] = Bias.NOTHING
-        return y, saved
+        return plus_in_place(y, self.add, add_other), saved

@@ -100,9 +100,9 @@ def test_numbers_of_other_libraries_are_numbers():
 
 def test_python_names_arguments_that_are_missing_or_too_many():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'out_features'"):
-        ops.Linear(4)  # type: ignore
+        ops.Linear(4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'biass'"):
-        ops.Linear(4, 3, biass=True)  # type: ignore
+        ops.Linear(4, 3, biass=True)
 
 
 def test_authors_say_themselves_what_they_are_made_with():
@@ -110,20 +110,20 @@ def test_authors_say_themselves_what_they_are_made_with():
         def __init__(self, p: int = 0):
             super().__init__(p / 10)
 
-    made: Any = Mine(0.5)  # type: ignore
+    made: Any = Mine(0.5)
     assert made.p == 0.05
     with pytest.raises(sf.InputError, match="SF106 Mine: p must be a number"):
-        ops.Dropout.__init__(made, "half")  # type: ignore
+        ops.Dropout.__init__(made, "half")
 
 
 @pytest.mark.parametrize(
     ("made", "name", "number"),
     [
-        (lambda: ops.Dropout(np.float32(0.5)), "p", 0.5),  # type: ignore
-        (lambda: ops.Dropout(p=Fraction(1, 2)), "p", 0.5),  # type: ignore
-        (lambda: ops.LayerNorm(np.int64(4)), "normalized_shape", (4,)),  # type: ignore
+        (lambda: ops.Dropout(np.float32(0.5)), "p", 0.5),
+        (lambda: ops.Dropout(p=Fraction(1, 2)), "p", 0.5),
+        (lambda: ops.LayerNorm(np.int64(4)), "normalized_shape", (4,)),
         (lambda: ops.LayerNorm(4, np.float64(0.5)), "eps", 0.5),
-        (lambda: ops.Attention(np.int32(2), window=np.int64(3)), "window", 3),  # type: ignore
+        (lambda: ops.Attention(np.int32(2), window=np.int64(3)), "window", 3),
         (lambda: ops.RMSNorm(4, None), "eps", None),
         (lambda: ops.Scale(True), "factor", 1.0),
     ],
@@ -135,7 +135,7 @@ def test_numbers_of_another_library_become_numbers_of_python(made: Callable[[], 
 
 
 def test_compilers_take_what_was_made_with_a_number_of_numpy():
-    model = sf.Sequential(ops.Linear(4, 4), ops.Dropout(np.float32(0.5)), ops.GeLU())  # type: ignore
+    model = sf.Sequential(ops.Linear(4, 4), ops.Dropout(np.float32(0.5)), ops.GeLU())
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     assert compiled(torch.ones(2, 4)).shape == (2, 4)
 

@@ -233,7 +233,7 @@ JOINT_MUTANTS = {
     "weight's gradient of dx": ("weight_grad(d, h,", "weight_grad(d, h if dx is None else dx,"),
     "sum of h": ('grads["bias.bias"] = made[-1]', 'grads["bias.bias"] = made[0].sum(0)'),
     "no bias in the backward pass": ("row = () if bias is None else (bias,)", "row = (torch.zeros_like(bias),)"),
-    "no residual": ("y.add_(add_other)", "y.add_(0 * add_other)"),
+    "no residual": ("plus_in_place(y, self.add, add_other)", "plus_in_place(y, self.add, 0 * add_other)"),
     "gradient of the second bias": ("as_rows(d).sum(0,", "as_rows(d).mean(0,"),
 }
 
