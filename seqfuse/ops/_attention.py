@@ -20,8 +20,6 @@ from torch import Tensor
 from . import _sdpa
 from ._aten import flash_cpu, flash_cpu_backward
 
-# With fewer keys than this, torch's kernel for the CPU gives numbers for a query that holds NaN.
-_VECTOR = 16
 _HALF = (torch.float16, torch.bfloat16)
 # What `kernels.attention.takes`, which cannot be asked where Triton is not installed.
 _WIDEST = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
@@ -76,8 +74,7 @@ class Scores:
         if cpu:
             if ours:
                 return "triton"
-            fewest = keys if self.cu_seqlens is None else self._fewest(keys)
-            return "cpu" if plain and not bounded and fewest >= _VECTOR and q.is_floating_point() else "blocks"
+            return "cpu" if plain and not bounded and q.is_floating_point() else "blocks"
         if plain and self.mask is None and q.device.type == "cuda" and torch.version.hip is None:
             if bounded or self.cu_seqlens is not None or keys != q.shape[-2]:
                 if q.dtype in _HALF and q.shape[-1] <= 256 and q.shape[-1] % 8 == 0 and _sdpa.has_flash(q.device):
@@ -85,12 +82,6 @@ class Scores:
             elif (found := _sdpa.backend(q, q if k is None else k, self.causal)) is not None:
                 return found
         return "triton" if ours else "blocks"
-
-    def _fewest(self, keys: int) -> int:
-        """The keys of the shortest sequence."""
-        if type(self.cu_seqlens) is not Tensor or torch.compiler.is_compiling():
-            return keys
-        return min((rows.stop - rows.start for rows in _sequences(self.cu_seqlens)), default=keys)
 
     def loses_sums(self, lse: Tensor) -> bool:
         """Whether a large mask leaves so few digits in a log-sum-exp that weights made of it do not add up to one."""

@@ -35,11 +35,10 @@ def results(model: sf.Sequential, *inputs: Tensor, **named: Tensor) -> list[Tens
 @pytest.mark.parametrize("how", [{}, {"softcap": 2.0, "scale": 0.5}, {"dropout": 0.3}], ids=str)
 def test_keeps_its_contract(how: dict[str, Any], keys: int, kv_heads: int):
     x, named = drawn((2,), 5, keys, 4, kv_heads, 8)
-    # With an Inf in sixteen keys or more the numbers are those of a kernel of torch, whatever a formula says.
-    dtypes = [torch.float32, torch.bfloat16] if keys < 16 else []
     op = ops.CrossAttention(4, kv_heads, **how)
-    if dtypes:
-        check_op(op, x, dtypes=dtypes, **named)
+    # Otherwise the numbers are those of a kernel of torch, which loses a NaN of a query.
+    if keys < 16 and how:
+        check_op(op, x, dtypes=[torch.float32, torch.bfloat16], **named)
     else:
         agrees(op, x, **named)
 
@@ -55,7 +54,8 @@ def agrees(op: ops.CrossAttention, x: Tensor, **named: Tensor) -> None:
 @pytest.mark.parametrize("shape", [(1, 4, 5, 7), (2, 1, 1, 7), (5, 7)], ids=str)
 def test_a_relative_bias_has_a_gradient(shape: tuple[int, ...]):
     x, named = drawn((2,), 5, 7, 4, 2, 8)
-    check_op(ops.CrossAttention(4, 2, mask="bias"), x, bias=seeded_randn(shape, 5), **named)
+    agrees(ops.CrossAttention(4, 2, mask="bias"), x, bias=seeded_randn(shape, 5), **named)
+    check_op(ops.CrossAttention(4, 2, mask="bias", softcap=2.0), x, bias=seeded_randn(shape, 5), **named)
 
 
 @pytest.mark.parametrize("keys", [7, 33])
