@@ -40,8 +40,9 @@ def convert(
     Args:
         model: any `torch.nn.Module`.
         regions: `"model"` captures the model as a whole; `"layers"` each of its layers, which are the members of its
-            `ModuleList`s and `Sequential`s that have submodules of their own. Layers that are alike share one graph,
-            so that is quicker to capture, and code between the layers that Dynamo cannot trace does no harm.
+            `ModuleList`s and `Sequential`s that have submodules of their own, and the members of lists and dicts among
+            these. Layers that are alike share one graph, so that is quicker to capture, and code between the layers
+            that Dynamo cannot trace does no harm.
         then: what runs the rest: `None`, as before, or `"inductor"`.
         fusions: the fusion set; the default one if left out.
         filter_fn: says of a module and its path, as `named_modules` has them, whether its own calls may be converted.

@@ -125,7 +125,10 @@ class Conversion:
         )
 
     def __str__(self) -> str:
-        text = [text_of(self.graphs, self._calls, self.left, one=len(self._places) == 1, undone=not self._before)]
+        modules = cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules())
+        paths = {module: path for path, module in modules}
+        layers = [paths.get(place, "") for place in self._places]
+        text = [text_of(self.graphs, self._calls, self.left, layers, undone=not self._before)]
         text += [f"{path}: traced as torch calls; its own plan and fusions are not used" for path in _own(self.model)]
         return "\n".join(text)
 

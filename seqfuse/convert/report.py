@@ -196,16 +196,18 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def text_of(graphs: Sequence[GraphReport], calls: Calls, left: Sequence[Left], one: bool, undone: bool) -> str:
+def text_of(
+    graphs: Sequence[GraphReport], calls: Calls, left: Sequence[Left], layers: Sequence[str], undone: bool
+) -> str:
     """The reports of all graphs, those that are alike once, what no graph has, and the calls that none served.
 
-    Where `one` module is called, and not each of several layers, a graph says if later calls did not use it.
+    Where one module is called, and not each of several `layers`, a graph says if later calls did not use it.
     """
     alike: dict[str, list[GraphReport]] = {}
     for graph in graphs:
         alike.setdefault("\n".join(graph.body()), []).append(graph)
-    of = calls.count if one else None
-    text = [] if graphs or undone else [_nothing(calls)]
+    of = None if len(layers) > 1 else calls.count
+    text = [] if graphs or undone else [_nothing(calls, layers)]
     for body, (first, *others) in alike.items():
         text += [first.heading(of), body]
         text += [f"  alike: {graph.heading(of)}" for graph in others]
@@ -218,9 +220,13 @@ def text_of(graphs: Sequence[GraphReport], calls: Calls, left: Sequence[Left], o
     return "\n".join(text)
 
 
-def _nothing(calls: Calls) -> str:
-    if not calls.count:
+def _nothing(calls: Calls, layers: Sequence[str]) -> str:
+    if not calls.count and not any(layers):
         return "nothing captured yet: call the model"
+    if not calls.count:
+        count = f"{counted(len(layers), 'layer')}, {layers[0]}" + (f" to {layers[-1]}" if layers[1:] else "")
+        why = 'if the model was called, its code does not call these modules: use regions="model"'
+        return f"nothing captured yet: none of its {count}, was ever called; {why}"
     text = f"called {counted(calls.count, 'time')}; nothing was captured"
     if calls.breaks:
         *_, last = calls.breaks

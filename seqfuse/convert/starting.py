@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 from torch import nn
@@ -142,11 +142,20 @@ def _conversion_at(module: nn.Module) -> Conversion | None:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of modules that have modules of their own."""
+    """The members of the outermost lists of modules that are called and have modules of their own."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and module not in inside and len(module) > 0:
-            found += [child for child in module if any(True for _ in child.children())]
+            found += _called(module)
             inside.update(module.modules())
-    return found
+    return list(dict.fromkeys(found))
+
+
+def _called(container: nn.Module) -> Iterator[nn.Module]:
+    """The children that have modules of their own; of a list or a dict, which nobody can call, those in it."""
+    for child in container.children():  # which leaves out None
+        if type(child).forward is nn.Module.forward and "forward" not in vars(child):
+            yield from _called(child)
+        elif any(True for _ in child.children()):
+            yield child

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse.convert import backend
@@ -45,6 +45,62 @@ def test_layers_are_members_with_submodules():
         sf.convert(flat, regions="layers")
     conversion = sf.convert(nn.Sequential(flat), regions="layers")
     assert sf.conversion(flat) is conversion
+
+
+class Parts(nn.Module):
+    """Layers as x-transformers and vit-pytorch make them: lists, with `None` in them, of what each layer calls."""
+
+    def __init__(self, called: bool = True) -> None:
+        super().__init__()
+        self.called = called
+        self.layers = nn.ModuleList(nn.ModuleList([nn.ModuleList([nn.LayerNorm(8), None]), _mlp()]) for _ in range(2))
+        self.heads = nn.ModuleList([nn.ModuleDict({"one": _mlp(), "none": nn.Identity()}), None])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.layers:
+            (norm, _), mlp = part
+            x = x + (mlp(norm(x)) if self.called else mlp.forward(norm(x)))
+        head = self.heads[0]["one"]
+        return head(x) if self.called else head.forward(x)
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def test_layers_are_found_in_lists_and_dicts_of_lists_beside_none():
+    model, x = Parts(), torch.randn(4, 8)
+    wanted = model(x)
+    conversion = sf.convert(model, regions="layers")
+    torch.testing.assert_close(model(x), wanted)
+    (graph,) = conversion.graphs
+    assert graph.operations == 3
+    assert "; 3 calls" in str(conversion)
+
+
+def test_layers_that_nobody_called_are_named():
+    model = Parts(called=False)
+    conversion = sf.convert(model, regions="layers")
+    model(torch.randn(4, 8))
+    why = 'if the model was called, its code does not call these modules: use regions="model"'
+    none = "nothing captured yet: none of its 3 layers, layers.0.1 to heads.0.one, was ever called"
+    assert str(conversion) == f"{none}; {why}"
+    one = sf.convert(nn.Sequential(_mlp()), regions="layers")
+    assert str(one) == f"nothing captured yet: none of its 1 layer, 0, was ever called; {why}"
+
+
+def test_a_list_with_a_forward_of_its_own_is_a_layer():
+    class Blocks(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self:
+                x = block(x)
+            return x
+
+    inner = Blocks([_mlp(), _mlp()])
+    conversion = sf.convert(nn.ModuleList([inner]), regions="layers")
+    assert sf.conversion(inner) is conversion
+    inner(torch.randn(4, 8))
+    assert [graph.operations for graph in conversion.graphs] == [6]
 
 
 def test_the_backend_takes_the_choice_of_memory():
