@@ -22,11 +22,12 @@ from ..fuser.fingerprint import global_hooks
 from ..fuser.reference import transformed
 from ..fuser.schedule import Candidate
 from ..settings import settings
+from ..traffic import unfused
 from .candidates import CalledRegion, passes, real, stretches
 from .ranks import Ranks
-from .report import OUT_OF_BUDGET, Row, TuneReport, progress
+from .report import NOT_KEPT, OUT_OF_BUDGET, Row, TuneReport, progress
 from .shadow import MODES, Shadow
-from .timing import Unmeasurable, is_passing, measure
+from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, measure
 
 __all__ = ["Row", "TuneReport", "tune"]
 
@@ -47,8 +48,10 @@ def tune(
     Each candidate, and the operations that it replaces, run by turns on random tensors of the shapes they would see;
     the medians take the place of the cost that the fusion declares. Kernels are compiled before times are taken. One
     that is not faster or that fails is refused from then on, with that reason in the plan; one that takes longer than
-    30 s only in this process. What was measured before is not measured again, so that a call that was cut off goes on
-    where it stopped.
+    30 s only in this process. A measurement whose noise exceeds the difference, or that is noisy and 100 times as long
+    as estimated, is made again after the others; if that is of no use, as on a busy machine, it is not kept, and the
+    fusion keeps its estimated cost. What was measured before is not measured again, so that a call that was cut off
+    goes on where it stopped.
 
     The model is not run: a copy on fake tensors shows what would be. Its parameters are read; gradients, buffers,
     modes, hooks and torch's generators are left alone.
@@ -132,6 +135,16 @@ class _Job:
     candidate: Candidate
     places: list[tuple[CalledRegion, Candidate]]
     note: str = ""
+    unkept: Measurement | None = None  # the last one, if it does not tell whether the fusion is faster
+
+    @property
+    def estimated(self) -> float:
+        """Nanoseconds of the unfused pass: the forward work, and twice that for a backward pass."""
+        entered, c = self.stretch.entered, self.candidate
+        shape = self.stretch.site.entering[c.start][0].shape
+        env = dataclasses.replace(entered.env, width=shape[-1] if shape else 1)
+        operations: list[Any] = [node.operation for node in self.stretch.site.op_list.nodes[c.start : c.stop]]
+        return 3000 * env.microseconds(unfused(operations, env, range(len(operations))))
 
 
 class _Search:
@@ -179,30 +192,36 @@ class _Search:
         found: dict[Machine, dict[str, Measurement]] = {}
         try:
             with progress(len(todo), self._shown) as done:
-                for job in todo:
-                    if self._budget is not None and time.perf_counter() - begun >= self._budget:
-                        job.note = OUT_OF_BUDGET
-                        continue
-                    result = self._one(job, files[job.machine])
-                    if result is not None:
-                        found.setdefault(job.machine, {})[job.key] = result
-                    done(job.candidate.name)
-                    self._ranks.beat()
+                for attempt in range(1, TRIES + 1):
+                    for job in todo:
+                        if self._budget is not None and time.perf_counter() - begun >= self._budget:
+                            job.note = job.note or OUT_OF_BUDGET
+                            continue
+                        result = self._one(job, files[job.machine], attempt)
+                        if result is not None:
+                            found.setdefault(job.machine, {})[job.key] = result
+                        if attempt == 1:
+                            done(job.candidate.name)
+                        self._ranks.beat()
+                    todo = [job for job in todo if job.unkept is not None]
         finally:
             for machine, several in found.items():
                 cost_table.add(machine, several)
 
-    def _one(self, job: _Job, file: Path | None) -> Measurement | None:
+    def _one(self, job: _Job, file: Path | None, attempt: int) -> Measurement | None:
         lost: KernelError | None = None
-        result = None
+        result, job.unkept, job.note = None, None, ""
         try:
             with real(job.stretch, job.candidate):
                 device = job.stretch.site.entering[job.candidate.start][0].device
-                result = measure(lambda: passes(job.stretch, job.candidate), device)
+                seconds = attempt**2 * SECONDS
+                result = measure(lambda: passes(job.stretch, job.candidate), device, seconds)
         except Unmeasurable as error:
             job.note = f"not measured: {error}"
         except KernelError as error:
             lost, result = error, Measurement(failed=str(error)[:200])
+        if result is not None and not result.failed and (why := doubt(result, job.estimated)) is not None:
+            job.unkept, job.note, result = result, f"{NOT_KEPT}: {why}", None
         if result is not None:
             self._measured += 1
             if file is not None and not is_passing(result):
@@ -223,7 +242,7 @@ class _Search:
             return path
         if not path.parent.is_dir():
             message = f"measurements cannot be kept in {path}: there is no folder {path.parent}"
-            raise InputError(message, code="SF106")
+            raise InputError(message, code="SF106", hint="make the folder first, or name a file in one that is there")
         try:
             cost_table.add(machine, cost_table.load(path, machine))
         except (store.Corrupt, OSError) as error:
@@ -256,7 +275,10 @@ class _Search:
         rows: list[Row] = []
         for job in self._jobs.values():
             known = cost_table.table(job.machine).get(job.key)
-            times = (None, None) if known is None or known.failed else (known.fused / 1000, known.unfused / 1000)
+            shown = known or job.unkept
+            times = (None, None, None)
+            if shown is not None and not shown.failed:
+                times = shown.fused / 1000, shown.unfused / 1000, shown.noise / 1000
             used = any((c.name, range(c.start, c.stop)) in steps[id(s)] for s, c in job.places)
             note = known.refusal or "" if known is not None and known.failed else job.note
             rows.append(Row(job.candidate.name, _places(job), job.stretch.site.mode, *times, used, note))

@@ -9,13 +9,15 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 OUT_OF_BUDGET = "not measured: the budget ran out"
+NOT_KEPT = "not kept"
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One candidate: where it matched, in which mode, what was measured, and whether a plan uses it now.
 
-    `note` says why one was not measured, or failed; else it is empty.
+    `noise_us` is three standard errors of the difference. `note` says why a candidate was not measured, failed, or was
+    too noisy to keep; else it is empty.
     """
 
     fusion: str
@@ -23,6 +25,7 @@ class Row:
     mode: str
     fused_us: float | None
     unfused_us: float | None
+    noise_us: float | None
     chosen: bool
     note: str = ""
 
@@ -33,7 +36,7 @@ class TuneReport:
 
     Attributes:
         rows: the candidates, those that were known before among them.
-        measured: how many were measured by this call.
+        measured: how many were measured by this call, and kept.
         skipped: parts of the model that could not be measured, with reasons.
         machine: what the measurements hold for.
         file: where they are kept; `None` if in memory only.
@@ -50,15 +53,22 @@ class TuneReport:
         on = f" on {self.machine}" if self.machine else ""
         lines = [f"{len(self.rows)} candidates{on}: {self.measured} measured now, {chosen} chosen"]
         lines[0] += f"; the budget ran out before {late}" if late else ""
+        busy = sum(r.note.startswith(NOT_KEPT) for r in self.rows)
         if self.rows:
             name, at = (max(map(len, (h, *column))) for h, column in self._columns())
-            lines.append(f"{'candidate':<{name}}  {'at':<{at}}  mode   {'fused us':>10}  {'unfused us':>10}  chosen")
+            head = f"{'candidate':<{name}}  {'at':<{at}}  mode   {'fused us':>10}  {'unfused us':>10}"
+            lines.append(f"{head}  {'noise us':>8}  chosen")
             for r in self.rows:
-                times = [f"{'-' if t is None else format(t, '.1f'):>10}" for t in (r.fused_us, r.unfused_us)]
+                given = (r.fused_us, 10), (r.unfused_us, 10), (r.noise_us, 8)
+                times = "  ".join(f"{'-' if t is None else format(t, '.1f'):>{width}}" for t, width in given)
                 end = "yes" if r.chosen else "no"
-                text = f"{r.fusion:<{name}}  {r.at:<{at}}  {r.mode:<5}  {times[0]}  {times[1]}  {end:<6}  {r.note}"
+                text = f"{r.fusion:<{name}}  {r.at:<{at}}  {r.mode:<5}  {times}  {end:<6}  {r.note}"
                 lines.append(text.rstrip())
         lines += [f"skipped: {what}" for what in self.skipped]
+        if busy:
+            were = "1 measurement was" if busy == 1 else f"{busy} measurements were"
+            lines += [f"this machine is busy: {were} too noisy to keep, and plans use the estimated cost instead"]
+            lines += ["Hint: tune again when nothing else runs here"]
         return "\n".join([*lines, f"kept in {self.file}" if self.file else "kept in memory"])
 
     def _columns(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:

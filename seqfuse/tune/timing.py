@@ -23,8 +23,14 @@ COMPILING = 120.0
 """Seconds that its first call may take, in which its kernels are compiled and loaded."""
 
 ROUNDS, SECONDS = (3, 100), 0.2
+TRIES = 3
+"""How often a candidate is measured at most; the n-th time takes n * n * `SECONDS`."""
 SIGMAS = 3
 """Standard errors of the median difference that a candidate has to be faster by."""
+TIE = 0.05
+"""Noise, relative to the unfused time, within which two equal times are known to be equal."""
+FAR, STEADY = 100, 0.1
+"""How many times as long as estimated a pass may take, unless its noise is below this part of its time."""
 
 _TOO_LONG = "it took longer than"
 FLUSHED_BYTES = 256 << 20  # more than any second-level cache there is
@@ -60,12 +66,17 @@ Passes = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 def compare(
-    make: Callable[[], Passes], device: torch.device, compiled: Callable[[], None] = lambda: None
+    make: Callable[[], Passes],
+    device: torch.device,
+    compiled: Callable[[], None] = lambda: None,
+    seconds: float | None = None,
 ) -> Measurement:
     """Medians of the two passes, by turns, so that what else the machine does meets both; and the noise of that.
 
-    Each runs once before, so that nothing is compiled while times are taken; then `compiled` is called.
+    Each runs once before, so that nothing is compiled while times are taken; then `compiled` is called. Samples are
+    taken for so many `seconds`, by default `SECONDS`.
     """
+    seconds = SECONDS if seconds is None else seconds
     try:
         timed = clock(device)
         fused, unfused = make()
@@ -80,7 +91,7 @@ def compare(
         timed(run)
     times: tuple[list[float], list[float]] = ([], [])
     begun = time.perf_counter()
-    while len(times[0]) < ROUNDS[0] or (len(times[0]) < ROUNDS[1] and time.perf_counter() - begun < SECONDS):
+    while len(times[0]) < ROUNDS[0] or (len(times[0]) < ROUNDS[1] and time.perf_counter() - begun < seconds):
         times[0].append(timed(fused))
         times[1].append(timed(unfused))
     import statistics  # brings fractions and decimals along, which importing seqfuse does without
@@ -94,8 +105,24 @@ def compare(
     return Measurement(statistics.median(times[0]), statistics.median(times[1]), noise=noise)
 
 
-def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
-    """Measure what `make()` returns: the fused pass and the unfused one.
+def doubt(found: Measurement, estimated: float) -> str | None:
+    """Why a measurement does not tell whether the fusion is faster, as on a busy machine; `None` where it does.
+
+    Args:
+        found: the measurement.
+        estimated: nanoseconds that the unfused pass is estimated to take.
+    """
+    slower = max(found.fused, found.unfused)
+    far = slower > FAR * estimated
+    if far and found.noise > STEADY * slower:
+        return f"{slower / estimated:,.0f}x the estimate, and noisy"
+    if abs(found.unfused - found.fused) > found.noise or (not far and found.noise <= TIE * found.unfused):
+        return None
+    return "the noise exceeds the difference"
+
+
+def measure(make: Callable[[], Passes], device: torch.device, seconds: float | None = None) -> Measurement:
+    """Measure what `make()` returns, for so many `seconds`: the fused pass and the unfused one.
 
     It happens in a thread of its own, which is left behind when compiling takes longer than `COMPILING`, or timing
     longer than `LIMIT`.
@@ -110,7 +137,7 @@ def measure(make: Callable[[], Passes], device: torch.device) -> Measurement:
     def work() -> None:
         try:
             with torch.no_grad(), _on(device):
-                done.append(compare(make, device, compiled.set))
+                done.append(compare(make, device, compiled.set, seconds))
         except BaseException as error:
             done.append(error)
         finally:

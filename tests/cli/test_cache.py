@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from seqfuse import cost_table
 from seqfuse.cli import bench, tuning
 from seqfuse.env import autocast_of
 from seqfuse.settings import settings
-from seqfuse.tune import TuneReport
+from seqfuse.tune import TuneReport, timing
 
 from .conftest import Cli
 
@@ -29,7 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     settings.cache_clear()
 
 
-def test_tuned_measurements_are_kept_shown_and_cleared(cli: Cli, folder: Path) -> None:
+def test_tuned_measurements_are_kept_shown_and_cleared(cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steady = itertools.cycle([1000.0, 2000.0])
+    monkeypatch.setattr(timing, "clock", lambda device: lambda run: (run(), next(steady))[1])
     assert cli("cache").out == "nothing is kept\n"
     assert json.loads(cli("cache", "--json").out) == {"folder": None, "files": []}
     given = ("tune", "M:build", "--input", "64x16", "--modes", "eval", "--device", "cpu")
@@ -81,6 +84,20 @@ def test_a_folder_that_others_may_write_to_is_not_touched(cli: Cli, folder: Path
         assert (done.status, done.out) == (2, "")
         assert "others may write" in done.err
     assert (folder / "a.json").exists()
+
+
+def test_it_says_that_the_machine_is_busy_and_keeps_nothing(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices = itertools.cycle([2e7, 4e7, 6e7, 2e7, 4e7, 2e7, 6e7])
+    monkeypatch.setattr(timing, "clock", lambda device: lambda run: (run(), next(slices))[1])
+    monkeypatch.setattr(timing, "ROUNDS", (3, 3))
+    given = ("tune", "M:build", "--input", "64x16", "--modes", "eval", "--device", "cpu")
+    report = json.loads(cli(*given, "--json").out)
+    assert report["measured"] == 0
+    assert all(row["noise_us"] > 1000 and row["note"].startswith("not kept: ") for row in report["rows"])
+    assert "this machine is busy: " in cli(*given).out
+    assert not list(folder.glob("*.json"))
 
 
 def test_tuning_into_a_file(cli: Cli, tmp_path: Path) -> None:

@@ -632,6 +632,73 @@ def test_a_win_within_the_noise_is_none(rounds: int, monkeypatch: pytest.MonkeyP
     assert chosen(12 * error) >= 90
 
 
+def slices(monkeypatch: pytest.MonkeyPatch, busy: int, length: float) -> list[float | None]:
+    """For so many measurements other work holds samples up for 0, 1 or 2 slices; the seconds that each was given."""
+    random, seconds, measure = torch.Generator().manual_seed(0), list[float | None](), TUNING.measure
+
+    def held() -> float:
+        return length * int(torch.randint(3, (), generator=random))
+
+    def clock(device: torch.device) -> Any:
+        timed = kit.CLOCK(device)
+        return lambda run: timed(run) + (held() if len(seconds) <= busy else 0)
+
+    def counted(make: Any, device: torch.device, given: float | None = None) -> Any:
+        seconds.append(given)
+        return measure(make, device, given)
+
+    monkeypatch.setattr(timing, "clock", clock)
+    monkeypatch.setattr(TUNING, "measure", counted)
+    return seconds
+
+
+@pytest.mark.parametrize("length", [20_000 * kit.US, 30 * kit.US], ids=["scheduler", "jitter"])
+def test_a_busy_machine_is_measured_again_and_what_stays_noisy_is_not_kept(
+    length: float, monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    model, again = pair(Slow), slices(monkeypatch, 3, length)
+    report = sf.tune(model, X, modes="train")
+    assert (report.measured, report.file) == (0, None)
+    (row,) = report.rows
+    why = "x the estimate, and noisy" if length > 1000 * kit.US else "not kept: the noise exceeds the difference"
+    assert row.note.startswith("not kept: ")
+    assert row.note.endswith(why)
+    assert row.noise_us > 0.1 * row.fused_us
+    assert not list(cache.glob("*.json"))
+    assert model.plan(X).count("Slow") == 1  # by its estimate
+    assert "this machine is busy: 1 measurement was too noisy to keep" in str(report)
+    assert again == [timing.SECONDS, 4 * timing.SECONDS, 9 * timing.SECONDS]
+    quiet = sf.tune(model, X, modes="train")  # it is not known, so that it is measured now
+    assert (quiet.measured, times(quiet)) == (1, {("Slow", "train"): (80, 50, False)})
+    assert "this machine is busy" not in str(quiet)
+
+
+def test_what_a_moment_made_noisy_is_measured_again_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = slices(monkeypatch, 1, 20_000 * kit.US)
+    report = sf.tune(pair(Slow, Quick), X, modes="train")
+    assert again == [timing.SECONDS, timing.SECONDS, 4 * timing.SECONDS]
+    assert times(report) == {("Slow", "train"): (80, 50, False), ("Quick", "train"): (10, 50, True)}
+    assert (report.measured, {r.note for r in report.rows}) == (2, {""})
+
+
+@pytest.mark.parametrize(
+    ("fused", "unfused", "noise", "doubtful"),
+    [
+        (80, 50, 20, None),
+        (50, 80, 31, "the noise exceeds the difference"),
+        (80, 50, 31, "the noise exceeds the difference"),
+        (50, 51, 2, None),  # equal, as far as anybody cares
+        (23_764, 48_266, 18_664, "12,066x the estimate, and noisy"),
+        (20_000, 50, 300, None),  # it sleeps: slow, and steadily so
+        (20_000, 20_000, 300, "the noise exceeds the difference"),
+    ],
+)
+def test_a_measurement_is_doubted_if_its_noise_hides_the_difference_or_it_is_far_from_its_estimate(
+    fused: float, unfused: float, noise: float, doubtful: str | None
+) -> None:
+    assert timing.doubt(cost_table.Measurement(fused, unfused, noise=noise), 4.0) == doubtful
+
+
 def test_on_a_gpu_events_stand_around_the_call_after_the_cache_was_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
@@ -847,9 +914,9 @@ def test_progress_without_rich_is_a_line_per_candidate(
 def test_the_report_is_a_table_within_reach() -> None:
     text = str(sf.tune(pair(Slow, Quick), X, modes="train"))
     lines = [line.split() for line in text.splitlines()]
-    assert lines[1] == ["candidate", "at", "mode", "fused", "us", "unfused", "us", "chosen"]
-    assert ["Slow", "0-1", "train", "80.0", "50.0", "no"] in lines
-    assert ["Quick", "0-1", "train", "10.0", "50.0", "yes"] in lines
+    assert lines[1] == ["candidate", "at", "mode", "fused", "us", "unfused", "us", "noise", "us", "chosen"]
+    assert ["Slow", "0-1", "train", "80.0", "50.0", "0.0", "no"] in lines
+    assert ["Quick", "0-1", "train", "10.0", "50.0", "0.0", "yes"] in lines
 
 
 # What is left alone.
