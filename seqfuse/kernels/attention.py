@@ -22,7 +22,7 @@ from torch import Tensor
 from . import _attention_ops
 from ._gemm_tiles import family
 from ._launch import architecture, cdiv, inner_contiguous, interpreted, launch, next_power_of_2, traced
-from ._philox import keep_mask, threshold_and_scale
+from ._philox import keep_mask, masked, threshold_and_scale
 from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh, tanh_derivative
@@ -156,13 +156,6 @@ def _keep(
 
 
 @triton.jit
-def _dropped(value, keep, P: tl.constexpr):
-    if P[2]:
-        return tl.zeros_like(value)
-    return tl.where(keep, value * P[1], 0.0)
-
-
-@triton.jit
 def _exp(x, BASE_2: tl.constexpr):
     if BASE_2:
         return tl.exp2(x)
@@ -226,7 +219,7 @@ def _attention_fwd_kernel(
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         if P is not None:
-            weights = _dropped(weights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+            weights = masked(weights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
         value = _load(v, at, v_row, keys, D, BLOCK_N, BLOCK_D)
         acc = _dot(weights.to(value.dtype), value, acc, PRECISION, INTERPRET)
         most = larger
@@ -294,7 +287,7 @@ def _attention_dq_kernel(
             total += tl.sum(weights, 1)
         dweights = _dot(grad, tl.trans(value), None, PRECISION, INTERPRET)
         if P is not None:
-            dweights = _dropped(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
+            dweights = masked(dweights, _keep(seed, head, block, at, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED), P)
         dscores = weights * (dweights - delta[:, None])
         if SOFTCAP:
             dscores *= tanh_derivative(bent)
@@ -354,8 +347,8 @@ def _attention_dkv_kernel(
             kept = weights
             if P is not None:
                 keep = tl.trans(_keep(seed, head, at, block, rows, keys, P, BLOCK_M, BLOCK_N, GROUPED))
-                dweights = _dropped(dweights, keep, P)
-                kept = _dropped(weights, keep, P)
+                dweights = masked(dweights, keep, P)
+                kept = masked(weights, keep, P)
             sum_v = _dot(kept.to(grad.dtype), grad, sum_v, PRECISION, INTERPRET)
             delta = tl.load(deltas + head * rows + place, mask=place < rows, other=0.0)
             dscores = weights * (dweights - delta[None, :])

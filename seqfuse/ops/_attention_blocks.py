@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._attention import QKV, Scores, additive, stats_dtype, unflatten
-from ._philox import drop_spans
+from ._philox import drop_spans, masked
 
 # Scores held at a time: 16 MiB in float32.
 _HELD = 1 << 22
@@ -30,7 +30,7 @@ def attend_blocks(qkv: QKV, how: Scores) -> tuple[Tensor, Tensor]:
         lse[:, :, rows] = sums.flatten(1, 2).squeeze(-1)
         drop = _drop(qkv, rows, keys, how)
         if drop is not None:
-            weights = _dropped(weights, drop, how.p)
+            weights = masked(weights, drop, how.p)
         y[:, rows] = (weights @ grouped[2][..., keys, :]).flatten(1, 2).transpose(1, 2).to(y.dtype)
     return y, lse
 
@@ -48,7 +48,7 @@ def attend_blocks_backward(dy: Tensor, qkv: QKV, how: Scores, out: QKV | None, n
         dweights, kept = d @ v[..., keys, :].mT, weights
         drop = _drop(qkv, rows, keys, how)
         if drop is not None:
-            dweights, kept = _dropped(dweights, drop, how.p), _dropped(weights, drop, how.p)
+            dweights, kept = masked(dweights, drop, how.p), masked(weights, drop, how.p)
         dscores = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
         # What is NaN or Inf spoils no gradient of a key that is not seen.
         dscores = dscores.masked_fill_(blind if hidden is None else blind | hidden, 0)
@@ -150,10 +150,6 @@ def _drop(qkv: QKV, rows: slice, keys: slice, how: Scores) -> Tensor | None:
     starts = (torch.arange(batch * heads, device=how.seed.device) * length + rows.start) * of[2]
     drop = drop_spans(how.seed, starts, taken * of[2], how.p)
     return drop.view(batch, of[1], heads // of[1], taken, of[2])[..., keys]
-
-
-def _dropped(t: Tensor, drop: Tensor, p: float) -> Tensor:
-    return t.masked_fill(drop, 0) * (1 / (1 - p)) if p < 1 else torch.zeros_like(t)
 
 
 def _part(mask: Tensor, rows: slice, keys: slice) -> Tensor:

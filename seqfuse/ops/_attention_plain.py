@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._attention import QKV, additive
-from ._philox import drop_mask
+from ._philox import drop_mask, masked
 
 
 def attend_plain(
@@ -33,5 +33,5 @@ def attend_plain(
     spoiled = (scores - scores.logsumexp(-1, keepdim=True)).exp()
     weights = torch.where(infinite, spoiled, scores.softmax(-1)).masked_fill(blind, 0)
     if seed is not None:
-        weights = weights.masked_fill(drop_mask(seed, weights.shape, p), 0) * (1 / (1 - p) if p < 1 else 0)
+        weights = masked(weights, drop_mask(seed, weights.shape, p), p)
     return weights @ v

@@ -85,6 +85,16 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     return drop.view(-1)[:size].view(shape)
 
 
+def masked(x: Tensor, drop: Tensor, p: float, upscale: bool = True) -> Tensor:
+    """Return x / (1 - p), or x, where it is kept, and 0 x where it is dropped, as torch does: 0 Inf and 0 NaN are NaN.
+
+    `drop` is of x's shape, or broadcast to it. The product with the mask comes first: a dropped number whose scaled one
+    would be infinite is 0.
+    """
+    kept = x * drop.logical_not()
+    return kept.mul_(1 / (1 - p)) if upscale and p < 1 else kept
+
+
 def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
     """Tensor x after dropout, in one launch of a Triton kernel; `None` where none can run.
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from .. import operation as sf
-from ._philox import drop_mask, dropped
+from ._philox import drop_mask, dropped, masked
 
 
 class Dropout(sf.UnfusedOperation):
     """y = keep x / (1 - p) in training, keep an independent 0 or 1 with P(keep = 0) = p; y = x in evaluation.
 
     Forward, `mode="upscale_in_train"`: as above. `mode="downscale_in_infer"`: y = keep x in training and (1 - p) x in
-    evaluation. A dropped element is 0 whatever x is; p = 1 gives zeros.
+    evaluation. As in torch keep multiplies x: a dropped Inf or NaN is NaN, a dropped negative number is -0. p = 1
+    drops all.
 
     Backward: dx = keep dy / (1 - p), or keep dy; the mask is made again from the seed and never stored.
 
@@ -74,10 +74,7 @@ class Dropout(sf.UnfusedOperation):
         upscale = self.mode == "upscale_in_train"
         if seed is None:
             return x if upscale or p == 0 else x * (1 - p)
-        if p == 1:
-            return x.masked_fill(x.new_ones((), dtype=torch.bool), 0)  # 1 / (1 - p) is infinite
-        drop = drop_mask(seed, x.shape, p)
-        return (x * (1 / (1 - p))).masked_fill_(drop, 0) if upscale else x.masked_fill(drop, 0)
+        return x * 0 if p == 1 else masked(x, drop_mask(seed, x.shape, p), p, upscale)
 
     def extra_repr(self) -> str:
         return f"p={self.p:g}, mode={self.mode!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import operation as sf
-from ._philox import drop_mask
+from ._philox import drop_mask, masked
 
 
 class DropPath(sf.UnfusedOperation):
@@ -14,7 +14,7 @@ class DropPath(sf.UnfusedOperation):
     Backward: dx = 0 for these samples, else dy / (1 - p).
 
     x, y: [B, *], B samples.  Saved: the seed, of which both passes make the same mask, and p.
-    Sample i is kept where `Dropout` keeps element i of [B]; dropped ones are 0 even where x is NaN or Inf.
+    Sample i is kept where `Dropout` keeps element i of [B]; dropped ones are 0 x: NaN where x is NaN or Inf.
     Source: Huang et al. 2016, arXiv:1603.09382.
 
     Args:
@@ -60,8 +60,7 @@ class DropPath(sf.UnfusedOperation):
         if seed is None:
             return x
         drop = drop_mask(seed, x.shape[:1], p).view(-1, *(1,) * (x.ndim - 1))
-        scaled = x * (1 / (1 - p)) if self.scale_by_keep and p < 1 else x
-        return scaled.masked_fill(drop, 0)
+        return masked(x, drop, p, self.scale_by_keep)
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not shape:

@@ -42,7 +42,7 @@ def plain(op: Any, x: Tensor, seed: Tensor | None, mask: Tensor | None, stats: t
 
 def _kept(x: Tensor, seed: Tensor | None, p: float) -> Tensor:
     """Dropout by the mask of `Dropout` itself, whose bits have tests of their own against published Philox numbers."""
-    return x if seed is None else torch.where(drop_mask(seed, x.shape, p), 0.0, x / (1 - p))
+    return x if seed is None else torch.where(drop_mask(seed, x.shape, p), 0.0 * x, x / (1 - p))
 
 
 def _heads(op: Any, x: Tensor, known: int) -> tuple[Tensor, Tensor]:

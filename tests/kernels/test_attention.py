@@ -375,6 +375,18 @@ def test_one_bad_number_spoils_what_it_spoils_in_torch(of: str, value: float, de
     assert not all(t.isfinite().all() for t in (y, *out))
 
 
+def test_a_nan_among_weights_that_are_dropped_is_not_lost(device: torch.device) -> None:
+    (q, k, v), dy = drawn(1, 2, 1, 20, 8, torch.float32, device)
+    q[0, 0, 7, 3] = torch.nan
+    how: dict[str, Any] = {"causal": True, "seed": torch.tensor([7]).to(device), "p": 1.0}
+    y, lse = attention.attention_fwd(q, k, v, **how)
+    out = tuple(torch.empty_like(t) for t in (q, k, v))
+    attention.attention_bwd(dy, q, k, v, y, lse, out, **how)
+    assert y[0, 7, 0].isnan().all()
+    assert torch.equal(y.isnan().any(-1).nonzero(), torch.tensor([[0, 7, 0]], device=device))
+    assert out[2][0, 0, :8].isnan().all()
+
+
 @pytest.mark.parametrize("regime", ["zeros", "constant_rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equal_rows_are_averaged(regime: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -545,8 +557,8 @@ MUTANTS = {
     "weights that add up to more than one": ("        acc *= part[:, None]\n", "", "large"),
     "weights of a key that do": ("                weights *= tl.load(", "                tl.load(", "large"),
     "another element's draw": ("row = head * rows + ", "row = (head + 1) * rows + ", "dropout"),
-    "dropped without its factor": ("tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "dropout"),
-    "dv of weights that are not dropped": ("kept = _dropped(weights, keep, P)", "kept = weights", "dropout"),
+    "dv without the factor": ("kept = masked(weights, keep, P)", "kept = tl.where(keep, weights, 0.0)", "dropout"),
+    "dv of weights that are not dropped": ("kept = masked(weights, keep, P)", "kept = weights", "dropout"),
     "delta": ("tl.sum(grad.to(tl.float32) * result.to(tl.float32), 1)", "tl.sum(grad.to(tl.float32), 1)", "plain"),
     "dq without the scale": ("acc * scale, block, dq_row", "acc, block, dq_row", "plain"),
     "dk without the scale": ("sum_k * scale", "sum_k", "plain"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.kernels import _philox as kernels_philox
 from seqfuse.kernels import pointwise
 from seqfuse.ops import _philox
 from seqfuse.testing import LAYOUTS, assert_bitwise_equal, laid_out, seeded_randn
@@ -58,11 +60,36 @@ def test_gives_the_bits_of_torch(
     x, dy = (seeded_randn(shape, i, dtype=dtype).to(device) for i in (0, 1))
     if x.numel() > 4:
         x.view(-1)[:4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+        x.view(-1)[4:8], dy.view(-1)[-8:] = -1.0, math.inf
     for op in (ops.Dropout(0.3), ops.Dropout(0.6, "downscale_in_infer"), ops.Dropout(1.0)):
         found = both(op, x, dy)
         with monkeypatch.context() as patch:
             patch.setattr(_philox, "_failures", ["torch does it"])
-            torch.testing.assert_close(found, both(op, x, dy), rtol=0, atol=0, equal_nan=True)
+            expected = both(op, x, dy)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        for name, t in expected.items():
+            assert torch.equal(found[name].signbit() | t.isnan(), t.signbit() | t.isnan())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.where(keep, value * P[1], value * 0.0)", "tl.where(keep, value * P[1], 0.0)"),
+        (
+            "    if P[2]:\n        return value * 0.0\n    return masked",
+            "    if P[2]:\n        return tl.zeros_like(value)\n    return masked",
+        ),
+    ],
+    ids=["kept or dropped", "all dropped"],
+)
+def test_a_kernel_that_hides_what_is_dropped_is_found(
+    old: str, new: str, mutant: Callable[..., ModuleType], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = mutant(kernels_philox, old, new)
+    chained = mutant(pointwise, "from ._philox import", f"from {changed.__name__} import")
+    monkeypatch.setattr(pointwise, "pointwise", chained.pointwise)
+    with pytest.raises(AssertionError):
+        test_gives_the_bits_of_torch((2, 5, 8), torch.float32, device, monkeypatch)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

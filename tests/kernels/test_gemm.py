@@ -69,7 +69,7 @@ def a_seed(device: torch.device) -> Tensor:
 def drop(x: Tensor, dropout: Dropout | None) -> Tensor:
     if dropout is None:
         return x
-    return (x / (1 - dropout.p)).masked_fill(drop_mask(dropout.seed, x.shape, dropout.p), 0)
+    return x * ~drop_mask(dropout.seed, x.shape, dropout.p) / (1 - dropout.p)
 
 
 def upcast(value: Any) -> Any:
@@ -506,6 +506,10 @@ def test_one_bad_number_spreads_as_in_torch(device: torch.device, tile: Tile, va
         clean = operands(device, torch.float32)
         check_linear(tile=tile, x=clean.x, weight=o.weight, act=act, residual=o.residual)
         check_dgrad(tile=tile, dy=clean.dy, weight=clean.weight, act=act, t=o.t)
+    # A whole row of them, most of which is dropped.
+    dropped, clean = Dropout(a_seed(device), 0.8), operands(device, torch.float32)
+    check_linear(tile=tile, x=o.x, weight=clean.weight, bias=clean.bias, dropout=dropped)
+    check_dgrad(tile=tile, dy=o.dy, weight=clean.weight, dropout=dropped)
 
 
 def test_sums_leave_out_rows_beyond_the_last(device: torch.device, tile: Tile) -> None:

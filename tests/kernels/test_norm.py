@@ -93,7 +93,7 @@ def in_torch(case: Case, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     z = x
     if case.around:
         branch = x + leaves["pre_bias"]
-        z = (branch * (1 / (1 - P))).masked_fill(drop_mask(SEED.to(x.device), x.shape, P), 0) + leaves["residual"]
+        z = branch * ~drop_mask(SEED.to(x.device), x.shape, P) * (1 / (1 - P)) + leaves["residual"]
     weight, bias = (None if t is None else t.to(stats) for t in (leaves.get("weight"), leaves.get("bias")))
     if case.zero_centered and weight is not None:
         weight = weight + 1
@@ -418,6 +418,10 @@ def test_edges_of_a_format_spoil_no_more_than_in_torch(name: str, dtype: torch.d
 def test_one_bad_number_spoils_what_it_spoils_in_torch(name: str, value: float) -> None:
     tensors = drawn(CASES[name], (6,), 8, torch.float32)
     tensors["x"][2, 3] = value
+    drop = drop_mask(SEED, torch.Size((6, 8)), P).to(DEVICE)
+    *_, first, second = drop.any(1).nonzero().flatten().tolist()
+    tensors["x"][first, drop[first]] = value  # and all that is dropped in another row
+    tensors["dy"][second, drop[second]] = value
     ours, theirs = run(CASES[name], tensors), in_torch(CASES[name], tensors)
     for key, t in theirs.items():
         assert torch.equal(ours[key].isfinite(), t.isfinite()), key

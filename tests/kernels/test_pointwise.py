@@ -39,7 +39,7 @@ GELU, SILU, RELU, TANH = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu",
 
 
 def dropped(x: Tensor, p: float = P) -> Tensor:
-    return (x * (1 / (1 - p))).masked_fill(drop_mask(SEED.to(x.device), x.shape, p), 0)
+    return x * ~drop_mask(SEED.to(x.device), x.shape, p) * (1 / (1 - p))
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -462,7 +462,7 @@ def test_the_mask_is_that_of_the_unfused_operation(width: int, p: float, device:
     x = torch.ones(37, width, device=device)
     for upscale in (True, False):
         (y,) = pointwise.pointwise(x, pointwise.Chain(pointwise.dropout(p, upscale)), (SEED.to(device),))
-        expected = x.masked_fill(drop_mask(SEED.to(device), x.shape, p), 0)
+        expected = x * ~drop_mask(SEED.to(device), x.shape, p)
         assert_bitwise_equal([y], [expected * (1 / (1 - p) if upscale and p < 1 else 1)])
 
 
@@ -475,11 +475,14 @@ def test_the_mask_of_a_packed_row_is_that_of_the_whole_row(width: int, device: t
     assert torch.equal(kept == 0, drop_mask(SEED.to(device), x.shape, P))
 
 
-def test_a_dropped_number_is_zero_whatever_it_was(device: torch.device) -> None:
-    x = torch.full((16, 16), torch.nan, device=device)
-    (y,) = pointwise.pointwise(x, pointwise.Chain(pointwise.dropout(0.5)), (SEED.to(device),))
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_a_dropped_number_is_multiplied_by_zero(p: float, device: torch.device) -> None:
+    x = torch.tensor([torch.nan, torch.inf, -torch.inf, -1.0] * 4, device=device).repeat(16, 1)
+    (y,) = pointwise.pointwise(x, pointwise.Chain(pointwise.dropout(p)), (SEED.to(device),))
     assert y is not None
-    assert torch.equal(y == 0, drop_mask(SEED.to(device), x.shape, 0.5))
+    expected = x * ~drop_mask(SEED.to(device), x.shape, p) * 2
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(y[:, 3].signbit(), expected[:, 3].signbit())
 
 
 def test_counters_beyond_32_bits_have_words_of_their_own(device: torch.device) -> None:
@@ -709,7 +712,7 @@ MUTANTS = {
         "return apply(DERIVATIVE, t, P, HALF)",
         "d_gelu_sum",
     ),
-    "dropout without its scale": (_philox, "tl.where(keep, value * P[1], 0.0)", "tl.where(keep, value, 0.0)", "long"),
+    "dropout without its scale": (_philox, "tl.where(keep, value * P[1],", "tl.where(keep, value,", "long"),
     "gate without its function": (
         pointwise,
         "(apply(VALUE, tiles[j], P, HALF) * tiles[j + len(tiles) // 2],)",

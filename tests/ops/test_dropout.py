@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import seqfuse as sf
 from seqfuse import ops
 from seqfuse.ops._philox import _traceable_mask, drop_mask, drop_spans, philox4x32, round_keys
 from seqfuse.testing import LAYOUTS, Untouched, assert_bitwise_equal, laid_out, seeded_randn
@@ -133,17 +134,37 @@ def test_nothing_is_dropped_at_zero_and_everything_at_one():
     assert y is x
     assert none.bwd(x, saved)[0] is x
     y, saved = all_.fwd(x, seed=torch.tensor(3))
-    assert_bitwise_equal(y, torch.zeros(4))
-    assert_bitwise_equal(all_.bwd(x, saved)[0], torch.zeros(4))
+    torch.testing.assert_close([y, all_.bwd(x, saved)[0]], [x * 0, x * 0], rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_dropped_is_zero_whatever_it_was():
-    x = torch.full((1000,), math.nan)
-    x[::2] = math.inf
-    y, saved = ops.Dropout(0.5).fwd(x, seed=torch.tensor(3))
-    drop = drop_mask(torch.tensor(3), x.shape, 0.5)
-    assert torch.equal(y == 0, drop)
-    assert torch.equal(ops.Dropout(0.5).bwd(x, saved)[0] == 0, drop)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_what_is_dropped_is_multiplied_by_zero_as_by_torch(p: float, dtype: torch.dtype):
+    numbers = (1.0, -1.0, 0.0, -0.0, math.inf, -math.inf, math.nan, torch.finfo(dtype).max, torch.finfo(dtype).min)
+    x, op, seed = torch.tensor(numbers, dtype=dtype).repeat(40, 1), ops.Dropout(p), torch.tensor(3)
+    keep = ~drop_mask(seed, x.shape, p)
+    expected = torch.ops.aten.native_dropout_backward(x, keep, 2.0 if p < 1 else 0.0)
+    y, saved = op.fwd(x, seed=seed)
+    leaf = x.clone().requires_grad_()
+    op.reference(leaf, seed=seed).backward(x.where(x.abs() < 2, 1.0))
+    for mine in (y, op.bwd(x, saved)[0], op.reference(x, seed=seed)):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(mine.signbit() | mine.isnan(), expected.signbit() | expected.isnan())
+    assert leaf.grad is not None
+    expected = torch.ops.aten.native_dropout_backward(x.where(x.abs() < 2, 1.0), keep, 2.0 if p < 1 else 0.0)
+    torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=0)
+
+
+def test_no_element_of_a_tensor_that_is_not_finite_becomes_finite():
+    torch.manual_seed(0)
+    x = torch.full((64, 8), math.inf, requires_grad=True)
+    model = sf.Sequential(ops.Dropout(0.5))
+    y = model(x)
+    y.backward(torch.full_like(y, -math.inf))
+    assert x.grad is not None
+    assert not y.isfinite().any()
+    assert not x.grad.isfinite().any()
+    assert 0 < int(y.isnan().sum()) < y.numel()
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
@@ -152,7 +173,7 @@ def test_scales_where_its_mode_says(p: float):
     keep = ~drop_mask(seed, x.shape, p)
     up, down = ops.Dropout(p), ops.Dropout(p, mode="downscale_in_infer")
     trained = {"up": up.fwd(x, seed=seed)[0], "down": down.fwd(x, seed=seed)[0]}
-    kept = torch.where(keep, x, 0.0)
+    kept = x * keep
     assert_bitwise_equal(trained, {"up": kept * (1 / (1 - p)) if p < 1 else kept, "down": kept})
     up.eval(), down.eval()
     assert not up.random

@@ -39,9 +39,16 @@ def test_evaluation_and_none_change_nothing():
     assert not ops.DropPath(1.0)(x).any()
 
 
-def test_what_is_dropped_is_zero_whatever_it_was():
-    x = torch.full((8, 3), torch.nan)
-    assert not ops.DropPath(1.0)(x).any()
+@pytest.mark.parametrize("p", [0.5, 1.0])
+@pytest.mark.parametrize("scale", [True, False])
+def test_what_is_dropped_is_multiplied_by_zero(scale: bool, p: float):
+    x = torch.tensor([1.0, -1.0, -0.0, torch.inf, -torch.inf, torch.nan, 3e38]).repeat(40, 1)
+    factor = (~drop_mask(torch.tensor(5), x.shape[:1], p)).float().mul_(2 if scale and p < 1 else 1).unsqueeze(1)
+    op = ops.DropPath(p, scale)
+    y, saved = op.fwd(x, seed=torch.tensor(5))
+    for mine in (y, op.bwd(x, saved)[0], op.reference(x, seed=torch.tensor(5))):
+        torch.testing.assert_close(mine, x * factor, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(mine.signbit() | mine.isnan(), (x * factor).signbit() | x.isnan() | (x * factor).isnan())
 
 
 def test_a_residual_with_it_is_the_shortcut_for_dropped_samples():
