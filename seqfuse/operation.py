@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import typing
 import warnings
@@ -26,6 +27,14 @@ Grads = Mapping[str, Tensor | Accumulated | None]
 """Gradients by name: parameter names and extra-input names; `None` where one is not needed."""
 
 NOT_GIVEN: Any = ...
+
+
+def takes_input(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """State the signature of a `forward(x, **channels)` without the default by which x may be called `input`."""
+    signature = inspect.signature(forward)
+    given = [p.replace(default=p.empty) for p in signature.parameters.values()]
+    forward.__signature__ = signature.replace(parameters=given)  # pyright: ignore[reportFunctionMemberAccess]
+    return forward
 
 
 def named_input(channels: dict[str, Tensor]) -> Tensor:
@@ -86,6 +95,7 @@ class FusableOperation(nn.Module):
         """The operations that stand for this one in the fuser's sequence; by default itself."""
         return (self,)
 
+    @takes_input
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:
         """Run this operation by itself: `y`, or `(y, *outputs)` where it makes public extra outputs."""
         if x is NOT_GIVEN:
@@ -94,6 +104,8 @@ class FusableOperation(nn.Module):
         if engine is None or engine.root is not self:  # a shallow copy brings its original's along
             engine = fuser_of(self)
             self._engine[:] = [engine]  # in place: the attribute is part of what a sequence is compared by
+        if type(channels) is not dict:  # a tracer of torch.fx hands in one object for all of them
+            channels = {name: channels[name] for name in engine.op_list().inputs}
         return engine(x, **channels)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -221,6 +233,10 @@ class UnfusedOperation(FusableOperation):
 
     reference: ClassVar[Callable[..., Any]] = _unstated("reference")
     """`reference(x, ...)`: the math in plain, differentiable torch; `(y, {output: tensor})` with declared outputs."""
+
+    def reference_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
+        """The reference of this operation and the one behind it, where both are one call of torch; else `None`."""
+        return None
 
     fwd: ClassVar[Callable[..., Any]] = _unstated("fwd")
     """`fwd(x, ...)`: `(y, Saved)`, or `(y, {output: tensor}, Saved)`."""

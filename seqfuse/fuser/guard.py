@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.fx._symbolic_trace as fx
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
@@ -35,6 +36,7 @@ _FIXED: Mapping[str, Any] = {
     "tracing": torch._C._get_tracing_state,  # pyright: ignore[reportPrivateUsage]
     "functorch": peek_interpreter_stack,
     "forward_ad": forward_ad,
+    "fx": fx,
     "deterministic": torch._C._get_deterministic_algorithms,  # pyright: ignore
     "any_autocast": any_autocast,
     "autocast_of": autocast_of,
@@ -114,6 +116,7 @@ def _tests(
         "tracing() is not None",
         "functorch() is not None",
         "forward_ad._current_level >= 0",
+        "fx._is_fx_tracing_flag",  # a tensor that is a constant in a graph meets parameters that are not
     ]
     once = functools.cache(s.put)
     for name, t in (*parameters, *given):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import is_tensor_like  # pyright: ignore[reportUnknownVariableType]
 
 from ..casts import dtype_of
 from ..env import Env
@@ -39,7 +40,7 @@ class Like(NamedTuple):
 
 def expect_tensor(node: Node, x: Any) -> None:
     """Check that what enters the first operation is a tensor."""
-    if not isinstance(x, Tensor):
+    if not is_tensor_like(x):
         message = f"expects a tensor, got {type(x).__name__}"
         raise InputError(message, code="SF105", operation=node.name, position=0)
 

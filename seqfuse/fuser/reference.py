@@ -11,10 +11,11 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn.utils import stateless
+from torch.overrides import handle_torch_function, is_tensor_like  # pyright: ignore[reportUnknownVariableType]
 
 from ..errors import InputError, meant
 from ..group import summed_gradient
-from ..operation import UnfusedOperation
+from ..operation import UnfusedOperation, configured
 from .flatten import Node
 
 
@@ -40,6 +41,8 @@ def number_seeds(nodes: Sequence[Node]) -> int:
 
 def random_seeds(count: int, x: Tensor) -> Tensor:
     """63-bit seeds on x's device, from torch's generator."""
+    if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return torch.randint_like(x.new_empty((count,), dtype=torch.int64), 2**63 - 1)
     return torch.randint(2**63 - 1, (count,), dtype=torch.int64, device=x.device)
 
 
@@ -86,7 +89,7 @@ def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappi
     """Check that a call passed the public extra inputs and no others."""
     for name in inputs:
         given, hint = channels.get(name), None
-        if isinstance(given, Tensor):
+        if is_tensor_like(given):
             continue
         at, node = next((i, node) for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
         message = f"channel {name!r} must be a tensor, not {type(given).__name__}"
@@ -119,12 +122,12 @@ def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[
     named: Mapping[str, Any] = operation.channels if isinstance(operation, UnfusedOperation) else {}
     try:
         out: Any = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
-        if not node.inputs and not node.outputs and not isinstance(out, Tensor):
+        if not node.inputs and not node.outputs and not is_tensor_like(out):
             message = f"it must return a tensor, not {type(out).__name__}"
             raise InputError(message, code="SF105", operation=node.name, position=position, hint=f"in {node.path!r}")
         made = ", ".join(name for name, _ in node.outputs)
-        several = len(out) if hasattr(out, "__len__") and not isinstance(out, Tensor) else None
-        if made and several != 1 + len(node.outputs):  # a hook's result
+        several = len(out) if hasattr(out, "__len__") and not is_tensor_like(out) else None
+        if made and not _stands_in(out) and several != 1 + len(node.outputs):  # a hook's result
             message = f"it must return (y, {made}), not a {type(out).__name__}{f' of {several}' if several else ''}"
             raise InputError(message, code="SF105", operation=node.name, position=position, hint=f"in {node.path!r}")
     except Exception as error:
@@ -133,7 +136,7 @@ def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[
         raise
     if not node.outputs:
         return out
-    channels.update(zip((channel for _, channel in node.outputs), out[1:], strict=True))
+    channels.update((channel, out[i]) for i, (_, channel) in enumerate(node.outputs, 1))
     return out[0]
 
 
@@ -141,25 +144,72 @@ def walk_reference(
     nodes: Sequence[Node], positions: range, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
 ) -> Tensor:
     """Run the references at `positions`; `channels` gains what they make."""
+    done = positions.start
     for position in positions:
-        node = nodes[position]
+        if position < done:
+            continue
+        node, done = nodes[position], position + 1
         if node.eager is not None:
             x = run_eagerly(nodes, position, x, channels)
             continue
         operation: Any = node.operation
+        if done in positions and nodes[done].fusable and not node.sum_over and not nodes[done].sum_over:
+            both = operation.reference_with(x, nodes[done].operation)
+            if both is not None:
+                x, done = both, done + 1
+                continue
         extras: dict[str, Any] = {name: channels[channel] for name, channel in node.inputs}
         if operation.forward_signature.seed:
             extras["seed"] = None if seeds is None or node.seed is None else seeds[node.seed]
         try:
             with _summing(node):
                 out = operation.reference(x, **extras)
-        except InputError as error:
+        except Exception as error:
+            if any(map(_stands_in, (x, *extras.values()))):  # its sizes and dtype say nothing
+                out = _Recorded(operation).record(x, extras)
+                x = _made(node, out, channels)
+                continue
+            if not isinstance(error, InputError):
+                raise
             if not torch.compiler.is_compiling() and error.position is None:
                 error.operation, error.position = error.operation or node.name, position
             raise
-        if node.outputs:
-            x, made = out
-            channels.update((channel, made[name]) for name, channel in node.outputs)
-        else:
-            x = out
+        x = _made(node, out, channels)
     return x
+
+
+def _made(node: Node, out: Any, channels: dict[str, Tensor]) -> Any:
+    """What a reference returned: y, and in `channels` its outputs."""
+    if not node.outputs:
+        return out
+    channels.update((channel, out[1][name]) for name, channel in node.outputs)
+    return out[0]
+
+
+def _stands_in(x: Any) -> bool:
+    """Whether something stands for a tensor and is none, such as what tracers of torch.fx hand in."""
+    return not isinstance(x, Tensor) and is_tensor_like(x)
+
+
+class _Recorded:
+    """The reference of an operation as a function of its parameters, which a tracer records as one call.
+
+    For references that ask for sizes or a dtype. The operation is kept as it is configured now.
+    """
+
+    def __init__(self, operation: UnfusedOperation) -> None:
+        self.operation = configured(operation)
+        self.slots = [*self.operation.parameter_slots().values()]
+        self.__name__ = self.__qualname__ = type(operation).__name__.lower()
+
+    def record(self, x: Any, extras: dict[str, Any]) -> Any:
+        """The call, as the tracer of what stands in records it."""
+        given = (x, *(getattr(owner, name) for owner, name in self.slots))
+        standing = tuple(filter(_stands_in, (*given, *extras.values())))
+        return handle_torch_function(self, standing, *given, **extras)
+
+    def __call__(self, x: Tensor, *parameters: Tensor, **extras: Any) -> Any:
+        with contextlib.ExitStack() as swapped:
+            for (owner, name), value in zip(self.slots, parameters, strict=True):
+                swapped.enter_context(cast(Any, stateless)._reparametrize_module(owner, {name: value}))
+            return self.operation.reference(x, **extras)

@@ -154,16 +154,19 @@ class Fuser:
         """Run a region as it is planned for these tensors."""
         if region.latest is not None and (y := region.latest(x, channels, seeds)) is not None:
             return y
-        if x.__class__ not in _PLAIN and not is_fake(x):  # a module before gave it
-            return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
+        given, plain = [channels[c] for c in region.channels], True
         try:
             parameters: list[Tensor] = [getattr(owner, name) for owner, name in region.slots]
-            signature = _signature(parameters)
+            # Nothing is read of a tensor of another class: it may refuse that, as weights of torch's per-sample
+            # gradients do.
+            plain = all(t is None or t.__class__ in _PLAIN or is_fake(t) for t in (x, *parameters, *given))  # pyright: ignore[reportUnnecessaryComparison]
+            signature = _signature(parameters) if plain else ()
         except AttributeError:
             if op_list.fingerprint.holds_in_full():
                 raise
             raise _Changed("a parameter was taken away in place from a model in stages", code="SF506") from None
-        given = [channels[c] for c in region.channels]
+        if not plain:
+            return walk_reference(op_list.nodes, region.positions, x, channels, seeds)
         autocast = autocast_of(x.device.type) if any_autocast() else None
         state = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), autocast, fusing_now()
         about = x.dtype, x.device, x.requires_grad, *state, signature, _signature(given), (*map(device, given),)

@@ -14,7 +14,7 @@ from .. import operation as operations
 from ..env import Env
 from ..errors import InputError, meant
 from ..fusion import FusedOperation
-from ..operation import NOT_GIVEN, FusableOperation, named_input
+from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
 from ..signature import checks_arguments
 from .budget import Choice, choice_of
 from .plan import Plan
@@ -151,6 +151,7 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
     def expand(self) -> tuple[nn.Module, ...]:
         return tuple(self._modules.values())  # pyright: ignore[reportReturnType] # at once: another thread may append
 
+    @takes_input
     def forward(self, x: Tensor = NOT_GIVEN, **channels: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the sequence: `y`, or `(y, *outputs)` where it makes public extra outputs.
 
@@ -163,6 +164,8 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
         fuser = self._fuser
         if fuser.owner() is not self:
             fuser = self._own()
+        if type(channels) is not dict:  # a tracer of torch.fx hands in one object for all of them
+            channels = {name: channels[name] for name in fuser.op_list().inputs}
         return fuser(x, **channels) if channels else fuser(x)
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:

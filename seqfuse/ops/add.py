@@ -45,7 +45,7 @@ class Add(sf.UnfusedOperation):
         return {"other": self.name}
 
     def reference(self, x: Tensor, *, other: Tensor) -> Tensor:
-        if x.shape != other.shape:
+        if isinstance(x, Tensor) and x.shape != other.shape:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _unequal(x, other)
         return x + other
 

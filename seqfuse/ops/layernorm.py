@@ -74,7 +74,7 @@ class LayerNorm(Norm):
         floating(x, "LayerNorm")
         stats = stats_dtype(x)
         gain, bias = self.gain(self.weight, stats), self.bias
-        gain, bias = (None if t is None else t.to(stats) for t in (gain, bias))
+        gain, bias = (t if t is None or t.dtype is stats else t.to(stats) for t in (gain, bias))
         return rounded(F.layer_norm(x.to(stats), self.normalized_shape, gain, bias, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:

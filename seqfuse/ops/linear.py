@@ -180,6 +180,11 @@ class Linear(sf.UnfusedOperation):
     def reference(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
+    def reference_with(self, x: Tensor, following: nn.Module) -> Tensor | None:
+        if isinstance(following, Bias) and following.belongs_to(self):
+            return F.linear(x, self.weight, following.read())
+        return None
+
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = self.weight_for(x)
         return F.linear(x, weight), self._saved(x, weight)

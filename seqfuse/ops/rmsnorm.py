@@ -65,7 +65,7 @@ class RMSNorm(Norm):
         floating(x, "RMSNorm")
         stats = stats_dtype(x)
         gain = self.gain(self.weight, stats)
-        gain = None if gain is None else gain.to(stats)
+        gain = gain if gain is None or gain.dtype is stats else gain.to(stats)
         return rounded(F.rms_norm(x.to(stats), self.normalized_shape, gain, self.eps), x)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
