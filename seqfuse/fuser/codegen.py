@@ -8,7 +8,7 @@ another object) is packed as after an interpreted forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ..generated import Source, identifier
 from ..saved import kind_of, packing
 from .interpret import Kept, fit_record, look
 from .lowering import Segment
-from .step import Drawn, fit
+from .step import Drawn, Step, fit
 
 _DATA = (type(None), bool, int, float, str)
 
@@ -148,30 +148,54 @@ def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str]
     s.add(f"    else: save(ctx, segment, [{tensors}])")
 
 
-def backward_code(segment: Segment, run: dict[str, Callable[..., Any]], layout: Sequence[Kept] | None) -> Any:
-    """`backward(ctx, segment, tensors, d, *gradients of outputs)`; `None` where a gradient can be missing within."""
-    alive = [name for name in segment.outputs if name not in segment.frozen]
+def backward_steps(segment: Segment, missing: Collection[str]) -> list[tuple[int, Step]] | None:
+    """The steps that run where outputs have no gradient (y is ""), each with its place among the backward steps.
+
+    `None` where that is known only when they run.
+    """
+    has, known = {*segment.outputs} - {*missing}, "" not in missing
+    steps: list[tuple[int, Step]] = []
+    left = [*enumerate(segment.backward)][::-1]
+    while left:
+        at, step = left.pop()
+        lacking = [channel for _, channel in step.incoming if channel not in has]
+        if lacking and isinstance(step.operation, BackwardFusion):  # written for tensors
+            left += [(at, part) for part in reversed(step.unfused(backward=True))]
+            continue
+        if not known or (lacking and step.joint):
+            return None
+        steps.append((at, step))
+        has -= {channel for _, channel in step.incoming}
+        has |= {channel for _, channel in step.channel_grads}
+        known = "x" in step.needs[0]
+    return steps
+
+
+def backward_code(
+    segment: Segment,
+    run: dict[str, Callable[..., Any]],
+    layout: Sequence[Kept] | None,
+    steps: Sequence[tuple[int, Step]],
+    missing: Collection[str] = (),
+) -> Any:
+    """`backward(ctx, segment, tensors, d, *gradients of outputs)` of `backward_steps`."""
     g = {name: f"g{i}" for i, name in enumerate(segment.outputs)}
     arguments = "".join(f", {g[name]}" for name in segment.outputs)
     s = Source("backward", f"ctx, segment, tensors, d{arguments}")
     s.constants.update(run, fit=fit)
-    s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))))
+    s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))), "try:")
     entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
-    has = {name: g[name] for name in alive}
+    has = {name: local for name, local in g.items() if name not in missing}
     kept = [record for step in segment.forward for record in step.saves]
     where = {record.position: i for i, record in enumerate(kept)}
     sums: dict[int, str] = {}
-    known, count = True, 0
-    given_none = " or ".join(f"{name} is None" for name in ["d", *has.values()])
-    s.add(f"if {given_none}: return failed(ctx, segment, -1, None, tensors, {entered})", "try:")
+    known, count, last = True, 0, 0
     s.depth += 1
-    for i, step in enumerate(segment.backward):
-        if i:
-            s.add(f"at = {i}")
+    for place, step in steps:
+        if place != last:
+            s.add(f"at = {place}")
+        last = place
         came = [(keyword, has.get(channel)) for keyword, channel in step.incoming]
-        missing = [name for _, name in came if name is None]
-        if not known or (missing and (isinstance(step.operation, BackwardFusion) or step.joint)):
-            return None
         kind = step.operation.layout
         if step.dy_dtype is not None:
             s.add(_recast(s, "d", step.dy_dtype))

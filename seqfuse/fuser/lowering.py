@@ -81,8 +81,11 @@ class Segment:
     layout: tuple[Any, ...] | None = dataclasses.field(default=None, init=False)
     checked: set[Any] = dataclasses.field(default_factory=lambda: set[Any](), init=False)
     code: Callable[..., Any] | None = dataclasses.field(default=None, init=False)
-    # With the layout it is made for: a forward that saves otherwise is looked at again while others wait for theirs.
-    gradients: tuple[Any, Callable[..., Any] | None] | None = dataclasses.field(default=None, init=False)
+    # By which outputs have no gradient, with the layout it is made for: a forward that saves otherwise is looked at
+    # again while others wait for theirs.
+    gradients: tuple[Any, dict[tuple[bool, ...], Callable[..., Any] | None]] = dataclasses.field(
+        default=(None, dict[tuple[bool, ...], Any]()), init=False
+    )
     surprises: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:

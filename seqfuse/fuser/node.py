@@ -19,7 +19,7 @@ from ..errors import StateError
 from ..maingrad import main_grads
 from ..saved import packing
 from . import interpret
-from .codegen import backward_code, forward_code, is_static
+from .codegen import backward_code, backward_steps, forward_code, is_static
 from .fake import is_fake
 from .lowering import NeededGrads, Segment
 
@@ -46,7 +46,8 @@ class Seqfuse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
         segment: Segment = ctx.segment
-        layout, code = segment.gradients or (None, None)
+        layout, codes = segment.gradients
+        code = codes.get(tuple([d is None for d in douts]))
         seen = layout is ctx.layout and ctx.about is None
         if code is None or not seen or _grad_enabled() or not _is_usual(ctx, segment, douts):
             if not torch.compiler.is_dynamo_compiling() and Batched.given(douts):
@@ -167,20 +168,33 @@ def _interpret_backward(
         dx, sums = interpret.backward(
             segment, kept, tensors, ctx.like, fell, douts[0], d_channels, needed, buffers, failed
         )
-    layout, made = segment.layout, segment.gradients
-    wanted = segment.code is not None and (made is None or made[0] is not layout)
-    wanted = wanted and not torch.compiler.is_compiling() and not any(map(is_fake, douts))
-    if wanted and segment.is_checked(segment.backward, True):
-        segment.gradients = layout, backward_code(segment, {"failed": _failed_back}, layout)
+    if segment.code is not None and not torch.compiler.is_compiling() and not any(map(is_fake, douts)):
+        _prepare_backward(segment, douts)
     grads = (None, None, dx, *[d_channels.get(c) for c in segment.inputs], *sums)
     return Once.guard(ctx, grads, (*douts, *tensors)) if torch.is_grad_enabled() else grads
+
+
+def _prepare_backward(segment: Segment, douts: Sequence[Any]) -> None:
+    """Make the code of a segment's backward for outputs that have a gradient as these have, once steps were checked."""
+    given, (layout, codes) = tuple([d is None for d in douts]), segment.gradients
+    if layout is not segment.layout:
+        codes = {}
+    if given in codes:
+        return
+    missing = [name for name, d in zip(("", *segment.outputs), douts, strict=True) if d is None]
+    steps = backward_steps(segment, missing)
+    if steps is None:
+        code = None
+    elif segment.is_checked([step for _, step in steps], True):
+        code = backward_code(segment, {"failed": _failed_back}, segment.layout, steps, missing)
+    else:
+        return
+    segment.gradients = segment.layout, {**codes, given: code}
 
 
 def _failed_back(
     ctx: Any, segment: Segment, at: int, error: Exception, tensors: Sequence[Any], douts: Sequence[Any]
 ) -> Any:
-    if at < 0:
-        return _interpret_backward(ctx, segment, douts, tensors)
     step, again = segment.backward[at], segment.backward[:at]
     if step.fused or not all(s.repeatable for s in again):
         interpret.may_fall_back(segment, step, error, again=again)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fuser import interpret
 from tests.fuser.fusions import (
     AddForkBackward,
     AddForkForward,
@@ -246,3 +247,39 @@ def test_zeros_that_stand_for_a_gradient_have_the_dtype_of_the_output(dtype: tor
         (dx,) = torch.autograd.grad(copy.sum(), x)
         assert (seen.pop(), dx.dtype) == (dtype, dtype)
         assert (dx == 3).all()
+
+
+@pytest.mark.parametrize("rules", KINDS.values(), ids=KINDS.keys())
+def test_generated_code_runs_a_backward_in_which_an_output_has_no_gradient(
+    rules: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the keys and values that a model of Hugging Face returns for its cache, which no loss reads."""
+    model = randomized(sf.Sequential(ops.Linear(5, 5), ops.Add("a"), ops.Fork("b"), ops.Linear(5, 3), fusions=rules))
+    inputs = [tensor(7, 5), tensor(7, 5, seed=8), *model.parameters()]
+    walked: list[int] = []
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        walked.append(0)
+        return interpret_backward(*args, **kwargs)
+
+    interpret_backward = interpret.backward
+    monkeypatch.setattr(interpret, "backward", backward)
+
+    def step(used: tuple[bool, bool]) -> list[Tensor | None]:
+        outs = model(inputs[0], a=inputs[1])
+        loss = sum((i + 1.5) * torch.cos(y).sum() for i, (y, use) in enumerate(zip(outs, used, strict=True)) if use)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        grads = [t.grad for t in inputs]
+        for t in inputs:
+            t.grad = None
+        return grads
+
+    seen = {used: step(used) for used in ((True, False), (True, True))}
+    first = len(walked)
+    assert first >= 2
+    for used in [(True, False), (True, True)] * 2:
+        for g, e in zip(step(used), seen[used], strict=True):
+            torch.testing.assert_close(g, e, rtol=0, atol=0)
+    joint = any(issubclass(rule, sf.JointFusion) for rule in rules)  # it is told of zeros, which only a walk makes
+    assert len(walked) == first + 2 * joint
