@@ -81,7 +81,7 @@ class Buffers:
             if all(triangle_of(args[i]) == found for i, found in wanted):
                 return run(*args)
             missed[CHANGED] += 1
-            return before(*args)
+            return before.forward(*args)
 
         return checked
 

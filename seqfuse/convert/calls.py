@@ -70,11 +70,16 @@ class Call:
         module: that is called.
         args: what is given by place.
         kwargs: what is given by name.
+
+    Attributes:
+        ran: whether a graph ran in it.
+        failures: what Dynamo raised where it captured in it.
     """
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.module, self._args, self._kwargs = module, args, kwargs
         self._before, self._captured = len(_breaks), False
+        self.ran, self.failures = False, list[Exception]()
 
     def breaks(self) -> list[Break]:
         """The graph breaks since it began."""
@@ -97,7 +102,7 @@ class Call:
 
     def _described(self, gm: GraphModule, inputs: Sequence[Any]) -> str:
         sizes = {
-            id(given): [size if is_fixed(size) else "any" for size in e.shape]
+            id(given): [size if is_fixed(size) or str(size).isdigit() else "any" for size in e.shape]
             for given, node in zip(inputs, gm.graph.find_nodes(op="placeholder"), strict=False)
             if (e := example(node)) is not None
         }
@@ -124,11 +129,13 @@ class Calls:
     Attributes:
         count: how many there were.
         breaks: the graph breaks that they met.
+        failed: how many of a kind Dynamo failed to capture, although they run as before.
     """
 
     def __init__(self, missed: Counter[str]) -> None:
         self.count, self.missed = 0, missed
         self.breaks: dict[Break, None] = {}
+        self.failed: Counter[Any] = Counter()
         self._seen: set[str] = set()
 
     def see(self, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> None:

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import itertools
 import logging
+import sys
 import threading
+import traceback
 import types
 import weakref
 from collections import Counter
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 from torch._guards import CompileContext
 from torch.fx import GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule  # pyright: ignore[reportPrivateUsage]
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
@@ -30,6 +33,8 @@ from .rewriting import Options, kind_of, rewrite
 _dynamo: Any = torch._dynamo.config  # pyright: ignore[reportPrivateUsage]
 _frames = itertools.count()
 _SHORTCUTS = ("skip_nnmodule_hook_guards", "use_recursive_dict_tags_for_guards")
+_TRIES = 3
+"""How often a kind of call is captured that Dynamo fails to capture, although it runs."""
 _local = threading.local()
 
 
@@ -59,6 +64,8 @@ class Backend:
         limit: int | None = _dynamo.recompile_limit if before + 1 >= _dynamo.recompile_limit else None
         self.graphs += [dataclasses.replace(report, limit=limit, again=before > 0) for report in reports]
         if self.then is None:
+            # By itself Dynamo's module compiles its code in its first call, and prints it where that raises.
+            _LazyGraphModule.force_recompile(gm)
             return buffers.checked(gm.forward, self.missed)
         from .rest import compiled_rest  # what it needs takes long to import
 
@@ -152,8 +159,9 @@ def _captured(
     # Read when Dynamo makes the guards of this graph, right after this. The first overlooks hooks that are set later;
     # the second, where it is the default (torch 2.11), another class and another requires_grad. `_guarded` sets them
     # back.
-    vars(_local).setdefault("shortcuts", {name: getattr(_dynamo, name) for name in _SHORTCUTS})
+    before: dict[str, Any] = vars(_local).setdefault("set", {})
     for name in _SHORTCUTS:
+        before.setdefault(name, getattr(_dynamo, name))
         setattr(_dynamo, name, False)
     call: Call = vars(_local)["call"]
     captured = call.captures(gm, example_inputs)
@@ -166,6 +174,14 @@ def _captured(
     def running(*args: Any) -> Any:
         captured.calls += 1
         captured.last = calls.count
+        now: Call | None = vars(_local).get("call")
+        if now is not None and not now.ran:
+            now.ran = True
+            if captured.until is not None:
+                # The call cannot run again from its beginning, if Dynamo fails behind the break; so Dynamo lets that
+                # part of the code run as it is. `_guarded` sets it back.
+                vars(_local).setdefault("set", {}).setdefault("suppress_errors", _dynamo.suppress_errors)
+                _dynamo.suppress_errors = True
         return run(*args)
 
     return running
@@ -201,17 +217,66 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
     if _has_any_global_hook():  # no guard of Dynamo sees hooks that are set for all modules
         calls.missed["hooks of all modules were set"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
+    if calls.failed and calls.failed[_kind(module, args, kwargs)] >= _TRIES:
+        calls.missed[f"Dynamo failed to capture {_TRIES} calls like them"] += 1
+        return module._call_impl(*args, **kwargs)  # pyright: ignore
     _mark_growing(kwargs.get("past_key_values"))
+    handled = sys.exception()
     outer, call = vars(_local).get("call"), Call(module, args, kwargs)
     _local.call = call
     try:
         return compiled(module, *args, **kwargs)
+    except Exception as error:
+        if call.ran or not _is_of_capture(error):
+            raise
+        call.failures.append(error)
     finally:
         _local.call = outer
         calls.breaks.update(dict.fromkeys(call.breaks()))
-        if shortcuts := vars(_local).pop("shortcuts", None):
-            for name in _SHORTCUTS:
-                setattr(_dynamo, name, shortcuts[name])
+        where = "behind a graph break " if call.ran else ""
+        calls.missed.update({f"{where}Dynamo failed to capture them: {_first_of(e, handled)}" for e in call.failures})
+        for name, value in vars(_local).pop("set", {}).items():
+            setattr(_dynamo, name, value)
+    result: Any = module._call_impl(*args, **kwargs)  # pyright: ignore  # which raises what it raised before
+    calls.failed[_kind(module, args, kwargs)] += 1
+    return result  # pyright: ignore
+
+
+def _kind(module: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> tuple[Any, ...]:
+    """What calls have in common that Dynamo captures alike, for the most part."""
+    return (id(module), module.training, torch.is_grad_enabled(), len(args), *kwargs)
+
+
+def _is_of_capture(error: BaseException) -> bool:
+    """Whether an error was raised while Dynamo captured, and not by what runs."""
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore
+        return True
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
+
+
+def _first_of(error: BaseException, handled: BaseException | None) -> str:
+    """The first line of the error that led to another, but for one that was being handled before the call."""
+    while (cause := error.__cause__ or error.__context__) not in (None, handled):
+        error = cause
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Whether what torch logs is said nowhere else; why a converted model was not captured is in the report."""
+    call: Call | None = vars(_local).get("call")
+    if call is None:
+        return True
+    if record.name == _CAPTURING and record.exc_info is not None and record.levelno == logging.WARNING:
+        call.failures += [error for error in record.exc_info[1:2] if isinstance(error, Exception)]
+        return False
+    return record.name != _FAKES or not str(record.msg).startswith("failed while attempting to run meta")
+
+
+_CAPTURING, _FAKES = "torch._dynamo.convert_frame", "torch._subclasses.fake_tensor"
+for _name in (_CAPTURING, _FAKES):
+    logging.getLogger(_name).addFilter(_is_worth_logging)
 
 
 def _not_exporting(compiled: Callable[..., Any]) -> Callable[..., Any]:

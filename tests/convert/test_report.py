@@ -224,6 +224,112 @@ class Nested(Around):
         self.inner = Branching()
 
 
+class Broken(Branching):
+    """Counts its calls in a buffer, ahead of a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.wrong = nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        x = super().forward(x)
+        if x.sum() > 1e9:
+            return x
+        return self.wrong(x)
+
+
+@torch.library.custom_op("seqfuse_tests::negated", mutates_args=())
+def negated(x: Tensor) -> Tensor:
+    return -x
+
+
+@negated.register_fake
+def _(x: Tensor) -> Tensor:
+    raise ValueError("a fake that is wrong")
+
+
+class Unfakeable(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return negated(super().forward(x).detach())
+
+
+FAILED = "ran as before the conversion: Dynamo failed to capture them: "
+WRONG = "RuntimeError: a and b must have same reduction dim, but got "
+
+
+def test_a_call_of_a_wrong_width_gives_the_error_of_torch_alone(capfd: pytest.CaptureFixture[str]):
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU()), torch.randn(3, 9)
+    with pytest.raises(RuntimeError) as wanted:
+        model(x)
+    conversion = sf.convert(model)
+    for _ in range(4):
+        with pytest.raises(RuntimeError) as found:
+            model(x)
+    assert str(found.value) == str(wanted.value)
+    assert found.value.__context__ is found.value.__cause__ is None
+    assert str(conversion).splitlines() == [
+        "called 4 times; nothing was captured",
+        f"4 calls {FAILED}{WRONG}[3, 9] X [8, 16].",
+    ]
+    assert model(X.float()).shape == (3, 16)
+    assert str(conversion).startswith("graph 0: training, input [3, 8]; 1 call\n  chain of ")
+    captured = capfd.readouterr()
+    assert not captured.out + captured.err
+
+
+def test_an_error_of_a_graph_that_runs_is_that_of_torch_alone(capfd: pytest.CaptureFixture[str]):
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 8))
+    sf.convert(model)
+    with pytest.raises(IndexError, match="index out of range in self"):
+        model(torch.tensor([9]))
+    assert "FX-traced" not in capfd.readouterr().err
+
+
+def test_a_call_that_fails_behind_a_graph_break_goes_on_from_there_as_before(capfd: pytest.CaptureFixture[str]):
+    model = Broken()
+    conversion = sf.convert(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=re.escape("mat1 and mat2 shapes cannot be multiplied (3x8 and 9x9)")):
+            model(X.float())
+    assert model.seen == 2
+    assert f"ran as before the conversion: behind a graph break Dynamo failed to capture them: {WRONG}" in str(
+        conversion
+    )
+    assert not torch._dynamo.config.suppress_errors
+    model.wrong = nn.Linear(8, 8)
+    assert model(X.float()).shape == (3, 8)
+    assert "WON'T CONVERT" not in capfd.readouterr().err
+
+
+def test_a_model_that_dynamo_fails_to_capture_runs_as_before_and_is_not_tried_without_end():
+    model = Unfakeable()
+    wanted = model(X)
+    conversion = sf.convert(model)
+    for _ in range(5):
+        try:
+            raise KeyError("of the caller")
+        except KeyError:
+            assert torch.equal(model(X), wanted)
+    assert str(conversion).splitlines() == [
+        "called 5 times; nothing was captured",
+        f"3 calls {FAILED}ValueError: a fake that is wrong",
+        "2 calls ran as before the conversion: Dynamo failed to capture 3 calls like them",
+    ]
+
+
+def test_an_error_of_filter_fn_leaves_the_model_as_it_was():
+    def refuses(module: nn.Module, path: str) -> bool:
+        raise KeyError("no such path")
+
+    model = Net()
+    wanted = model(X)
+    conversion = sf.convert(model, filter_fn=refuses)
+    assert torch.equal(model(X), wanted)
+    assert str(conversion).endswith(f"1 call {FAILED}KeyError: 'no such path'")
+
+
 def test_a_graph_says_in_which_call_it_was_captured_where_it_ends_and_how_often_it_ran():
     model = nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)))
     conversion = sf.convert(model)
