@@ -23,9 +23,10 @@ class Made(NamedTuple):
 
     rows: Tensor | None  # [T], the loss of each
     softmax: Tensor | None  # [2, T], the largest logit of each row, and the sum of exponentials relative to it
-    dx: Tensor | None  # [T, E], in the dtype of the GEMMs
+    dx: Tensor | None  # [T, E], in the dtype of the GEMMs, in units of `unit`
     dweight: Tensor | None  # [V, E], as it was summed
     dbias: Tensor | None  # [V], as it was summed
+    unit: Tensor | None = None  # [T], what each row of dx is to be multiplied by; `None` where it is one
 
 
 def flat(x: Tensor) -> Tensor:
@@ -64,7 +65,8 @@ def walk(
     """Walk over the rows of x [T, E], a chunk of logits at a time.
 
     Losses are made unless `softmax` is given, and the gradients `wanted` of x, weight and bias, where each row's loss
-    has the gradient `scale`, or one.
+    has the gradient `scale`, or one. Where it is one, a loss scale for float16 is not known yet: each chunk of logits
+    has a power of two of its own instead, which `unit` undoes.
     """
     (T, E), V, wide = x.shape, weight.shape[0], wide_dtype(product)
     made = Made(
@@ -73,35 +75,63 @@ def walk(
         x.new_empty((T, E), dtype=product) if wanted[0] else None,
         x.new_zeros((V, E), dtype=wide) if wanted[1] else None,
         x.new_zeros(V, dtype=wide) if wanted[2] else None,
+        x.new_empty(T, dtype=wide) if product is torch.float16 and scale is None and any(wanted) else None,
     )
     kernel = fusing_now().enabled and how.group.size == 1 and Env.of(x.device).triton
     cross_entropy: Any = _in_triton if kernel else _in_torch
     step = how.chunk or max(1, _CHUNK_BYTES // (V * wide.itemsize))
     with _plainly(x.device):
         cast, shift = weight.to(product), None if bias is None else bias.to(product)
+        most = None if made.unit is None else cast.abs().amax().to(wide)
         for first in range(0, T, step):
             part = slice(first, first + step)
             piece = x[part].to(product)
-            given = None if scale is None else scale[part], None if softmax is None else softmax[:, part]
-            loss, of_rows, d = cross_entropy(how, F.linear(piece, cast, shift), targets[part], *given, any(wanted))
+            factor, known = (None if t is None else t[..., part] for t in (scale, softmax))
+            logits, unit = F.linear(piece, cast, shift), None
+            loss: Tensor | None = None
+            if made.unit is not None:
+                loss, known, _ = cross_entropy(how, logits, targets[part], None, None, False)
+                made.unit[part] = unit = _unit(how, loss, most)
+                factor = 1 / made.unit[part]
+            again, of_rows, d = cross_entropy(how, logits, targets[part], factor, known, any(wanted))
+            del logits
             if made.rows is not None and made.softmax is not None:
-                made.rows[part], made.softmax[:, part] = loss, of_rows
+                made.rows[part], made.softmax[:, part] = again if loss is None else loss, of_rows
             if made.dx is not None:
                 torch.mm(d.to(product), cast, out=made.dx[part])
             if made.dweight is not None:
-                _add_product(made.dweight, d, piece)
+                _add_product(made.dweight, d, piece, unit)
             if made.dbias is not None:
-                made.dbias.add_(d.sum(0, dtype=wide))
+                total = d.sum(0, dtype=wide)
+                made.dbias.add_(total if unit is None else total.mul_(unit))
             del d  # before the next logits are made
     return made
 
 
-def _add_product(total: Tensor, d: Tensor, x: Tensor) -> None:
-    """Add d^T x, summed in the dtype of the total."""
+def _unit(how: How, loss: Any, weight: Any) -> Tensor:
+    """A power of two, by which the gradient of a chunk's logits is divided to be far from both ends of float16.
+
+    With r = max(1 - p of a target, label smoothing) + 2 z_loss |lse|, which follow from the largest loss, no element is
+    beyond r, and the elements of a row add up to less than 3 r, so that none of dx is beyond 3 r max |weight|.
+    """
+    smoothing = how.label_smoothing
+    # A loss that is NaN spoils its own row.
+    largest = loss.nan_to_num(0.0).amax()
+    # No difference from 1 is less than the digits of a sum of exponentials.
+    reach = largest.div(smoothing - 1).expm1().neg().clamp(max(smoothing, 2**-20), 1.0) if smoothing < 1 else 1.0
+    reach = reach + 2 * (how.z_loss * largest).sqrt()
+    bound = 3 * reach * weight.nan_to_num(1.0).clamp(1.0, 2.0**16)
+    return bound.log2().ceil().sub(15).exp2()
+
+
+def _add_product(total: Tensor, d: Tensor, x: Tensor, unit: Tensor | None) -> None:
+    """Add unit d^T x, summed in the dtype of the total."""
     if total.is_cuda and d.dtype is not total.dtype and torch.version.hip is None:
-        total.add_(torch.mm(d.t(), x, out_dtype=total.dtype))
+        product = torch.mm(d.t(), x, out_dtype=total.dtype)
+        total.add_(product if unit is None else product.mul_(unit))
     else:
-        total.addmm_(d.to(total.dtype).t(), x.to(total.dtype))
+        x = x.to(total.dtype)
+        total.addmm_(d.to(total.dtype).t(), x if unit is None else x * unit)
 
 
 def _in_triton(

@@ -23,19 +23,22 @@ class LinearCrossEntropyNode(torch.autograd.Function):
     ) -> Tensor:
         made = walk(how, product, flat(x), weight, targets, bias, ctx.needs_input_grad[3:])
         count = counted_rows(how, targets)
-        ctx.save_for_backward(made.dx, made.dweight, made.dbias, count)
+        ctx.save_for_backward(made.dx, made.dweight, made.dbias, count, made.unit)
         ctx.shape, ctx.how = x.shape, how
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return reduced(how, made.rows, count)
 
     @staticmethod
     def backward(ctx: Any, *douts: Any) -> Any:
-        dx, dweight, dbias, count = ctx.saved_tensors
+        *grads, count, unit = ctx.saved_tensors
         with torch.no_grad():
             # Where no row counts every gradient is zero, as in torch.
             scale = douts[0] if count is None else (douts[0] / count).where(count > 0, 0)
+            scales = scale if unit is None else scale * unit.unsqueeze(1), scale, scale
             # Out of place, for the next backward.
-            scaled = [None if t is None else t.to(wide_dtype(t.dtype)) * scale for t in (dx, dweight, dbias)]
+            scaled = [
+                None if t is None else t.to(wide_dtype(t.dtype)) * of for t, of in zip(grads, scales, strict=True)
+            ]
             grads = _delivered(ctx, scaled, ctx.dtypes)
         return _guarded(ctx, grads, douts)
 
@@ -61,7 +64,7 @@ class LinearCrossEntropyRows(torch.autograd.Function):
                 args = (flat(x), weight, targets, bias, ctx.needs_input_grad[3:], dloss.contiguous(), softmax)
                 made = walk(ctx.how, ctx.product, *args)
                 dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
-                grads = _delivered(ctx, made[2:], dtypes)
+                grads = _delivered(ctx, (made.dx, made.dweight, made.dbias), dtypes)
             return _guarded(ctx, grads, (dloss, *saved))
 
         return tuple(Batched.run(one, douts)) if Batched.given(douts) else one(*douts)

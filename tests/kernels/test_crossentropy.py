@@ -27,6 +27,7 @@ from seqfuse.testing import (
 from seqfuse.testing.compiled import Compiled
 from seqfuse.testing.judge import judge
 from seqfuse.testing.tensors import redrawn
+from tests.losses.scaled import scaled_gradients
 
 from .conftest import DEVICE
 
@@ -370,11 +371,20 @@ def test_the_loss_is_the_same_with_and_without_the_kernel(
     assert not launches
     module.to(dtype)
     ours = results(module, x, True)
-    assert launches == [8, 8, 5] * (2 if reduction == "none" else 1)
+    # In float16 the loss is made first, and its gradient in a unit that follows from it.
+    twice = [8, 8, 8, 8, 5, 5]
+    assert launches == ([8, 8, 5] * 2 if reduction == "none" else twice if dtype is torch.float16 else [8, 8, 5])
     launches.clear()
     theirs = results(module, x, False)
     assert not launches
     assert_fused_close(ours, theirs, wide)
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-10}], ids=str)
+def test_small_gradients_are_not_lost_in_float16(options: dict[str, Any], device: torch.device) -> None:
+    found, exact = (scaled_gradients(dtype, device, **options) for dtype in (torch.float16, torch.float32))
+    for name, t in exact.items():
+        torch.testing.assert_close(found[name].float(), t, rtol=2**-9, atol=2**-23)
 
 
 MUTANTS = {

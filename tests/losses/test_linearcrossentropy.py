@@ -25,6 +25,8 @@ from seqfuse import ops
 from seqfuse.losses import LinearCrossEntropy, _chunks, linear_cross_entropy
 from seqfuse.testing import Untouched, assert_bitwise_equal, assert_fused_close, laid_out, seeded_randn
 
+from .scaled import scaled_gradients
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -203,6 +205,35 @@ def test_large_logits_do_not_overflow(dtype: torch.dtype, reduction: str) -> Non
     assert_fused_close(ours, theirs, results(in_torch, case, wide))
 
 
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-10}, {"softcap": 1e4}], ids=str)
+def test_small_gradients_are_not_lost_in_float16_before_the_loss_scale_is_known(options: dict[str, Any]) -> None:
+    found, exact = (scaled_gradients(dtype, **options) for dtype in (torch.float16, torch.float32))
+    for name, t in exact.items():
+        torch.testing.assert_close(found[name].float(), t, rtol=2**-9, atol=2**-23)
+
+
+def test_gradients_of_one_chunk_do_not_depend_on_those_of_another() -> None:
+    case = Case((40,), 8, 30, torch.float16, ignored="none")
+    tensors = case.drawn()
+    tensors["x"][:8] *= 40  # a chunk with losses of hundreds, the others with small ones
+    ours, theirs = results(linear_cross_entropy, case, tensors, chunk=8), results(in_torch, case, tensors)
+    wide = results(in_torch, case, {name: t.double() for name, t in tensors.items()})
+    assert_fused_close(ours, theirs, wide)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 400.0, 6e4])
+def test_weights_of_any_size_let_no_gradient_overflow(size: float, smoothing: float) -> None:
+    x, targets = torch.zeros(24, 8, dtype=torch.float16, requires_grad=True), torch.arange(24)
+    weight = (size * torch.ones(96, 8)).where(torch.arange(96).unsqueeze(1) % 2 == 0, -size).half()
+    loss = linear_cross_entropy(x, weight, targets, label_smoothing=smoothing, z_loss=1e-2, reduction="sum")
+    (dx,) = torch.autograd.grad(loss, x, torch.tensor(1e-3))
+    wide = x.detach().double().requires_grad_()
+    loss = in_torch(wide, weight.double(), targets, label_smoothing=smoothing, z_loss=1e-2, reduction="sum")
+    (exact,) = torch.autograd.grad(loss, wide, torch.tensor(1e-3, dtype=torch.float64))
+    torch.testing.assert_close(dx.double(), exact, rtol=2e-3, atol=max(1e-5 * size, 2**-24))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_the_weight_is_summed_in_float32(dtype: torch.dtype) -> None:
     case = Case(dtype=dtype)
@@ -220,8 +251,11 @@ def test_the_gradient_of_the_weight_is_summed_in_float32(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("row", ["counted", "ignored"])
-def test_a_bad_number_spoils_what_it_spoils_in_torch(row: str, value: float, reduction: str) -> None:
-    case = Case((40,), 6, 11, reduction=reduction)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_bad_number_spoils_what_it_spoils_in_torch(
+    dtype: torch.dtype, row: str, value: float, reduction: str
+) -> None:
+    case = Case((40,), 6, 11, dtype, reduction=reduction)
     counted = case.targets() != case.ignore_index
     tensors = case.drawn()
     tensors["x"][counted.nonzero()[0] if row == "counted" else (~counted).nonzero()[0], 2] = value
