@@ -52,6 +52,10 @@ class Recompute:
         self.fn, self.tensors = fn, tensors
 
     def __call__(self) -> Tensor:
+        if (
+            not torch.is_grad_enabled()
+        ):  # as in most backward passes: entering a context costs as much as a call of ATen
+            return self.fn(*self.tensors)
         with torch.no_grad():
             return self.fn(*self.tensors)
 
@@ -251,6 +255,11 @@ def packing(cls: type[Saved], kept: tuple[str, ...]) -> tuple[Pack, Unpack]:
     return pack.define(), unpack.define()
 
 
+def is_late(token: Any) -> bool:
+    """Whether `packing` gave this token for a `Recompute`: its function, and where its tensors are."""
+    return token.__class__ is tuple and bool(token) and callable(token[0])
+
+
 def _put(value: Any, d: dict[str, Any], name: str, memo: dict[int, int], tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         index = memo.setdefault(id(value), len(tensors))
@@ -271,7 +280,7 @@ def _put(value: Any, d: dict[str, Any], name: str, memo: dict[int, int], tensors
 def _get(d: dict[str, Any], name: str, token: Any, t: tuple[Tensor, ...]) -> None:
     if token is None:
         d[name] = None
-    elif token and callable(token[0]):
+    elif is_late(token):
         indices: tuple[int, ...] = token[1:]
         _set_late(d, name, Recompute(token[0], *(t[i] for i in indices)))
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..fusion import BackwardFusion
 from ..generated import Source, identifier
-from ..saved import kind_of, packing
+from ..saved import Recompute, is_late, kind_of, packing
 from .interpret import Kept, fit_record, look
 from .lowering import Segment
 from .step import Drawn, Step, fit
@@ -30,7 +30,9 @@ def _local(names: dict[str, str], prefix: str, channel: str) -> str:
 
 
 def is_static(kept: Sequence[Kept]) -> bool:
-    """Whether the code can name each field: all hold a tensor, a tuple of tensors, `None`, or a number or text."""
+    """Whether the code can name each field: all hold a tensor, a tuple of tensors, `None`, what makes a tensor again,
+    or a number or text.
+    """
     fields = [(r.cls, *field) for r, tokens in kept for field in zip(r.kept, tokens, strict=True)]
     return all(_is_named(kind_of(cls, name), token) for cls, name, token in fields)
 
@@ -38,9 +40,11 @@ def is_static(kept: Sequence[Kept]) -> bool:
 def _is_named(kind: str, token: Any) -> bool:
     if kind == "data":
         return token.__class__ in _DATA
-    if kind == "tensor" or token is None:
-        return token is None or token.__class__ is int
-    return token.__class__ is tuple and all(_is_named("tensor", place) for place in token)
+    if token is None or token.__class__ is int:
+        return True
+    if kind == "tensor" and not is_late(token):
+        return False
+    return token.__class__ is tuple and all(_is_named("tensor", place) for place in token[is_late(token) :])
 
 
 def forward_code(
@@ -118,6 +122,7 @@ def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str]
     s.add("try:")
     first: dict[int, str] = {}
     wrong: list[str] = []
+    functions: list[str] = []
     for j, (record, tokens) in enumerate(layout):
         s.add(f"    f{j} = {saved[record.position]}.__dict__")
         for name, token in zip(record.kept, tokens, strict=True):
@@ -125,6 +130,11 @@ def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str]
             if kind_of(record.cls, name) == "data":
                 wrong.append(f"{field} is not {s.put(token)}")
                 continue
+            if is_late(token):
+                late, token = f"m{len(functions)}", token[1:]
+                s.add(f"    {late} = f{j}['_late'][{s.put(name)}]")
+                functions.append(f"{late}.fn, ")
+                field = f"{late}.tensors"
             if token.__class__ is tuple:
                 wrong.append(f"{field}.__class__ is not tuple or len({field}) != {len(token)}")
             parts = enumerate(token) if token.__class__ is tuple else (("", token),)
@@ -144,6 +154,7 @@ def _save_static(s: Source, layout: Sequence[Kept] | None, saved: dict[int, str]
     if wrong:
         s.add(f"    if {' or '.join(wrong)}: raise ValueError")
     s.add("except Exception:", *(f"    {line}" for line in pack), "else:")
+    s.add(*[f"    ctx.functions = ({''.join(functions)})"] * bool(functions))
     s.add(f"    if hooks(False) is None: ctx.save_for_backward({tensors})")
     s.add(f"    else: save(ctx, segment, [{tensors}])")
 
@@ -182,7 +193,7 @@ def backward_code(
     g = {name: f"g{i}" for i, name in enumerate(segment.outputs)}
     arguments = "".join(f", {g[name]}" for name in segment.outputs)
     s = Source("backward", f"ctx, segment, tensors, d{arguments}")
-    s.constants.update(run, fit=fit)
+    s.constants.update(run, fit=fit, Recompute=Recompute)
     s.add("d0, at = d, 0" + "".join(f"; e{i} = g{i}" for i in range(len(segment.outputs))), "try:")
     entered = f"(d0, {''.join(f'e{i}, ' for i in range(len(segment.outputs)))})"
     has = {name: local for name, local in g.items() if name not in missing}
@@ -190,6 +201,7 @@ def backward_code(
     where = {record.position: i for i, record in enumerate(kept)}
     sums: dict[int, str] = {}
     known, count, last = True, 0, 0
+    late = [(j, i) for j, (_, tokens) in enumerate(layout or ()) for i, token in enumerate(tokens) if is_late(token)]
     s.depth += 1
     for place, step in steps:
         if place != last:
@@ -201,7 +213,7 @@ def backward_code(
             s.add(_recast(s, "d", step.dy_dtype))
         if kind != "any":
             s.add(*(f"{name} = {_fitted(s, name, kind)}" for name in ("d", *(n for _, n in came if n is not None))))
-        own: list[str] = []
+        own, again = list[str](), list[str]()
         for record in step.records:
             r, at = f"r{count}", where.get(record.position)
             count += 1
@@ -214,8 +226,16 @@ def backward_code(
                     s.add(f"{s.put(fit_record)}({r}, {s.put(kind)})")
             else:
                 s.add(f"{r} = {s.put(record.cls.__new__)}({s.put(record.cls)})", f"f = {r}.__dict__")
-                for name, token in zip(kept[at].kept, layout[at][1], strict=True):
+                for i, (name, token) in enumerate(zip(kept[at].kept, layout[at][1], strict=True)):
                     data = kind_of(record.cls, name) == "data"
+                    if not data and is_late(token):
+                        again.append(r)
+                        value = f"Recompute(ctx.functions[{late.index((at, i))}], *{_restored(s, token[1:], 'any')})"
+                        if kind == "any":
+                            s.add(f"f.setdefault('_late', {{}})[{s.put(name)}] = {value}")
+                        else:
+                            s.add(f"f[{s.put(name)}] = {_fitted(s, f'{value}()', kind)}")
+                        continue
                     s.add(f"f[{s.put(name)}] = {s.put(token) if data else _restored(s, token, kind)}")
         given = ["d"]
         if step.joint or not step.fused:
@@ -228,6 +248,8 @@ def backward_code(
         if step.operation.backward_signature.main_grads:
             given.append("main_grads={}")
         s.add(f"d, grads = {s.put(step.operation.bwd)}({', '.join(given)})")
+        if again:  # tensors that were made again: let them go
+            s.add(f"{' = '.join(dict.fromkeys(again))} = f = None")
         for key, slot in step.grads:
             index, value = segment.index[slot], f"grads[{s.put(key)}]"
             s.add(f"p{index} = " + (f"p{index} + {value}" if index in sums else value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..casts import autocasting
 from ..env import any_autocast
 from ..errors import StateError
 from ..maingrad import main_grads
-from ..saved import packing
+from ..saved import is_late, packing
 from . import interpret
 from .codegen import backward_code, backward_steps, forward_code, is_static
 from .fake import is_fake
@@ -64,9 +64,11 @@ class Seqfuse(torch.autograd.Function):
 # What a node has that only some calls set: where records are among the saved tensors, as the code was made to save
 # them (`layout`), in code that packs them anew (`tokens`) or after a call that was interpreted (`about`, with what fell
 # back); what y and outputs are like, for an output that the loss does not use; and the size of the tensor that marks a
-# checkpointed forward; the parameters themselves, where each is one that autograd accumulates into.
+# checkpointed forward; the parameters themselves, where each is one that autograd accumulates into; the functions that
+# make tensors again (`functions`), in the order of a layout.
 _node: Any = Seqfuse._backward_cls  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportPrivateUsage]
 _node.layout, _node.tokens, _node.about, _node.like, _node.mark, _node.leaves = None, None, None, {}, None, None
+_node.functions = ()
 # What the engine calls, which would look `backward` up in two more steps.
 _node.apply = Seqfuse.backward
 
@@ -157,7 +159,7 @@ def _interpret_backward(
     ctx: Any, segment: Segment, douts: Sequence[Any], tensors: Sequence[Any] | None = None, failed: Any = None
 ) -> tuple[Any, ...]:
     tensors = _saved_tensors(ctx) if tensors is None else tensors
-    kept, fell = ctx.about or (ctx.layout, ())
+    kept, fell = ctx.about or (ctx.layout and [*_with_functions(ctx.layout, ctx.functions)], ())
     if kept is None:
         kept = [*zip((record for step in segment.forward for record in step.saves), ctx.tokens, strict=True)]
     needed = _needed(ctx, segment)
@@ -190,6 +192,13 @@ def _prepare_backward(segment: Segment, douts: Sequence[Any]) -> None:
     else:
         return
     segment.gradients = segment.layout, {**codes, given: code}
+
+
+def _with_functions(layout: Sequence[interpret.Kept], functions: Iterable[Any]) -> Iterator[interpret.Kept]:
+    """A layout with the functions of this call, which make tensors again, in the place of those it was made with."""
+    left = iter(functions)
+    for record, tokens in layout:
+        yield record, tuple([(next(left), *token[1:]) if is_late(token) else token for token in tokens])
 
 
 def _failed_back(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from ..operation import UnfusedOperation
 from ..ops import Attention, Bias, Dropout, Fork, LayerNorm, Linear, MergedLinear, QKNorm, RMSNorm, RotaryEmbedding
 from ..ops._joined import one_gemm
 from ..ops._read import parameter
+from ..ops.linear import saved_linear
+from ..ops.mergedlinear import saved_merged
 from ..pointwise import Gated, Pointwise
 from ..traffic import unfused
 from ._linear import one_dtype, output_bytes
@@ -33,6 +35,25 @@ class _Stage(NamedTuple):
     parameters: tuple[str, ...]
     inputs: tuple[str, ...]
     whole: bool
+
+
+class _Part(NamedTuple):
+    """One operation of a fusion, with all that follows from its configuration and from which inputs a call has.
+
+    `made` makes its result again, and `cast` the cast before it: if the parts of a MergedLinear were made by several
+    GEMMs, and if by one.
+    """
+
+    slot: str
+    operation: Any
+    bias: Bias | None
+    dtype: torch.dtype | None
+    parameters: tuple[str, ...]
+    inputs: tuple[str, ...]
+    asked: Mapping[str, Any]
+    seed: int | None
+    cast: tuple[Any, Any]
+    made: tuple[Any, Any]
 
 
 class _Recomputed(ForwardFusion, contract=True):
@@ -66,54 +87,99 @@ class _Recomputed(ForwardFusion, contract=True):
         self, x: Tensor, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str], **extras: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Any]]:
         """What the operations make of x; `extras` are their other inputs, by slot and name."""
-        stages: list[_Stage | torch.dtype] = []
-        given: list[Tensor] = []
+        given: list[Any] = []
         saved: dict[str, Any] = {}
         outputs: dict[str, Tensor] = {}
         made: dict[int, context.Recompute] = {}  # by the id of what it makes, which is held until the end
-        held = [x]
-
-        def later(y: Tensor) -> Tensor:
-            made[id(y)] = context.Recompute(functools.partial(_replayed, tuple(stages)), held[0], *given)
-            held.append(y)
-            return y
-
-        for slot, operation, bias, seed, dtype in self._operations(seeds, env):
-            if dtype is not None and x.dtype is not dtype:
-                stages.append(dtype)
-                x = later(x.to(dtype))
+        held, whole = [x], False
+        present = (*(seed is None for seed in seeds), *(name for name, t in extras.items() if t is not None))
+        for part in self.decided((present, env.along, needs), self._parts, seeds, extras, env, needs):
+            operation = part.operation
+            if part.dtype is not None and x.dtype is not part.dtype:
+                x = x.to(part.dtype)
+                made[id(x)] = context.Recompute(part.cast[whole], held[0], *given)
+                held.append(x)
             if isinstance(operation, Fork):
-                outputs[f"{slot}_out"], saved[slot] = x, Fork.NOTHING
+                outputs[f"{part.slot}_out"], saved[part.slot] = x, Fork.NOTHING
                 continue
-            inputs: dict[str, Tensor] = {} if seed is None else {"seed": seed}
-            whole = False
             if isinstance(operation, Linear):
                 weight = operation.weight_for(x)
-                tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias.read()}
-                record: Any = Linear.Saved(x=x, weight=weight)
-                y = F.linear(x, *tensors.values())
-                if bias is not None:
-                    saved["bias"] = Bias.NOTHING
+                given.append(weight)
+                record: Any = saved_linear(x, weight)
+                if part.bias is None:
+                    y = F.linear(x, weight)
+                else:
+                    given.append(bias := part.bias.read())
+                    y, saved["bias"] = F.linear(x, weight, bias), Bias.NOTHING
             elif isinstance(operation, MergedLinear):
                 weights, biases = operation.weights_for(x), operation.biases()
-                tensors = {f"weight_{i}": weight for i, weight in enumerate(weights)}
-                tensors |= {f"bias_{i}": t for i, t in enumerate(biases) if t is not None}
-                whole = one_gemm(weights, biases) is not None
-                record = MergedLinear.Saved(x=x, weights=weights)
-                y = operation.gemm(x, weights, biases)
+                given += [*weights, *(t for t in biases if t is not None)]
+                one = one_gemm(weights, biases)
+                whole = one is not None
+                record = saved_merged(x, weights)
+                y = operation.gemm(x, weights, biases) if one is None else F.linear(x, *one)
             else:
-                names = operation.parameter_slots()
-                tensors = {name: t for name in names if (t := parameter(operation, name)) is not None}
-                signature = operation.forward_signature
-                inputs |= {name: t for name in signature.extras if (t := extras.get(f"{slot}_{name}")) is not None}
-                asked = {"needs": self._needed(slot, needs)} if signature.needs else {}
-                run: Any = operation.fwd  # pyright: ignore[reportAttributeAccessIssue]
-                y, record = run(x, **inputs, **asked)
-            saved[slot] = _without(record, made)
-            stages.append(_Stage(_copy(operation), tuple(tensors), tuple(inputs), whole))
-            given += [*tensors.values(), *inputs.values()]
-            x = later(y)
+                given += [parameter(operation, name) for name in part.parameters]
+                inputs: dict[str, Any] = {name: extras[f"{part.slot}_{name}"] for name in part.inputs if name != "seed"}
+                if part.seed is not None:
+                    inputs["seed"] = seeds[part.seed]
+                y, record = operation.fwd(x, **inputs, **part.asked)
+                given += inputs.values()
+            saved[part.slot] = _without(record, made)
+            made[id(y)] = context.Recompute(part.made[whole], held[0], *given)
+            held.append(x := y)
         return x, outputs, saved
+
+    def _parts(
+        self, seeds: Sequence[Tensor | None], extras: Mapping[str, Tensor | None], env: Env, needs: frozenset[str]
+    ) -> tuple[_Part, ...]:
+        stages: tuple[list[_Stage | torch.dtype], list[_Stage | torch.dtype]] = [], []  # by `whole`
+
+        def made() -> tuple[Any, Any]:
+            apart, whole = (functools.partial(_replayed, tuple(each)) for each in stages)
+            return apart, whole
+
+        found: list[_Part] = []
+        dtypes = env.along[:-1] or (None,) * len(seeds)
+        for i, ((slot, operation), dtype) in enumerate(zip(self.named_operations(), dtypes, strict=True)):
+            if isinstance(operation, Bias):
+                continue
+            bias = self.bias if operation is self.linear else None
+            if dtype is not None:
+                for each in stages:
+                    each.append(dtype)
+            cast = made()
+            parameters, inputs, asked = self._given(slot, operation, bias, seeds[i], extras, needs)
+            if not isinstance(operation, Fork):
+                copy = _without_parameters(operation)
+                for each, whole in zip(stages, (False, True), strict=True):
+                    each.append(_Stage(copy, parameters, inputs, whole and operation is self.linear))
+            seed = i if "seed" in inputs else None
+            found.append(_Part(slot, operation, bias, dtype, parameters, inputs, asked, seed, cast, made()))
+        return tuple(found)
+
+    def _given(
+        self,
+        slot: str,
+        operation: UnfusedOperation,
+        bias: Bias | None,
+        seed: Tensor | None,
+        extras: Mapping[str, Tensor | None],
+        needs: frozenset[str],
+    ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, Any]]:
+        """The names of its parameters and of its other inputs, and the keywords that are the same in each call."""
+        if isinstance(operation, Linear):
+            return ("weight",) if bias is None else ("weight", "bias"), (), {}
+        if isinstance(operation, MergedLinear):
+            weights = [f"weight_{i}" for i in range(len(operation.parts))]
+            biases = [f"bias_{i}" for i, t in enumerate(operation.biases()) if t is not None]
+            return (*weights, *biases), (), {}
+        signature = operation.forward_signature
+        inputs = [name for name in signature.extras if extras.get(f"{slot}_{name}") is not None]
+        seeded = ["seed"] if seed is not None else []
+        asked = {"needs": self._needed(slot, needs)} if signature.needs else {}
+        names = [name for name in operation.parameter_slots() if parameter(operation, name) is not None]
+        return tuple(names), (*inputs, *seeded), asked
 
     def _needed(self, slot: str, needs: frozenset[str]) -> frozenset[str]:
         """The needed gradients of the operation in a slot, by its own names."""
@@ -121,15 +187,6 @@ class _Recomputed(ForwardFusion, contract=True):
         before = itertools.takewhile(slot.__ne__, (name for name, _ in self.named_operations()))
         live = "x" in needs or any(name.startswith(f"{earlier}.") for earlier in before for name in needs)
         return frozenset(own | {"x"} if live else own)
-
-    def _operations(
-        self, seeds: Sequence[Tensor | None], env: Env
-    ) -> Iterator[tuple[str, UnfusedOperation, Bias | None, Tensor | None, torch.dtype | None]]:
-        """Slot, operation, the Bias of a Linear, seed, and the dtype that it takes where dtypes differ."""
-        dtypes = env.along[:-1] or (None,) * len(seeds)
-        for (slot, operation), seed, dtype in zip(self.named_operations(), seeds, dtypes, strict=True):
-            if not isinstance(operation, Bias):
-                yield slot, operation, self.bias if operation is self.linear else None, seed, dtype
 
 
 class RecomputeNorm(_Recomputed):
@@ -217,28 +274,29 @@ class RecomputeHeads(_Recomputed):
 
 def _without(record: Any, made: dict[int, context.Recompute]) -> Any:
     """A record in which tensors that can be made again are not saved."""
-    fields: dict[str, Any] = {name: vars(record)[name] for name in record.fields}
+    fields: dict[str, Any] = record.__dict__
     late = {name: made[id(value)] for name, value in fields.items() if id(value) in made}
     return type(record)(**{**fields, **late}) if late else record
 
 
 def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tensor) -> Tensor:
     """What the last of these operations makes of x, with the parameters and other inputs that each had."""
-    left = iter(given)
+    at = 0
     for stage in stages:
         if isinstance(stage, torch.dtype):
             x = x.to(stage)
             continue
         operation: Any = stage.operation
-        tensors = {name: next(left) for name in stage.parameters}
-        inputs = {name: next(left) for name in stage.inputs}
+        tensors = given[at : (at := at + len(stage.parameters))]
+        inputs = given[at : (at := at + len(stage.inputs))]
         if isinstance(operation, Linear):
-            x = F.linear(x, *tensors.values())
+            x = F.linear(x, *tensors)
         elif isinstance(operation, MergedLinear):
-            x = _merged(operation, x, tensors, stage.whole)
+            x = _merged(operation, x, dict(zip(stage.parameters, tensors, strict=True)), stage.whole)
         else:
-            operation.__dict__["_parameters"] = {**operation._parameters, **tensors}
-            x = operation.fwd(x, **inputs)[0]
+            if tensors:
+                operation = _with_parameters(operation, dict(zip(stage.parameters, tensors, strict=True)))
+            x = operation.fwd(x, **dict(zip(stage.inputs, inputs, strict=True)))[0]
     return x
 
 
@@ -253,8 +311,12 @@ def _merged(operation: MergedLinear, x: Tensor, tensors: Mapping[str, Tensor], w
     return operation.gemm(x, weights, biases)
 
 
-def _copy(operation: UnfusedOperation) -> UnfusedOperation:
-    """An operation of the same configuration, which holds no parameter."""
+def _with_parameters(operation: UnfusedOperation, tensors: Mapping[str, Tensor | None]) -> Any:
+    """An operation of the same configuration, with these parameters."""
     copy: Any = object.__new__(type(operation))
-    copy.__dict__ |= {**vars(operation), "_parameters": dict.fromkeys(operation._parameters)}  # pyright: ignore[reportPrivateUsage]
+    copy.__dict__.update(operation.__dict__, _parameters={**operation._parameters, **tensors})  # pyright: ignore[reportPrivateUsage]
     return copy
+
+
+def _without_parameters(operation: UnfusedOperation) -> UnfusedOperation:
+    return _with_parameters(operation, dict.fromkeys(operation._parameters))  # pyright: ignore[reportPrivateUsage]

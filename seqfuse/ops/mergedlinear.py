@@ -14,6 +14,7 @@ from .. import operation as sf
 from ..casts import lowered
 from ..env import Env, autocast_of
 from ..maingrad import Accumulated
+from ..saved import maker
 from ._joined import joined, one_gemm
 from ._read import parameter, required
 from .linear import gemm_traffic, weight_grad
@@ -177,7 +178,7 @@ class MergedLinear(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weights = self.weights_for(x)
-        return self.gemm(x, weights, self.biases()), self.Saved(x=x, weights=weights)
+        return self.gemm(x, weights, self.biases()), self._saved(x, weights)
 
     def gemm(self, x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]) -> Tensor:
         """Return y from one GEMM, or one for each part into its slice."""
@@ -276,3 +277,7 @@ class MergedLinear(sf.UnfusedOperation):
     def extra_repr(self) -> str:
         owned = [self._parameters.get(name, self) is not None for name in _BIASES[: len(self.parts)]]
         return f"{self.in_features}, {self.parts}, bias={owned[0] if len(set(owned)) == 1 else tuple(owned)}"
+
+
+saved_merged = maker(MergedLinear.Saved)
+"""`saved_merged(x, weights)`: what a `MergedLinear` saves."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError, StateError
+from seqfuse.fuser import interpret
+from seqfuse.operation import config_version
 from seqfuse.saved import packing
 
 from .kit_b import assert_same, draw, passes, randomize
@@ -334,3 +338,54 @@ def test_a_record_may_be_extended():
     back, tensors = round_trip(Longer(x=draw(1), weight=None, parts=(), more=draw(2)), frozenset({"x"}))
     assert len(tensors) == 2
     assert back.more.shape == (2,)
+
+
+class Anew(sf.ForwardFusion):
+    """As `Thrifty`, with a function that is another object in each call."""
+
+    bias: ops.Bias
+    act: ops.SiLU
+
+    def fwd(self, x: Tensor) -> Any:
+        late = sf.Recompute(functools.partial(watched, True), x, self.bias.bias)
+        y = torch.nn.functional.silu(x + self.bias.bias)
+        return y, {"bias": ops.Bias.Saved(), "act": ops.SiLU.Saved(x=late)}
+
+
+made_again: list[weakref.ref[Tensor]] = []
+
+
+def watched(again: bool, x: Tensor, bias: Tensor) -> Tensor:
+    assert again
+    calls.append("alive" if any(t() is not None for t in made_again) else "freed")
+    z = x + bias
+    made_again.append(weakref.ref(z))
+    return z
+
+
+def test_generated_code_makes_a_field_again_and_lets_it_go(monkeypatch: pytest.MonkeyPatch):
+    layers = [layer for _ in range(3) for layer in (ops.Linear(5, 5), ops.SiLU())]
+    plain = sf.Sequential(*layers, fusions=())
+    model = sf.Sequential(*layers, fusions=(Anew,))
+    randomize(plain.double())
+    x = draw(7, 5).double().requires_grad_()
+    expected = passes(plain, x)
+    for _ in range(2):
+        passes(model, x)
+    monkeypatch.setattr(interpret, "backward", None)
+    made_again.clear()
+    calls.clear()
+    assert_same(passes(model, x), expected)
+    assert calls == ["freed"] * 3
+
+
+@pytest.mark.parametrize("saving", [ops.Linear, lambda *sizes: ops.MergedLinear(sizes[0], (3, 4))])
+def test_a_call_that_saves_less_sets_nothing(saving: Any):
+    """Which would have each sequence of the process compared with itself before its next call."""
+    model = sf.Sequential(ops.LayerNorm(8), saving(8, 7), memory="lean")
+    assert "RecomputeNorm" in str(model.plan(torch.randn(4, 8)))
+    model(torch.randn(4, 8)).sum().backward()
+    version = config_version.current
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()
+    assert config_version.current is version

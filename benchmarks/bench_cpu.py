@@ -1,0 +1,224 @@
+"""CPU time of training steps beside eager torch, paired: one thread, all sides of a row in one process.
+
+A row names what is measured, how the eager side is made and how its variants are. The sides of a row take turns, and
+each round gives one ratio for each variant: medians and quartiles of these are printed and written to
+`results/cpu.json`. Times are those of the thread, which other processes do not add to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import plain
+import torch
+import transformers
+from host_models import pair
+from record import write
+from torch import Tensor, nn
+
+import seqfuse as sf
+
+ROUNDS = 25
+ROUND_SECONDS = 0.04
+
+_SMALL: dict[str, Any] = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+Build = Callable[[int, float], nn.Module]
+Step = Callable[[], Any]
+"""One training step, or what is measured in its place."""
+
+
+class Row(NamedTuple):
+    """What is compared: `eager()` and each of `variants` make a step, with the same weights and inputs."""
+
+    name: str
+    eager: Callable[[], Step]
+    variants: Mapping[str, Callable[[], Step]]
+
+
+class Measured(NamedTuple):
+    """Microseconds of a step, and of the ratios to eager the median and the quartiles."""
+
+    microseconds: float
+    ratio: float
+    low: float
+    high: float
+
+
+def measure(row: Row, rounds: int = ROUNDS, seconds: float = ROUND_SECONDS) -> dict[str, Measured]:
+    """Time the sides of a row in turn, each for about `seconds` in a round; the first side of a round changes."""
+    torch._dynamo.reset()
+    sides = {"eager": row.eager(), **{name: make() for name, make in row.variants.items()}}
+    steps = {name: _steps(run, seconds) for name, run in sides.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    order = list(sides)
+    for _ in range(rounds):
+        for name in order:
+            times[name].append(_timed(sides[name], steps[name]))
+        order.append(order.pop(0))
+        gc.collect()  # here, so that no side pays for the garbage of another
+    found: dict[str, Measured] = {}
+    for name, own in times.items():
+        low, middle, high = statistics.quantiles([t / e for t, e in zip(own, times["eager"], strict=True)], n=4)
+        found[name] = Measured(statistics.median(own) * 1e6, middle, low, high)
+    return found
+
+
+def _steps(run: Step, seconds: float) -> int:
+    for _ in range(10):  # plans, generated code, tables of Dynamo
+        run()
+    return max(1, math.ceil(seconds / max(_timed(run, 3), 1e-7)))
+
+
+def _timed(run: Step, steps: int) -> float:
+    """Seconds of a step."""
+    gc.disable()
+    begun = time.thread_time()
+    for _ in range(steps):
+        run()
+    took = (time.thread_time() - begun) / steps
+    gc.enable()
+    return took
+
+
+def _gpt2(width: int, dropout: float) -> nn.Module:
+    config = transformers.GPT2Config(
+        n_embd=width, n_layer=2, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **_SMALL
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama(width: int, dropout: float) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=width, intermediate_size=width * 7 // 2, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_dropout=dropout, **_SMALL,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _language_model(build: Build, change: Callable[[nn.Module], object], width: int, tokens: int, p: float) -> Step:
+    torch.manual_seed(0)
+    model = build(width, p).train()
+    change(model)
+    ids = torch.arange(tokens).reshape(1, tokens) % _SMALL["vocab_size"]
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def _nothing(model: nn.Module) -> None:
+    """Eager torch."""
+
+
+def _dynamo(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+def _lean(model: nn.Module) -> None:
+    sf.convert(model, memory="lean")
+
+
+MODELS: dict[str, Build] = {"GPT-2": _gpt2, "Llama": _llama}
+
+
+def language_model(name: str, width: int, tokens: int, dropout: float = 0.0) -> Row:
+    """A model of Hugging Face with a loss, converted; the last variant is Dynamo alone, which runs eager's calls."""
+
+    def make(change: Callable[[nn.Module], object]) -> Callable[[], Step]:
+        return lambda: _language_model(MODELS[name], change, width, tokens, dropout)
+
+    variants = {"default": make(sf.convert), "lean": make(_lean), "Dynamo alone": make(_dynamo)}
+    title = f"HF {name}, 2 layers of {width}, {tokens} tokens{_dropped(dropout)}"
+    return Row(title, make(_nothing), variants)
+
+
+def _dropped(p: float) -> str:
+    return f", dropout {p}" if p else ""
+
+
+def _with_gradient(model: nn.Module, x: Tensor, g: Tensor) -> Step:
+    def step() -> None:
+        model(x).backward(g)
+
+    return step
+
+
+def sequential(operations: int) -> Row:
+    """A `Sequential` of small operations at 4 x 16 beside `torch.nn.Sequential`."""
+
+    def make(side: int) -> Callable[[], Step]:
+        def made() -> Step:
+            *models, x, g = pair(operations)
+            return _with_gradient(models[side], x, g)
+
+        return made
+
+    title = f"Sequential of {operations} operation{'s' * (operations > 1)}, 4 x 16"
+    return Row(title, make(1), {"default": make(0)})
+
+
+def block(name: str, spec: plain.Spec, tokens: int) -> Row:
+    """A transformer layer made of operations beside the same in torch."""
+
+    def make(memory: Any) -> Callable[[], Step]:
+        def made() -> Step:
+            torch.manual_seed(0)
+            model = plain.build("layer", spec) if memory is None else plain.fused("layer", spec)
+            if memory is not None:
+                model.memory = memory
+            x = torch.randn(1, tokens, spec.H, requires_grad=True)
+            return _with_gradient(model.train(), x, torch.randn(1, tokens, spec.H))
+
+        return made
+
+    title = f"{name} block of {spec.H}, {tokens} tokens{_dropped(spec.dropout)}"
+    return Row(title, make(None), {"default": make("save"), "lean": make("lean")})
+
+
+GPT = plain.Spec(256, 1024, 4, 4, 64, False)
+LLAMA = plain.Spec(256, 688, 4, 2, 64, True)
+ROWS = (
+    language_model("GPT-2", 64, 32),
+    language_model("Llama", 64, 32),
+    language_model("GPT-2", 64, 32, dropout=0.1),
+    sequential(1),
+    sequential(6),
+    block("GPT", GPT, 64),
+    block("GPT", dataclasses.replace(GPT, dropout=0.1), 64),
+    block("Llama", LLAMA, 64),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("only", nargs="*", help="words that a row's name contains, one of them; all rows by default")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: list[dict[str, Any]] = []
+    for row in ROWS:
+        if options.only and not any(word in row.name for word in options.only):
+            continue
+        sides = measure(row, options.rounds)
+        eager = sides.pop("eager")
+        print(f"{row.name}: eager {eager.microseconds:,.0f} us", flush=True)
+        for name, m in sides.items():
+            print(f"  {name:<14} {m.ratio:.3f} [{m.low:.3f}, {m.high:.3f}] {m.microseconds:,.0f} us", flush=True)
+        times = {name: m._asdict() for name, m in sides.items()}
+        found.append({"name": row.name, "eager": eager.microseconds, "sides": times})
+    if not options.only:
+        print(f"wrote {write('cpu', {'rounds': options.rounds, 'rows': found}).name}")
+
+
+if __name__ == "__main__":
+    main()
