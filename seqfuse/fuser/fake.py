@@ -58,6 +58,12 @@ def _quiet() -> Generator[None]:
         log.removeFilter(elsewhere)
 
 
+def laid_like(t: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A tensor that lies in its storage as another does, of this dtype and device; what it holds is arbitrary."""
+    whole = torch.empty(t.untyped_storage().nbytes() // t.element_size(), dtype=dtype, device=device)
+    return whole.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
 def is_fake(tensor: Any) -> bool:
     """Whether a tensor is a fake one, or one that a compiler records with."""
     return isinstance(tensor, recorded())

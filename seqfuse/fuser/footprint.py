@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from ..casts import autocasting, cast_once
 from ..env import Env
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
+from .arriving import Unknown, run_aside
 from .cost_lookup import describe
-from .fake import faking, is_fake
+from .fake import faking, is_fake, laid_like
 from .flatten import Node
 from .inputs import check_dtypes
 from .schedule import Candidate, Kept
@@ -28,7 +29,7 @@ from .stretch import Stretch
 class Memory:
     """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
 
-    Of what is planned: a module that runs through its own `__call__` is not run, and not counted.
+    Of what is planned: what a module saves that runs through its own `__call__` is not counted.
     """
 
     saved: int
@@ -38,21 +39,31 @@ class Memory:
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
     """The tensors that the operations of a stretch and these candidates save, or why they are not known."""
-    if not stretch.is_entered:
-        return "the shape of the input"
+    if stretch.x is None:
+        return stretch.unknown or "the shape of the input"
     live = [c for c in candidates if c.stop > stretch.wants.live_from]
     steps = [stretch.step(c.start, c.stop, c.fusion) for c in live if c.fusion.saves_memory or c.fusion.has_record]
-    kept = footprint((*stretch.before, stretch), steps)
-    return kept if isinstance(kept, str) else dataclasses.replace(kept, own=kept.own[-len(stretch.positions) :])
+    entering = Entering(stretch.x, stretch.channels, stretch.env, stretch.place)
+    return footprint((stretch,), steps, entering)
 
 
-def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], env: Env, place: torch.device) -> Memory | str:
+class Entering(NamedTuple):
+    """What enters the first of several parts, for an environment, and the device on which they can be tried."""
+
+    x: Tensor
+    channels: Mapping[str, Tensor]
+    env: Env
+    place: torch.device
+
+
+def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entering: Entering) -> Memory | str:
     """The bytes that a forward schedule saves and the FLOPs that it computes, or why they are not known.
 
-    The device is `place`, where the parameters are, also where the plan is for a machine that is not here: on fake
+    The device is its `place`, where the parameters are, also where the plan is for a machine that is not here: on fake
     tensors no kernel is launched. The operators of the library's own make what they return; a fusion that launches one
     itself is not known.
     """
+    env, place = entering.env, entering.place
     if env.autocast is not None and (env.device != place.type or not torch.amp.is_autocast_available(place.type)):
         return f"autocast on {env.device} saves other tensors than on {place.type}, where the parameters are"
     from torch.utils import flop_counter
@@ -63,61 +74,75 @@ def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], env: Env, 
     # Torch has no formula for the CPU's kernel, and before torch 2.13 none for fewer heads of keys than of queries.
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     extra = {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention for kernel in kernels}
-    counter = flop_counter.FlopCounterMode(display=False, custom_mapping=extra)
-    kept = footprint(parts, forward, counter)
-    return kept if isinstance(kept, str) else Memory(kept.saved_by(forward), kept.unfused, counter.get_total_flops())
+    flops = list[int]()
+
+    @contextlib.contextmanager
+    def counting() -> Generator[None]:
+        with flop_counter.FlopCounterMode(display=False, custom_mapping=extra) as counter:
+            yield
+        flops.append(counter.get_total_flops())
+
+    kept = footprint(parts, forward, entering, counting)
+    return kept if isinstance(kept, str) else Memory(kept.saved_by(forward), kept.unfused, sum(flops))
 
 
-def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], counter: Any = None) -> Kept | str:
+def footprint(
+    parts: Sequence[Stretch | Node], steps: Sequence[Step], entering: Entering, counting: Any = None
+) -> Kept | str:
     """The tensors that operations of consecutive parts save, and the fusions of these steps, or why they are not known.
 
-    A module that runs by itself is taken to return what it got, as wide as the next operation takes it. A `counter`
-    sees the operations alone.
+    A module that runs eagerly is run on fake tensors, too; what it saves is not counted. The operations of each part
+    run within `counting()`.
     """
     entered = next((part for part in parts if isinstance(part, Stretch)), None)
     if entered is None:
         return Kept([frozenset[int]()] * len(parts), {}, {})
     inside = entered.nodes[entered.start - parts.index(entered) :]
-    known = {*entered.channels, *(c for node in inside for _, c in node.outputs)}
+    known = {*entering.channels, *(c for node in inside for _, c in node.outputs)}
     for part in parts:
         for node in part.inside if isinstance(part, Stretch) else ():
             for name, channel in node.inputs:
                 if channel not in known:
                     return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
     try:
-        with torch.no_grad(), autocasting(entered.place.type, entered.env.autocast), faking() as mode, cast_once():
-            return _footprint(parts, entered, steps, counter, mode)
+        with torch.no_grad(), autocasting(entering.place.type, entering.env.autocast), faking() as mode, cast_once():
+            return _footprint(parts, entered, steps, entering, counting, mode)
+    except Unknown as error:
+        return str(error)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
 def _footprint(
-    parts: Sequence[Stretch | Node], entered: Stretch, steps: Sequence[Step], counter: Any, mode: Any
+    parts: Sequence[Stretch | Node],
+    entered: Stretch,
+    steps: Sequence[Step],
+    entering: Entering,
+    counting: Any,
+    mode: Any,
 ) -> Kept:
     def like(t: Tensor, dtype: torch.dtype) -> Tensor:
         t = mode.from_tensor(t).detach()
-        same = t.device == entered.place and t.dtype is dtype
-        return t if same else torch.empty_like(t, device=entered.place, dtype=dtype)
+        return t if t.device == place and t.dtype is dtype else laid_like(t, dtype, place)
 
-    env, nodes, x = entered.env, entered.nodes, entered.x
-    assert x is not None
-    x = like(x, env.dtype if x.is_floating_point() else x.dtype)
-    channels = {name: like(t, t.dtype) for name, t in entered.channels.items()}
+    nodes, env, place = entered.nodes, entering.env, entering.place
+    x = like(entering.x, env.dtype if entering.x.is_floating_point() else entering.x.dtype)
+    channels = {name: like(t, t.dtype) for name, t in entering.channels.items()}
     own, before = list[frozenset[int]](), [(x, dict(channels))]
-    seeds = torch.empty(len([n for n in nodes if n.seed is not None]), dtype=torch.int64, device=entered.place)
-    tried = _Tried(_owned(nodes), seeds, counter is None)
+    seeds = torch.empty(len([n for n in nodes if n.seed is not None]), dtype=torch.int64, device=place)
+    tried = _Tried(_owned(nodes), seeds, counting is None)
     first = at = entered.start - parts.index(entered)
-    with counter or contextlib.nullcontext():
-        for part in parts:
-            last = part.positions.stop if isinstance(part, Stretch) else at + 1
+    for part in parts:
+        last = part.positions.stop if isinstance(part, Stretch) else at + 1
+        with counting() if counting and isinstance(part, Stretch) else contextlib.nullcontext():
             while at < last:
                 if isinstance(part, Stretch):
                     if env.autocast is None:
                         check_dtypes(nodes, range(at, at + 1), [x.dtype])
                     x, made, saved = tried(part.step(at, at + 1), x, channels, part.env)
                 else:
-                    x, saved = _beside(part, x, nodes[at + 1 :]), frozenset[int]()
-                    made = {c: x for _, c in part.outputs}
+                    tried.leave_out([mode.from_tensor(p) for p in part.operation.parameters()])
+                    x, made, saved = run_aside(nodes, at, x, channels, mode), dict[str, Tensor](), frozenset[int]()
                 at += 1
                 channels.update(made)
                 own.append(saved)
@@ -125,8 +150,8 @@ def _footprint(
     fused: dict[tuple[int, Any], frozenset[int]] = {}
     for step in steps:
         if step.fused:
-            entering, after = before[step.start - first], before[step.stop - first]
-            fused[step.start, step.operation] = tried(step, *entering, env, after)[2]
+            reached, after = before[step.start - first], before[step.stop - first]
+            fused[step.start, step.operation] = tried(step, *reached, env, after)[2]
     return Kept(own, fused, tried.sizes)
 
 
@@ -180,6 +205,11 @@ class _Tried:
             self._known[key] = None if y is x else (y.shape, y.stride(), y.dtype), tuple(several.values())
         return y, made, frozenset(map(self._number, tensors))
 
+    def leave_out(self, tensors: Sequence[Tensor]) -> None:
+        """Do not count these: they are parameters."""
+        self._owned.update(map(_storage, tensors))
+        self._held += tensors
+
     def _about(self, node: Node, at: int) -> str:
         if at not in self._described:
             self._described[at] = describe(node)
@@ -214,14 +244,6 @@ def _owned(nodes: Sequence[Node]) -> set[int]:
     slots = [slot for node in nodes for slot in node.slots.values()]
     parameters: list[Any] = [owner._parameters.get(name) for owner, name in slots]  # pyright: ignore[reportPrivateUsage]
     return {_storage(p) for p in parameters if is_fake(p)}
-
-
-def _beside(node: Node, x: Tensor, after: Sequence[Node]) -> Tensor:
-    """A stand-in for the result of a module that runs eagerly: its input, as wide as the next operation takes it."""
-    if isinstance(node.operation, UnfusedOperation):
-        return x.new_empty(node.operation.infer(tuple(x.shape)))
-    width = entering_width(after)
-    return x if width is None or x.shape[-len(width) :] == width else x.new_empty(*x.shape[: -len(width)], *width)
 
 
 def entering_width(nodes: Sequence[Node]) -> tuple[int, ...] | None:

@@ -12,9 +12,10 @@ from torch import Tensor
 from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..operation import FusableOperation
+from .arriving import Arriving
 from .budget import MODES, Budget, Choice, MemoryChoice, Share
 from .flatten import Node
-from .footprint import Memory, entering_width, footprint, measure
+from .footprint import Entering, Memory, entering_width, footprint, measure
 from .inputs import borders_of, clearer, expect_tensor, validate
 from .match import Matcher
 from .op_list import OpList, Region
@@ -41,7 +42,7 @@ def plan_ahead(
         check_surplus(op_list.nodes, op_list.inputs, channels)
     env = here = env or (Env.like(x) if x is not None else Env())
     follows = x is not None and env == Env.like(x)
-    shape = None if x is None else tuple(x.shape)  # up to the first barrier, behind which it is not known
+    shape = None if x is None else tuple(x.shape)
     wanted = x is not None and x.requires_grad
     known = {name: value.requires_grad for name, value in channels.items()}
     parameters = [p for node in op_list.nodes for p in node.operation.parameters()]
@@ -49,23 +50,30 @@ def plan_ahead(
     stretches: list[tuple[Region, Stretch]] = []
     parts: list[Stretch | Node] = []
     eager: list[tuple[int, Node]] = []
+    unread = op_list.parametrized and memory == "save"  # a parametrization is the user's code: printing does not run it
+    several = len(op_list.parts) > 1 and not unread
+    arriving = Arriving(x, channels, env, places[0]) if x is not None and several else None
+    counts = x is not None and env.rows in (Env.like(x).rows, bucket(tokens_of(x) or 0))  # the tokens of this input
+    entering, given = x, channels
     for part in op_list.parts:
         if isinstance(part, Region):
             wants = Wants.of(op_list.nodes, part.start, part.stop, wanted, known, env.grad)
             shapes = None if shape is None else validate(op_list.nodes, part.positions, shape)
             shape = None if shapes is None else shapes[-1]
-            if x is not None and shapes is not None:
-                _check_channels(op_list.nodes, part.positions, x, shapes, channels)
+            if entering is not None and shapes is not None:
+                _check_channels(op_list.nodes, part.positions, entering, shapes, given)
             own = [getattr(owner, name) for owner, name in part.slots] if follows and not op_list.parametrized else []
-            given = {c: channels[c] for c in part.channels if c in channels}
-            entered = x if follows and part.start == 0 else None
-            borders = borders_of(op_list.nodes, part.positions, entered, given, own, here)
-            entering, before = (None if stretches else x), () if x is None else tuple(parts)
+            entered, beside = entering if follows else None, given
+            if entered is not None and arriving is not None and part.start > 0:
+                entered, beside = arriving.x, arriving.channels  # those on meta do not fit parameters that are not
+            beside = {c: beside[c] for c in part.channels if c in beside}
+            borders = borders_of(op_list.nodes, part.positions, entered, beside, own, here)
             width = entering_width(op_list.nodes[part.start : part.stop])
             if x is None and width is not None:  # what stands for an input where none is given
                 entering = torch.empty(here.rows or 1024, *width, dtype=here.dtype, device="meta")
-            about = op_list.nodes, part.positions, here, wants, shapes, borders, entering, channels, places[0], before
-            stretches.append((part, Stretch(*about)))
+            about = op_list.nodes, part.positions, here, wants, shapes, borders, entering, given, places[0]
+            why = None if arriving is None else arriving.unknown
+            stretches.append((part, Stretch(*about, unknown=why)))
             parts.append(stretches[-1][1])
             wanted = wanted or wants.live_from < part.stop
             last: Any = op_list.nodes[part.stop - 1].operation
@@ -79,11 +87,23 @@ def plan_ahead(
             parts.append(node)
             wanted = wanted or any(p.requires_grad for p in node.operation.parameters())
             known.update((channel, wanted) for _, channel in node.outputs)
+        entering = None
+        if arriving is not None:
+            arriving.run(op_list.nodes, part.positions if isinstance(part, Region) else range(part, part + 1))
+            if arriving.unknown is None:
+                entering, given = arriving.apart()
+                wanted, shape = entering.requires_grad, tuple(entering.shape)
+                known.update((name, t.requires_grad) for name, t in given.items())
+                like = Env.like(entering)
+                here = dataclasses.replace(
+                    here, dtype=like.dtype if follows else here.dtype, rows=like.rows if counts else here.rows
+                )
 
     def planned(choice: Choice) -> Plan:
         plans = [plan_region(stretch, matcher, choice_in(choice, op_list, part)) for part, stretch in stretches]
-        return merge(plans, eager, env)
+        return merge(plans, eager, env if largest is None else largest.env)
 
+    largest = max((stretch for _, stretch in stretches), key=lambda stretch: len(stretch.positions), default=None)
     plan = planned(memory)
     plan = dataclasses.replace(plan, unmatched=tuple(_unmatched(matcher, plan)))
     if x is None or op_list.parametrized:
@@ -96,7 +116,7 @@ def plan_ahead(
             return None  # what is kept now is not what this plan says
         if len(places) > 1:
             return "the parameters are on several devices"
-        return measure(parts, plan.forward, env, places[0])
+        return measure(parts, plan.forward, Entering(x, channels, env, places[0]))
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
         every = {choice: planned(choice) for choice in dict.fromkeys((*MODES, memory))}
@@ -104,16 +124,17 @@ def plan_ahead(
             return ()
         found, least = list[MemoryChoice](), every["save"].cost
         for choice, plan in every.items():
-            kept = footprint(parts, plan.forward)
+            kept = footprint(parts, plan.forward, Entering(x, channels, env, places[0]))
             if isinstance(kept, str):
                 return ()
             more = (plan.cost - least) / 1000
             found.append(MemoryChoice(str(choice), kept.saved_by(plan.forward), more, choice == memory))
         return tuple(found)
 
+    main = x if largest is None or largest.x is None else largest.x
     has_choice = env.grad and any(fusion.saves_memory for fusion in matcher.fusions)
     compare = compared if has_choice else None
-    return dataclasses.replace(plan, tokens=tokens_of(x), measure=measured, compare=compare)
+    return dataclasses.replace(plan, tokens=tokens_of(main), measure=measured, compare=compare)
 
 
 def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:

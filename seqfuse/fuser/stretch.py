@@ -65,9 +65,9 @@ class Stretch:
         nodes: the whole sequence; `positions` are those of the stretch.
         shapes: shape of the tensor that enters each position, and of the last result; `None` where they are not known.
         borders: the dtypes there; empty where all tensors have one.
-        x: what enters, or a tensor like it, with `channels` beside it; `None` where it is known by what runs `before`,
-            or not at all.
+        x: what enters, or a tensor like it, with `channels` beside it; `None` where it is not known.
         place: the device on which its steps can be tried.
+        unknown: why it is not known what enters.
     """
 
     nodes: Sequence[Node]
@@ -79,8 +79,8 @@ class Stretch:
     x: Tensor | None
     channels: Mapping[str, Tensor]
     place: torch.device
-    before: tuple[Stretch | Node, ...] = ()
     fusing: Fusing = dataclasses.field(default_factory=fusing_now)
+    unknown: str | None = None
 
     @classmethod
     def of(
@@ -107,7 +107,7 @@ class Stretch:
     @property
     def is_entered(self) -> bool:
         """Whether something is known of what enters it."""
-        return self.x is not None or bool(self.before)
+        return self.x is not None
 
     @property
     def inside(self) -> Sequence[Node]:

