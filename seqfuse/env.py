@@ -162,6 +162,11 @@ class Env:
             return dtype
         return self.autocast
 
+    @property
+    def widens(self) -> bool:
+        """Whether GEMMs are computed in float32 since this CPU has no instructions for their dtype."""
+        return self.device == "cpu" and self.cast(self.dtype) in WIDENED
+
     def microseconds(self, savings: Savings) -> float:
         """Time that `savings` are worth here; orders of magnitude, used only to rank schedules."""
         launch, bandwidth, rate = _COSTS.get(self.arch) or _COSTS["cpu" if self.device == "cpu" else "gpu"]
@@ -235,6 +240,19 @@ def autocast_of(kind: str) -> torch.dtype | None:
     if not (kind in _WITH_AUTOCAST or asked) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def _without_instructions() -> frozenset[torch.dtype]:
+    """The dtypes for whose GEMMs this CPU has no instructions, by what oneDNN says of it."""
+    try:
+        has: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    except (AttributeError, RuntimeError):  # a torch without oneDNN has GEMMs of its own
+        return frozenset()
+    return frozenset() if has else frozenset({torch.bfloat16})
+
+
+WIDENED = _without_instructions()
+"""The dtypes whose GEMMs are computed in float32 on this CPU, and rounded once."""
 
 
 @functools.cache

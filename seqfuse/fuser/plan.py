@@ -110,6 +110,11 @@ class Plan:
                         found.append(Cast(position, name, dtype))
         return tuple(found)
 
+    @cached_property
+    def widens(self) -> bool:
+        """Whether GEMMs are computed in float32 and rounded once, for want of instructions for their dtype."""
+        return self.env.widens and not {"Linear", "MergedLinear"}.isdisjoint(self.names)
+
     @property
     def alone(self) -> tuple[Eager, ...]:
         """The earlier name of `eager`."""
@@ -164,6 +169,7 @@ class Plan:
             unmatched=[*self.unmatched],
             eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
             casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in self.casts],
+            gemms="float32" if self.widens else None,
             memory=None if self.memory is None else dataclasses.asdict(self.memory),  # pyright: ignore[reportArgumentType]
             memory_unknown=self.memory_unknown,
             choices=[dataclasses.asdict(c) for c in self.choices],  # pyright: ignore[reportArgumentType]

@@ -17,7 +17,9 @@ from ..env import Env, Savings, autocast_of, constant_under_compile
 from ..fusion import Requirements
 from ..hardware import STEP
 from ..ops import Add, Bias, Linear, MergedLinear
-from ..ops.linear import saved_linear, scaled_mm
+from ..ops._mm import addmm, mm
+from ..ops._mm import linear as gemm
+from ..ops.linear import saved_linear
 
 _gelu_: Callable[[Tensor], Tensor] = torch._C._nn.gelu_  # pyright: ignore
 
@@ -37,7 +39,7 @@ def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Ten
             weight = linear.weight_for(x)
         if shift is None and bias is not None:
             shift = bias.read()
-        return F.linear(x, weight, shift), saved_linear(x, weight)
+        return gemm(x, weight, shift), saved_linear(x, weight)
 
     return run
 
@@ -63,10 +65,10 @@ def linear_epilogue(x: Tensor, weight: Tensor, bias: Tensor, act: Literal["relu"
     """act(x weight^T + bias) as one call of ATen; GeLU is by tanh on a GPU and exact on a CPU."""
     cast_to = autocast_of(x.device.type)
     if cast_to is not None and any(t.dtype is not cast_to for t in (x, weight, bias)):  # autocast does not reach it
-        y = F.linear(x, weight, bias)
+        y = gemm(x, weight, bias)
         return torch.relu_(y) if act == "relu" else F.gelu(y, approximate="tanh" if x.is_cuda else "none")
     if x.device.type == "cpu":  # where the call does these two, after views
-        y = F.linear(x, weight, bias)
+        y = gemm(x, weight, bias)
         return torch.relu_(y) if act == "relu" else _gelu_(y)
     y = torch._addmm_activation(bias, as_rows(x), weight.t(), use_gelu=act == "gelu")  # pyright: ignore
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -114,7 +116,7 @@ def dgrad(dy: Tensor, weight: Tensor, addend: Tensor | None = None, factor: floa
     flat = dy.ndim == 2
     rows = dy if flat else as_rows(dy)
     if addend is None:
-        dx = scaled_mm(rows, weight, factor)
+        dx = mm(rows, weight, factor)
     else:
-        dx = torch.addmm(addend if flat else as_rows(addend), rows, weight, alpha=factor)
+        dx = addmm(addend if flat else as_rows(addend), rows, weight, factor)
     return dx if flat else dx.view(*dy.shape[:-1], weight.shape[1])

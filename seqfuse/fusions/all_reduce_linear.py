@@ -11,6 +11,7 @@ from ..fusion import BackwardFusion, Requirements
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Bias, CopyToTensorParallel, Linear
+from ..ops._mm import mm
 from ..ops.linear import weight_grad
 from ._linear import one_dtype
 
@@ -55,7 +56,7 @@ class AllReduceLinearBackward(BackwardFusion):
         wait = None
         grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
-            dx = rows.mm(linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
+            dx = mm(rows, linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
             wait = self.enter.group.begin_all_reduce(dx, "CopyToTensorParallel")
         if "linear.weight" in needs:
             grads["linear.weight"] = weight_grad(rows, linear.x, main_grads.pop("linear.weight", None))

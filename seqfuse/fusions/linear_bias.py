@@ -11,6 +11,7 @@ from ..hardware import STEP
 from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
 from ..ops import Bias, Linear
+from ..ops._mm import mm
 from ..ops.linear import weight_grad
 from ._gemm import kernel_takes, like, tf32
 from ._linear import as_rows, linear_of, one_dtype
@@ -68,14 +69,14 @@ class LinearBiasBackward(BackwardFusion):
         dx: Tensor | None = None
         grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
-            dx = torch.mm(rows, linear.weight)
+            dx = mm(rows, linear.weight)
             dx = dx if flat else dx.view(*dy.shape[:-1], dx.shape[1])
         if "bias.bias" in needs:
             grads["bias.bias"] = torch.sum(rows, 0)
         if "linear.weight" in needs:  # last: what fails before it may fall back
             x = linear.x if flat else linear.x.reshape(rows.shape[0], linear.x.shape[-1])
             buffer = main_grads.pop("linear.weight", None) if main_grads else None
-            grads["linear.weight"] = torch.mm(rows.mT, x) if buffer is None else weight_grad(rows, x, buffer)
+            grads["linear.weight"] = mm(rows.mT, x) if buffer is None else weight_grad(rows, x, buffer)
         return dx, grads
 
 

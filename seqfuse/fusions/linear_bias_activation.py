@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..casts import dtype_of, lowered
@@ -14,6 +13,7 @@ from ..env import Env, Savings
 from ..fusion import ForwardFusion, InferenceFusion, Requirements
 from ..hardware import ONEDNN_WORTHWHILE, STEP
 from ..ops import Bias, Dropout, GeLU, Linear, ReLU, Sigmoid, SiLU, Tanh
+from ..ops._mm import linear as gemm
 from ..ops._read import parameter
 from ..ops.linear import saved_linear
 from ..pointwise import Gated, Pointwise
@@ -119,7 +119,7 @@ class LinearBiasAct(ForwardFusion):
             # Autocast of a GPU does not reach this call.
             y = linear_epilogue(x, lowered(weight, always=True), lowered(bias.read(), always=True), "relu")
         else:
-            y = F.linear(x, weight, None if bias is None else bias.read())
+            y = gemm(x, weight, None if bias is None else bias.read())
             y = _IN_PLACE[type(act)](y)
         record = act.Saved(y=y)  # pyright: ignore[reportCallIssue]
         saved: dict[str, Any] = {"linear": saved_linear(x, weight), "act": record}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..env import Env, Savings
@@ -14,6 +13,7 @@ from ..hardware import STEP
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Add, Bias, Linear, Scale
+from ..ops._mm import addmm, linear
 from ..ops.linear import weight_grad
 from ._linear import as_rows, dgrad, fits, gemm_takes, output_bytes
 
@@ -43,10 +43,10 @@ class ForwardLinearScaleAdd(ForwardFusion):
         weight, factor = self.linear.weight_for(x), self.scale.factor
         shape = (*x.shape[:-1], weight.shape[0])
         if add_other.shape == shape and add_other.dtype is x.dtype and fits(factor):
-            y = torch.addmm(as_rows(add_other), as_rows(x), weight.t(), alpha=factor)
+            y = addmm(as_rows(add_other), as_rows(x), weight.t(), factor)
             y = y if x.ndim == 2 else y.view(shape)
         else:
-            y, _ = self.add.fwd(F.linear(x, weight) * factor, other=add_other)
+            y, _ = self.add.fwd(linear(x, weight) * factor, other=add_other)
         saved = {"linear": Linear.Saved(x=x, weight=weight), "scale": Scale.Saved(factor=factor), "add": Add.NOTHING}
         return y, saved
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import saved as context
@@ -17,6 +16,7 @@ from ..fusion import ForwardFusion, Requirements
 from ..operation import UnfusedOperation
 from ..ops import Attention, Bias, Dropout, Fork, LayerNorm, Linear, MergedLinear, QKNorm, RMSNorm, RotaryEmbedding
 from ..ops._joined import one_gemm
+from ..ops._mm import linear
 from ..ops._read import parameter
 from ..ops.linear import saved_linear
 from ..ops.mergedlinear import saved_merged
@@ -107,17 +107,17 @@ class _Recomputed(ForwardFusion, contract=True):
                 given.append(weight)
                 record: Any = saved_linear(x, weight)
                 if part.bias is None:
-                    y = F.linear(x, weight)
+                    y = linear(x, weight)
                 else:
                     given.append(bias := part.bias.read())
-                    y, saved["bias"] = F.linear(x, weight, bias), Bias.NOTHING
+                    y, saved["bias"] = linear(x, weight, bias), Bias.NOTHING
             elif isinstance(operation, MergedLinear):
                 weights, biases = operation.weights_for(x), operation.biases()
                 given += [*weights, *(t for t in biases if t is not None)]
                 one = one_gemm(weights, biases)
                 whole = one is not None
                 record = saved_merged(x, weights)
-                y = operation.gemm(x, weights, biases) if one is None else F.linear(x, *one)
+                y = operation.gemm(x, weights, biases) if one is None else linear(x, *one)
             else:
                 given += [parameter(operation, name) for name in part.parameters]
                 inputs: dict[str, Any] = {name: extras[f"{part.slot}_{name}"] for name in part.inputs if name != "seed"}
@@ -290,7 +290,7 @@ def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tenso
         tensors = given[at : (at := at + len(stage.parameters))]
         inputs = given[at : (at := at + len(stage.inputs))]
         if isinstance(operation, Linear):
-            x = F.linear(x, *tensors)
+            x = linear(x, *tensors)
         elif isinstance(operation, MergedLinear):
             x = _merged(operation, x, dict(zip(stage.parameters, tensors, strict=True)), stage.whole)
         else:
@@ -307,7 +307,7 @@ def _merged(operation: MergedLinear, x: Tensor, tensors: Mapping[str, Tensor], w
     biases = tuple([tensors.get(f"bias_{i}") for i in parts])
     if whole and one_gemm(weights, biases) is None:  # hooks of saved tensors moved them apart
         given = [bias for bias in biases if bias is not None]
-        return F.linear(x, torch.cat(weights), torch.cat(given) if given else None)
+        return linear(x, torch.cat(weights), torch.cat(given) if given else None)
     return operation.gemm(x, weights, biases)
 
 

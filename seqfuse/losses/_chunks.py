@@ -7,11 +7,11 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..env import Env, autocast_of
 from ..errors import KernelError
+from ..ops._mm import linear, linear_into
 from ..settings import fusing_now
 from ._ask import How
 
@@ -87,7 +87,7 @@ def walk(
             part = slice(first, first + step)
             piece = x[part].to(product)
             factor, known = (None if t is None else t[..., part] for t in (scale, softmax))
-            logits, unit = F.linear(piece, cast, shift), None
+            logits, unit = linear(piece, cast, shift), None
             loss: Tensor | None = None
             if made.unit is not None:
                 loss, known, _ = cross_entropy(how, logits, targets[part], None, None, False)
@@ -98,7 +98,7 @@ def walk(
             if made.rows is not None and made.softmax is not None:
                 made.rows[part], made.softmax[:, part] = again if loss is None else loss, of_rows
             if made.dx is not None:
-                torch.mm(d.to(product), cast, out=made.dx[part])
+                linear_into(made.dx[part], d.to(product), cast.t(), None)
             if made.dweight is not None:
                 _add_product(made.dweight, d, piece, unit)
             if made.dbias is not None:

@@ -32,8 +32,8 @@ class LinearCrossEntropy(nn.Module):
     dx = dz weight;  dweight = dz^T x;  dbias = sum of dz over rows. For "mean" and "sum" they are made in the forward
     pass in place of the logits, those that are wanted, and the backward pass multiplies them by the incoming number;
     for "none" the logits are made again. In float16, whose loss scale is not known in the forward pass, gradients of
-    each chunk are kept in a unit of their own, a power of two. Where a parameter has a `main_grad`, its gradient is added to that, unrounded.
-    Second derivatives are not supported.
+    each chunk are kept in a unit of their own, a power of two. Where a parameter has a `main_grad`, its gradient is
+    added to that, unrounded. Second derivatives are not supported.
 
     x: [*, in_features] of float16, bfloat16, float32 or float64; targets: [*] of integers; the loss: a number, or [*],
     in float32 (float64 for float64). GEMMs are in the dtype of x and weight, or that of autocast; the rest, and sums

@@ -18,6 +18,7 @@ from ..group import Group, ParameterShard
 from ..hardware import FLOAT32_SLOWER
 from ..maingrad import Accumulated, accumulated
 from ..saved import maker
+from ._mm import linear, mm
 from ._read import divide, initial, required
 from .allgather import AllGather
 from .allreduce import AllReduce
@@ -187,7 +188,7 @@ class Linear(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = self.weight_for(x)
-        return F.linear(x, weight), self._saved(x, weight)
+        return linear(x, weight), self._saved(x, weight)
 
     def weight_for(self, x: Tensor, always: bool = False) -> Tensor:
         """The weight as it is now; under autocast as a GEMM with x takes it, and as it is kept."""
@@ -203,12 +204,12 @@ class Linear(sf.UnfusedOperation):
         dx = dweight = None
         if "x" in needs:
             weight = saved.weight.conj() if conjugate else saved.weight
-            dx = torch.mm(rows, weight)
+            dx = mm(rows, weight)
             dx = dx if flat else dx.view(*dy.shape[:-1], weight.shape[1])
         if "weight" in needs:
             x = saved.x.conj() if conjugate else saved.x
             buffer = main_grads.pop("weight", None) if main_grads else None
-            dweight = torch.mm(rows.mT, x if flat else _rows(x)) if buffer is None else weight_grad(rows, x, buffer)
+            dweight = mm(rows.mT, x if flat else _rows(x)) if buffer is None else weight_grad(rows, x, buffer)
         return dx, {"weight": dweight}
 
     @property
@@ -246,7 +247,7 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
     """
     dy, x = dy if dy.ndim == 2 else _rows(dy), x if x.ndim == 2 else _rows(x)
     if main_grad is None:
-        return torch.mm(dy.mT, x) if factor == 1.0 else scaled_mm(dy.t(), x, factor)
+        return mm(dy.mT, x, factor)
     device, dtype = dy.device.type, main_grad.dtype
     cast = autocast_of(device)
     if cast is not None:  # it does not reach a GEMM in place
@@ -256,11 +257,6 @@ def weight_grad(dy: Tensor, x: Tensor, main_grad: Tensor | None = None, factor: 
     else:
         main_grad.addmm_(dy.to(dtype).t(), x.to(dtype), alpha=factor)
     return accumulated
-
-
-def scaled_mm(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """Return factor (a b) from one GEMM, rounded once."""
-    return torch.mm(a, b) if factor == 1.0 else a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=factor)
 
 
 def _rows(x: Tensor) -> Tensor:

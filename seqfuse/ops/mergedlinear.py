@@ -16,6 +16,7 @@ from ..env import Env, autocast_of
 from ..maingrad import Accumulated
 from ..saved import maker
 from ._joined import joined, one_gemm
+from ._mm import linear, linear_into, sum_of_mm
 from ._read import parameter, required
 from .linear import gemm_traffic, weight_grad
 
@@ -184,9 +185,9 @@ class MergedLinear(sf.UnfusedOperation):
         """Return y from one GEMM, or one for each part into its slice."""
         one = one_gemm(weights, biases)
         if one is not None:
-            return F.linear(x, *one)
+            return linear(x, *one)
         if torch.compiler.is_compiling() or x.is_meta:  # a compiler takes no slice for `out`, meta no other dtype
-            return torch.cat([F.linear(x, *pair) for pair in zip(weights, biases, strict=True)], -1)
+            return torch.cat([linear(x, *pair) for pair in zip(weights, biases, strict=True)], -1)
         cast_to = autocast_of(x.device.type)
         if cast_to is not None and x.dtype is not torch.float64:  # it does not reach a GEMM into a slice
             x, weights = x.to(cast_to), tuple([weight.to(cast_to) for weight in weights])
@@ -194,10 +195,7 @@ class MergedLinear(sf.UnfusedOperation):
         y = x.new_empty(*x.shape[:-1], self.out_features)
         rows, out = x.reshape(-1, self.in_features), y.view(-1, self.out_features)
         for weight, bias, part in zip(weights, biases, out.split_with_sizes(self.parts, 1), strict=True):
-            if bias is None:
-                torch.mm(rows, weight.t(), out=part)
-            else:
-                torch.addmm(bias, rows, weight.t(), out=part)
+            linear_into(part, rows, weight, bias)
         return y
 
     def bwd(
@@ -224,10 +222,7 @@ class MergedLinear(sf.UnfusedOperation):
         cast_to = autocast_of(dy.device.type)
         if cast_to is not None and dy.dtype is not torch.float64:
             pairs = [(d.to(cast_to), weight.to(cast_to)) for d, weight in pairs]
-        (d, weight), *others = pairs
-        dx = d.mm(weight) if addend is None else torch.addmm(addend.reshape(-1, self.in_features), d, weight)
-        for d, weight in others:
-            dx.addmm_(d, weight)
+        dx = sum_of_mm(pairs, None if addend is None else addend.reshape(-1, self.in_features))
         return dx if rows is dy else dx.view(*dy.shape[:-1], self.in_features)
 
     def grads(

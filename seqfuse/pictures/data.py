@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-FORMAT = 4
+FORMAT = 5
 Kind = Literal["unfused", "eager", "forward", "backward", "joint", "inference"]
 
 
@@ -91,7 +91,7 @@ class ChoiceData(TypedDict):
 
 
 class PlanData(TypedDict):
-    """A whole plan."""
+    """A whole plan; `gemms` is the dtype in which GEMMs are computed where it is not their own."""
 
     format: int
     env: EnvData
@@ -103,6 +103,7 @@ class PlanData(TypedDict):
     unmatched: list[str]
     eager: list[EagerData]
     casts: list[CastData]
+    gemms: str | None
     memory: MemoryData | None
     memory_unknown: str | None
     choices: list[ChoiceData]

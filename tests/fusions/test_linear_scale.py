@@ -146,8 +146,8 @@ def test_complex_numbers_and_a_residual_of_another_dtype_are_left_to_the_operati
 
 
 MUTANTS = {
-    "no factor forward": ("ForwardLinearScaleAdd", "forward", "alpha=factor", "alpha=1.0"),
-    "no sum": ("ForwardLinearScaleAdd", "forward", "weight.t(), alpha=factor)", "weight.t(), alpha=factor, beta=0)"),
+    "no factor forward": ("ForwardLinearScaleAdd", "forward", "weight.t(), factor)", "weight.t())"),
+    "no sum": ("ForwardLinearScaleAdd", "forward", "addmm(as_rows(add_other)", "addmm(0 * as_rows(add_other)"),
     "no factor in dx": ("BackwardLinearScale", "before", "linear.weight, factor=factor", "linear.weight"),
     "dweight scaled twice": ("BackwardLinearScale", "before", "1.0 if before else scale.factor", "scale.factor"),
     "dweight not scaled": ("BackwardLinearScale", "behind a bias", 'main_grads.pop(weight, None), behind)',
