@@ -28,13 +28,15 @@ from ._linear import one_dtype, output_bytes
 class _Stage(NamedTuple):
     """An operation as it was configured, and what it is given: the names of its parameters, and those of other inputs.
 
-    A Linear has its Bias. `whole` says that the parts of a MergedLinear were made by one GEMM.
+    A Linear has its Bias. `whole` says that the parts of a MergedLinear were made by one GEMM. `from_rstd` says that an
+    RMSNorm is also given its rstd.
     """
 
     operation: UnfusedOperation
     parameters: tuple[str, ...]
     inputs: tuple[str, ...]
     whole: bool
+    from_rstd: bool
 
 
 class _Part(NamedTuple):
@@ -52,6 +54,7 @@ class _Part(NamedTuple):
     inputs: tuple[str, ...]
     asked: Mapping[str, Any]
     seed: int | None
+    from_rstd: bool
     cast: tuple[Any, Any]
     made: tuple[Any, Any]
 
@@ -125,6 +128,8 @@ class _Recomputed(ForwardFusion, contract=True):
                     inputs["seed"] = seeds[part.seed]
                 y, record = operation.fwd(x, **inputs, **part.asked)
                 given += inputs.values()
+                if part.from_rstd:
+                    given.append(record.rstd)
             saved[part.slot] = _without(record, made)
             made[id(y)] = context.Recompute(part.made[whole], held[0], *given)
             held.append(x := y)
@@ -150,12 +155,14 @@ class _Recomputed(ForwardFusion, contract=True):
                     each.append(dtype)
             cast = made()
             parameters, inputs, asked = self._given(slot, operation, bias, seeds[i], extras, needs)
+            from_rstd = isinstance(operation, RMSNorm) and env.device == "cpu"
             if not isinstance(operation, Fork):
                 copy = _without_parameters(operation)
                 for each, whole in zip(stages, (False, True), strict=True):
-                    each.append(_Stage(copy, parameters, inputs, whole and operation is self.linear))
+                    each.append(_Stage(copy, parameters, inputs, whole and operation is self.linear, from_rstd))
             seed = i if "seed" in inputs else None
-            found.append(_Part(slot, operation, bias, dtype, parameters, inputs, asked, seed, cast, made()))
+            named = slot, operation, bias, dtype, parameters, inputs
+            found.append(_Part(*named, asked, seed, from_rstd, cast, made()))
         return tuple(found)
 
     def _given(
@@ -293,6 +300,9 @@ def _replayed(stages: tuple[_Stage | torch.dtype, ...], x: Tensor, *given: Tenso
             x = linear(x, *tensors)
         elif isinstance(operation, MergedLinear):
             x = _merged(operation, x, dict(zip(stage.parameters, tensors, strict=True)), stage.whole)
+        elif stage.from_rstd:
+            x = operation.again(x, given[at], *tensors)
+            at += 1
         else:
             if tensors:
                 operation = _with_parameters(operation, dict(zip(stage.parameters, tensors, strict=True)))

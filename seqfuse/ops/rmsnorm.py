@@ -81,6 +81,15 @@ class RMSNorm(Norm):
             rstd = rstd.squeeze_(-1)  # nobody else has seen it; a view costs more
         return rounded(y, x), self.Saved(x=x, rstd=rstd, weight=weight)
 
+    def again(self, x: Tensor, rstd: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Make y again from what is saved: on a CPU the bits of `fwd`, which ATen makes by these calls and others."""
+        wide = x if x.dtype is rstd.dtype else x.to(rstd.dtype)
+        y = wide * rstd.view(*rstd.shape, *(1,) * len(self.normalized_shape))
+        gain = self.gain(weight, rstd.dtype)
+        if gain is not None:
+            y = y.mul_(gain) if gain.dtype is y.dtype else y * gain
+        return y if y.dtype is x.dtype else y.to(x.dtype)
+
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
         x, rstd, weight = saved.x, saved.rstd, saved.weight if "x" in needs else None
         same = weight is not None and weight.dtype is x.dtype is dy.dtype

@@ -117,3 +117,22 @@ def test_starts_from_the_numbers_and_keys_of_torch():
 def test_says_which_last_dimension_it_expects():
     with pytest.raises(ValueError, match="expects last dimension 4, got 5"):
         ops.RMSNorm(4).infer((3, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("own", [None, torch.float32, torch.bfloat16, torch.float64])
+def test_y_is_made_again_from_what_is_saved_with_the_same_bits(
+    dtype: torch.dtype, centered: bool, own: torch.dtype | None
+):
+    for sizes in ((1,), (64,), (1000,), (3, 5)):
+        affine = own is not None
+        norm = ops.RMSNorm(sizes, 1e-6, affine, dtype=own or dtype, zero_centered=centered and affine)
+        x = (3 * torch.randn(4, 7, *sizes)).to(dtype)
+        with torch.no_grad():
+            if norm.weight is not None:
+                norm.weight.normal_()
+            y, saved = norm.fwd(x)
+            again = norm.again(x, saved.rstd, norm.weight)
+        assert again.dtype is y.dtype
+        assert torch.equal(again, y)
