@@ -75,6 +75,9 @@ def sum_of_mm(pairs: Sequence[tuple[Tensor, Tensor]], addend: Tensor | None = No
 
 def _widened(a: Tensor, b: Tensor) -> torch.dtype | None:
     """The dtype of a GEMM of these that is computed in float32; `None` for any other."""
+    if not env.any_autocast():  # first, and by few steps: each GEMM of a small model asks
+        dtype = a.dtype
+        return dtype if dtype in env.WIDENED and dtype is b.dtype and a.is_cpu else None
     if not a.is_cpu:
         return None
     dtype = env.autocast_of("cpu")
