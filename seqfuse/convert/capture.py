@@ -25,6 +25,7 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..fuser.sequential import Sequential
 from ..operation import UnfusedOperation
+from .asking import answer_as_eager
 from .buffers import Buffers
 from .calls import Call, Calls, name_owners
 from .report import GraphReport, Left, counted, text_of
@@ -99,8 +100,6 @@ class Conversion:
             return _captured(conversion.model, conversion._calls, conversion._backend, gm, inputs)
 
         compiled = torch.compile(_frame_of(self._calls), backend=captured)  # pyright: ignore[reportUnknownMemberType]
-        if torch.__version__ < "2.13":
-            compiled = _not_exporting(compiled)
         compiled = _not_warning(compiled)
         self._before = [(place, call_impl(place)) for place in places]
         for place, _ in self._before:
@@ -277,24 +276,7 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
 _CAPTURING, _FAKES = "torch._dynamo.convert_frame", "torch._subclasses.fake_tensor"
 for _name in (_CAPTURING, _FAKES):
     logging.getLogger(_name).addFilter(_is_worth_logging)
-
-
-def _not_exporting(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `torch.compiler.is_exporting()` be False in what Dynamo captures, which took it for True before torch 2.13.
-
-    For an export, models of Hugging Face make masks that they do without elsewhere.
-    """
-    states = cast("dict[Any, bool | None]", torch._dynamo.variables.torch.tracing_state_functions())  # pyright: ignore
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = states[torch.compiler.is_exporting]
-        states[torch.compiler.is_exporting] = False
-        try:
-            return compiled(*args, **kwargs)
-        finally:
-            states[torch.compiler.is_exporting] = before
-
-    return call
+answer_as_eager(lambda: getattr(_local, "call", None))
 
 
 def _not_warning(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,20 +104,10 @@ class Before:
                 stack.enter_context(torch.autocast(device.device.type, autocast))
             for args in self._modes:
                 stack.enter_context(torch.autocast(*args))  # pyright: ignore[reportArgumentType]
-            made: dict[Node, Any] = {}
-
-            def value(node: Node) -> Any:
-                if node not in made:
-                    given: Any = node.meta.get("example_value", node.meta.get("val"))
-                    made[node] = fake(node) if isinstance(given, Tensor) else numbers((given,))[0]
-                return made[node]
-
-            held = _Held()
+            made, held = _Made(), _Held()
             with Launches() as forward, saved_tensors_hooks(held.add, _itself):
-                for node, op, target, args, kwargs in self._calls:
-                    args, kwargs = map_arg((args, kwargs), value)
-                    call = getattr(args[0], target) if op == "call_method" else target
-                    made[node] = call(*(args[1:] if op == "call_method" else args), **kwargs)
+                for call in self._calls:
+                    made.run(*call)
             outputs = [t for n in self._outputs if isinstance(t := made[n], Tensor) and t.requires_grad]
             inputs = [t for t in made.values() if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
             given = [torch.empty_like(t) for t in outputs]
@@ -130,6 +120,40 @@ class Before:
             return Unconverted(forward.count, backward.count, held.bytes(entered, parameters))
 
 
+class _Made(dict[Node, Any]):
+    """Values of nodes under a `FakeTensorMode`, as large as those captured."""
+
+    def __missing__(self, node: Node) -> Any:
+        given: Any = node.meta.get("example_value", node.meta.get("val"))
+        self[node] = fake(node) if isinstance(given, Tensor) else numbers((given,))[0]
+        return self[node]
+
+    def run(self, node: Node, op: str, target: Any, args: Any, kwargs: Any) -> None:
+        """Make a call as torch does."""
+        args, kwargs = map_arg((args, kwargs), self.__getitem__)
+        call = getattr(args[0], target) if op == "call_method" else target
+        self[node] = call(*(args[1:] if op == "call_method" else args), **kwargs)
+
+
+def are_saved(node: Node) -> bool:
+    """Whether a call that reads what a node makes, or a view of it, saves that for its backward pass."""
+    own = set(_memories(node))
+    for user in node.users:
+        if not own.isdisjoint(_memories(user)):
+            if are_saved(user):
+                return True
+            continue
+        made, held = _Made(), _Held()
+        try:
+            with FakeTensorMode(), torch.enable_grad(), saved_tensors_hooks(held.add, _itself):
+                made.run(user, user.op, user.target, user.args, user.kwargs)
+        except Exception:  # a call that does not run without data
+            return True
+        if held.has(made[node]):
+            return True
+    return False
+
+
 class _Held:
     """Storages that a graph saves, which stay alive so that none takes the place of another."""
 
@@ -140,6 +164,10 @@ class _Held:
         storage = t.untyped_storage()
         self._storages[storage._cdata] = storage  # pyright: ignore[reportPrivateUsage]
         return t
+
+    def has(self, t: Tensor) -> bool:
+        """Whether the storage of a tensor is among them."""
+        return t.untyped_storage()._cdata in self._storages  # pyright: ignore[reportPrivateUsage]
 
     def bytes(self, entered: Iterable[Tensor], parameters: Iterable[Tensor]) -> int:
         """The bytes of all but the parameters; of what entered, perhaps as a part of a larger tensor, its own alone."""

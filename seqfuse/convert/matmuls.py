@@ -13,6 +13,7 @@ from ..operation import FusableOperation
 from ..ops.mergedlinear import MAX_PARTS
 from .effects import Effects
 from .graph import argument, back, example, is_fixed, numbers, operands, same_size, spelled
+from .launches import are_saved
 from .raising import META, Found, Inner, Raised, View, matcher, one
 
 _UNITS: dict[str, Callable[..., FusableOperation]] = {
@@ -93,7 +94,10 @@ def _of_halves(unit: FusableOperation, gate: Any, up: Any, node: Node, took: lis
 
 
 def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
-    """The same operations, where the `Linear`s of one tensor whose results nothing else reads are one."""
+    """The same operations, where the `Linear`s of one tensor whose results nothing else reads are one.
+
+    A result that a call saves for its backward pass would keep the memory of one that no call saves.
+    """
     read = {r.x for r in operations}
     groups: dict[tuple[Any, bool], list[Raised]] = {}
     for r in operations:
@@ -103,7 +107,7 @@ def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
         if plain and all(isinstance(p, Node) and p.op in ("placeholder", "get_attr") for p in r.parameters.values()):
             groups.setdefault((r.x, r.reached), []).append(r)
     gone: dict[Raised, Raised | None] = {}
-    for group in groups.values():
+    for group in (part for whole in groups.values() if len(whole) > 1 for part in _saved_alike(whole)):
         if not 1 < len(group) <= MAX_PARTS or not effects.allow(t for r in group for t in r.took):
             continue
         inner = Inner()
@@ -118,6 +122,12 @@ def beside(operations: list[Raised], effects: Effects) -> list[Raised]:
             place += size
         gone |= dict.fromkeys(group) | {group[0]: found}
     return [kept for r in operations if (kept := gone.get(r, r)) is not None]
+
+
+def _saved_alike(group: list[Raised]) -> tuple[list[Raised], list[Raised]]:
+    """Those whose results the calls that read them save, and the others."""
+    saved = [r for r in group if isinstance(r.out, Node) and are_saved(r.out)]
+    return saved, [r for r in group if r not in saved]
 
 
 def _reads_in_place(user: Node, linear_node: Node) -> bool:

@@ -18,11 +18,15 @@ from .recording import Replayed
 
 
 def passes(model: nn.Module | Replayed, inputs: dict[str, Any], autocast: bool) -> dict[str, Tensor]:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = tensor_of(model(**inputs))
-    model.zero_grad()
-    (y.float() * seeded_randn(tuple(y.shape), 9)).sum().backward()
-    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+    """The result, and the gradients for each of some dy: of one alone chance decides which rounding is the better."""
+    found: list[dict[str, Tensor]] = []
+    for seed in range(9, 13):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = tensor_of(model(**inputs))
+        model.zero_grad()
+        (y.float() * seeded_randn(tuple(y.shape), seed)).sum().backward()
+        found.append({"y": y.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}})
+    return {name: torch.stack([each[name] for each in found]) for name in found[0]}
 
 
 def chains(conversion: Conversion | Replayed) -> list[list[str]]:
