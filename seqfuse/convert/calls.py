@@ -128,17 +128,22 @@ class Calls:
 
     Attributes:
         count: how many there were.
-        breaks: the graph breaks that they met.
+        breaks: the graph breaks that they met, and in which of them each was met first.
         failed: how many of a kind Dynamo failed to capture, although they run as before.
     """
 
     def __init__(self, missed: Counter[str]) -> None:
         self.count, self.missed = 0, missed
-        self.breaks: dict[Break, None] = {}
+        self.breaks: dict[Break, int] = {}
         self.failed: Counter[Any] = Counter()
-        self._seen: set[str] = set()
+        self._seen: list[tuple[Captured, set[str]]] = []
 
-    def see(self, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> None:
+    def meet(self, call: Call) -> None:
+        """Note the graph breaks of the call that ends."""
+        for one in call.breaks():
+            self.breaks.setdefault(one, self.count)
+
+    def see(self, captured: Captured, place: nn.Module, gm: GraphModule, inputs: Iterable[Any]) -> None:
         """Note which modules of what is called a graph has calls or parameters of."""
         modules = cast("Iterable[tuple[str, nn.Module]]", place.named_modules())
         paths: dict[int, str] = {}
@@ -146,7 +151,7 @@ class Calls:
             paths |= {id(module): path, **{id(p): path for p in module.parameters(recurse=False)}}
         bodies = [body for body in gm.modules() if isinstance(body, GraphModule)]
         called = (key for body in bodies for node in body.graph.nodes for key in _modules_of(node))
-        self._seen.update(paths[key] for key in (*called, *map(id, inputs)) if key in paths)
+        self._seen.append((captured, {paths[key] for key in (*called, *map(id, inputs)) if key in paths}))
 
     def skipped(self, model: nn.Module, places: Iterable[nn.Module]) -> list[tuple[str, nn.Module, str]]:
         """Modules without submodules that no graph has, by path, as Dynamo left the code of one around them."""
@@ -157,8 +162,11 @@ class Calls:
             left = {path: at for path, module in inner.items() if (at := self._left_at(module)) is not None}
             for path, module in inner.items():
                 around = [p for p in left if not p or path == p or path.startswith(f"{p}.")]
-                if around and path not in self._seen and not any(True for _ in module.children()):
-                    where = max(around, key=len)
+                if not around or any(True for _ in module.children()):
+                    continue
+                where = max(around, key=len)
+                since = self.breaks[left[where]]  # a graph that ran before that may have it, if a hook was set since
+                if not any(path in seen and captured.last >= since for captured, seen in self._seen):
                     reason = (
                         f"in no graph, as Dynamo left the code of {type(inner[where]).__name__} at {left[where].place}"
                     )

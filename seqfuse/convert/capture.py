@@ -164,7 +164,7 @@ def _captured(
         setattr(_dynamo, name, False)
     call: Call = vars(_local)["call"]
     captured = call.captures(gm, example_inputs)
-    calls.see(call.module, gm, example_inputs)
+    calls.see(captured, call.module, gm, example_inputs)
     name_owners(model, call.module, gm)
     known = len(backend.graphs)
     run = backend(gm, example_inputs)
@@ -231,7 +231,7 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
         call.failures.append(error)
     finally:
         _local.call = outer
-        calls.breaks.update(dict.fromkeys(call.breaks()))
+        calls.meet(call)
         where = "behind a graph break " if call.ran else ""
         calls.missed.update({f"{where}Dynamo failed to capture them: {_first_of(e, handled)}" for e in call.failures})
         for name, value in vars(_local).pop("set", {}).items():

@@ -16,6 +16,8 @@ _MODULES = {
     "torch.nn.functional",
     "torch._C._nn",
     "torch._C",
+    "torch._C._fft",
+    "torch._C._linalg",
     "torch.functional",
     "_operator",
     "torch._tensor",
@@ -23,7 +25,7 @@ _MODULES = {
 _ALIKE = {
     "multiply": "mul", "concat": "cat", "concatenate": "cat", "divide": "truediv", "div": "truediv",
     "true_divide": "truediv", "subtract": "sub", "swapaxes": "transpose", "swapdims": "transpose", "mm": "matmul",
-    "unsafe_chunk": "chunk",
+    "unsafe_chunk": "chunk", "linalg_matmul": "matmul",
 }  # fmt: skip
 _CALLS_THAT_CAST = {"float", "double", "half", "bfloat16", "to", "type_as", "type"}
 _SAME = {*_CALLS_THAT_CAST, "contiguous", "view", "reshape", "expand", "expand_as", "clone", "identity"}
@@ -46,6 +48,12 @@ def spelled(node: Any) -> str | None:
     else:
         return None
     return _ALIKE.get(name, name)
+
+
+def name_of(node: Node) -> str:
+    """The name of a call, of torch or of anybody else."""
+    target: Any = getattr(node.target, "overloadpacket", node.target)
+    return spelled(node) or getattr(target, "__name__", str(target))
 
 
 _POSITIONAL = {

@@ -18,16 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import ops
 from .chains import Chain, Order
 from .effects import in_place
-from .graph import argument, example, fake, is_fixed, is_plain, is_same, numbers, spelled
+from .graph import argument, example, fake, is_fixed, is_plain, is_same, name_of, numbers, spelled
 
 
 def launching(nodes: Iterable[Node]) -> Counter[str]:
     """The calls of a graph that launch something, by name: all but views and changes of modes."""
-    return Counter(_name(node) for node in nodes if _launches(node))
-
-
-def _name(node: Node) -> str:
-    return spelled(node) or getattr(node.target, "__name__", str(node.target))
+    return Counter(name_of(node) for node in nodes if _launches(node))
 
 
 def _launches(node: Node) -> bool:

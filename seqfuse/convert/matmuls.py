@@ -35,6 +35,8 @@ def raise_gated(node: Node) -> Found:
         found = _of_linears(unit, gate, up, node, took) or _of_halves(unit, gate, up, node, took)
         if found is not None:
             return found
+        if _of_halves(unit, up, gate, node, []) is not None:
+            return "it gates with the second half of its input"
     return None
 
 

@@ -19,7 +19,7 @@ class Left:
 
     Attributes:
         call: the name of the call.
-        kind: GEMM, norm, activation, attention or convolution.
+        kind: GEMM, norm, activation, attention, convolution, interpolation, recurrent layer or FFT.
         module: the path of the module that it belongs to.
         reason: why.
     """
@@ -37,7 +37,7 @@ class GraphReport:
     Attributes:
         name: of the graph.
         regions: what runs each of its chains; `plan` of each is how it ran last, `None` before its first call.
-        left: the GEMMs, norms, activations, attentions and convolutions that run as before.
+        left: the GEMMs, norms, activations, attentions and the like that run as before.
         beside: how many calls that launch a kernel run as before, by name; calls of chains are not among them.
         limit: Dynamo's limit of graphs for one piece of code, if this graph is the last within it.
         again: whether the same code had been captured before, for calls that differed from this one.

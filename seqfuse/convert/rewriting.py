@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
@@ -14,10 +15,11 @@ from . import attention, attention_by_hand, linears, matmuls, norms, norms_by_ha
 from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
-from .graph import owner, positional, spelled
+from .graph import name_of, owner, positional, spelled
 from .inserting import insert, why_not
 from .launches import Before, launching
 from .masks import erase_unread
+from .neighbours import ALONE, alone
 from .norms_by_hand import is_root
 from .ordering import CannotOrder, sort
 from .raising import Raised, Transposed, raised
@@ -29,8 +31,9 @@ MATCHERS = (attention, attention_by_hand, matmuls, norms, norms_by_hand, linears
 
 _KINDS = {
     "GEMM": (
-        "linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "addbmm", "mv", "einsum", "tensordot", "bilinear",
-        "_grouped_mm", "grouped_mm",
+        "linear", "addmm", "matmul", "mm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "einsum", "tensordot", "bilinear",
+        "inner", "chain_matmul", "linalg_multi_dot", "_grouped_mm", "grouped_mm", "grouped_mm_fallback", "_scaled_mm",
+        "scaled_mm",
     ),
     "attention": (
         "scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention",
@@ -40,6 +43,14 @@ _KINDS = {
     "activation": (
         "gelu", "silu", "relu", "tanh", "sigmoid", "glu", "leaky_relu", "elu", "mish", "softplus", "relu6", "hardswish",
         "hardsigmoid", "hardtanh", "selu", "celu", "prelu", "logsigmoid", "relu_", "silu_", "tanh_", "sigmoid_",
+    ),
+    "interpolation": ("lerp", "lerp_"),
+    "recurrent layer": (
+        "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    ),
+    "FFT": (
+        *(f"fft_{inverse}{kind}fft{n}" for inverse in ("", "i") for kind in ("", "r", "h") for n in ("", "2", "n")),
+        "stft", "istft",
     ),
     "convolution": ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 }  # fmt: skip
@@ -107,7 +118,7 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     erase_unread(graph)
     gm.recompile()
     left = [
-        Left(spelled(n) or "", kind, owner(n), reasons.get(n) or _reason(n, may(n)))
+        Left(name_of(n), kind, owner(n), reasons.get(n) or _reason(n, may(n)))
         for n in graph.nodes
         if (kind := _kind(n, n in reasons)) is not None
     ]
@@ -117,19 +128,35 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
 
 def _kind(node: Node, explained: bool) -> str | None:
     """What a call that is left is in the words of a report; roots and softmax are only where there is a reason."""
-    name = spelled(node) or ""
+    name = name_of(node) if node.op in ("call_function", "call_method") else ""
     if explained and name == "softmax":
         return "attention"
+    if name == "einsum" and not _contracts(node):
+        return None
     return "norm" if explained and (name in _NORMS or is_root(node)) else _HEAVY.get(name)
 
 
+def _contracts(einsum: Node) -> bool:
+    """Whether an einsum sums over an index of several tensors; without that it is a product of elements or a view."""
+    equation: Any = einsum.args[0]
+    if not isinstance(equation, str):
+        return True
+    given, _, made = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if "->" not in equation:
+        made = "".join(letter for letter in given if given.count(letter) == 1)
+    return any(sum(letter in term for term in terms) > 1 and letter not in made for letter in given if letter.isalpha())
+
+
 def kind_of(module: nn.Module) -> str | None:
-    """What a module without submodules is in the words of a report: GEMM, norm, activation, attention, convolution."""
+    """What a module without submodules is in the words of a report, as `Left.kind`."""
     name, where = type(module).__name__, type(module).__module__
     if isinstance(module, nn.Linear | nn.Bilinear) or name == "Conv1D":  # which a GEMM is called by Hugging Face
         return "GEMM"
     if isinstance(module, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
         return "convolution"
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return "recurrent layer"
     if "Norm" in name:
         return "norm"
     return "activation" if where.endswith((".activation", ".activations")) else None
@@ -140,6 +167,7 @@ def _regions(
 ) -> tuple[list[tuple[Chain, Region]], set[Node]]:
     """The chains that can run as one call, and the nodes that need not run then."""
     apart: set[Raised] = set()
+    lone: list[Chain] = []
     while True:
         chains = chains_of(graph, operations, apart, strict)
         outside, dead = needed(graph, chains)
@@ -148,7 +176,8 @@ def _regions(
         begins = set[Raised]()
         for chain in chains:
             if len(chain.members) == 1 or not any(r.counts for r in chain.members):
-                left += [(r, "no operation beside it to fuse it with") for r in chain.members]
+                left += [(r, ALONE) for r in chain.members]
+                lone.append(chain)
                 continue
             order = order_of(chain, outside)
             left += [(r, "it goes on from a tensor of another shape") for r in order.apart if r in apart]
@@ -160,11 +189,23 @@ def _regions(
             left += [(r, reason) for r in chain.members if reason is not None]
             found.append((chain, region))
         if not left and not begins:
+            for chain in lone:
+                reason = alone(chain, operations, lambda node: _why_left(node, options, reasons))
+                reasons.update((t, reason) for r in chain.members for t in r.took)
             return found, dead
         apart |= begins
         for r, reason in left:
             reasons.update((t, reason) for t in r.took)
             operations.remove(r)
+
+
+def _why_left(node: Node, options: Options, reasons: dict[Node, str]) -> str:
+    """Why a call beside an operation was not raised, in a word where it has a line of its own in the report."""
+    if not options.allowed(owner(node)):
+        return "left out by filter_fn"
+    if _kind(node, node in reasons) is not None:
+        return "left"
+    return reasons.get(node, "not recognized")
 
 
 def _replace(gm: GraphModule, regions: list[tuple[Chain, Region]], dead: set[Node]) -> None:
@@ -207,7 +248,7 @@ def _replace(gm: GraphModule, regions: list[tuple[Chain, Region]], dead: set[Nod
 def _reason(node: Node, allowed: bool) -> str:
     if not allowed:
         return "left out by filter_fn"
-    name = spelled(node) or ""
+    name = name_of(node)
     return _FORMS.get(name, f"no operation stands for {name}" + (" here" if _HEAVY[name] == "attention" else ""))
 
 

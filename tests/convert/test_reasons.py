@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqfuse as sf
-from seqfuse.convert.launches import Before
+from seqfuse.convert.launches import Before, Launches
 from seqfuse.convert.region import Region
 from seqfuse.testing import seeded_randn
 
@@ -86,15 +86,137 @@ STAYS: dict[str, tuple[Spelling, str, str]] = {
     "softplus": (lambda m, x: F.softplus(m.a(x)), "activation", "no operation stands for softplus"),
     "layer_norm": (lambda m, x: F.layer_norm(m.a(x), (4, 8)), "norm", "it normalizes more than the last dimension"),
     "matmul": (lambda m, x: m.a(x) @ m.b(x).mT, "GEMM", "neither is a parameter of two dimensions on the right"),
+    "einsum": (lambda m, x: torch.einsum("bsh,oh->bso", x, m.a.weight), "GEMM", "no operation stands for einsum"),
+    "lerp": (lambda m, x: torch.lerp(m.a(x), x, 0.5), "interpolation", "no operation stands for lerp"),
+    "fft_rfft": (lambda m, x: torch.fft.rfft(m.a(x)).abs(), "FFT", "no operation stands for fft_rfft"),
+    "lstm": (lambda m, x: m.lstm(x)[0], "recurrent layer", "no operation stands for lstm"),
+    "grouped_mm_fallback": (
+        lambda m, x: torch.ops.seqfuse_tests.grouped_mm_fallback(x, m.a.weight), "GEMM",
+        "no operation stands for grouped_mm_fallback",
+    ),
 }  # fmt: skip
+
+
+@torch.library.custom_op("seqfuse_tests::grouped_mm_fallback", mutates_args=())
+def grouped_mm_fallback(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+class More(Layers):
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__(spelling)
+        self.lstm = nn.LSTM(8, 8)
 
 
 @pytest.mark.parametrize("name", STAYS)
 def test_a_call_that_no_operation_stands_for_says_so(name: str):
     spelling, kind, reason = STAYS[name]
-    (graph,) = Replayed(Layers(spelling).double(), X).graphs
+    (graph,) = Replayed(More(spelling).double(), X).graphs
     (said,) = [left.reason for left in graph.left if (left.kind, left.call) == (kind, name)]
     assert said.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        pytest.param(lambda m, x: torch.einsum("bsh->shb", m.a(x)), id="a permutation"),
+        pytest.param(lambda m, x: torch.einsum("ij,h->ijh", m.a(x)[0], m.w), id="an outer product"),
+        pytest.param(lambda m, x: torch.einsum("bsh,h->bsh", m.a(x), m.w), id="a product of elements"),
+        pytest.param(lambda m, x: torch.einsum("bsh->bs", m.a(x)), id="a sum"),
+    ],
+)
+def test_an_einsum_that_contracts_nothing_is_no_gemm(spelling: Spelling):
+    (graph,) = Replayed(Layers(spelling).double(), X).graphs
+    assert {left.call for left in graph.left} == {"linear"}
+
+
+ALONE: dict[str, tuple[Spelling, str]] = {
+    "beside calls": (
+        lambda m, x: m.a(torch.einsum("bsh,h->bsh", x, m.w)).cumsum(1),
+        "its input is made by einsum (not recognized); its result is read by cumsum (not recognized)",
+    ),
+    "behind views": (
+        lambda m, x: torch.chunk(m.up(x.cumsum(1).transpose(0, 1)), 2, -1)[0].cumsum(-1),
+        "its input is made by cumsum (not recognized); its result is read by cumsum (not recognized)",
+    ),
+    "between a call that is left and the end": (
+        lambda m, x: m.a(F.softplus(x)), "its input is made by softplus (left); its result is returned"
+    ),
+    "the second half": (
+        lambda m, x: (lambda a, b: a * F.silu(b))(*m.up(x).chunk(2, -1)),
+        (
+            "its input is given to the graph; its result is read by mul (it gates with the second half of its input) "
+            "and silu (left)"
+        ),
+    ),
+    "several readers": (
+        lambda m, x: (lambda y: y.cumsum(0) + y.cumprod(0) + y.sort().values + y.flip(0))(m.a(x)),
+        (
+            "its input is given to the graph; its result is read by cumsum (not recognized) and cumprod "
+            "(not recognized) and 2 more"
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_gemm_that_is_fused_with_nothing_names_what_is_beside_it(name: str):
+    spelling, said = ALONE[name]
+    (graph,) = Replayed(Layers(spelling).double(), X).graphs
+    (reason,) = [left.reason for left in graph.left if left.call == "linear"]
+    assert reason == f"no operation beside it to fuse it with: {said}"
+
+
+def test_a_neighbour_that_filter_fn_left_out_is_named_with_that():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).double()
+    conversion = sf.convert(model, filter_fn=lambda module, path: path != "0")
+    model(ROWS)
+    reasons = {left.call: left.reason for left in conversion.graphs[0].left}
+    said = "its input is made by layer_norm (left out by filter_fn); its result is returned"
+    assert reasons["linear"] == f"no operation beside it to fuse it with: {said}"
+
+
+def test_a_hook_that_is_set_after_the_capture_is_the_reason_why_modules_are_in_no_graph():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).double()
+    conversion = sf.convert(model)
+    model(ROWS)
+    assert not conversion.left
+    model[0].register_full_backward_hook(lambda module, dx, dy: None)
+    model(ROWS)
+    assert {left.module for left in conversion.left} == {"0", "1", "2"}
+    assert all("Module-level backwards hooks" in left.reason for left in conversion.left)
+
+
+def test_a_recurrent_layer_that_dynamo_leaves_is_named():
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.fc = nn.LSTM(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.lstm(x)[0])
+
+    model = Tagger()
+    conversion = sf.convert(model)
+    model(X.float())
+    left = {(one.kind, one.module) for one in (*conversion.left, *(one for g in conversion.graphs for one in g.left))}
+    assert ("recurrent layer", "lstm") in left
+
+
+@pytest.mark.parametrize("rows", [7, 12, 32])
+def test_causal_attention_launches_what_eager_torch_launches(rows: int):
+    """With few keys it was a loop in plain torch."""
+    model = Layers(lambda m, x: m.a(joined(F.scaled_dot_product_attention(*qkv(m, x), is_causal=True))))
+    x = torch.randn(2, rows, 8, requires_grad=True)
+    with Launches() as forward:
+        model(x)
+    conversion = sf.convert(model)
+    model(x)
+    (region,) = conversion.graphs[0].regions
+    assert region.eager is not None
+    assert region.eager[0] == forward.count
+    assert region.launched[0] <= forward.count
+    assert region.launched[1] <= region.eager[1]
 
 
 def test_a_conversion_says_of_how_many_graphs_it_is():
