@@ -13,7 +13,7 @@ import torch
 from .. import pictures
 from ..casts import dtype_of
 from ..env import Env, short
-from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, StepData
+from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, RefusalData, StepData
 from .budget import Choice, MemoryChoice, chosen_for, exceeded
 from .cost_lookup import Known
 from .flatten import Node
@@ -165,7 +165,7 @@ class Plan:
             forward=[_step(s) for s in self.forward],
             backward=[_step(s, backward=True) for s in self.backward],
             segments=[(piece.start, piece.stop) for piece in self.segments],
-            refused=[dataclasses.asdict(r) for r in self.refused],  # pyright: ignore[reportArgumentType]
+            refused=_reasons(self.refused),
             unmatched=[*self.unmatched],
             eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
             casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in self.casts],
@@ -199,6 +199,18 @@ class Plan:
 
     def _repr_html_(self) -> str:
         return pictures.fragment(self.as_dict())
+
+
+def _reasons(refused: Sequence[Refusal]) -> list[RefusalData]:
+    """One entry for each reason, with all fusions and places that have it."""
+    found: dict[Any, dict[str, list[int]]] = {}
+    for r in refused:
+        places = found.setdefault((r.reason, r.superseded, r.expected, r.own), {}).setdefault(r.fusion, [])
+        places += [r.at] if r.at not in places else []
+    return [
+        RefusalData(reason=reason, fusions=fusions, superseded=superseded, expected=expected, own=own)
+        for (reason, superseded, expected, own), fusions in found.items()
+    ]
 
 
 def _operations(step: Step) -> Iterator[OperationData]:

@@ -47,11 +47,13 @@ class StepData(TypedDict):
 
 
 class RefusalData(TypedDict):
-    """A fusion that matched and is not used; where the reason was `expected`, it is not printed. `own`: a user's."""
+    """Why fusions that matched are not used; `fusions` are their places by name.
 
-    fusion: str
-    at: int
+    Where the reason was `expected`, it is not printed. `own`: of a user.
+    """
+
     reason: str
+    fusions: dict[str, list[int]]
     superseded: bool
     expected: bool
     own: bool

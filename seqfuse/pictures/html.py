@@ -58,7 +58,7 @@ def _words(plan: PlanData) -> list[Markup]:
     """A table of what was not applied and one of what runs eagerly, by their reasons; and what matches nowhere."""
     refused: dict[str, dict[str, list[int]]] = {}
     for refusal in (refusal for refusal in plan["refused"] if not refusal["expected"]):
-        refused.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
+        refused.setdefault(refusal["reason"], {}).update(refusal["fusions"])
     eager: dict[str, dict[str, list[int]]] = {}
     for one in plan["eager"]:
         eager.setdefault(one["reason"], {}).setdefault(one["name"], []).append(one["at"])

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-from .data import Kind, OperationData, PlanData, RefusalData, StepData
+from .data import Kind, OperationData, PlanData, StepData
 
 LONG = 40
 """Columns up to which nothing is folded."""
@@ -40,7 +40,7 @@ class Column:
     opens: bool  # begins a segment
     closes: bool
     eager: str | None
-    refused: tuple[RefusalData, ...]
+    refused: tuple[tuple[str, str], ...]
 
     @property
     def border(self) -> bool:
@@ -65,9 +65,8 @@ class Column:
     @property
     def looks_apart(self) -> Hashable:
         """What is drawn of it, apart from its position and from where segments begin and end."""
-        refused = tuple((r["fusion"], r["reason"]) for r in self.refused)
         operation = self.operation["name"], *self.operation["saves"], None, *self.operation["needs"]
-        return operation, self.forward, self.backward, self.segment is None, self.eager, refused
+        return operation, self.forward, self.backward, self.segment is None, self.eager, self.refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +89,11 @@ def columns_of(plan: PlanData) -> list[Column]:
     for number, (start, stop) in enumerate(plan["segments"]):
         segment.update(dict.fromkeys(range(start, stop), number))
     eager = {e["at"]: e["reason"] for e in plan["eager"]}
-    refused: dict[int, list[RefusalData]] = {}
-    for refusal in plan["refused"]:
-        here = refused.setdefault(refusal["at"], [])
-        # A pattern with optional slots is refused once for each way it matches.
-        if refusal not in here and not refusal["expected"]:
-            here.append(refusal)
+    refused: dict[int, list[tuple[str, str]]] = {}
+    for refusal in (refusal for refusal in plan["refused"] if not refusal["expected"]):
+        for fusion, places in refusal["fusions"].items():
+            for at in places:
+                refused.setdefault(at, []).append((fusion, refusal["reason"]))
     opens, closes = {start for start, _ in plan["segments"]}, {stop - 1 for _, stop in plan["segments"]}
     return [
         Column(

@@ -176,7 +176,7 @@ class _Picture:
         about = [f"{operation['at']}: {operation['name']} {operation['path']}".rstrip()]
         about += [f"runs eagerly: {column.eager}"] if column.eager else []
         about += [f"gradients needed: {', '.join(operation['needs'])}"] if operation["needs"] else []
-        about += [f"not applied: {r['fusion']}: {r['reason']}" for r in column.refused]
+        about += [f"not applied: {fusion}: {reason}" for fusion, reason in column.refused]
         inside = [_title(about), tag("rect", x=x, y=y, width=size, height=self._card_height, rx=5.0, class_="card")]
         for i, text in enumerate(_split(operation["name"], size - 16, _NAME)):
             inside.append(tag("text", text, x=x + 8, y=y + 18 + _LINE * i, class_="name"))

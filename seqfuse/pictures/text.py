@@ -136,13 +136,14 @@ def _refusals(refused: Sequence[RefusalData]) -> Iterator[str]:
     reasons: dict[str, dict[str, list[int]]] = {}
     superseded: dict[str, list[int]] = {}
     for refusal in refused:
-        if not refusal["expected"]:
-            reasons.setdefault(refusal["reason"], {}).setdefault(refusal["fusion"], []).append(refusal["at"])
-        if refusal["superseded"]:
-            superseded.setdefault(refusal["fusion"], []).append(refusal["at"])
+        for fusion, at in refusal["fusions"].items():
+            if not refusal["expected"]:
+                reasons.setdefault(refusal["reason"], {}).setdefault(fusion, []).extend(at)
+            if refusal["superseded"]:
+                superseded.setdefault(fusion, []).extend(at)
     dearer = {refusal["reason"] for refusal in refused if refusal["superseded"]}
     many = sum(len(reasons[reason]) for reason in dearer) > FEW
-    own = {refusal["fusion"] for refusal in refused if refusal["own"]}
+    own = {fusion for refusal in refused if refusal["own"] for fusion in refusal["fusions"]}
     for reason, fusions in reasons.items():
         mine = {name: at for name, at in fusions.items() if name in own}
         if not (many and reason in dearer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -789,3 +790,9 @@ def test_rows_helper_sums_what_it_says() -> None:
     x = tensor(2, 3, 5)
     assert torch.equal(rows(x), x.sum((0, 1)))
     assert rows(x[0, 0]).data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("called", [sf.Sequential, sf.FusableOperation, ops.Linear, sf.nn.TransformerLayer])
+def test_the_signature_of_forward_asks_for_x(called: type[nn.Module]) -> None:
+    x, channels = [*inspect.signature(called.forward).parameters.values()][1:]
+    assert (x.name, x.default, channels.kind) == ("x", x.empty, channels.VAR_KEYWORD)
