@@ -166,8 +166,8 @@ def walk_reference(
                 out = operation.reference(x, **extras)
         except Exception as error:
             if any(map(_stands_in, (x, *extras.values()))):  # its sizes and dtype say nothing
-                out = _Recorded(operation).record(x, extras)
-                x = _made(node, out, channels)
+                recorded = _Recorded(operation)
+                x = _made(node, recorded(x, *recorded.parameters(), **extras), channels)
                 continue
             if not isinstance(error, InputError):
                 raise
@@ -202,13 +202,14 @@ class _Recorded:
         self.slots = [*self.operation.parameter_slots().values()]
         self.__name__ = self.__qualname__ = type(operation).__name__.lower()
 
-    def record(self, x: Any, extras: dict[str, Any]) -> Any:
-        """The call, as the tracer of what stands in records it."""
-        given = (x, *(getattr(owner, name) for owner, name in self.slots))
-        standing = tuple(filter(_stands_in, (*given, *extras.values())))
-        return handle_torch_function(self, standing, *given, **extras)
+    def parameters(self) -> tuple[Tensor, ...]:
+        """What the calls take behind x."""
+        return tuple([getattr(owner, name) for owner, name in self.slots])
 
     def __call__(self, x: Tensor, *parameters: Tensor, **extras: Any) -> Any:
+        standing = tuple(filter(_stands_in, (x, *parameters, *extras.values())))
+        if standing:
+            return handle_torch_function(self, standing, x, *parameters, **extras)
         with contextlib.ExitStack() as swapped:
             for (owner, name), value in zip(self.slots, parameters, strict=True):
                 swapped.enter_context(cast(Any, stateless)._reparametrize_module(owner, {name: value}))

@@ -74,6 +74,16 @@ def test_a_model_that_has_run_is_traced_as_well(name: str) -> None:
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(X), model(X))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_graph_is_copied_and_traced_again(name: str) -> None:
+    model = MODELS[name]().double()
+    traced = torch.fx.symbolic_trace(model)
+    for again in (copy.deepcopy(traced), torch.fx.symbolic_trace(traced), torch.fx.Transformer(traced).transform()):
+        again.graph.eliminate_dead_code()
+        again.recompile()
+        torch.testing.assert_close(again(X), model(X))
+
+
 def test_a_bias_is_recorded_with_its_gemm() -> None:
     traced = torch.fx.symbolic_trace(MODELS["mlp"]())
     called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
@@ -134,9 +144,13 @@ def test_quantization_by_graph_takes_a_sequence() -> None:
     quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
     from torch.ao.quantization import default_dynamic_qconfig
 
-    model = Inside(MODELS["mlp"]()).eval().double()
-    prepared = quantize_fx.prepare_fx(copy.deepcopy(model), {"": default_dynamic_qconfig}, (X,))
-    torch.testing.assert_close(prepared(X), model(X))
+    for build in (lambda: Inside(MODELS["residual"]()), MODELS["mlp"]):
+        model, x = build().eval(), X.float()
+        prepared = quantize_fx.prepare_fx(copy.deepcopy(model), {"": default_dynamic_qconfig}, (x,))
+        torch.testing.assert_close(prepared(x), model(x))
+        quantized = quantize_fx.convert_fx(prepared)
+        assert str(quantized.graph).count("linear_dynamic") == len([m for m in model.modules() if type(m) is ops.Linear])
+        assert (quantized(x) - model(x)).abs().max() < 0.1 * model(x).abs().max()
 
 
 def test_a_tracer_with_leaves_of_its_own_keeps_them() -> None:
