@@ -98,7 +98,7 @@ def walk(
             if made.rows is not None and made.softmax is not None:
                 made.rows[part], made.softmax[:, part] = again if loss is None else loss, of_rows
             if made.dx is not None:
-                linear_into(made.dx[part], d.to(product), cast.t(), None)
+                linear_into(made.dx[part], d, cast.t(), None)
             if made.dweight is not None:
                 _add_product(made.dweight, d, piece, unit)
             if made.dbias is not None:

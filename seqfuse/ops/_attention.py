@@ -10,13 +10,14 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import env
 from . import _sdpa
 from ._aten import flash_cpu, flash_cpu_backward
 
@@ -211,7 +212,7 @@ def attend_grads(
         return None
     mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
-    grads = flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
+    grads = _flash_backward(read, how, mask)
     return tuple([grad.transpose(1, 2) for grad in grads])
 
 
@@ -229,10 +230,19 @@ def attend_backward(dy: Tensor, qkv: QKV, y: Tensor, lse: Tensor, how: Scores, k
     mask = None if how.mask is None else additive(how.mask, qkv[0].dtype)
     read = (dy.transpose(1, 2), *qkv, y.transpose(1, 2), lse)
     for rows in _sequences(how.cu_seqlens):
-        part = [t[:, :, rows] for t in read]
-        grads = flash_cpu_backward(*part, 0.0, how.causal, attn_mask=_cut(mask, rows), scale=how.scale)
+        grads = _flash_backward([t[:, :, rows] for t in read], how, _cut(mask, rows))
         for mine, grad in zip(out, grads, strict=True):
             mine[:, :, rows] = grad
+
+
+def _flash_backward(read: Sequence[Tensor], how: Scores, mask: Tensor | None) -> Iterable[Tensor]:
+    """The gradients of q, k and v of dy, q, k, v, y and the log-sum-exp, by torch's kernel for a CPU."""
+    if read[0].dtype in env.WIDENED:
+        # A mask that is added may be of the dtype of q or float32.
+        mask = mask if mask is None or mask.dtype is torch.bool else mask.float()
+        wide = flash_cpu_backward(*(t.float() for t in read), 0.0, how.causal, attn_mask=mask, scale=how.scale)
+        return [grad.to(read[0].dtype) for grad in wide]
+    return flash_cpu_backward(*read, 0.0, how.causal, attn_mask=mask, scale=how.scale)
 
 
 def _sequences(cu_seqlens: Tensor) -> Iterator[slice]:

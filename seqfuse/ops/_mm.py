@@ -29,10 +29,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Write x weight^T + bias into `out`, a slice. x: [M, K], weight: [N, K], bias: [N], out: [M, N]."""
-    if env.WIDENED and _widened(x, weight) is not None:
-        out.copy_(linear(x, weight, bias))
-    elif bias is None:
+    """Write x weight^T + bias into `out`, a slice; an x that is wider than the weight is rounded where the GEMM is not.
+
+    x: [M, K], weight: [N, K], bias: [N], out: [M, N].
+    """
+    if out.dtype in env.WIDENED and out.is_cpu:
+        with autocasting("cpu", None):
+            out.copy_(F.linear(x.float(), weight.float(), None if bias is None else bias.float()))
+        return
+    x = x if x.dtype is weight.dtype else x.to(weight.dtype)
+    if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
@@ -85,7 +91,7 @@ def _widened(a: Tensor, b: Tensor) -> torch.dtype | None:
         dtype = a.dtype if a.dtype is b.dtype else None
     elif a.dtype not in _LOWERED or b.dtype not in _LOWERED:
         return None
-    return dtype if dtype in env.WIDENED else None
+    return dtype if dtype in env.WIDENED and a.is_cpu else None
 
 
 def _wide(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,11 +14,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqfuse as sf
+from seqfuse import env, ops
 from seqfuse import nn as layers
-from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal
 
 from .kit_b import draw
+
+
+@pytest.fixture(autouse=True)
+def _with_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Casts are counted: those to float32 that a CPU without bfloat16 instructions needs have tests of their own."""
+    monkeypatch.setattr(env, "WIDENED", frozenset())
+
 
 HALF = torch.bfloat16
 NORM = functools.partial(ops.RMSNorm, eps=1e-5)

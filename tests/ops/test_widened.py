@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqfuse as sf
 from seqfuse import env, ops
 from seqfuse.losses import linear_cross_entropy
-from seqfuse.ops import _mm
+from seqfuse.ops import _attention, _mm
 from seqfuse.testing import LAYOUTS, assert_fused_close, check_op, laid_out, seeded_randn
 from tests.processes import Script
 
@@ -168,6 +168,35 @@ def test_the_loss_in_chunks(reduction: Any, monkeypatch: pytest.MonkeyPatch) -> 
     with Gemms() as gemms:
         found = run(BF16)
     assert set(gemms.dtypes) == {torch.float32}
+    monkeypatch.setattr(env, "WIDENED", frozenset())
+    assert_fused_close(found, run(BF16), run(torch.float64))
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "packed"])
+def test_attention_computes_its_gradients_in_float32(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = torch.ones(20, 20, dtype=torch.bool).tril(3)
+    given: dict[str, Tensor] = {
+        "none": {},
+        "bool": {"attn_mask": seen},
+        "float": {"attn_mask": torch.zeros(20, 20).masked_fill(~seen, -1e4)},
+        "packed": {"cu_seqlens": torch.tensor([0, 3, 20], dtype=torch.int32)},
+    }[mask]
+    names = {"mask": "m"} if "attn_mask" in given else {"cu_seqlens": "c"} if given else {}
+    op = ops.Attention(2, causal="attn_mask" not in given, **names)
+
+    def run(dtype: torch.dtype) -> dict[str, Tensor]:
+        x, dy = (drawn(20, n * 16, seed=n).to(dtype) for n in (6, 2))
+        y, saved = op.fwd(x, **given)
+        return {"y": y, "dx": op.bwd(dy, saved, needs=frozenset({"x"}))[0]}
+
+    read: list[torch.dtype] = []
+    flash = _attention.flash_cpu_backward
+    monkeypatch.setattr(
+        _attention, "flash_cpu_backward", lambda *t, **rest: (read.extend(u.dtype for u in t[:6]), flash(*t, **rest))[1]
+    )
+    found = run(BF16)
+    assert read
+    assert set(read) == {torch.float32}
     monkeypatch.setattr(env, "WIDENED", frozenset())
     assert_fused_close(found, run(BF16), run(torch.float64))
 
