@@ -84,8 +84,6 @@ def _widened(a: Tensor, b: Tensor) -> torch.dtype | None:
     if not env.any_autocast():  # first, and by few steps: each GEMM of a small model asks
         dtype = a.dtype
         return dtype if dtype in env.WIDENED and dtype is b.dtype and a.is_cpu else None
-    if not a.is_cpu:
-        return None
     dtype = env.autocast_of("cpu")
     if dtype is None:
         dtype = a.dtype if a.dtype is b.dtype else None

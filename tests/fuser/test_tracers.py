@@ -149,7 +149,9 @@ def test_quantization_by_graph_takes_a_sequence() -> None:
         prepared = quantize_fx.prepare_fx(copy.deepcopy(model), {"": default_dynamic_qconfig}, (x,))
         torch.testing.assert_close(prepared(x), model(x))
         quantized = quantize_fx.convert_fx(prepared)
-        assert str(quantized.graph).count("linear_dynamic") == len([m for m in model.modules() if type(m) is ops.Linear])
+        assert str(quantized.graph).count("linear_dynamic") == len(
+            [m for m in model.modules() if type(m) is ops.Linear]
+        )
         assert (quantized(x) - model(x)).abs().max() < 0.1 * model(x).abs().max()
 
 

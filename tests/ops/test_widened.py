@@ -210,6 +210,20 @@ def test_nan_and_inf_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None
         assert torch.equal(of(y), of(_mm.mm(a, b)))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiler_traces_it_into_one_graph(autocast: bool) -> None:
+    ours, x = model("linear") if autocast else model("linear").to(BF16), drawn(12, 16)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            return ours(x)
+
+    x = x.float() if autocast else x
+    y = torch.compile(run, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(y, run(x))
+    y.float().sum().backward()
+
+
 def test_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "GEMMs are computed in float32 and rounded once: this CPU has no bfloat16"
     x = drawn(12, 16)
