@@ -22,7 +22,7 @@ _LOST = re.compile(
 
 
 class SeqfuseError(Exception):
-    """Base of every error raised by seqfuse; carries `code`, `operation`, `position` and `hint`."""
+    """Base of every error raised by seqfuse; carries `code`, `operation`, `path`, `position` and `hint`."""
 
     def __init__(
         self,
@@ -31,19 +31,41 @@ class SeqfuseError(Exception):
         code: str,
         operation: str | None = None,
         position: int | str | None = None,
+        path: str | None = None,
         hint: str | None = None,
     ) -> None:
         self.message, self.code, self.hint = message, code, hint
-        self.operation, self.position = operation, position
+        self.operation, self.position, self.path = operation, position, path
         super().__init__(message)
 
     def __str__(self) -> str:
-        where = "" if self.position is None else f" position {self.position}"
-        where += "" if self.operation is None else f" ({self.operation})" if where else f" {self.operation}"
-        return f"{self.code}{where}: {self.message}" + (f" [{self.hint}]" if self.hint else "")
+        where = _where(self.position, self.path)
+        operation = "" if self.operation is None else f" ({self.operation})" if where else f" {self.operation}"
+        return f"{self.code}{where and ' '}{where}{operation}: {self.message}" + hinted(self.hint)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), self.message, code=self.code), (), self.__dict__
+
+
+def _where(position: int | str | None, path: str | None) -> str:
+    """The module's path in the model, and the position in the op sequence, which counts the Bias of a Linear."""
+    named = [] if not path or path == str(position) else [repr(path)]
+    return ", ".join([*named, *([] if position is None else [f"position {position}"])])
+
+
+def hinted(hint: str | None) -> str:
+    """A hint as the last line of a message."""
+    return f"\nHint: {hint}" if hint else ""
+
+
+def one_line(error: BaseException) -> str:
+    """An error as a reason in a plan or report: its class and message on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def step_note(name: str, position: int, path: str | None, what: str = "operation ") -> str:
+    """The note of a foreign error about the operation in which it was raised."""
+    return f"in {what}{name} at {_where(position, path)}"
 
 
 class InputError(SeqfuseError, ValueError):

@@ -25,14 +25,12 @@ def _hint(name: str, places: tuple[tuple[str, Iterable[str]], ...]) -> str:
         return ""
     for place, names in places:
         if found := next((known for known in names if _plain(known) == _plain(name)), None):
-            return f" [did you mean {place}.{found}?]"
+            return f"\nHint: did you mean {place}.{found}?"
     place, names = places[0]
     if close := difflib.get_close_matches(name, [*names], 1, 0.75):
-        return f" [did you mean {place}.{close[0]}?]"
+        return f"\nHint: did you mean {place}.{close[0]}?"
     if isinstance(found := getattr(nn, name, None), type) and issubclass(found, nn.Module):
-        return (
-            f" [torch.nn.{name} may stand in a Sequential, where it runs eagerly; for an activation see sf.Pointwise]"
-        )
+        return f"\nHint: torch.nn.{name} runs eagerly in a Sequential; for an activation see sf.Pointwise"
     return ""
 
 

@@ -116,7 +116,7 @@ def test_parts_that_not_everybody_needs_are_imported_when_asked_for() -> None:
         except AttributeError as error:
             print(error)
     """
-    assert run_python(code) == "module 'seqfuse' has no attribute 'inferense' [did you mean sf.inference?]\n"
+    assert run_python(code) == "module 'seqfuse' has no attribute 'inferense'\nHint: did you mean sf.inference?\n"
 
 
 def test_without_torch_one_sentence_says_what_to_do() -> None:

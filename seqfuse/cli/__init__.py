@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(given: list[str]) -> int:
     from cyclopts import CycloptsError
 
-    from ..errors import SeqfuseError
+    from ..errors import SeqfuseError, hinted
     from .app import app
     from .target import Unable
 
@@ -64,7 +64,8 @@ def _run(given: list[str]) -> int:
     except (Unable, SeqfuseError, CycloptsError) as error:
         if traceback:
             raise
-        print(f"seqfuse: {' '.join(_said(error).split())}", file=sys.stderr)
+        said, _, hint = _said(error).partition("\nHint: ")
+        print(f"seqfuse: {' '.join(said.split())}{hinted(' '.join(hint.split()))}", file=sys.stderr)
         return UNABLE
     return status or 0
 
@@ -72,13 +73,15 @@ def _run(given: list[str]) -> int:
 def _said(error: Exception) -> str:
     from cyclopts import MissingArgumentError, UnusedCliTokensError
 
+    from ..errors import hinted
+
     if isinstance(error, MissingArgumentError) and error.argument is not None:
         given = error.keyword is not None or bool(error.argument.tokens)
         said = f"{error.argument.name} needs a value" if given else f"{error.argument.name} is required"
     elif isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         said = f"{error.unused_tokens[0]!r} is one argument too many"
         if error.unused_tokens[0][:1].isdigit():  # it looks like 8x64
-            said += f" [did you mean --input {error.unused_tokens[0]}?]"
+            return f"{said}{hinted(f'did you mean --input {error.unused_tokens[0]}?')}"
     else:
         return str(error)
     return f"{said}; seqfuse {' '.join(error.command_chain or ())} --help lists the arguments"

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, Node
 
 from ..env import autocast_of
+from ..errors import one_line
 from .chains import Chain
 from .effects import in_place
 from .graph import example, numbers, same_shape
@@ -39,7 +40,7 @@ def why_not(region: Region, chain: Chain) -> str | None:
         try:
             results = region(*region.stand_ins((order.x, *order.channels.values(), *region.given)))
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
+            return one_line(error)
         results = results if len(order.outputs) > 1 else [results]
         region.dtypes = [result.dtype for result in results]
         for node, result in zip(order.outputs, results, strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .. import ops
+from ..errors import one_line
 from ..operation import FusableOperation
 from .effects import Effects
 from .graph import back, example, is_fixed, is_same, narrow_of, same_size, spelled
@@ -114,7 +115,7 @@ def raised(
             try:
                 found = function(node)
             except Exception as error:  # a spelling that nobody thought of: it runs as it did
-                found = f"{type(error).__name__}: {error}"
+                found = one_line(error)
             if isinstance(found, str):
                 reasons.setdefault(node, found)
             elif found is not None and not any(t in taken for r in found for t in r.took if not _is_cheap(t)):

@@ -231,6 +231,4 @@ class Region(nn.Module):
             operation = self.order.operations[int(nodes[error.position].path.partition(".")[0])]
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")
             if module:
-                # A path within the chain, as a hint may be, is of operations that the user did not make.
-                hint = "" if error.hint is None or error.hint.startswith("in '") else f"; {error.hint}"
-                error.hint = f"in {module!r} of the model{hint}"
+                error.path = module  # that within the chain is of operations that the user did not make

@@ -142,7 +142,7 @@ def _describe(value: Any) -> str:
 
 
 def _wrong(step: Step, message: str) -> PluginError:
-    return PluginError(message, code="SF302", operation=step.name, position=step.start)
+    return PluginError(message, code="SF302", **step.located)
 
 
 def _same_storage(a: Tensor, b: Tensor) -> bool:
@@ -159,7 +159,7 @@ def check_backward(context: Context, step: Step, d: Tensor | None, out: Any, giv
     fused = step.fused
 
     def wrong(message: str) -> PluginError:
-        return PluginError(message, code="SF303", operation=step.name, position=step.start)
+        return PluginError(message, code="SF303", **step.located)
 
     if not (_is_tuple(out, 2) and _is_mapping(out[1])):
         raise wrong(f"bwd must return (dx, {{name: gradient}}), not {_form(out)}")

@@ -60,6 +60,12 @@ class Node:
         return self.eager is None
 
 
+def located(nodes: Sequence[Node], position: int) -> dict[str, Any]:
+    """The place of an error: the operation, its position, and the path of its module."""
+    node = nodes[position]
+    return {"operation": node.name, "position": position, "path": node.path}
+
+
 def plain_type(module: nn.Module) -> type:
     """The class of a module, seen through the one that a parametrization puts in its place."""
     kind = type(module)
@@ -135,7 +141,7 @@ def _visit(
     if [other for other in within if module is other]:
         message = "it expands to itself, and has neither fwd nor forward to run"
         message = "it holds itself" if isinstance(module, nn.Sequential) else message
-        raise PluginError(message, code="SF305", operation=kind.__name__, position=len(nodes))
+        raise PluginError(message, code="SF305", operation=kind.__name__, position=len(nodes), path=path)
     if isinstance(module, FusableOperation):
         looked_at.append(module)
     eager = None if top else _why_eager(module, kind, hidden)
@@ -148,7 +154,7 @@ def _visit(
     members, start = module.expand(), len(nodes)
     if not isinstance(members, tuple) or [member for member in members if not isinstance(member, nn.Module)]:  # pyright: ignore[reportUnnecessaryIsInstance]
         message = f"expand() must return a tuple of modules, not {members!r}"
-        raise PluginError(message, code="SF305", operation=kind.__name__, position=start)
+        raise PluginError(message, code="SF305", operation=kind.__name__, position=start, path=path)
     # Told apart by `is`: an `id` would make a compiled graph that of one object, and every layer had its own.
     children, at = [*module._modules.items()], 0  # pyright: ignore[reportPrivateUsage]
     for member in members:
@@ -213,7 +219,7 @@ def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[n
         closing.setdefault(inside.stop, []).append(inside)
 
     def wrong(position: int, message: str) -> PlanError:
-        return PlanError(message, code="SF201", operation=nodes[position].name, position=position)
+        return PlanError(message, code="SF201", **located(nodes, position))
 
     for position, node in enumerate(nodes):
         node.readers = readers
@@ -221,7 +227,7 @@ def _route(nodes: list[Node], nested: list[range], by_itself: bool, seen: list[n
         if not isinstance(channels, Mapping) or [name for name in (*inputs, *outputs) if name not in channels]:  # pyright: ignore[reportUnnecessaryIsInstance]
             names = ", ".join(repr(name) for name in (*inputs, *outputs))
             message = f"channels must be a dictionary of {names}, not {channels!r}"
-            raise PluginError(message, code="SF305", operation=node.name, position=position)
+            raise PluginError(message, code="SF305", **located(nodes, position))
         if by_itself:
             channels = {name: channel or name for name, channel in channels.items()}
         for name in inputs:

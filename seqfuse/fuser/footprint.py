@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..casts import autocasting, cast_once
 from ..env import Env
+from ..errors import one_line
 from ..operation import UnfusedOperation
 from ..saved import Recompute, Saved
 from .arriving import Unknown, run_aside
@@ -110,7 +111,7 @@ def footprint(
     except Unknown as error:
         return str(error)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return one_line(error)
 
 
 def _footprint(

@@ -15,7 +15,7 @@ from ..casts import dtype_of
 from ..env import Env
 from ..errors import InputError, PluginError, SeqfuseError
 from .fake import faking, is_fake
-from .flatten import Node
+from .flatten import Node, located
 from .reference import walk_reference
 
 _LIKE_FLOAT32 = (torch.float16, torch.bfloat16, torch.float32)
@@ -42,7 +42,7 @@ def expect_tensor(node: Node, x: Any) -> None:
     """Check that what enters the first operation is a tensor."""
     if not is_tensor_like(x):
         message = f"expects a tensor, got {type(x).__name__}"
-        raise InputError(message, code="SF105", operation=node.name, position=0)
+        raise InputError(message, code="SF105", operation=node.name, position=0, path=node.path)
 
 
 def validate(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> list[tuple[int, ...]]:
@@ -55,16 +55,14 @@ def validate(nodes: Sequence[Node], positions: range, shape: Sequence[int]) -> l
         except SeqfuseError:
             raise
         except Exception as error:
-            node = nodes[position]
-            where: dict[str, Any] = {"operation": node.name, "position": position}
+            where = located(nodes, position)
             if not isinstance(error, ValueError):
                 message = f"infer failed for shape {shapes[-1]}: {type(error).__name__}: {error}"
                 raise PluginError(message, code="SF305", **where) from error
-            hint = f"in {node.path!r}" if node.path else None
-            raise InputError(str(error), code="SF101", hint=hint, **where) from None
+            raise InputError(str(error), code="SF101", **where) from None
         if not isinstance(shape, tuple):
             message = f"infer must return a shape, a tuple, not {shape!r}"
-            raise PluginError(message, code="SF305", operation=nodes[position].name, position=position)
+            raise PluginError(message, code="SF305", **located(nodes, position))
         shapes.append(shape)
     return shapes
 
@@ -82,7 +80,7 @@ def check_devices(nodes: Sequence[Node], positions: range, x: Tensor, channels: 
             if given is not None and given.device != x.device:
                 message = message or f"expects its {name} on {x.device}, where its input is, got {given.device}"
         if message:
-            raise InputError(message, code="SF102", operation=node.name, position=position)
+            raise InputError(message, code="SF102", **located(nodes, position))
 
 
 def check_dtypes(nodes: Sequence[Node], positions: range, entering: Sequence[torch.dtype | None]) -> None:
@@ -95,7 +93,7 @@ def check_dtypes(nodes: Sequence[Node], positions: range, entering: Sequence[tor
             if given is not None and given is not expected and not parameter.is_meta:  # there torch takes any
                 message = f"expects its input in {expected}, the dtype of its {name}, got {given}"
                 hint = "convert one of them with .to(dtype), or run under torch.autocast"
-                raise InputError(message, code="SF102", operation=node.name, position=position, hint=hint)
+                raise InputError(message, code="SF102", hint=hint, **located(nodes, position))
 
 
 def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tensor: Any) -> BaseException:
@@ -103,7 +101,7 @@ def clearer(nodes: Sequence[Node], positions: range, error: BaseException, tenso
     node = nodes[positions.start]
     if isinstance(error, SeqfuseError):
         if error.operation is None or error.position is None:
-            error.operation, error.position = node.name, positions.start
+            error.operation, error.position, error.path = node.name, positions.start, node.path
         return error
     if isinstance(error, RuntimeError) and isinstance(tensor, Tensor):
         try:

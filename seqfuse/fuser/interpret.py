@@ -14,7 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..errors import FallbackWarning, InputError, KernelError, PluginError, SeqfuseError, device_is_lost
+from ..errors import (
+    FallbackWarning,
+    InputError,
+    KernelError,
+    PluginError,
+    SeqfuseError,
+    device_is_lost,
+    one_line,
+    step_note,
+)
 from ..fusion import BackwardFusion, records_of
 from ..maingrad import MainGrads, accumulated
 from ..saved import Layout, Saved, packing
@@ -130,7 +139,7 @@ def backward(
             if g is accumulated:
                 if buffers is None or key not in buffers.taken():
                     message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
-                    raise PluginError(message, code="SF303", operation=step.name, position=step.start)
+                    raise PluginError(message, code="SF303", **step.located)
                 g = None
             sums[i] = plus(sums[i], g)
         for _, channel in step.incoming:
@@ -238,7 +247,7 @@ def recovered(
 
 def reason_of(error: Exception) -> str | None:
     """The reason that a warning gives; none for an input that does not fit, since the operation raises that itself."""
-    return None if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    return None if isinstance(error, InputError) else one_line(error)
 
 
 def warn(segment: Segment, failures: Sequence[tuple[Step, str | None]], tensor: Any) -> None:
@@ -266,11 +275,11 @@ def may_fall_back(
     clear = clearer(segment.context.nodes, step.covers, error, tensor)
     if clear is not error:
         raise clear from error
-    where: dict[str, Any] = {"operation": step.name, "position": step.start}
+    where = step.located
     exchanges = any(getattr(node.operation, "redistribution", None) is not None for node in step.nodes)
     once = exchanges or not all(s.repeatable for s in again)
     if not step.fused or (once and isinstance(error, SeqfuseError)):
-        error.add_note(f"in operation {step.name} at position {step.start}")
+        error.add_note(step_note(step.name, step.start, where["path"]))
         raise error
     failure = f"{type(error).__name__}: {error}"
     if once:
@@ -279,7 +288,7 @@ def may_fall_back(
     if isinstance(error, InputError):
         return  # the operations themselves will say it, with the place
     if isinstance(error, SeqfuseError):
-        error.operation, error.position = error.operation or step.name, step.start
+        error.operation, error.position, error.path = error.operation or step.name, step.start, where["path"]
         raise error
     if isinstance(error, TypeError) and _RECORD_CALL.search(str(error)):
         raise PluginError(f"fwd built a wrong Saved: {error}", code="SF302", **where) from error

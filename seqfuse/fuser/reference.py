@@ -13,10 +13,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.nn.utils import stateless
 from torch.overrides import handle_torch_function, is_tensor_like  # pyright: ignore[reportUnknownVariableType]
 
-from ..errors import InputError, meant
+from ..errors import InputError, meant, step_note
 from ..group import summed_gradient
 from ..operation import UnfusedOperation, configured
-from .flatten import Node
+from .flatten import Node, located
 
 
 def transformed() -> bool:
@@ -91,13 +91,13 @@ def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappi
         given, hint = channels.get(name), None
         if is_tensor_like(given):
             continue
-        at, node = next((i, node) for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
+        at = next(i for i, node in enumerate(nodes) if any(c == name for _, c in node.inputs))
         message = f"channel {name!r} must be a tensor, not {type(given).__name__}"
         if name not in channels:
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
             close = [given for given in channels if given not in inputs and meant(given, [name])]
             hint = f"the call passed {close[0]!r}; {meant(close[0], [name])}" if close else None
-        raise InputError(message, code="SF103", operation=node.name, position=at, hint=hint)
+        raise InputError(message, code="SF103", hint=hint, **located(nodes, at))
     check_surplus(nodes, inputs, channels)
 
 
@@ -110,10 +110,10 @@ def check_surplus(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappin
             listed = (
                 f"what can be passed is {', '.join(known)}" if known else "no operation reads a channel from the call"
             )
-            at, where = readers[0] if readers else (None, None)
+            where = located(nodes, readers[0][0]) if readers else {}
             message = f"the call passed channel {name!r}; {listed}"
             hint = meant(name, [c for c in inputs if c not in channels])
-            raise InputError(message, code="SF103", operation=where and where.name, position=at, hint=hint)
+            raise InputError(message, code="SF103", hint=hint, **where)
 
 
 def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[str, Tensor]) -> Tensor:
@@ -124,15 +124,15 @@ def run_eagerly(nodes: Sequence[Node], position: int, x: Tensor, channels: dict[
         out: Any = operation(x, **{named.get(name) or name: channels[channel] for name, channel in node.inputs})
         if not node.inputs and not node.outputs and not is_tensor_like(out):
             message = f"it must return a tensor, not {type(out).__name__}"
-            raise InputError(message, code="SF105", operation=node.name, position=position, hint=f"in {node.path!r}")
+            raise InputError(message, code="SF105", **located(nodes, position))
         made = ", ".join(name for name, _ in node.outputs)
         several = len(out) if hasattr(out, "__len__") and not is_tensor_like(out) else None
         if made and not _stands_in(out) and several != 1 + len(node.outputs):  # a hook's result
             message = f"it must return (y, {made}), not a {type(out).__name__}{f' of {several}' if several else ''}"
-            raise InputError(message, code="SF105", operation=node.name, position=position, hint=f"in {node.path!r}")
+            raise InputError(message, code="SF105", **located(nodes, position))
     except Exception as error:
         if not torch.compiler.is_compiling():
-            error.add_note(f"in {node.name} at position {position}")
+            error.add_note(step_note(node.name, position, node.path, ""))
         raise
     if not node.outputs:
         return out
@@ -172,7 +172,7 @@ def walk_reference(
             if not isinstance(error, InputError):
                 raise
             if not torch.compiler.is_compiling() and error.position is None:
-                error.operation, error.position = error.operation or node.name, position
+                error.operation, error.position, error.path = error.operation or node.name, position, node.path
             raise
         x = _made(node, out, channels)
     return x

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..env import Env, any_autocast, autocast_of
-from ..errors import StateError
+from ..errors import StateError, step_note
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
@@ -202,7 +202,8 @@ class Fuser:
             region.programs = with_entry(region.programs, bucket, program)
         if x.__class__ not in _PLAIN or (program.by_reference and program.native is None):
             return program, None
-        place = f"in operation {op_list.nodes[region.start].name} at position {region.start}"
+        first = op_list.nodes[region.start]
+        place = step_note(first.name, region.start, first.path)
         return program, bind_call(region, program, state, x, own, given, place)
 
     def bind(

@@ -75,6 +75,11 @@ class Step:
         return self.name, self.start, self.stop
 
     @property
+    def located(self) -> dict[str, Any]:
+        """The place of an error in it: its name, its first position, and the path of the module there."""
+        return {"operation": self.name, "position": self.start, "path": self.nodes[0].path if self.nodes else None}
+
+    @property
     def joint(self) -> bool:
         """Whether it is a fusion of both passes, with a `Saved` of its own."""
         return self.fused and self.operation.has_record

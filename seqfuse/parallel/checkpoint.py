@@ -36,7 +36,7 @@ def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         try:
             own[name] = whole if shard is None else shard.of(whole)
         except InputError as error:
-            error.hint = f"in {name!r}"
+            error.path = name
             raise
     return own
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import PlanError
-from ..fuser.flatten import Node
+from ..fuser.flatten import Node, located
 from ..operation import UnfusedOperation
 
 
@@ -34,7 +34,7 @@ def begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) 
     for name, position, before in zip(stages, at, [0, *at], strict=False):
         if position <= before:
             message = f"stages begin in the order of the sequence, and each has operations; {name!r} does not fit"
-            raise PlanError(message, code="SF202", operation=nodes[position].name, position=position)
+            raise PlanError(message, code="SF202", **located(nodes, position))
     return dict(zip(stages, at, strict=True))
 
 

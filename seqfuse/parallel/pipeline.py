@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import InputError, PlanError
-from ..fuser.flatten import Node, flatten
+from ..fuser.flatten import Node, flatten, located
 from ..fuser.sequential import Sequential, install
 from .cuts import begins
 from .staged import StagedFuser
@@ -106,7 +106,7 @@ def _others(nodes: Sequence[Node], cuts: Sequence[int], placement: Placement) ->
                 if placement.rank(first) != placement.rank(stage):
                     message = f"its {name} is in stages {first} and {stage}, which are on different ranks"
                     hint = "share it within one stage"
-                    raise PlanError(message, code="SF202", operation=node.name, position=position, hint=hint)
+                    raise PlanError(message, code="SF202", hint=hint, **located(nodes, position))
             if not placement.own(stage):
                 modules[owner] = None
     return [*modules]

@@ -251,7 +251,8 @@ def _walk(op_list: OpList, positions: range, x: Tensor, channels: dict[str, Tens
             x = walk_reference(op_list.nodes, range(at, at + 1), x, channels, seeds)
         except StateError as error:
             if error.code == "SF508":
-                error.operation, error.position = op_list.nodes[at].name, at
+                node = op_list.nodes[at]
+                error.operation, error.position, error.path = node.name, at, node.path
                 error.hint = 'its output depends on numbers: pipeline(..., shapes="broadcast") has them told'
             raise
     return x

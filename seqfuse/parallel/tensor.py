@@ -247,7 +247,7 @@ def _placed(error: InputError, model: nn.Module, module: nn.Module, path: str) -
         named = [i for i, name in places if name == error.operation]
         error.position = next(iter((*named, *(i for i, _ in places))), None)
     error.operation = error.operation or type(module).__name__
-    error.hint = f"in {path!r}" + (f"; {error.hint}" if error.hint else "")
+    error.path = path
     return error
 
 

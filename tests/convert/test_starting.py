@@ -22,7 +22,7 @@ from .recording import recorded
     [
         (
             "lm_head",
-            r"must be a function of a module and its path, got 'lm_head' \[such as filter_fn=lambda module, path",
+            r"must be a function of a module and its path, got 'lm_head'\nHint: such as filter_fn=lambda module, path",
         ),
         (lambda module: True, r"must take two arguments, a module and its path, and takes \(module\)"),
         (lambda module, path, more: True, r"must take two arguments, .* and takes \(module, path, more\)"),
@@ -126,11 +126,14 @@ def test_the_backend_takes_the_choice_of_memory():
             {"memory": "leaner"},
             r"memory must be one of save, balanced, lean or sf\.Budget\(part=\.\.\.\), got 'leaner'",
         ),
-        ({"memory": 20_000}, r".* got 20000 \[a model is captured graph by graph, so bytes are for a Sequential alone"),
+        (
+            {"memory": 20_000},
+            r".* got 20000\nHint: a model is captured graph by graph, so bytes are for a Sequential alone",
+        ),
         ({"then": "eager"}, r"then must be None or \"inductor\", got 'eager'"),
         (
             {"regions": "layers"},
-            r"takes the options .* got 'regions' \[regions and filter_fn are those of sf.convert\]",
+            r"takes the options .* got 'regions'\nHint: regions and filter_fn are those of sf.convert",
         ),
         ({"max_autotune": True}, r"takes the options 'fusions', 'memory', 'then', got 'max_autotune'$"),
     ],

@@ -287,7 +287,9 @@ def said(function: Callable[[], object]) -> str:
     if answer is None and caught:
         answer = f"{caught[0].category.__name__} {caught[0].message}"
     assert isinstance(answer, str), "nothing was said"
-    return re.sub(r"\S*<locals>\.|tests\.examples\.faults\.", "", " ".join(answer.splitlines()[0].split()))
+    first, *others = answer.splitlines()
+    shown = " ".join([first, *(line for line in others if line.startswith("Hint: "))])
+    return re.sub(r"\S*<locals>\.|tests\.examples\.faults\.", "", " ".join(shown.split()))
 
 
 def table() -> str:

@@ -546,7 +546,7 @@ def test_an_error_in_a_backward_says_where_and_leaves_the_model_usable():
     model, x = sf.Sequential(ops.Linear(5, 5), Broken(), ops.Tanh()).double(), draw(3, 5)
     with pytest.raises(ValueError, match="no backward today") as caught:
         model(x).sum().backward()
-    assert caught.value.__notes__ == ["in operation Broken at position 2"]
+    assert caught.value.__notes__ == ["in operation Broken at '1', position 2"]
     assert all(p.grad is None for p in model.parameters())
     model[1] = ops.Identity()
     assert passes(model, x)["d_0.weight"].abs().max() > 0

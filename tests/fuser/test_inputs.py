@@ -310,7 +310,7 @@ def test_a_gemm_of_two_dtypes_is_refused_where_torch_refuses_it(a: torch.dtype, 
 def test_a_gemm_behind_what_changes_the_dtype_is_refused_or_not_by_what_enters_it() -> None:
     low, x = torch.bfloat16, tensor(7, 5)
     model = sf.Sequential(ops.Linear(5, 5), ops.Bias(5, dtype=torch.float64), ops.Linear(5, 4), fusions=RULES)
-    with pytest.raises(sf.InputError, match=r"SF102 position 3 \(Linear\): .*torch.float32.* got torch.float64"):
+    with pytest.raises(sf.InputError, match=r"SF102 '2', position 3 \(Linear\): .*torch.float32.* got torch.float64"):
         model(x)
     model[2].to(torch.float64)
     assert model(x).dtype is torch.float64
@@ -608,7 +608,7 @@ def test_a_tensor_subclass_that_a_module_gives_runs_by_the_references() -> None:
 
 def test_an_error_of_a_reference_names_its_place() -> None:
     model = sf.Sequential(ops.Linear(5, 6), ops.Add("r"))
-    with pytest.raises(sf.InputError, match=r"SF101 position 2 \(Add\): adds tensors of one shape") as caught:
+    with pytest.raises(sf.InputError, match=r"SF101 '1', position 2 \(Add\): adds tensors of one shape") as caught:
         torch.func.vmap(lambda t: model(t, r=torch.zeros(3, 6)))(torch.zeros(2, 7, 5))
     assert caught.value.position == 2
 

@@ -634,7 +634,7 @@ def test_fusing_regions_nest_and_end_with_an_error():
 @pytest.mark.parametrize("name", ["cuda", "cuda:0"])
 def test_a_device_that_is_not_here_cannot_be_planned_for(name: str):
     with pytest.raises(
-        sf.InputError, match=rf"SF106: there is no {name} here .name an architecture, such as cuda:sm_90"
+        sf.InputError, match=rf"SF106: there is no {name} here\nHint: name an architecture, such as cuda:sm_90"
     ):
         sf.Env.of(name)
 

@@ -114,8 +114,8 @@ class Own(sf.ForwardFusion):
 
 
 NAMELESS: dict[str, tuple[Any, str]] = {
-    "a misspelled name": (["LinaerBiasAct"], "sf.fusing names 'LinaerBiasAct', .* .did you mean 'LinearBiasAct'"),
-    "a misspelled name of somebody's": ("Onw", "there is no such fusion .did you mean 'Own'"),
+    "a misspelled name": (["LinaerBiasAct"], "sf.fusing names 'LinaerBiasAct', .*\nHint: did you mean 'LinearBiasAct'"),
+    "a misspelled name of somebody's": ("Onw", "there is no such fusion\nHint: did you mean 'Own'"),
     "a name": (["LinearBias", "nothing"], "sf.fusing names 'nothing', and there is no such fusion"),
     "a base": (["ForwardFusion"], "sf.fusing names 'ForwardFusion'"),
     "an operation": ([ops.ReLU], "sf.fusing names 'ReLU'"),

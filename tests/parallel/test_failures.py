@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class Breaks(sf.ForwardFusion):
 
 def a_fusion_with_a_collective_in_it_does_not_fall_back() -> None:
     model = pair(fusions=(Breaks,))
-    expected = r"SF401 position 4 \(Breaks\): RuntimeError: no kernel here \[processes exchange tensors in it or before"
+    expected = r"SF401 .*position 4 \(Breaks\): RuntimeError: no kernel here\nHint: processes exchange tensors in it"
     with pytest.raises(sf.KernelError, match=expected):
         model(torch.randn(3, 4))
 
@@ -198,6 +199,8 @@ def test_the_others_get_an_error_in_time(act: Callable[[], None], backward: bool
     assert [process.exitcode for process in processes] == [0, 7]
     seconds, _, text = (tmp_path / "error").read_text().partition(" ")
     operation, position = ("CopyToTensorParallel", 0) if backward else ("AllReduce", 5)
-    assert text.startswith(f"SF506 position {position} ({operation}): the collective of {operation} failed in group")
+    assert re.match(
+        rf"SF506 ('[\w.]+', )?position {position} \({operation}\): the collective of {operation} failed in", text
+    )
     assert "of ranks 0, 1" in text
     assert float(seconds) < 2 * SECONDS

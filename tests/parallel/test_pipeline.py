@@ -354,7 +354,7 @@ def reading_the_loss_elsewhere_raises() -> None:
         lambda: loss.numpy(), lambda: loss.cpu(), lambda: torch.zeros(()).copy_(loss),
         lambda: torch.zeros(1).add_(loss),
     ):  # fmt: skip
-        with pytest.raises(sf.errors.StateError, match=r"SF508.*in stage 2 on rank 2.*everywhere"):
+        with pytest.raises(sf.errors.StateError, match=r"(?s)SF508.*in stage 2 on rank 2.*everywhere"):
             read()
     assert "in stage 2 on rank 2" in repr(loss)
 
@@ -372,7 +372,7 @@ def a_tensor_of_this_rank_gets_no_gradient_from_the_loss() -> None:
             lambda: y.sum().backward(inputs=scale * 0),
             lambda: y.sum().backward(None, None, None, [scale]),
         ):
-            with pytest.raises(sf.errors.StateError, match=r"SF508.*backward"):
+            with pytest.raises(sf.errors.StateError, match=r"(?s)SF508.*backward"):
                 ask()
 
 
@@ -433,9 +433,9 @@ def the_plan_is_equal_on_every_rank() -> None:
 
 def a_wrong_input_is_an_error_on_every_rank() -> None:
     staged = staged_of(model_of())
-    with pytest.raises(sf.errors.InputError, match=r"SF101 position 0 \(Linear\): expects last dimension 4, got 3"):
+    with pytest.raises(sf.errors.InputError, match=r"SF101 .*position 0 \(Linear\): expects last dimension 4, got 3"):
         staged(torch.zeros(5, 3, dtype=DTYPE))
-    with pytest.raises(sf.errors.InputError, match=r"SF105.*plain tensors.*got Tensor on meta.*on every rank"):
+    with pytest.raises(sf.errors.InputError, match=r"(?s)SF105.*plain tensors.*got Tensor on meta.*on every rank"):
         staged(torch.zeros(5, 4, device="meta"))
     with pytest.raises((sf.errors.PlanError, sf.errors.InputError), match=r"SF202|on meta, where its weight is"):
         staged[:4](torch.zeros(5, 4, dtype=DTYPE))
@@ -455,7 +455,7 @@ def shapes_that_depend_on_numbers_are_told() -> None:
     if dist.get_rank() == 2:
         staged(batch(0, 1)[0])
     else:
-        with pytest.raises(sf.errors.StateError, match=r'SF508 position 5 \(Positive\).*shapes="broadcast"'):
+        with pytest.raises(sf.errors.StateError, match=r'(?s)SF508 .*position 5 \(Positive\).*shapes="broadcast"'):
             staged(batch(0, 1)[0])
     told = staged_of(alone, ("1", "4"), shapes="broadcast")
     rows = set()
@@ -831,11 +831,11 @@ def two_pretended() -> Iterator[Any]:
     ("stages_asked", "sentence"),
     [
         (("nowhere",), r"no stage can begin at 'nowhere'"),
-        (("2.5",), r"no stage can begin at '2.5' \[did you mean '2.[0-4]'\?\]"),
+        (("2.5",), r"no stage can begin at '2.5'\nHint: did you mean '2.[0-4]'\?"),
         (("3", "2"), r"position 3 \(Fork\): stages begin in the order of the sequence"),
         (("2", "2"), r"stages begin in the order of the sequence"),
         (("0",), r"stages begin in the order of the sequence"),
-        (9, r"cannot be cut into 9 stages .*name the modules"),
+        (9, r".*cannot be cut into 9 stages\nHint: name the modules"),
         (0, r"stages must be at least 1, got 0"),
         (-2, r"stages must be at least 1, got -2"),
         (
@@ -858,7 +858,9 @@ def test_a_model_in_stages_is_not_divided(one: Any):
     staged = pipeline(model_of(), one, stages=2)
     text, before = str(staged), {name: p.clone() for name, p in staged.named_parameters()}
     for model in (staged, nn.Sequential(staged)):
-        with pytest.raises(sf.errors.PlanError, match=r"SF202: parallelize comes before pipeline, .*\[pipeline\(par"):
+        with pytest.raises(
+            sf.errors.PlanError, match=r"SF202: parallelize comes before pipeline, .*\nHint: pipeline\(par"
+        ):
             parallelize(model, one, {"*.1": "column"})
     assert str(staged) == text
     assert all(torch.equal(p, before[name]) for name, p in staged.named_parameters())
@@ -880,10 +882,10 @@ def test_refuses_a_model_that_is_in_stages_and_other_settings(one: Any):
     [
         (
             {"model": nn.Sequential(nn.Linear(4, 4), nn.ReLU())},
-            r"pipeline cuts a seqfuse\.Sequential, got Sequential \[",
+            r"pipeline cuts a seqfuse\.Sequential, got Sequential\nHint: ",
         ),
-        ({"mesh": object()}, r"pipeline takes a DeviceMesh, got object \[such as init_device_mesh"),
-        ({"stages": "12"}, r"stages must be a number, or a list of the names .*, got '12' \[such as"),
+        ({"mesh": object()}, r"pipeline takes a DeviceMesh, got object\nHint: such as init_device_mesh"),
+        ({"stages": "12"}, r"stages must be a number, or a list of the names .*, got '12'\nHint: such as"),
         ({"stages": 2.5}, r"stages must be a number, .*, got 2\.5"),
         ({"stages": [1, 2]}, r"stages must be a number, .*, got \[1, 2\]"),
     ],
@@ -981,7 +983,7 @@ def test_gradients_of_some_tensors_of_another_rank_are_refused_however_they_are_
     if "has_torch_function" in torch.autograd.backward.__code__.co_names:  # not in every version
         asks.append(lambda: torch.autograd.backward(there.sum(), inputs=[there]))
     for ask in asks:
-        with pytest.raises(sf.errors.StateError, match=r"SF508.*backward"):
+        with pytest.raises(sf.errors.StateError, match=r"(?s)SF508.*backward"):
             ask()
     there.sum().backward()
 
