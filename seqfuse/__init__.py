@@ -30,6 +30,7 @@ from .errors import (
     KernelError,
     PlanError,
     PluginError,
+    RangeError,
     SeqfuseError,
     StateError,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "PlanError",
     "PluginError",
     "Pointwise",
+    "RangeError",
     "Recompute",
     "Requirements",
     "Saved",

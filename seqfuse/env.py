@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .hardware import CARDS
 from .hardware import COSTS as _COSTS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -46,6 +47,7 @@ class Savings:
         return Savings(self.launches - other.launches, self.bytes - other.bytes, self.flops - other.flops)
 
 
+_OF_TOKENS = torch.int32, torch.int64
 _ARCH = re.compile(r"\d+|sm_\d+a?|gfx[0-9a-f]+")
 
 
@@ -91,21 +93,29 @@ class Env:
         rows: int | None = None,
         tokens: int | None = None,
     ) -> Env:
-        """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, or a device of this machine.
+        """An environment by name: `"cpu"`, `"cuda:sm_90"`, `"cuda:gfx942"`, `"h100"`, or a device of this machine.
 
         Naming an architecture describes a machine that need not be here; Triton is taken to be there. `tokens` is how
-        many tokens the input has, of which `rows` is the earlier name.
+        many tokens the input has, of which `rows` is the earlier name. `dtype` is that of x: `int64` for token ids.
 
         Raises:
-            InputError: (SF106) for a device or a dtype that is none, or a CUDA device that is not here.
+            InputError: (SF106) for a device or a dtype that is none, or that operations do not take, or a CUDA device
+                that is not here.
         """
+        if isinstance(device, str) and device.lower() in CARDS:
+            device = f"cuda:{CARDS[device.lower()]}"
         kind, _, arch = str(device).partition(":")
         if not _is_device(kind) or (arch and not _ARCH.fullmatch(arch)):
-            hint = "name it as cpu, cuda:0, cuda:sm_90 (H100), cuda:sm_80 (A100) or cuda:gfx942 (MI300X)"
+            hint = "name it as cpu, cuda:0, cuda:sm_90 or h100, cuda:sm_80 or a100, cuda:gfx942 or mi300x"
             raise InputError(f"there is no device {str(device)!r}", code="SF106", hint=hint)
         for what, given in (("dtype", dtype), ("autocast", autocast)):
             if given is not None and not isinstance(given, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"{what} must be a torch.dtype, not {given!r}", code="SF106")
+        if not (dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1) or dtype in _OF_TOKENS):
+            message = f"dtype must be a floating dtype of 16 bits or more, or int32 or int64 for token ids, not {dtype}"
+            raise InputError(message, code="SF106")
+        if autocast is not None and not autocast.is_floating_point:
+            raise InputError(f"autocast must be a floating dtype, not {autocast}", code="SF106")
         named = bool(arch) and not arch.isdigit()
         if isinstance(device, str) and kind == "cuda" and not named and int(arch or 0) >= torch.cuda.device_count():
             hint = "name an architecture, such as cuda:sm_90, for a machine that is not here"
@@ -124,14 +134,14 @@ class Env:
     @classmethod
     def like(cls, x: Tensor) -> Env:
         """The environment of a call on `x`, here and now."""
-        return cls.of(
+        env = cls.of(
             x.device,
-            dtype=x.dtype,
             autocast=autocast_of(x.device.type),
             grad=torch.is_grad_enabled(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             rows=_counted(x.shape),
         )
+        return dataclasses.replace(env, dtype=x.dtype)
 
     @property
     def leaving(self) -> torch.dtype:

@@ -72,6 +72,10 @@ class InputError(SeqfuseError, ValueError):
     """A tensor or channel given to a call does not fit an operation."""
 
 
+class RangeError(InputError, IndexError):
+    """An index is outside of a table, such as a token beyond the vocabulary; an `IndexError`, as in torch."""
+
+
 class PlanError(SeqfuseError, RuntimeError):
     """An op sequence cannot be planned."""
 
@@ -103,9 +107,9 @@ def device_is_lost(error: BaseException) -> bool:
     )
 
 
-def meant(name: Any, known: Iterable[str]) -> str | None:
+def meant(name: Any, known: Iterable[str], alike: float = 0.6) -> str | None:
     """The hint for a name that is none of those that are known: the one that is nearly the same."""
-    close = difflib.get_close_matches(str(name), list(known), 1)
+    close = difflib.get_close_matches(str(name), list(known), 1, alike)
     return f"did you mean {close[0]!r}?" if close else None
 
 

@@ -26,6 +26,7 @@ MAX_VARIADIC = 8
 T = TypeVar("T")
 
 # What an author may have meant for what the engine asks.
+_METHODS = "fwd", "bwd", "requires", "saves", "saved_at", "unfused"
 _MISSPELT = {"require": "requires", "save": "saves", "unfuse": "unfused"}
 
 
@@ -73,7 +74,7 @@ class FusedOperation:
         cls.is_contract = contract
         if contract:
             return
-        check_pass_names(cls, _MISSPELT)
+        check_pass_names(cls, _MISSPELT, _METHODS)
         kinds = [base.__name__ for base in cls.__mro__ if base.__module__ == __name__ and base is not FusedOperation]
         if len(kinds) != 1:
             known = "ForwardFusion, BackwardFusion, InferenceFusion, or JointFusion, which replaces both passes"

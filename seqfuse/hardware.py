@@ -16,6 +16,9 @@ COSTS = {
 Orders of magnitude that rank schedules against each other. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16.
 """
 
+CARDS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}
+"""Architectures by the name of a GPU."""
+
 STEP = 0.25
 """The part of a launch that is CPU time of the engine: a fusion saves it for each step, even with the same kernels."""
 

@@ -144,6 +144,9 @@ class Traffic(NamedTuple):
     flops: float = 0
 
 
+_METHODS = ("reference", "fwd", "bwd", "infer", "traffic", "example", "examples", "derivative_reference")
+
+
 def _unstated(name: str) -> Callable[..., Any]:
     def missing(self: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} states no {name}")
@@ -214,7 +217,7 @@ class UnfusedOperation(FusableOperation):
         if "reference" in own and "autocast" not in own and any(base.is_final for base in bases):
             cls.autocast = None
         if not any(base.is_final for base in bases):  # else an override of `forward`: it runs through that
-            check_pass_names(cls, {"meeting": "redistribution", "shares": "shards"})
+            check_pass_names(cls, {"meeting": "redistribution", "shares": "shards"}, _METHODS)
         if cls.is_open:
             return
         cls.is_final = all(base.is_open for base in bases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import numbers
@@ -66,10 +67,11 @@ class Signature:
         )
 
 
-def check_pass_names(cls: type, others: Mapping[str, str] = MappingProxyType({})) -> None:
+def check_pass_names(cls: type, others: Mapping[str, str] = MappingProxyType({}), contract: Sequence[str] = ()) -> None:
     """Raise for a class that calls a pass as torch does, and states none under the name that the engine knows.
 
-    `others` are further names that are taken for known ones: the engine would never call them.
+    `others` are further names that are taken for known ones, and methods of a `contract` may be misspelt: the engine
+    would never call them.
 
     Raises:
         PluginError: (SF301) quoting the author's line.
@@ -79,6 +81,13 @@ def check_pass_names(cls: type, others: Mapping[str, str] = MappingProxyType({})
         if name in vars(cls) and not any(known in vars(base) for base in authors):
             what = "a pass is" if known in ("fwd", "bwd") else "what the engine asks is"
             raise definition_error(cls, f"{what} called {known} here, not {name}", f"def {name}")
+    for name, value in vars(cls).items():
+        inherited = any(name in vars(base) for base in cls.__mro__[1:])
+        if isinstance(value, types.FunctionType) and not inherited and name not in contract:
+            close = difflib.get_close_matches(name, contract, 1, 0.85)
+            if close and not any(close[0] in vars(base) for base in authors):
+                message = f"{name} is not a method that the engine calls"
+                raise definition_error(cls, message, f"def {name}", f"did you mean {close[0]!r}?")
 
 
 def check_device_functions(cls: type, takes_numbers: bool) -> None:
@@ -120,7 +129,12 @@ def checks_arguments(cls: _Class) -> _Class:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():  # it traces no signature
             args, kwargs = _checked_call(init, self, args, kwargs)
-        init(self, *args, **kwargs)
+        try:
+            init(self, *args, **kwargs)
+        except RuntimeError as error:
+            if "negative dimension" not in str(error):
+                raise
+            raise _negative(init, self, args, kwargs) from error
 
     cls.__init__ = checked
     return cls
@@ -139,6 +153,15 @@ def _checked_call(
         return args, kwargs
     given.arguments.update(changed)
     return given.args[1:], given.kwargs
+
+
+def _negative(init: Callable[..., None], self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InputError:
+    """The error for a size below 0, of which torch says only the shape that it would make."""
+    given = _annotated(init)[0].bind(self, *args, **kwargs).arguments
+    listed: dict[str, Any] = {k: v if isinstance(v, tuple | list) else (v,) for k, v in given.items()}
+    below = [k for k, several in listed.items() if any(isinstance(v, int) and v < 0 for v in several)]
+    said = ", ".join(f"{name}={given[name]!r}" for name in below) or "its arguments"
+    return InputError(f"sizes must be at least 0, got {said}", code="SF106", operation=type(self).__name__)
 
 
 @functools.cache

@@ -106,7 +106,7 @@ def floating(name: str) -> torch.dtype:
 def is_elsewhere(device: str) -> bool:
     """Whether a device is named by its architecture, so that it need not be here."""
     arch = device.partition(":")[2]
-    return bool(arch) and not arch.isdigit()
+    return device.lower() in CARDS or (bool(arch) and not arch.isdigit())
 
 
 def device(name: str | None) -> torch.device:

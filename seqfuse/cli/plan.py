@@ -42,7 +42,6 @@ def planned(
     model = inputs.cast(model, spec, dtype, autocast)
     model = model.eval() if evaluate else model
     if device is not None and inputs.is_elsewhere(device):
-        kind = torch.device(device.partition(":")[0]).type
         chosen = _chosen(model, name, part, memory)
         env = Env.of(
             device,
@@ -55,7 +54,7 @@ def planned(
             return chosen.plan(env=env)
         x = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
         given_channels: Any = {n: torch.empty(s.shape, dtype=s.dtype, device="meta") for n, s in extra.items()}
-        with inputs.surroundings(kind, None, grad):
+        with inputs.surroundings(env.device, None, grad):
             return chosen.plan(x, env=env, **given_channels)
     here = inputs.device(device)
     chosen = _chosen(model.to(here), name, part, memory)

@@ -13,6 +13,7 @@ import torch
 from .. import pictures
 from ..casts import dtype_of
 from ..env import Env, short
+from ..fusion import FusedOperation
 from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, RefusalData, StepData
 from .budget import Choice, MemoryChoice, chosen_for, exceeded
 from .cost_lookup import Known
@@ -262,9 +263,8 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save", seg
             passes = [winners[0]] * c.fusion.replaces_forward + [winners[1]] * c.fusion.replaces_backward
             rivals = {id(r): r for w in passes for p in range(c.start, c.stop) if (r := w.get(p)) is not None}
             asked = "save" if kept is None or isinstance(kept, str) else memory
-            refused.append(
-                Refusal(c.name, c.start, _why_not(c, [*rivals.values()], asked), True, own=is_own(type(c.fusion)))
-            )
+            reason = _why_not(c, [*rivals.values()], asked)
+            refused.append(Refusal(c.name, c.start, reason, True, own=is_own(type(c.fusion))))
     ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
     if kept is not None and (said := exceeded(memory, kept, ahead)) is not None:
         refused.append(Refusal(f"memory={memory}", start, said))
@@ -279,14 +279,20 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) 
         return f"superseded by {names}, as memory={memory} asks"
     theirs, own = -sum(r.cost for r in rivals), -candidate.cost
     if names and theirs == own:
-        return f"superseded by {names}: the same estimated time, and earlier in the fusion set"
+        return f"superseded by {names}: the same estimated time, and earlier in the fusion set{_advice(candidate)}"
     if names:
         digits = 1 if f"{theirs / 1000:.1f}" != f"{own / 1000:.1f}" else 3
         saved, this = f"{theirs / 1000:.{digits}f}", f"{own / 1000:.{digits}f}"
-        return f"superseded by {names} (saves an estimated {saved} us, this one {this})"
+        return f"superseded by {names} (saves an estimated {saved} us, this one {this}){_advice(candidate)}"
     if candidate.cost >= 0:
-        return "it takes no less time on this device"
+        return f"it takes no less time on this device{_advice(candidate)}"
     return "superseded by another match of the same fusion"
+
+
+def _advice(candidate: Candidate) -> str:
+    """To an author whose fusion is judged by the traffic of its operations."""
+    kind = type(candidate.fusion)
+    return "; state saves() if it gains more" if is_own(kind) and kind.saves is FusedOperation.saves else ""
 
 
 def _steps(stretch: Stretch, chosen: Sequence[Candidate], live: int = 0) -> tuple[Step, ...]:

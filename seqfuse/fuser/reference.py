@@ -96,7 +96,8 @@ def check_channels(nodes: Sequence[Node], inputs: Sequence[str], channels: Mappi
         if name not in channels:
             message = f"it reads channel {name!r}, which no operation before it makes and the call did not pass"
             close = [given for given in channels if given not in inputs and meant(given, [name])]
-            hint = f"the call passed {close[0]!r}; {meant(close[0], [name])}" if close else None
+            made = [channel for other in nodes for _, channel in other.outputs]
+            hint = f"the call passed {close[0]!r}; {meant(close[0], [name])}" if close else meant(name, made)
         raise InputError(message, code="SF103", hint=hint, **located(nodes, at))
     check_surplus(nodes, inputs, channels)
 

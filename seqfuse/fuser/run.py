@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..env import Env, any_autocast, autocast_of
-from ..errors import StateError, step_note
+from ..errors import InputError, StateError, step_note
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
@@ -61,6 +61,9 @@ class Fuser:
         fusions: the fusion set, in order of preference between equals.
         owned: whether `root` holds this fuser, which then does not keep it alive.
         memory: what to save for the backward pass.
+
+    Raises:
+        InputError: (SF105) for a root that is neither, such as several operations.
     """
 
     segment_bytes = 0  # of parameters and activations, that a segment should have at least
@@ -73,6 +76,10 @@ class Fuser:
         owned: bool = False,
         memory: Choice | int = "save",
     ) -> None:
+        if not isinstance(root, FusableOperation):  # pyright: ignore[reportUnnecessaryIsInstance]
+            message = f"Fuser takes an sf.Sequential or one operation, not {type(root).__name__}"
+            hint = "sf.Sequential(*operations) runs a list of operations, with a Fuser of its own"
+            raise InputError(message, code="SF105", hint=hint)
         self.owner, self._held = weakref.ref(root), None if owned else root
         self.fusions = checked(fusions)
         self.memory: Choice = choice_of(memory)

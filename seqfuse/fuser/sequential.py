@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 
 from .. import operation as operations
 from ..env import Env
-from ..errors import InputError, meant
+from ..errors import InputError, hinted, meant
 from ..fusion import FusedOperation
 from ..operation import NOT_GIVEN, FusableOperation, named_input, takes_input
 from ..signature import checks_arguments
@@ -146,7 +148,14 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
             value = choice_of(value)
             if "fusions" in vars(self):
                 self._fuser = Fuser(self, self.fusions, owned=True, memory=value)
+        elif (hint := self._misspelt(name, value)) is not None:
+            message = f"{type(self).__name__} has no attribute {name!r}, and nothing reads it{hinted(hint)}"
+            warnings.warn(message, UserWarning, stacklevel=2)
         super().__setattr__(name, value)
+
+    def _misspelt(self, name: str, value: Any) -> str | None:
+        given = name.startswith("_") or isinstance(value, Tensor | nn.Module) or hasattr(self, name)
+        return None if given or torch.compiler.is_compiling() else meant(name, ("memory", "fusions"), 0.8)
 
     def expand(self) -> tuple[nn.Module, ...]:
         return tuple(self._modules.values())  # pyright: ignore[reportReturnType] # at once: another thread may append

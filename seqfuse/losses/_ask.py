@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..env import autocast_of
-from ..errors import InputError
+from ..errors import InputError, RangeError
 from ..group import Group
 from ..signature import check_arguments
 
@@ -92,4 +92,5 @@ def check_targets(how: How, targets: Tensor, classes: int) -> None:
         torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     elif wrong.any():
         first = int(targets[wrong][0].item())
-        raise IndexError(f"{how.operation}: target {first} is out of bounds for {classes} classes")
+        message = f"target {first} is out of bounds for {classes} classes"
+        raise RangeError(message, code="SF107", operation=how.operation)

@@ -66,7 +66,7 @@ class LinearCrossEntropy(nn.Module):
         InputError: (SF101) for shapes or dtypes that do not fit, (SF102) for tensors on two devices, (SF105) for what
             is no tensor, (SF106) for a setting that is none. In a group: (SF101) for classes that its processes do not
             divide.
-        IndexError: for a target that is no class and not `ignore_index` (on a GPU an error of the device).
+        RangeError: (SF107) for a target that is no class and not `ignore_index` (on a GPU an error of the device).
         StateError: (SF501) for a backward through the backward.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, RangeError
 from ._attention import broadcasts
 
 
@@ -32,6 +32,19 @@ def broadcasting(positions: Tensor, x: Tensor, operation: str) -> None:
         raise InputError(message, code="SF101", operation=operation)
 
 
+def token_ids(x: Tensor, operation: str) -> None:
+    """Raise InputError (SF101) unless x is of the integers that torch's embeddings take."""
+    if x.dtype not in (torch.int32, torch.int64):
+        hint = "token ids are torch.int64; x.long() makes them so"
+        raise InputError(f"expects integer token ids, got {x.dtype}", code="SF101", operation=operation, hint=hint)
+
+
+def outside(x: Tensor, wrong: Tensor, rows: int, what: str, operation: str) -> RangeError:
+    """The error (SF107) for indices of a table with so many rows; `wrong` is where they are outside of it."""
+    message = f"expects {what} from 0 to {rows - 1}, got {int(x[wrong][0].item())}"
+    return RangeError(message, code="SF107", operation=operation)
+
+
 def rows_of_table(positions: Tensor, x: Tensor, rows: int, operation: str) -> Tensor:
     """Positions as indices of a table with so many rows.
 
@@ -44,11 +57,9 @@ def rows_of_table(positions: Tensor, x: Tensor, rows: int, operation: str) -> Te
     broadcasting(positions, x, operation)
     positions = positions.long()  # uint8 would be a mask
     if type(positions) is Tensor and not torch.compiler.is_compiling() and not positions.is_meta:
-        outside = (positions < 0) | (positions >= rows)
+        wrong = (positions < 0) | (positions >= rows)
         if positions.is_cuda:
-            torch._assert_async(~outside.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        elif outside.any():
-            first = int(positions[outside][0].item())
-            message = f"expects positions from 0 to {rows - 1}, got {first}"
-            raise InputError(message, code="SF107", operation=operation)
+            torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        elif wrong.any():
+            raise outside(positions, wrong, rows, "positions", operation)
     return positions

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from .. import operation as sf
 from ..casts import dtype_of
-from ..errors import InputError
+from ..errors import InputError, RangeError
 from ..group import Group, ParameterShard, vocabulary_shard
 from ._norm import stats_dtype
 from ._read import divide, initial, required
+from ._takes import outside, token_ids
 from .allreduce import AllReduce
 from .reducescatter import ReduceScatter
 
@@ -44,8 +45,9 @@ class Embedding(sf.UnfusedOperation):
 
     Raises:
         ValueError: for a `padding_idx` outside the table.
-        IndexError: for an index outside the table (on a GPU an error of the device, as in torch).
-        InputError: (SF101) for rows that the processes do not divide, (SF106) for another `parallel`, or no group.
+        RangeError: (SF107) for an index outside the table (on a GPU an error of the device, as in torch).
+        InputError: (SF101) for an x that is not of integers, or rows that the processes do not divide, (SF106) for
+            another `parallel`, or no group.
     """
 
     class Saved(sf.Saved):
@@ -114,32 +116,44 @@ class Embedding(sf.UnfusedOperation):
         count = self.num_embeddings // group.size
         return range(group.rank * count, (group.rank + 1) * count)
 
+    def _error(self, x: Tensor, wrong: Tensor) -> RangeError:
+        return outside(x, wrong, self.num_embeddings, "token ids", "Embedding")
+
+    def _look_up(self, x: Tensor, weight: Tensor) -> Tensor:
+        try:
+            return F.embedding(x, weight, self.padding_idx)
+        except IndexError as error:  # torch's says neither the index nor the table
+            raise self._error(x, (x < 0) | (x >= self.num_embeddings)) from error
+
     def _own(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this process's shard, row 0 for an index outside of it, and a mask of these indices."""
-        outside = (x < 0) | (x >= self.num_embeddings)
+        wrong = (x < 0) | (x >= self.num_embeddings)
         plain = type(x) is Tensor and not torch.compiler.is_compiling()  # else it has no numbers to look at
         if x.is_cuda and plain:
-            torch._assert_async(~outside.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        elif plain and outside.any():
-            first = int(x[outside][0].item())
-            raise IndexError(f"Embedding: index {first} is outside a table of {self.num_embeddings} rows")
+            torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+        elif plain and wrong.any():
+            raise self._error(x, wrong)
         absent = (x < self._rows.start) | (x >= self._rows.stop)
         return (x - self._rows.start).masked_fill(absent, 0), absent
 
     def reference(self, x: Tensor) -> Tensor:
+        token_ids(x, "Embedding")
         if len(self.shards):  # torch.compile takes an empty mapping proxy to be true
             own, absent = self._own(x)
             padding = self.padding_idx if self.padding_idx in self._rows else None
             padding = padding if padding is None else padding - self._rows.start
             return F.embedding(own, self.weight, padding).masked_fill(absent.unsqueeze(-1), 0)
-        return F.embedding(x, self.weight, self.padding_idx)
+        if type(x) is not Tensor or torch.compiler.is_compiling():  # there are no numbers to look at
+            return F.embedding(x, self.weight, self.padding_idx)
+        return self._look_up(x, self.weight)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         weight = required(self, "weight")
+        token_ids(x, "Embedding")
         if self.shards:
             own, absent = self._own(x)
             return F.embedding(own, weight).masked_fill_(absent.unsqueeze(-1), 0), self.Saved(x=x)
-        return F.embedding(x, weight, self.padding_idx), self.Saved(x=x)
+        return self._look_up(x, weight), self.Saved(x=x)
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[None, sf.Grads]:
         if "weight" not in needs:

@@ -151,7 +151,7 @@ def test_a_block_that_repeats_itself_begins_where_its_container_does() -> None:
     assert [row.split()[:3] for row in rows_of(lines[at:])[:1]] == [["7", "Fork", "1.1.fork"]]
 
 
-@pytest.mark.parametrize(("columns_there", "used"), [(20, 60), (72, 72), (200, 116)])
+@pytest.mark.parametrize(("columns_there", "used"), [(20, 60), (72, 72), (200, 148)])
 def test_a_plan_takes_the_width_of_the_terminal_that_it_is_printed_to(
     columns_there: int, used: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,7 +216,8 @@ def test_a_file_of_the_users_that_changes_while_it_is_in_use_is_not_written_over
 
 
 @pytest.mark.parametrize(
-    ("file", "says"), [(3, "file must be a path, not 3"), ("no/own", "there is no folder no.*make the folder first")]
+    ("file", "says"),
+    [(3, "file must be a path, not 3"), ("no/own", "no folder no\nHint: make the folder first")],
 )
 def test_what_names_no_file_is_refused(file: Any, says: str) -> None:
     with pytest.raises(sf.InputError, match=says):
