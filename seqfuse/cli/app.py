@@ -38,7 +38,8 @@ class On:
     """What a model runs on."""
 
     device: Annotated[
-        str | None, Parameter(help="cpu, cuda or cuda:0, and for a plan cuda:sm_90 or h100; else the first GPU there is.")
+        str | None,
+        Parameter(help="cpu, cuda or cuda:0, for a plan also cuda:sm_90 or h100; else the first GPU."),
     ] = None
     dtype: Annotated[str | None, Parameter(help="Of the parameters; that of a floating input.")] = None
     autocast: Annotated[str | None, Parameter(help="Run under torch.autocast to this dtype.")] = None

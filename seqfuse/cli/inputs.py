@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..env import Env
+from ..hardware import CARDS
 from .target import Unable
 
 _DTYPES = {

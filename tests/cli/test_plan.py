@@ -138,3 +138,11 @@ def test_the_data_are_those_of_the_library(cli: Cli) -> None:
     model = sf.Sequential(ops.Residual(*members), ops.Linear(16, 8), ops.ReLU())
     own = json.loads(json.dumps(model.plan(torch.randn(4, 16)).as_dict()))
     assert json.loads(cli("plan", "M:build", "--input", "4x16", "--device", "cpu", "--json").out) == own
+
+
+def test_a_gpu_goes_by_its_name(cli: Cli) -> None:
+    given = ("plan", "M:build", "--input", "8x16", "--device")
+    by_name, by_architecture = cli(*given, "h100"), cli(*given, "cuda:sm_90")
+    assert (by_name.status, by_name.out) == (0, by_architecture.out)
+    done = cli("compare", "M:build", "--input", "8x16", "--device", "A100")
+    assert "A100 describes a machine that need not be here" in done.err
