@@ -8,7 +8,6 @@ import itertools
 import logging
 import sys
 import threading
-import traceback
 import types
 import weakref
 from collections import Counter
@@ -28,6 +27,7 @@ from ..operation import UnfusedOperation
 from .asking import answer_as_eager
 from .buffers import Buffers
 from .calls import Call, Calls, name_owners
+from .failures import first_of, is_of_capture, log_less
 from .report import GraphReport, Left, counted, text_of
 from .rewriting import Options, kind_of, rewrite
 
@@ -226,14 +226,14 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
     try:
         return compiled(module, *args, **kwargs)
     except Exception as error:
-        if call.ran or not _is_of_capture(error):
+        if call.ran or not is_of_capture(error):
             raise
         call.failures.append(error)
     finally:
         _local.call = outer
         calls.meet(call)
         where = "behind a graph break " if call.ran else ""
-        calls.missed.update({f"{where}Dynamo failed to capture them: {_first_of(e, handled)}" for e in call.failures})
+        calls.missed.update({f"{where}Dynamo failed to capture them: {first_of(e, handled)}" for e in call.failures})
         for name, value in vars(_local).pop("set", {}).items():
             setattr(_dynamo, name, value)
     result: Any = module._call_impl(*args, **kwargs)  # pyright: ignore  # which raises what it raised before
@@ -246,37 +246,8 @@ def _kind(module: nn.Module, args: Sequence[Any], kwargs: Iterable[str]) -> tupl
     return (id(module), module.training, torch.is_grad_enabled(), len(args), *kwargs)
 
 
-def _is_of_capture(error: BaseException) -> bool:
-    """Whether an error was raised while Dynamo captured, and not by what runs."""
-    if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore
-        return True
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_globals.get("__name__") == "torch._dynamo.convert_frame" for frame, _ in frames)
-
-
-def _first_of(error: BaseException, handled: BaseException | None) -> str:
-    """The first line of the error that led to another, but for one that was being handled before the call."""
-    while (cause := error.__cause__ or error.__context__) not in (None, handled):
-        error = cause
-    line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
-def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Whether what torch logs is said nowhere else; why a converted model was not captured is in the report."""
-    call: Call | None = vars(_local).get("call")
-    if call is None:
-        return True
-    if record.name == _CAPTURING and record.exc_info is not None and record.levelno == logging.WARNING:
-        call.failures += [error for error in record.exc_info[1:2] if isinstance(error, Exception)]
-        return False
-    return record.name != _FAKES or not str(record.msg).startswith("failed while attempting to run meta")
-
-
-_CAPTURING, _FAKES = "torch._dynamo.convert_frame", "torch._subclasses.fake_tensor"
-for _name in (_CAPTURING, _FAKES):
-    logging.getLogger(_name).addFilter(_is_worth_logging)
 answer_as_eager(lambda: getattr(_local, "call", None))
+log_less(lambda: getattr(_local, "call", None))
 
 
 def _not_warning(compiled: Callable[..., Any]) -> Callable[..., Any]:
