@@ -64,11 +64,12 @@ class Fusing:
     only: tuple[Chosen, ...] = ()  # one set for each region that chooses
     exclude: Chosen = frozenset()
     unmeasured: bool = False
+    off: str = "fusing is off"  # the reason where it is not enabled
 
     def allows(self, fusion: type) -> str | None:
         """`None` if this fusion may be used, else the reason it may not."""
         if not self.enabled:
-            return "fusing is off"
+            return self.off
         if not all(_among(fusion, chosen) for chosen in self.only):
             return "not named by sf.fusing(only=...)"
         return "excluded by sf.fusing(exclude=...)" if _among(fusion, self.exclude) else None

@@ -90,10 +90,13 @@ class Arriving:
     def __init__(self, x: Tensor, channels: Mapping[str, Tensor], env: Env, place: torch.device) -> None:
         self.unknown: str | None = None
         self._env, self._place = env, place
-        with self._running() as mode:
-            self._mode = mode
-            self.x: Tensor = self._like(x)
-            self.channels = {name: self._like(t) for name, t in channels.items()}
+        try:
+            with self._running() as mode:
+                self._mode = mode
+                self.x: Tensor = self._like(x)
+                self.channels = {name: self._like(t) for name, t in channels.items()}
+        except Exception as error:
+            self.unknown = f"the input cannot be made without data ({type(error).__name__}: {error})"
 
     def _like(self, t: Tensor) -> Tensor:
         fake = self._mode.from_tensor(t).detach()

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..env import Env, bucket, rows_of, tokens_of
 from ..errors import InputError
 from ..operation import FusableOperation
+from ..settings import Fusing, fusing_now
 from .arriving import Arriving
 from .budget import MODES, Budget, Choice, MemoryChoice, Share
+from .fake import recorded
 from .flatten import Node
 from .footprint import Entering, Memory, entering_width, footprint, measure
 from .inputs import borders_of, clearer, expect_tensor, validate
@@ -73,7 +75,7 @@ def plan_ahead(
                 entering = torch.empty(here.rows or 1024, *width, dtype=here.dtype, device="meta")
             about = op_list.nodes, part.positions, here, wants, shapes, borders, entering, given, places[0]
             why = None if arriving is None else arriving.unknown
-            stretches.append((part, Stretch(*about, unknown=why)))
+            stretches.append((part, Stretch(*about, fusing=_fusing(part), unknown=why)))
             parts.append(stretches[-1][1])
             wanted = wanted or wants.live_from < part.stop
             last: Any = op_list.nodes[part.stop - 1].operation
@@ -116,6 +118,8 @@ def plan_ahead(
             return None  # what is kept now is not what this plan says
         if len(places) > 1:
             return "the parameters are on several devices"
+        for stretch in (stretch for _, stretch in stretches if stretch.fusing.off != Fusing.off):
+            return f"{stretch.fusing.off}, so that autograd chooses what is saved"
         return measure(parts, plan.forward, Entering(x, channels, env, places[0]))
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
@@ -135,6 +139,20 @@ def plan_ahead(
     has_choice = env.grad and any(fusion.saves_memory for fusion in matcher.fusions)
     compare = compared if has_choice else None
     return dataclasses.replace(plan, tokens=tokens_of(main), measure=measured, compare=compare)
+
+
+def _fusing(region: Region) -> Fusing:
+    """What may be fused in a region: nothing where a call would run it by its references, for a parameter's class.
+
+    Sharded parameters do not count: FSDP gathers them for a call.
+    """
+    for owner, name in region.slots:
+        kind: type[Any] = type(owner._parameters.get(name))  # pyright: ignore[reportPrivateUsage]
+        plain = kind in (Tensor, nn.Parameter, type(None)) or issubclass(kind, recorded())
+        if not plain and not kind.__module__.startswith("torch.distributed."):
+            reason = f"a parameter is of class {kind.__name__}, with which operations run unfused"
+            return dataclasses.replace(fusing_now(), enabled=False, off=reason)
+    return fusing_now()
 
 
 def _unmatched(matcher: Matcher, plan: Plan) -> Iterator[str]:

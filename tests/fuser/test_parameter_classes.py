@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.testing._internal.two_tensor import TwoTensor
 
 import seqfuse as sf
 from seqfuse import ops
@@ -120,3 +121,17 @@ def test_a_linear_with_its_bias_is_one_call_in_the_reference() -> None:
         torch.func.functional_call(model, weights, (X,))
     assert called.count(F.linear) == 1
     assert not [f for f in called if "add" in f.__name__]
+
+
+def test_a_plan_says_that_nothing_is_fused_with_such_parameters() -> None:
+    model = sf.Sequential(ops.Linear(16, 8), ops.ReLU(), nn.Identity(), ops.Linear(8, 4))
+    assert model.plan(X).fused[0] == 2
+    for name, p in [*model[0].named_parameters()]:
+        model[0].register_parameter(name, nn.Parameter(TwoTensor(p.detach(), p.detach())))
+    plan = model.plan(X)
+    assert [step.name for step in plan.forward if step.fused] == ["LinearBias"]
+    assert {r.reason for r in plan.refused if r.at == 0} == {
+        "a parameter is of class TwoTensor, with which operations run unfused"
+    }
+    assert "so that autograd chooses what is saved" in str(plan.memory_unknown)
+    assert type(model(X)) is TwoTensor
