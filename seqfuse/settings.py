@@ -25,18 +25,20 @@ class Settings:
         on_error: `SEQFUSE_ON_ERROR` (`fallback`, `raise`): what a fusion that fails at run time does.
         tune: `SEQFUSE_TUNE` (`0`, `1`): whether measurements are read from and written to the user's cache.
         debug: `SEQFUSE_DEBUG` (`0`, `1`): whether processes of a group compare their plans before they run them.
+        c_kernels: `SEQFUSE_C_KERNELS` (`0`, `1`): whether fusions run as compiled C on a CPU.
     """
 
     fusing: bool = True
     on_error: OnError = "fallback"
     tune: bool = True
     debug: bool = False
+    c_kernels: bool = True
 
 
 @functools.cache
 def settings() -> Settings:
     """The settings of this process; warns about `SEQFUSE_*` variables that are unknown or do not parse."""
-    switches = {f"SEQFUSE_{name}": {"0": False, "1": True} for name in ("FUSING", "TUNE", "DEBUG")}
+    switches = {f"SEQFUSE_{name}": {"0": False, "1": True} for name in ("FUSING", "TUNE", "DEBUG", "C_KERNELS")}
     allowed = {**switches, "SEQFUSE_ON_ERROR": {"fallback": "fallback", "raise": "raise"}}
     found: dict[str, Any] = {}
     for name, text in os.environ.items():

@@ -1,0 +1,312 @@
+"""The C compiler that makes kernels for a CPU: found and tried once, its results kept for the user.
+
+A kernel is the text of a C function named `k`. What a compilation depends on is its key: source, compiler, version,
+flags and processor. The file ends with its own checksum: one that was cut short is compiled again and never loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import store
+from .errors import CacheWarning
+from .settings import settings
+
+SECONDS = 120.0
+"""After so long a compilation is given up."""
+
+# Errors and traps of floating point are not asked for; NaN, infinities and signed zeros are kept: never -ffast-math.
+_FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fPIC", "-shared")
+_PROBE = """
+int k(int n) {
+  int sum = 0;
+#pragma omp parallel for reduction(+ : sum)
+  for (int i = 0; i < n; i++) sum += i;
+  return sum;
+}
+"""
+_DIGEST = 32
+
+_local = threading.local()
+_lock = threading.RLock()
+_loaded: dict[str, Any] = {}
+_failures: list[str] = []
+
+
+def _fresh_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # a forked child would wait for a thread it does not have
+    os.register_at_fork(after_in_child=_fresh_lock)
+
+
+class CompileError(RuntimeError):
+    """The C compiler failed, or what it made cannot be loaded."""
+
+
+class Compiler(NamedTuple):
+    """A C compiler that works here."""
+
+    path: str
+    version: str
+    """Name and number, such as `"cc 12.2.0"`."""
+    flags: tuple[str, ...]
+    processor: str
+
+
+def compiler() -> Compiler | None:
+    """The C compiler of this machine (`CC`, else `cc`), or `None`: then `why_none` has the reason."""
+    return None if _failures else _found()[0]
+
+
+def why_none() -> str:
+    """Why no C kernel runs here; empty where they do."""
+    return _failures[0] if _failures else _found()[1]
+
+
+def give_up(error: CompileError) -> None:
+    """No C kernel is compiled in this process from now on: the compiler failed."""
+    if not _failures:
+        _failures.append(str(error))
+
+
+@functools.cache
+def _found() -> tuple[Compiler | None, str]:
+    if not settings().c_kernels:
+        return None, "C kernels are switched off by SEQFUSE_C_KERNELS=0"
+    name = os.environ.get("CC") or "cc"
+    path = shutil.which(name)
+    if path is None:
+        return None, f"no C compiler: there is no {name}"
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    about = f"{Path(name).name} does not run"
+    # Without OpenMP a kernel runs on one thread.
+    for threads in ("-fopenmp", "-fopenmp-simd"):
+        try:
+            version = _version(path, name)
+            found = Compiler(path, version, (*_FLAGS, native, threads), _processor())
+            _load(_PROBE, found)
+        except (CompileError, OSError, subprocess.SubprocessError) as error:
+            about = f"{Path(name).name} does not compile: {error}"
+        else:
+            return found, ""
+    return None, about
+
+
+def _version(path: str, name: str) -> str:
+    asked = [path, "-dumpfullversion", "-dumpversion"]
+    number = subprocess.run(asked, capture_output=True, text=True, timeout=SECONDS, check=True)
+    return f"{Path(name).name} {number.stdout.split()[0]}"
+
+
+def _processor() -> str:
+    """Whatever a compiler asks of the processor for `-march=native`."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    told = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in lines if line.partition("\t")[0].strip() in told)
+
+
+def function(source: str) -> Any:
+    """The function `k` of a C source, compiled unless it was before.
+
+    Raises:
+        CompileError: if it cannot be compiled or loaded.
+    """
+    found = _loaded.get(source)
+    if found is None:
+        known = compiler()
+        if known is None:
+            raise CompileError(why_none())
+        with _lock:
+            found = _loaded.get(source) or _loaded.setdefault(source, _load(source, known))
+    return found
+
+
+def ask(source: str) -> None:
+    """Note within `collecting` that a kernel is wanted."""
+    wanted = getattr(_local, "wanted", None)
+    if wanted is not None:
+        wanted[source] = None
+
+
+def is_collecting() -> bool:
+    """Whether this thread asks which kernels it will need."""
+    return getattr(_local, "wanted", None) is not None
+
+
+@contextlib.contextmanager
+def collecting() -> Generator[dict[str, None]]:
+    """Within the block kernels that are asked for in this thread are noted, in order, and not compiled."""
+    before = getattr(_local, "wanted", None)
+    _local.wanted = wanted = dict[str, None]()
+    try:
+        yield wanted
+    finally:
+        _local.wanted = before
+
+
+def compile_all(sources: Iterable[str]) -> int:
+    """Compile and load kernels, as many at once as there are processors; returns how many had to be compiled.
+
+    Raises:
+        CompileError: if one cannot be compiled or loaded.
+    """
+    wanted = [source for source in dict.fromkeys(sources) if source not in _loaded]
+    known = compiler() if wanted else None
+    if known is None:
+        if wanted:
+            raise CompileError(why_none())
+        return 0
+    with _lock:
+        folder = _folder()
+        missing = [source for source in wanted if _read(folder / _file(source, known)) is None]
+        if missing and sys.stderr.isatty():
+            print(f"seqfuse: compiling {len(missing)} kernels with {known.version}, once for this machine",
+                  file=sys.stderr)  # fmt: skip
+        running: list[_Compilation] = []
+        try:
+            for source in missing:
+                if len(running) >= (os.cpu_count() or 1):
+                    running.pop(0).finish()
+                running.append(_Compilation(source, known, folder))
+            while running:
+                running.pop(0).finish()
+        finally:
+            for left in running:
+                left.stop()
+        for source in wanted:
+            if source not in _loaded:
+                _loaded[source] = _load(source, known)
+    return len(missing)
+
+
+def is_kept(source: str) -> bool:
+    """Whether a kernel is loaded, or would be from the cache."""
+    known = compiler()
+    return source in _loaded or (known is not None and _read(_folder() / _file(source, known)) is not None)
+
+
+def folder() -> Path:
+    """Where compiled kernels are kept."""
+    return _folder()
+
+
+@functools.cache
+def _folder() -> Path:
+    try:
+        kept = store.user_folder("c", create=True)
+        assert kept is not None
+        return kept
+    except OSError as error:
+        # It is removed when the process ends.
+        temporary = _temporary()
+        warnings.warn(f"C kernels are compiled in each process anew: {error}", CacheWarning, stacklevel=2)
+        return Path(temporary.name)
+
+
+@functools.cache
+def _temporary() -> Any:
+    return tempfile.TemporaryDirectory(prefix="seqfuse-")
+
+
+def _file(source: str, by: Compiler) -> str:
+    about = "\0".join((source, by.path, by.version, *by.flags, by.processor))
+    return f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.so"
+
+
+def _read(path: Path) -> Path | None:
+    """The file, if it is whole, the user's, and nobody else may write to it."""
+    try:
+        data = store.read(path)
+        about = os.lstat(path)
+    except (OSError, store.Corrupt):
+        return None
+    if data is None or hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        return None
+    own = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+    return path if own and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
+
+
+def _load(source: str, by: Compiler) -> Any:
+    path = _read(_folder() / _file(source, by))
+    if path is None:
+        _Compilation(source, by, _folder()).finish()
+        path = _read(_folder() / _file(source, by))
+    if path is None:
+        raise CompileError(f"the compiled kernel cannot be read from {_folder()}")
+    try:
+        return ctypes.CDLL(str(path)).k
+    except (OSError, AttributeError) as error:
+        raise CompileError(f"the compiled kernel cannot be loaded: {error}") from None
+
+
+class _Compilation:
+    """A compiler at work in a process of its own; what it makes takes its name in the cache when it is whole."""
+
+    def __init__(self, source: str, by: Compiler, folder: Path) -> None:
+        self._path, self._by = folder / _file(source, by), by
+        self._work = tempfile.TemporaryDirectory(prefix="seqfuse-")
+        text, self._made = Path(self._work.name, "kernel.c"), Path(self._work.name, "kernel.so")
+        text.write_text(source)
+        command = [by.path, *by.flags, str(text), "-o", str(self._made), *_gomp(), "-lm"]
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            )
+        except OSError as error:
+            self._work.cleanup()
+            raise CompileError(f"{by.path} cannot be run: {error}") from None
+
+    def finish(self) -> None:
+        """Wait for it and keep what it made."""
+        try:
+            _, said = self._process.communicate(timeout=SECONDS)
+            if self._process.returncode:
+                lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+                raise CompileError(f"{self._by.version} failed: {(lines or ['it says nothing'])[0].strip()}")
+            data = self._made.read_bytes()
+            store.write(self._path, data + hashlib.sha256(data).digest())
+        except subprocess.TimeoutExpired:
+            raise CompileError(f"{self._by.version} took longer than {SECONDS:.0f} s") from None
+        except OSError as error:
+            raise CompileError(f"the compiled kernel cannot be kept: {error}") from None
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End it, wherever it is."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+        self._work.cleanup()
+
+
+@functools.cache
+def _gomp() -> tuple[str, ...]:
+    """The OpenMP library that torch brings, where it has another name: kernels use the threads that torch has."""
+    import torch
+
+    bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) or sorted(
+        Path(torch.__file__).parent.parent.glob("torch.libs/libgomp*")
+    )
+    return tuple(str(path) for path in bundled[:1] if path.name != "libgomp.so.1")

@@ -1,0 +1,329 @@
+# pyright: basic
+"""Chains of point-wise steps as C: `kernels.pointwise` on a CPU.
+
+The loops run over rows and columns; a step is a few expressions of the innermost one. Sums over rows are made part by
+part, `call.ROWS` rows each, and the parts are added in order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compiler
+from .. import activations, pointwise
+from .call import Decided, Kernel, bound, header, load, parts_of, replayed, rows_of, store
+from .trace import Lines, Number, apply, gradient
+
+_ACT, _DACT, _GATED, _DGATED = (
+    pointwise._ACT.value, pointwise._DACT.value, pointwise._GATED.value, pointwise._DGATED.value,
+)  # fmt: skip
+_BIAS, _ADD, _SCALE, _DROPOUT = (
+    pointwise._BIAS.value, pointwise._ADD.value, pointwise._SCALE.value, pointwise._DROPOUT.value,
+)  # fmt: skip
+_STORE, _SUM, _EMIT, _EMIT_GATED, _SHIFT = (
+    pointwise._STORE.value, pointwise._SUM.value, pointwise._EMIT.value, pointwise._EMIT_GATED.value,
+    pointwise._SHIFT.value,
+)  # fmt: skip
+
+
+class Printed(NamedTuple):
+    """A kernel, and the numbers of its chain that are arguments."""
+
+    kernel: Kernel
+    integers: tuple[int, ...]
+    floats: tuple[float, ...]
+
+
+class Numbers:
+    """Numbers of a chain or an activation that a kernel takes as arguments: another one compiles nothing."""
+
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
+        self.integers: list[int] = []
+        self.floats: list[float] = []
+
+    def integer(self, value: int) -> str:
+        """The name of an integer argument."""
+        self.integers.append(value)
+        return f"n{len(self.integers) - 1}"
+
+    def number(self, value: float) -> Number:
+        """A float argument."""
+        self.floats.append(value)
+        return Number(self._lines, f"f{len(self.floats) - 1}")
+
+    def of(self, function: Any, constants: Any) -> Any:
+        """The configuration numbers of a device function, constant factors among them as arguments."""
+        if function in (activations._composed, activations._composed_derivative):
+            return tuple((f, df, of_output, self.of(f, inner)) for f, df, of_output, inner in constants)
+        return (self.number(constants[0]),) if function is activations.scaled else constants
+
+
+def dropped(value: Number, keep: str, numbers: Numbers, P: Sequence[Any], lines: Lines) -> Number:
+    """An element after dropout, by its random word `keep`; `P` is from `_philox.threshold_and_scale`."""
+    factor = lines.number(f"{keep} >= (uint32_t){numbers.integer(P[0])} ? {numbers.number(P[1]).name} : 0.0f")
+    return value * factor
+
+
+@functools.lru_cache(512)
+def printed(
+    chain: Any,
+    of_x: torch.dtype,
+    of_operands: tuple[torch.dtype | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    of_y: torch.dtype | None,
+) -> Printed:
+    """The kernel of a chain.
+
+    Args:
+        chain: the steps.
+        of_x: dtype of the input.
+        of_operands: dtypes of the operands; `None` for what is the operand before it.
+        dtypes: of what steps give.
+        of_y: dtype of the last value, `None` where it is not wanted.
+    """
+    lines = Lines()
+    numbers = Numbers(lines)
+    operands, left, wanted = -1, iter(of_operands), iter(dtypes)
+    of_operand: Any = None
+    before: list[str] = []
+    outputs: list[str] = []
+    totals: list[tuple[torch.dtype, int]] = []
+    sums = 0
+    shift: tuple[str, torch.dtype] | None = None
+    tiles = [lines.number(load(of_x, "x", f"row * sx + c + {j} * W")) for j in range(chain.parts[0])]
+
+    def read(count: int) -> list[Number]:
+        found = [lines.number(load(of_operand, f"p{operands}", f"row * s{operands} + c + {j} * W")) for j in range(count)]
+        if shift is not None:
+            found = [v + lines.number(load(shift[1], shift[0], f"c + {j} * W")) for j, v in enumerate(found)]
+        return found
+
+    def give(values: Sequence[Number], of: torch.dtype, pointer: str) -> None:
+        for j, value in enumerate(values):
+            lines.add(store(of, pointer, f"row * {len(values)} * W + c + {j} * W", value.name))
+
+    for s, step in enumerate(chain.steps):
+        if step.operand:
+            given = next(left)
+            if given is not None:
+                operands, of_operand = operands + 1, given
+        functions = step.functions
+        P = numbers.of(functions[0], step.P) if functions else step.P
+        of = next(wanted) if step.output else torch.float32
+        if step.kind == _ACT:
+            tiles = [apply(functions[0], t, P) for t in tiles]
+        elif step.kind == _DACT:
+            tiles = [gradient(functions[0], t, v, P) for t, v in zip(tiles, read(len(tiles)), strict=True)]
+        elif step.kind == _GATED:
+            half = len(tiles) // 2
+            tiles = [apply(functions[0], tiles[j], P) * tiles[j + half] for j in range(half)]
+        elif step.kind == _DGATED:
+            tiles = _dgated(step, tiles, read(2 * len(tiles)), P)
+        elif step.kind == _BIAS:
+            tiles = [t + lines.number(load(of_operand, f"p{operands}", f"c + {j} * W")) for j, t in enumerate(tiles)]
+        elif step.kind == _ADD:
+            tiles = [t + v for t, v in zip(tiles, _matrix(lines, of_operand, operands, len(tiles)), strict=True)]
+        elif step.kind == _SCALE:
+            factor = numbers.number(step.P[0])
+            tiles = [t * factor for t in tiles]
+        elif step.kind == _DROPOUT:
+            before.append(f"keys_of(*(const int64_t *)p{operands}, &k{s});")
+            words = [f"w{s}_{j}" for j in range(len(tiles))]
+            tiles = [dropped(t, f"{w}[c - c0]", numbers, step.P, lines) for t, w in zip(tiles, words, strict=True)]
+        elif step.kind == _STORE:
+            give(tiles, of, f"o{len(outputs)}")
+            outputs.append("matrix")
+        elif step.kind == _EMIT:
+            give([apply(functions[0], v, P) for v in read(len(tiles))], of, f"o{len(outputs)}")
+            outputs.append("matrix")
+        elif step.kind == _EMIT_GATED:
+            v, n = read(2 * len(tiles)), len(tiles)
+            give([apply(functions[0], v[j], P) * v[j + n] for j in range(n)], of, f"o{len(outputs)}")
+            outputs.append("matrix")
+        elif step.kind == _SHIFT:
+            shift = f"p{operands}", of_operand
+        elif step.kind == _SUM:
+            for j, t in enumerate(tiles):
+                lines.add(f"s[{sums + j} * W + c] += {t.name};")
+            totals.append((of, len(tiles)))
+            outputs.append("row")
+            sums += len(tiles)
+    if of_y is not None:
+        give(tiles, of_y, "y")
+    return Printed(
+        _kernel(chain, lines, numbers, operands + 1, outputs, totals, sums, before, of_y is not None),
+        tuple(numbers.integers),
+        tuple(numbers.floats),
+    )
+
+
+def _matrix(lines: Lines, of: Any, operand: int, count: int) -> list[Number]:
+    return [lines.number(load(of, f"p{operand}", f"row * s{operand} + c + {j} * W")) for j in range(count)]
+
+
+def _dgated(step: Any, tiles: list[Number], saved: list[Number], P: Any) -> list[Number]:
+    value, derivative, of_output = step.functions
+    n = len(tiles)
+    gates, ups = [], []
+    for j in range(n):
+        gate, up = saved[j], saved[j + n]
+        activated = apply(value, gate, P)
+        gates.append(gradient(derivative, tiles[j] * up, activated if of_output else gate, P))
+        ups.append(tiles[j] * activated)
+    return gates + ups
+
+
+def _kernel(
+    chain: Any, lines: Lines, numbers: Numbers, operands: int, outputs: list[str], totals: Any, sums: int,
+    before: list[str], result: bool,
+) -> Kernel:  # fmt: skip
+    pointers = ["const void *restrict x", *(f"const void *restrict p{i}" for i in range(operands))]
+    pointers += [f"void *restrict o{i}" for i in range(len(outputs))]
+    pointers += ["void *restrict y"] * result + ["float *restrict scratch"] * bool(sums)
+    integers = ["M", "W", "parts", "sx", *(f"s{i}" for i in range(operands)), *(f"n{i}" for i in range(len(numbers.integers)))]
+    floats = [f"f{i}" for i in range(len(numbers.floats))]
+    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
+    body = "\n".join(lines.lines)
+    drops = [(s, chain.parts[s]) for s, step in enumerate(chain.steps) if step.kind == _DROPOUT]
+    keys = "".join(f"Keys k{s};\n" for s, _ in drops) + "\n".join(before)
+    words = "\n".join(
+        f"uint32_t w{s}_{j}[NB]; words(&k{s}, row * {n} * W + {j} * W + c0, n, w{s}_{j});"
+        for s, n in drops for j in range(n)
+    )  # fmt: skip
+    inner = f"#pragma omp simd\nfor (I c = 0; c < W; c++) {{\n{body}\n}}"
+    if drops:
+        inner = (
+            f"for (I c0 = 0; c0 < W; c0 += NB) {{\nI n = W - c0 < NB ? W - c0 : NB;\n{words}\n"
+            f"#pragma omp simd\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n}}"
+        )
+    start = f"float *restrict s = scratch + part * {sums} * W;\nmemset(s, 0, 4 * {sums} * W);\n" if sums else ""
+    text = (
+        f"{header('head.h')}\n{header('philox.h') if drops else ''}\nvoid k({arguments}) {{\n"
+        "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
+        f"for (I part = 0; part < parts; part++) {{\n{start}{keys}\n"
+        f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{inner}\n}}\n}}\n"
+    )
+    at = 0
+    for i, (of, count) in zip((i for i, kind in enumerate(outputs) if kind == "row"), totals, strict=True):
+        text += f"{{\nI from = {at} * W, N = {count} * W;\n{total(sums, store(of, f'o{i}', 'c', '(float)sum[c - c0]'))}}}\n"
+        at += count
+    return Kernel(text + "}\n", len(pointers), len(integers), len(floats))
+
+
+def total(sums: int, keep: str) -> str:
+    """C that adds the parts of `scratch`, in order and in float64: columns `from` to `from + N` of `sums` rows of W."""
+    return (
+        "for (I c0 = 0; c0 < N; c0 += 256) {\n"
+        "I n = N - c0 < 256 ? N - c0 : 256;\ndouble sum[256] = {0};\n"
+        f"for (I part = 0; part < parts; part++) {{\nconst float *restrict s = scratch + part * {sums} * W + from;\n"
+        "#pragma omp simd\nfor (I c = c0; c < c0 + n; c++) sum[c - c0] += s[c];\n}\n"
+        f"#pragma omp simd\nfor (I c = c0; c < c0 + n; c++) {{\n{keep}\n}}\n}}\n"
+    )
+
+
+def run(
+    x: Tensor,
+    chain: Any,
+    operands: Sequence[Tensor | None],
+    dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype],
+    result: bool,
+) -> tuple[Tensor | None, ...]:
+    """`pointwise.pointwise`; an operand that is the one before it may be `None`."""
+    return replayed(_decide, None, (chain, dtype, tuple(dtypes), result), x, *operands)
+
+
+def function(
+    chain: Any, dtype: torch.dtype | None, dtypes: Sequence[torch.dtype], result: bool
+) -> Callable[..., tuple[Tensor | None, ...]]:
+    """`pointwise.pointwise_of`: a function of x and the operands."""
+    return bound(_decide, (chain, dtype, tuple(dtypes), result))
+
+
+def ask(
+    x: Tensor,
+    chain: Any,
+    operands: Sequence[Tensor | None],
+    dtype: torch.dtype | None,
+    dtypes: Sequence[torch.dtype],
+    result: bool,
+) -> None:
+    """Note which kernel a call will need."""
+    compiler.ask(_printed(chain, dtype or x.dtype, tuple(dtypes), result, x, operands).kernel.source)
+
+
+def _printed(
+    chain: Any, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], result: bool, x: Tensor, operands: Any
+) -> Printed:
+    outputs = sum(step.output is not None for step in chain.steps)
+    of_operands = tuple(None if t is None else t.dtype for t in operands)
+    return printed(chain, x.dtype, of_operands, dtypes or (dtype,) * outputs, dtype if result else None)
+
+
+def _decide(
+    act: None,
+    chain: Any,
+    dtype: torch.dtype | None,
+    dtypes: tuple[torch.dtype, ...],
+    result: bool,
+    x: Tensor,
+    *operands: Tensor | None,
+) -> Decided:
+    lead, columns = tuple(x.shape[:-1]), x.shape[-1] if x.ndim else 1
+    if columns % chain.parts[0]:
+        raise ValueError(f"{chain}: {columns} columns do not divide into {chain.parts[0]} parts")
+    width = columns // chain.parts[0]
+    rows = x.numel() // columns if columns else 0
+    stride, copy = rows_of(x, columns)
+    strides, copied = [stride], [0] * copy
+    left: Iterator[Tensor | None] = iter(operands)
+    at = 0
+    try:
+        for step, parts in zip(chain.steps, chain.parts, strict=False):
+            given = next(left) if step.operand else None
+            if given is None:
+                continue
+            at += 1
+            if step.operand == "seed" or step.operand in ("row", "packed row"):
+                pointwise._fit(step, given, lead, parts * width)
+                stride, copy = 0, not given.is_contiguous()
+            else:
+                own = parts * width * (2 if step.operand == "packed" else 1)
+                stride, copy = rows_of(given, own)
+                if given.ndim and tuple(given.shape) != (*lead, own):
+                    raise ValueError(f"{step.name} takes shape {(*lead, own)}, got {tuple(given.shape)}")
+            strides.append(stride)
+            copied += [at] * copy
+    except StopIteration:
+        raise ValueError(f"{chain}: too few operands or dtypes") from None
+    if next(left, None) is not None:
+        raise ValueError(f"{chain}: more operands than steps that take one")
+    dtype = dtype or x.dtype
+    kernel, integers, floats = _printed(chain, dtype, dtypes, result, x, operands)
+    wanted = iter(dtypes or [dtype] * len(chain.steps))
+    made: list[tuple[Sequence[int], torch.dtype]] = []
+    for step, parts in zip(chain.steps, chain.parts, strict=False):
+        if step.output == "matrix":
+            made.append(((*lead, parts * width) if x.ndim else (), next(wanted)))
+        elif step.output == "row":
+            made.append(((parts * width,), next(wanted)))
+    if result:
+        made.append(((*lead, chain.parts[-1] * width) if x.ndim else (), dtype))
+    count = len(made)
+    parts = parts_of(rows, columns, bool(chain.sums))
+    if chain.sums:
+        made.append(((parts * chain.sums * width,), torch.float32))
+
+    def finish(outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+        if result:
+            return (outputs[count - 1], *outputs[: count - 1])
+        return (None, *outputs[:count])
+
+    numbers = (rows, width, parts, *strides, *integers, *floats)
+    return Decided(kernel, made, numbers, x.numel(), finish, tuple(copied))

@@ -1,0 +1,102 @@
+/* What every C kernel begins with: 16-bit types, and the functions that device functions call. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+typedef int64_t I;
+
+INLINE float bits(uint32_t i) { float f; memcpy(&f, &i, 4); return f; }
+INLINE uint32_t raw(float f) { uint32_t i; memcpy(&i, &f, 4); return i; }
+
+INLINE float ld_f32(const void *p, I i) { return ((const float *)p)[i]; }
+INLINE void st_f32(void *p, I i, float v) { ((float *)p)[i] = v; }
+
+INLINE float ld_bf16(const void *p, I i) { return bits((uint32_t)((const uint16_t *)p)[i] << 16); }
+INLINE void st_bf16(void *p, I i, float v) { /* to nearest, ties to even */
+  uint32_t u = raw(v), r = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
+  ((uint16_t *)p)[i] = (uint16_t)(v != v ? 0x7fc0u : r);
+}
+
+/* float16 by integers: a multiplication by 2^112 makes the exponent and the subnormals right. */
+INLINE float ld_f16(const void *p, I i) {
+  uint32_t h = ((const uint16_t *)p)[i], e = (h & 0x7fffu) << 13;
+  uint32_t finite = raw(bits(e) * 0x1p112f), other = e | 0x7f800000u;
+  return bits((h & 0x7fffu) >= 0x7c00u ? other | (h & 0x8000u) << 16 : finite | (h & 0x8000u) << 16);
+}
+INLINE void st_f16(void *p, I i, float v) {
+  uint32_t u = raw(v), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  uint32_t normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1)) >> 13;
+  uint32_t small = raw(bits(a) + 0.5f) - 0x3f000000u; /* the sum rounds to the spacing of subnormals */
+  uint32_t h = a < 0x38800000u ? small : a >= 0x477ff000u ? 0x7c00u : normal;
+  ((uint16_t *)p)[i] = (uint16_t)(sign | (v != v ? 0x7e00u : h));
+}
+
+/* e^x within 1 ulp: x = n ln 2 + r, in two steps of ln 2; 2^n in two factors, so that subnormal results are right. */
+INLINE float exp_(float x) {
+  float y = x < -105.f ? -105.f : x;
+  y = y > 90.f ? 90.f : y;
+  float m = y * 1.44269504088896341f + 12582912.f, k = m - 12582912.f;
+  int32_t n = (int32_t)(raw(m) - 0x4B400000u), h = n >> 1;
+  float r = y - k * 0.693145751953125f;
+  r = r - k * 1.428606765330187e-6f;
+  float p = 1.f / 5040;
+  p = p * r + 1.f / 720;
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + .5f;
+  p = p * (r * r) + r;
+  p = p + 1.f;
+  return p * bits((uint32_t)(h + 127) << 23) * bits((uint32_t)(n - h + 127) << 23);
+}
+
+INLINE float exp2_(float x) {
+  float y = x < -151.f ? -151.f : x;
+  y = y > 129.f ? 129.f : y;
+  float m = y + 12582912.f, k = m - 12582912.f, r = (y - k) * 0.69314718055994531f;
+  int32_t n = (int32_t)(raw(m) - 0x4B400000u), h = n >> 1;
+  float p = 1.f / 5040;
+  p = p * r + 1.f / 720;
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + .5f;
+  p = p * (r * r) + r;
+  p = p + 1.f;
+  return p * bits((uint32_t)(h + 127) << 23) * bits((uint32_t)(n - h + 127) << 23);
+}
+
+INLINE float abs_(float x) { return bits(raw(x) & 0x7fffffffu); }
+
+/* erf within 1 ulp: an odd polynomial near 0, else 1 - e^r of a polynomial r, where e^r < 0.2 and so needs fewer digits.
+   Coefficients: N. Juffa, "Efficient implementation of the error function erff" (Stack Overflow, 2016). */
+INLINE float erf_(float x) {
+  float t = abs_(x), s = x * x;
+  float near = -5.96761703e-4f;
+  near = near * s + 4.99119423e-3f;
+  near = near * s - 2.67681349e-2f;
+  near = near * s + 1.12819925e-1f;
+  near = near * s - 3.76125336e-1f;
+  near = near * s + 1.28379166e-1f;
+  near = near * x + x;
+  t = t > 4.f ? 4.f : t; /* erf is 1 from 3.92 on */
+  s = t * t;
+  float r = -1.72853470e-5f * t + 3.83197126e-4f, u = -3.88396438e-3f * t + 2.42546219e-2f;
+  r = r * s + u;
+  r = r * t - 1.06777877e-1f;
+  r = r * t - 6.34846687e-1f;
+  r = r * t - 1.28717512e-1f;
+  r = r * t - t;
+  float m = r * 1.44269504088896341f + 12582912.f, k = m - 12582912.f, f = r - k * 0.69314718055994531f;
+  float p = 1.f / 120;
+  p = p * f + 1.f / 24;
+  p = p * f + 1.f / 6;
+  p = p * f + .5f;
+  p = p * f + 1.f;
+  p = p * f + 1.f;
+  r = 1.f - bits(raw(p) + (raw(m) << 23));
+  r = bits(raw(r) | (raw(x) & 0x80000000u));
+  return x != x ? x : t > 0.927734375f ? r : near;
+}

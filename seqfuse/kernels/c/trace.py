@@ -1,0 +1,346 @@
+# pyright: basic
+# Device functions are Triton's language, and have no types.
+"""Device functions as C: each is called with numbers that write down what is done with them.
+
+The functions are plain Python below their decorator, so calling them needs no parser: only `tl` and the device
+functions that they call are others while they run.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import triton.language as tl
+
+from .. import activations
+
+
+class Untraceable(ValueError):
+    """A device function does what cannot be written in C."""
+
+
+class Lines:
+    """The statements of one pass through a loop; an expression that was met before is not computed again."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._known: dict[tuple[str, str], Number] = {}
+
+    def number(self, expression: str, kind: str = "float") -> Number:
+        """A C expression as a number."""
+        key = expression, kind
+        if key not in self._known:
+            self._known[key] = Number(self, f"t{len(self._known)}", kind)
+            self.lines.append(f"const {kind} {self._known[key].name} = {expression};")
+        return self._known[key]
+
+    def add(self, statement: str) -> None:
+        """A statement, such as a store."""
+        self.lines.append(statement)
+
+
+def literal(value: Any) -> str:
+    """A number in C, exactly."""
+    value = getattr(value, "value", value) if isinstance(value, tl.constexpr) else value
+    if isinstance(value, Number):
+        return value.name
+    if isinstance(value, bool):
+        return str(int(value))
+    if not isinstance(value, int | float):
+        _refuse(f"it computes with {value!r}")
+    number = float(value)
+    if math.isnan(number):
+        return '__builtin_nanf("")'
+    if math.isinf(number):
+        return "__builtin_inff()" if number > 0 else "-__builtin_inff()"
+    return f"({number!r}f)"
+
+
+def _refuse(why: str) -> NoReturn:
+    raise Untraceable(why)
+
+
+class Number:
+    """A number that a device function computes with: operators write down what they do."""
+
+    dtype = tl.float32
+    shape = ()
+
+    def __init__(self, lines: Lines, name: str, kind: str = "float") -> None:
+        self.of, self.name, self.kind = lines, name, kind
+
+    def _with(self, other: Any, operator: str, kind: str = "float", swapped: bool = False) -> Number:
+        a, b = self.name, literal(other)
+        return self.of.number(f"{b} {operator} {a}" if swapped else f"{a} {operator} {b}", kind)
+
+    def __add__(self, other: Any) -> Number:
+        return self._with(other, "+")
+
+    def __radd__(self, other: Any) -> Number:
+        return self._with(other, "+", swapped=True)
+
+    def __sub__(self, other: Any) -> Number:
+        return self._with(other, "-")
+
+    def __rsub__(self, other: Any) -> Number:
+        return self._with(other, "-", swapped=True)
+
+    def __mul__(self, other: Any) -> Number:
+        return self._with(other, "*")
+
+    def __rmul__(self, other: Any) -> Number:
+        return self._with(other, "*", swapped=True)
+
+    def __truediv__(self, other: Any) -> Number:
+        return self._with(other, "/")
+
+    def __rtruediv__(self, other: Any) -> Number:
+        return self._with(other, "/", swapped=True)
+
+    def __neg__(self) -> Number:
+        return self.of.number(f"-{self.name}")
+
+    def __lt__(self, other: Any) -> Number:
+        return self._with(other, "<", "int")
+
+    def __le__(self, other: Any) -> Number:
+        return self._with(other, "<=", "int")
+
+    def __gt__(self, other: Any) -> Number:
+        return self._with(other, ">", "int")
+
+    def __ge__(self, other: Any) -> Number:
+        return self._with(other, ">=", "int")
+
+    def __eq__(self, other: object) -> Number:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._with(other, "==", "int")
+
+    def __ne__(self, other: object) -> Number:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._with(other, "!=", "int")
+
+    def __and__(self, other: Any) -> Number:
+        return self._with(other, "&", "int") if self.kind == "int" else _refuse("it takes bits of a number")
+
+    def __or__(self, other: Any) -> Number:
+        return self._with(other, "|", "int") if self.kind == "int" else _refuse("it takes bits of a number")
+
+    def __xor__(self, other: Any) -> Number:
+        return self._with(other, "^", "int") if self.kind == "int" else _refuse("it takes bits of a number")
+
+    def __invert__(self) -> Number:
+        return self.of.number(f"!{self.name}", "int") if self.kind == "int" else _refuse("it takes bits of a number")
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __bool__(self) -> bool:
+        _refuse("it branches on a number; use tl.where")
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse(f"it uses .{name}")
+
+    def to(self, dtype: Any, *_: Any, **__: Any) -> Number:
+        """The same: everything is computed in float32."""
+        if dtype is tl.float32:
+            return self.of.number(f"(float){self.name}") if self.kind == "int" else self
+        return _refuse(f"it casts to {dtype}")
+
+
+def _lines_of(*values: Any) -> Lines:
+    return next(value for value in values if isinstance(value, Number)).of
+
+
+def _call(function: str) -> Callable[..., Any]:
+    def run(x: Any, *_: Any, **__: Any) -> Any:
+        if not isinstance(x, Number):
+            return _refuse(f"it calls {function} of a constant")
+        return x.of.number(f"{function}({x.name})")
+
+    return run
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, Number):
+        return a if condition else b
+    return condition.of.number(f"{condition.name} ? {literal(a)} : {literal(b)}")
+
+
+def _extreme(operator: str) -> Callable[..., Any]:
+    def run(a: Any, b: Any, propagate_nan: Any = None) -> Any:
+        a, b, of = literal(a), literal(b), _lines_of(a, b)
+        if propagate_nan is tl.PropagateNan.ALL:
+            return of.number(f"({a} {operator} {b} || {a} != {a}) ? {a} : {b}")
+        # The number, where one of them is NaN: as Triton does by default.
+        return of.number(f"({a} {operator} {b} || {b} != {b}) ? {a} : {b}")
+
+    return run
+
+
+def _clamp(x: Any, low: Any, high: Any, propagate_nan: Any = None) -> Any:
+    return _extreme("<")(_extreme(">")(x, low, propagate_nan), high, propagate_nan)
+
+
+def _full(value: float) -> Callable[..., Any]:
+    return lambda x, *_, **__: x.of.number(literal(value))
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    return x * y + z
+
+
+class _Language:
+    """The functions of `triton.language` that have an equal in C."""
+
+    exp, exp2, erf, abs = _call("exp_"), _call("exp2_"), _call("erf_"), _call("abs_")
+    sqrt, sqrt_rn = _call("__builtin_sqrtf"), _call("__builtin_sqrtf")
+    log, log2, sin, cos = _call("logf"), _call("log2f"), _call("sinf"), _call("cosf")
+    floor, ceil = _call("__builtin_floorf"), _call("__builtin_ceilf")
+    fma, where, clamp = _fma, _where, _clamp
+    maximum, minimum = _extreme(">"), _extreme("<")
+    zeros_like = _full(0.0)
+    float32, PropagateNan = tl.float32, tl.PropagateNan
+    static_range = range
+
+    @staticmethod
+    def rsqrt(x: Any) -> Any:
+        return 1.0 / _Language.sqrt(x)
+
+    @staticmethod
+    def sigmoid(x: Any) -> Any:
+        return 1.0 / (1.0 + _Language.exp(-x))
+
+    @staticmethod
+    def div_rn(x: Any, y: Any) -> Any:
+        return x / y
+
+    @staticmethod
+    def constexpr(value: Any) -> Any:
+        return value
+
+    @staticmethod
+    def cast(x: Any, dtype: Any, *_: Any, **__: Any) -> Any:
+        return x.to(dtype)
+
+    @property
+    def math(self) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse(f"it calls tl.{name}")
+
+
+for _name, _value in list(vars(_Language).items()):
+    if isinstance(_value, types.FunctionType):
+        setattr(_Language, _name, staticmethod(_value))
+_language = _Language()
+
+
+@functools.cache
+def _plain(function: Any) -> Callable[..., Any]:
+    """A device function as Python, whose `tl` and device functions are those of this file."""
+    plain = getattr(function, "fn", function)
+    if not isinstance(plain, types.FunctionType):
+        _refuse(f"{function!r} is not a device function")
+    around = {name: _replaced(value) for name, value in plain.__globals__.items()}
+    cells = inspect.getclosurevars(plain).nonlocals
+    closure = tuple(types.CellType(_replaced(cells[name])) for name in plain.__code__.co_freevars)
+    return types.FunctionType(plain.__code__, around, plain.__name__, plain.__defaults__, closure or None)
+
+
+def _replaced(value: Any) -> Any:
+    if value is tl or value is tl.math:
+        return _language
+    if isinstance(value, tl.constexpr):
+        return value.value
+    if hasattr(value, "fn") and hasattr(value, "arg_names"):
+        name = getattr(value.fn, "__name__", "")
+        if getattr(tl, name, None) is value:
+            return getattr(_language, name)
+        return lambda *args, **kwargs: _plain(value)(*args, **kwargs)
+    if callable(value) and getattr(value, "__module__", "").startswith("triton.language"):
+        return getattr(_language, getattr(value, "__name__", ""))
+    if isinstance(value, types.ModuleType) and value.__name__.startswith("triton."):
+        return _Foreign(value.__name__)
+    return value
+
+
+class _Foreign:
+    """A module of Triton without an equal in C."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse(f"it calls {self._name}.{name}")
+
+
+def _arguments(function: Any) -> list[str]:
+    names = list(function.arg_names)
+    return names[:-1] if names[-1] == "HALF" else names  # one formula for all dtypes: HALF is False
+
+
+def apply(function: Any, x: Number, P: Any) -> Number:
+    """`activations.apply`."""
+    if function is activations._composed:
+        for inner, _, _, numbers in P:
+            x = apply(inner, x, numbers)
+        return x
+    return _result(function, (x,) if len(_arguments(function)) == 1 else (x, P), x.of)
+
+
+def gradient(derivative: Any, dy: Number, t: Number, P: Any) -> Number:
+    """`activations.gradient`."""
+    if derivative is activations._composed_derivative:
+        return _composed_gradient(dy, t, P)
+    names = _arguments(derivative)
+    if names[0] != "dy":
+        return dy * apply(derivative, t, P)
+    return _result(derivative, (dy, t) if len(names) == 2 else (dy, t, P), dy.of)
+
+
+def _composed_gradient(dy: Number, x: Number, parts: Sequence[Any]) -> Number:
+    """`activations._composed_derivative`."""
+    selects = any(derivative.arg_names[0] == "dy" for _, derivative, _, _ in parts)
+    one = x.of.number("1.0f")
+    slope, off = one, None
+    for value, derivative, of_output, numbers in parts:
+        y = apply(value, x, numbers)
+        factor = gradient(derivative, one, y if of_output else x, numbers)
+        slope = slope * factor if off is None else _where(off, slope, slope * factor)
+        if derivative.arg_names[0] == "dy":
+            zero = factor == 0.0
+            off = zero if off is None else off | zero
+        x = y
+    return _where(off, slope, dy * slope) if selects else dy * slope
+
+
+def _result(function: Any, arguments: tuple[Any, ...], of: Lines) -> Number:
+    result = _plain(function)(*arguments)
+    if isinstance(result, Number) and result.kind == "float":
+        return result
+    return of.number(f"(float){literal(result)}")
+
+
+@functools.cache
+def _why_not(value: Any, derivative: Any, numbers: tuple[Any, ...]) -> str | None:
+    for function, given in ((value, 1), (derivative, 2)):
+        lines = Lines()
+        try:
+            x = lines.number("x")
+            if given == 1:
+                apply(function, x, numbers)
+            else:
+                gradient(function, lines.number("dy"), x, numbers)
+        except Exception as error:
+            name = getattr(getattr(function, "fn", function), "__qualname__", "a device function")
+            return f"{name} cannot be written in C: {error}"
+    return None
+
+
+def why_not(activation: Any) -> str | None:
+    """Why an activation has no C kernel, or `None`."""
+    return _why_not(activation.value, activation.derivative, tuple(activation.P))
