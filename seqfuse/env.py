@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,10 @@ _OF_TOKENS = torch.int32, torch.int64
 _ARCH = re.compile(r"\d+|sm_\d+a?|gfx[0-9a-f]+")
 
 
+Kernels = Literal["triton", "c"]
+"""What kernels are made with: Triton, or a C compiler for a CPU."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Env:
     """Everything a requirement may ask.
@@ -62,7 +66,7 @@ class Env:
         autocast: dtype of the active autocast region, or `None`.
         grad: whether gradients are recorded.
         deterministic: whether `torch.use_deterministic_algorithms` is on.
-        triton: whether Triton kernels can run there.
+        kernels: how fusions with a kernel of their own run there: as Triton kernels, as compiled C, or, `None`, not.
         rows: tokens of the input, rounded up to a power of two, or `None` where unknown.
         along: where dtypes differ along the sequence, as under autocast, the one that each operation of a fusion takes,
             and last that of its result: `requires` and `saves` are asked with it, and with the `dtype` that enters.
@@ -76,7 +80,7 @@ class Env:
     autocast: torch.dtype | None = None
     grad: bool = True
     deterministic: bool = False
-    triton: bool = False
+    kernels: Kernels | None = None
     rows: int | None = None
     along: tuple[torch.dtype | None, ...] = ()
     width: int = 0
@@ -127,9 +131,9 @@ class Env:
             raise InputError(f"{name} must be a whole number of at least 0, got {rows!r}", code="SF106")
         if not named:
             arch = _architecture(kind, int(arch) if arch else None)
-        triton = kind == "cuda" if named else _triton_runs(kind)
+        kernels = ("triton" if kind == "cuda" else None) if named else _kernels(kind)
         rows = None if rows is None else bucket(rows)
-        return cls(kind, arch, dtype, autocast, grad, deterministic, triton, rows)
+        return cls(kind, arch, dtype, autocast, grad, deterministic, kernels, rows)
 
     @classmethod
     def like(cls, x: Tensor) -> Env:
@@ -142,6 +146,11 @@ class Env:
             rows=_counted(x.shape),
         )
         return dataclasses.replace(env, dtype=x.dtype)
+
+    @property
+    def triton(self) -> bool:
+        """Whether Triton kernels can run there."""
+        return self.kernels == "triton"
 
     @property
     def leaving(self) -> torch.dtype:
@@ -273,10 +282,28 @@ def _architecture(kind: str, index: int | None) -> str:
     return getattr(properties, "gcnArchName", "").split(":")[0] or f"sm_{properties.major}{properties.minor}"
 
 
+def _kernels(kind: str) -> Kernels | None:
+    if _triton_runs(kind):
+        return "triton"
+    return "c" if kind == "cpu" and not why_no_c() else None
+
+
 @functools.cache
 def _triton_runs(kind: str) -> bool:
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return False
     if kind == "cuda":
         return torch.cuda.is_available()
     return kind == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def why_no_c() -> str:
+    """Why no C kernel runs on the CPU of this machine; empty where they do."""
+    from . import compiler
+
+    return compiler.why_none() if _has_triton() else "Triton, whose device functions C kernels are made of, is not installed"

@@ -31,6 +31,13 @@ _SMALL = 2**31 - 1 if torch.version.hip else None
 GPU_TYPES = frozenset({"cuda"})
 """Device types whose tensors compiled kernels take; the test kit's stand-in for a driver adds another."""
 
+
+
+def in_c(tensor: Tensor) -> bool:
+    """Whether the kernels that take a tensor are compiled C: on a CPU, unless kernels are interpreted."""
+    return tensor.is_cpu and not INTERPRETED and "cpu" not in GPU_TYPES
+
+
 _compiled: dict[Any, Any] = {}
 # The interpreter patches triton.language while a kernel runs: one at a time.
 _interpreting = threading.RLock()

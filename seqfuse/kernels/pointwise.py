@@ -23,13 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import compiler
 from . import _pointwise_ops
 from ._columns import several_column_sums
 from ._launch import (
+    INTERPRETED,
     Constexprs,
     as_rows,
     cdiv,
     faking,
+    in_c,
     launch,
     next_power_of_2,
     processors,
@@ -574,11 +577,15 @@ def pointwise(
     Raises:
         ValueError: for an operand of another shape, strides that have to be copied first, or a wrong number of them.
     """
-    if traced():
-        return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
     given: Sequence[Tensor | None] = operands
     if chain.reads_again:
         given = [None if i and t is operands[i - 1] else t for i, t in enumerate(operands)]
+    if traced():
+        if compiler.is_collecting() and in_c(x):
+            _in_c().ask(x, chain, given, dtype, dtypes, result)
+        return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
+    if in_c(x):
+        return _in_c().run(x, chain, given, dtype, dtypes, result)
     return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *given)
 
 
@@ -593,7 +600,24 @@ def pointwise_of(
 
     if chain.reads_again:  # not each operand is handed on
         return whole
-    return bound(_decided, (chain, dtype, tuple(dtypes), result), whole)
+    on_gpu = bound(_decided, (chain, dtype, tuple(dtypes), result), whole)
+    if INTERPRETED:
+        return on_gpu
+    on_cpu = _in_c().function(chain, dtype, tuple(dtypes), result)
+
+    def run(x: Tensor, *operands: Tensor) -> tuple[Tensor | None, ...]:
+        if not in_c(x):
+            return on_gpu(x, *operands)
+        return whole(x, *operands) if traced() else on_cpu(x, *operands)
+
+    return run
+
+
+@functools.cache
+def _in_c() -> Any:
+    from .c import chain
+
+    return chain
 
 
 def _decided(

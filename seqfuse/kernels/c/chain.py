@@ -65,9 +65,12 @@ class Numbers:
 
 
 def dropped(value: Number, keep: str, numbers: Numbers, P: Sequence[Any], lines: Lines) -> Number:
-    """An element after dropout, by its random word `keep`; `P` is from `_philox.threshold_and_scale`."""
-    factor = lines.number(f"{keep} >= (uint32_t){numbers.integer(P[0])} ? {numbers.number(P[1]).name} : 0.0f")
-    return value * factor
+    """An element after dropout, by its random word `keep`; `P` is from `_philox.threshold_and_scale`.
+
+    Where p is 1 the scale is 0 and the threshold, too: what is kept is multiplied by 0 as what is dropped.
+    """
+    kept, dropped = value * numbers.number(P[1]), value * 0.0
+    return lines.number(f"{keep} >= (uint32_t){numbers.integer(P[0])} ? {kept.name} : {dropped.name}")
 
 
 @functools.lru_cache(512)

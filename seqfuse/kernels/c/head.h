@@ -70,7 +70,8 @@ INLINE float exp2_(float x) {
 
 INLINE float abs_(float x) { return bits(raw(x) & 0x7fffffffu); }
 
-/* erf within 1 ulp: an odd polynomial near 0, else 1 - e^r of a polynomial r, where e^r < 0.2 and so needs fewer digits.
+/* erf within 1 ulp: an odd polynomial near 0, else 1 - e^r of a polynomial r in [-18, -1.6],
+   where 2^n needs one factor.
    Coefficients: N. Juffa, "Efficient implementation of the error function erff" (Stack Overflow, 2016). */
 INLINE float erf_(float x) {
   float t = abs_(x), s = x * x;
@@ -89,13 +90,16 @@ INLINE float erf_(float x) {
   r = r * t - 6.34846687e-1f;
   r = r * t - 1.28717512e-1f;
   r = r * t - t;
-  float m = r * 1.44269504088896341f + 12582912.f, k = m - 12582912.f, f = r - k * 0.69314718055994531f;
-  float p = 1.f / 120;
+  float m = r * 1.44269504088896341f + 12582912.f, k = m - 12582912.f;
+  float f = r - k * 0.69314718055994531f;
+  float p = 1.f / 5040;
+  p = p * f + 1.f / 720;
+  p = p * f + 1.f / 120;
   p = p * f + 1.f / 24;
   p = p * f + 1.f / 6;
   p = p * f + .5f;
-  p = p * f + 1.f;
-  p = p * f + 1.f;
+  p = p * (f * f) + f;
+  p = p + 1.f;
   r = 1.f - bits(raw(p) + (raw(m) << 23));
   r = bits(raw(r) | (raw(x) & 0x80000000u));
   return x != x ? x : t > 0.927734375f ? r : near;
