@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import Tensor
 
-from .env import Env, Savings
+from .env import Env, Kernels, Savings
 from .errors import PluginError, definition_error
 from .operation import Grads, UnfusedOperation, config_version
 from .saved import Layout, Saved, always_saved, check_layout, class_hints
@@ -40,7 +40,8 @@ class FusedOperation:
         outputs: extra tensors (`slot_output`) that `fwd` returns as a dictionary after `y`.
         layout: what the passes accept; the engine copies a tensor that does not fit.
         reach: how many operations it takes at most.
-        triton: whether the passes launch Triton kernels; it is refused where none can run.
+        kernels: the kernels that the passes launch, `"triton"`, or also `"c"` for those that a CPU has, too; it is not
+            applied where none of them runs. Empty for passes of ATen calls.
         needs_measurement: whether a GPU uses it only where a measurement says that it is faster: so do all that put a
             GEMM of their own in the place of the vendor's.
         casts: whether it takes account of a cast between its operations, as autocast has them; else refused there.
@@ -54,7 +55,7 @@ class FusedOperation:
 
     outputs: ClassVar[tuple[str, ...]] = ()
     layout: ClassVar[Layout] = "contig"
-    triton: ClassVar[bool] = False
+    kernels: ClassVar[tuple[Kernels, ...]] = ()
     needs_measurement: ClassVar[bool] = False
     casts: ClassVar[bool] = False
     any_dy: ClassVar[bool] = False
@@ -80,6 +81,10 @@ class FusedOperation:
             known = "ForwardFusion, BackwardFusion, InferenceFusion, or JointFusion, which replaces both passes"
             raise definition_error(cls, f"derive from one of {known}", "class ")
         check_layout(cls, cls.layout)
+        if vars(cls).get("triton"):  # the earlier way to say it
+            cls.kernels = ("triton",)
+        if not isinstance(cls.kernels, tuple) or not {*cls.kernels} <= {*typing.get_args(Kernels)}:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise definition_error(cls, f'kernels is a tuple of "triton" and "c", not {cls.kernels!r}', "kernels")
         own = [
             slot_of(cls, name, hint)
             for name, hint in class_hints(cls, sys._getframe(1)).items()  # pyright: ignore[reportPrivateUsage]

@@ -34,3 +34,6 @@ NORM_COLUMNS = 65536
 
 ONEDNN_WORTHWHILE = 2**16
 """Multiplications below which making a oneDNN primitive may cost more than it saves."""
+
+C_WORTHWHILE = 1024
+"""Elements of a tensor below which no C kernel is compiled: the call takes as long as those that it replaces."""

@@ -121,7 +121,7 @@ class _Job:
     def _fusion(self, fusion: type[FusedOperation]) -> _Made:
         if fusion.is_contract:
             raise Unable(f"{self.target.name} is no fusion but a base of fusions")
-        if fusion.triton and not Env.of(self.device).triton:
+        if fusion.kernels and Env.of(self.device).kernels not in fusion.kernels:
             return f"testing.check_fusion {fusion.__name__}", f"needs a Triton device{_interpreted(self.device)}", ()
 
         def run(spec: Spec, dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ class Report:
 
     versions: dict[str, str | None] = dataclasses.field(default_factory=lambda: dict[str, str | None]())
     devices: list[dict[str, Any]] = dataclasses.field(default_factory=lambda: list[dict[str, Any]]())
-    triton: dict[str, str] = dataclasses.field(default_factory=lambda: dict[str, str]())
+    kernels: dict[str, str] = dataclasses.field(default_factory=lambda: dict[str, str]())
     caches: list[dict[str, str]] = dataclasses.field(default_factory=lambda: list[dict[str, str]]())
     settings: dict[str, Any] = dataclasses.field(default_factory=lambda: dict[str, Any]())
     plugins: list[dict[str, str]] = dataclasses.field(default_factory=lambda: list[dict[str, str]]())
@@ -80,7 +80,7 @@ def examine() -> Report:
     _plugins(report)
     for device in dict.fromkeys(["cpu", *(d["name"] for d in report.devices)]):
         env = Env.of(device)
-        report.triton[device] = "runs" if env.triton else _why_no_triton(env)
+        report.kernels[device] = _kernels(env)
         report.can_run[device], report.cannot_run[device] = _fusions(device)
     return report
 
@@ -117,12 +117,14 @@ def _settings(report: Report) -> Iterator[str]:
     yield from (str(one.message) for one in caught)
 
 
-def _why_no_triton(env: Env) -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if env.device == "cpu":
-        return "Triton has no code for CPUs; TRITON_INTERPRET=1 interprets kernels, slowly"
-    return "torch sees no CUDA device"
+def _kernels(env: Env) -> str:
+    """How kernels run on a device, or why they do not."""
+    if env.kernels == "triton":
+        return "Triton, interpreted, which is slow" if env.device == "cpu" else "Triton"
+    found = compiler.compiler() if env.kernels == "c" else None
+    if found is not None:
+        return f"C ({found.version})"
+    return f"none: {why_no_c() if env.device == 'cpu' else 'torch sees no CUDA device'}"
 
 
 def _caches(report: Report) -> None:
@@ -185,8 +187,8 @@ def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:
 
 def _refused(fusion: type[FusedOperation], device: str) -> str | None:
     """Why a fusion cannot run on a device in any of its dtypes; `None` where it can."""
-    if fusion.triton and not Env.of(device).triton:
-        return "needs a Triton device"
+    if fusion.kernels and Env.of(device).kernels not in fusion.kernels:
+        return (why_no_c() if device == "cpu" and "c" in fusion.kernels else "") or "needs a Triton device"
     grad = not issubclass(fusion, InferenceFusion)
     reasons: list[str] = []
     for dtype in (torch.bfloat16, torch.float32):
@@ -217,7 +219,7 @@ def show(report: Report) -> None:
         parts = [device["model"], device.get("arch"), f"{device['bytes'] / 2**30:.0f} GiB" if device["bytes"] else None]
         parts += [f"{device['threads']} threads"] if "threads" in device else []
         tell(f"  {device['name']:<14} {', '.join(p for p in parts if p)}")
-        tell(f"  {'':<14} Triton: {report.triton[device['name']]}")
+        tell(f"  {'':<14} compiled kernels: {report.kernels[device['name']]}")
     tell("caches", "bold")
     for cache in report.caches:
         tell(f"  {cache['of']:<17} {cache['path']}: {cache['state']}")

@@ -11,7 +11,7 @@ from .inputs import Border
 
 def refuses_dtypes(cls: type[FusedOperation], nodes: Sequence[Node], a: int, around: Sequence[Border]) -> str | None:
     """Why no fusion of a class applies where dtypes change between its operations."""
-    if cls.triton and any(border.taken is None for border in around):
+    if cls.kernels and any(border.taken is None for border in around):
         return "the dtypes here are not known before a call: an operation states no class of autocast"
     for position, border in enumerate(around[1:-1], a + 1):
         if border.cast is not None and not cls.casts:

@@ -111,7 +111,7 @@ def _planned(
                 own: list[Tensor] = [getattr(owner, attribute) for owner, attribute in region.slots]
                 program = fuser.bind(op_list, region, x, channels, own)
                 steps: Sequence[Step] = (*program.plan.forward, *program.plan.backward)
-                if any(step.fused and step.operation.triton for step in steps):
+                if any(step.fused and step.operation.kernels for step in steps):
                     x = cast(Tensor, bind(region, program)(x, channels, seeds))
                 else:  # without kernels to call, a compiler sees more in the references
                     x = walk_reference(op_list.nodes, region.positions, x, channels, seeds)

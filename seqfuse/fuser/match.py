@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from ..cost_table import Measurement
-from ..env import Env, Savings
+from ..env import Env, Savings, why_no_c
 from ..errors import InputError, meant
 from ..fusion import MAX_VARIADIC, BackwardFusion, FusedOperation, InferenceFusion, Slot
+from ..hardware import C_WORTHWHILE
 from ..operation import UnfusedOperation
 from ..settings import Fusing
 from ..traffic import entering
@@ -110,7 +111,7 @@ class Matcher:
             matches, near = known_here
             for cls, sentence, length in near:
                 b = a + length
-                if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, env, fusing) is None:
+                if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, env, fusing, widths[a - start]) is None:
                     refused.append(Refusal(cls.__name__, a, sentence, own=is_own(cls)))
             for cls, rank, lengths, length in matches:
                 b = a + length
@@ -123,7 +124,7 @@ class Matcher:
                     refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
                     continue
                 around = stretch.around(a, b)
-                excluded = self._excludes(cls, a, b, live_from, env, fusing)
+                excluded = self._excludes(cls, a, b, live_from, env, fusing, widths[a - start])
                 reason, expected = excluded or (refuses_dtypes(cls, nodes, a, around), False)
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
@@ -174,14 +175,16 @@ class Matcher:
                     yield cls, f"near miss: {said}", len(slots) + 1
 
     def _excludes(
-        self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing
+        self, cls: type[FusedOperation], a: int, b: int, live_from: int, env: Env, fusing: Fusing, width: int
     ) -> tuple[str, bool] | None:
         """Why no fusion of a class applies on `a..b`, whatever operations stand there, and whether that is expected."""
         reason = fusing.allows(cls)
         if reason is not None:
             return reason, False
-        if cls.triton and not env.triton:
-            return "needs a Triton device", False
+        if cls.kernels and env.kernels not in cls.kernels:
+            return (why_no_c() if env.device == "cpu" and "c" in cls.kernels else "") or "needs a Triton device", False
+        if cls.kernels and env.kernels == "c" and not fusing.unmeasured and 0 < (env.rows or 0) * width < C_WORTHWHILE:
+            return "tensors this small gain nothing from a C kernel", False
         if env.rows == 0:
             return "the input has no rows", False
         count, failure = self.failures.get((cls.__name__, a), (0, ""))

@@ -122,7 +122,7 @@ def chain_takes(parts: Sequence[Part], env: Env) -> Requirements:
     yield all(dtype is env.dtype for dtype in env.along), "an operation in it gives another dtype"
     for part in parts:
         if isinstance(part, Pointwise):
-            yield from kernel_takes_act(part)
+            yield from kernel_takes_act(part, env)
         elif isinstance(part, Bias):
             yield bias_fits(part, env), "input and bias must have one dtype"
     yield len(_active(parts)) > 1, "only a Dropout that drops nothing here is with it"

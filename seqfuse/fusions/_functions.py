@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import saved as context
+from ..env import Env
 from ..fusion import Requirements
 from ..ops import Scale
 from ..pointwise import Pointwise
@@ -25,11 +26,11 @@ class Run(NamedTuple):
     reads = "input"
 
 
-def kernel_takes_functions(parts: Sequence[Function]) -> Requirements:
+def kernel_takes_functions(parts: Sequence[Function], env: Env) -> Requirements:
     """What every kernel asks of them."""
     for part in parts:
         if isinstance(part, Pointwise):
-            yield from kernel_takes_act(part)
+            yield from kernel_takes_act(part, env)
 
 
 def factors_of(parts: Sequence[Function]) -> tuple[float, ...]:

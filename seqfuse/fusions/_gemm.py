@@ -31,7 +31,7 @@ def epilogue_takes(
 ) -> Requirements:
     """What the kernel asks of a GEMM with an activation or a gated unit in its epilogue, or before it."""
     yield from kernel_takes(linear, bias, env)
-    yield from kernel_takes_act(act) if isinstance(act, Pointwise) else kernel_takes_gated(act)
+    yield from kernel_takes_act(act, env) if isinstance(act, Pointwise) else kernel_takes_gated(act, env)
     keeps = env.autocast is None or isinstance(act, Gated) or act.reads == "input" or act.autocast != "float32"
     yield keeps, f"{type(act).__name__} keeps its result, which is float32 under autocast"
     yield from kernel_takes_dropout(dropout)

@@ -20,7 +20,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def kernels_run(env: Env) -> Requirements:
-    """What every kernel asks of the environment, beside a Triton device."""
+    """What every kernel asks of the environment, beside that it runs there."""
     yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
 
 
@@ -41,21 +41,24 @@ def sum_dtype(*summed: Tensor) -> torch.dtype:
     return dtype
 
 
-def kernel_takes_act(act: Pointwise) -> Requirements:
+def kernel_takes_act(act: Pointwise, env: Env) -> Requirements:
     """What every kernel asks of an activation."""
     kind = type(act)
     yield kind.value is not None and kind.derivative is not None, f"{kind.__name__} has no device functions"
     yield not act.parameter_slots(), f"{kind.__name__} has parameters, which device functions do not see"
     fields = ("x",) if act.reads == "input" else ("y",)
     yield kind.Saved.fields == fields, f"{kind.__name__} keeps a record of its own making"
+    if env.kernels == "c":
+        reason = _in_c()(device(act))
+        yield reason is None, reason or ""
 
 
-def kernel_takes_gated(gated: Gated) -> Requirements:
+def kernel_takes_gated(gated: Gated, env: Env) -> Requirements:
     """What every kernel asks of a gated unit."""
     kind = type(gated)
     yield kind.reference is Gated.reference, f"{kind.__name__} states a gated unit of its own"
     yield kind.Saved.fields == ("x",), f"{kind.__name__} keeps a record of its own making"
-    yield from kernel_takes_act(gated.activation)
+    yield from kernel_takes_act(gated.activation, env)
 
 
 def device(act: Pointwise) -> Any:
@@ -69,6 +72,13 @@ def recorder(act: Pointwise) -> Callable[[Tensor, Tensor], Saved]:
         return act.record
     save = maker(act.Saved)
     return (lambda x, y: save(x)) if act.reads == "input" else (lambda x, y: save(y))
+
+
+@functools.cache
+def _in_c() -> Callable[[Any], str | None]:
+    from ..kernels.c.trace import why_not
+
+    return why_not
 
 
 @functools.cache

@@ -40,7 +40,8 @@ class ActivationLinearBackward(BackwardFusion):
     dropout: Dropout | None
     linear: Linear
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     casts = True  # dz has the dtype of dy, whatever the activation gives
     layout = "inner_contig"
 
@@ -80,7 +81,8 @@ class ActivationLinearJoint(JointFusion):
     out_bias: Bias | None
     add: Add | None
 
-    triton = saves_memory = True
+    kernels = ("triton", "c")
+    saves_memory = True
     layout = "any"  # its kernels are handed copies of what does not fit
 
     class Saved(context.Saved):
@@ -92,7 +94,7 @@ class ActivationLinearJoint(JointFusion):
         yield env.grad, "where nothing needs a gradient nothing is saved"
         yield from kernel_takes_chain(self.bias, env)
         act = self.act
-        yield from kernel_takes_gated(act) if isinstance(act, Gated) else kernel_takes_act(act)
+        yield from kernel_takes_gated(act, env) if isinstance(act, Gated) else kernel_takes_act(act, env)
         reads_input = isinstance(act, Gated) or act.reads == "input"
         yield reads_input, f"{type(act).__name__} saves its output, which the GEMM after it does too"
         one = env.cast(dtype_of(self.linear, "weight")) == env.dtype and one_dtype(self.linear, self.out_bias, env)

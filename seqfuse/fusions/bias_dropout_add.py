@@ -28,7 +28,7 @@ class BiasDropoutAdd(ForwardFusion):
     dropout: Dropout
     add: Add | None
 
-    triton = True
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
@@ -66,7 +66,7 @@ class BiasDropoutAddBackward(BackwardFusion):
     dropout: Dropout
     add: Add | None
 
-    triton = True
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)

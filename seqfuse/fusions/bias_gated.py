@@ -25,11 +25,11 @@ class BiasGated(ForwardFusion):
     bias: Bias | None
     gated: Gated
 
-    triton = True
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
-        yield from kernel_takes_gated(self.gated)
+        yield from kernel_takes_gated(self.gated, env)
         yield env.leaving is env.dtype, "the gated unit gives another dtype"
 
     def fwd(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -53,11 +53,11 @@ class BiasGatedBackward(BackwardFusion):
     bias: Bias | None
     gated: Gated
 
-    triton = True
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernel_takes_chain(self.bias, env)
-        yield from kernel_takes_gated(self.gated)
+        yield from kernel_takes_gated(self.gated, env)
         yield env.leaving is env.dtype, "the gated unit gives another dtype"
 
     def bwd(

@@ -25,7 +25,7 @@ class BiasQKNormRotaryAttention(InferenceFusion):
     rotary: RotaryEmbedding
     attention: Attention
 
-    triton = True
+    kernels = ("triton",)
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, self.rotary, env)

@@ -32,7 +32,7 @@ class BlockBoundary(ForwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
-    triton = True
+    kernels = ("triton", "c")
     outputs = ("fork_out",)
 
     def requires(self, env: Env) -> Requirements:
@@ -66,7 +66,7 @@ class BlockBoundaryBackward(BackwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
-    triton = True
+    kernels = ("triton", "c")
     any_dy = True
 
     def requires(self, env: Env) -> Requirements:

@@ -36,7 +36,7 @@ class BlockBoundaryActivation(JointFusion):
     norm: LayerNorm | RMSNorm
     acts: tuple[Pointwise | Scale, ...]
 
-    triton = True
+    kernels = ("triton", "c")
     any_dy = True
     outputs = ("fork_out",)
 
@@ -52,7 +52,7 @@ class BlockBoundaryActivation(JointFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from boundary_takes(self.norm, self.dropout, env)
-        yield from kernel_takes_functions(self.acts)
+        yield from kernel_takes_functions(self.acts, env)
         yield from gives_own(self.norm, env.part(-2 - len(self.acts)))
 
     def saved_at(self) -> tuple[int, ...]:

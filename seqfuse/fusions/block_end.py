@@ -36,7 +36,8 @@ class BlockEndBackward(BackwardFusion):
     dropout: Dropout | None
     add: Add
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     casts = True  # dz has the dtype of the weight, whatever the activation gives
     layout = "inner_contig"
 

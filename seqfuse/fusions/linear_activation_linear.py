@@ -56,7 +56,8 @@ class LinearActivationLinear(JointFusion):
     out_dropout: Dropout | None
     add: Add | None
 
-    triton = needs_measurement = saves_memory = True
+    kernels = ("triton",)
+    needs_measurement = saves_memory = True
     casts = True  # the activation is written in the dtype of z, whatever it gives
     layout = "inner_contig"
 

@@ -92,7 +92,8 @@ class LinearBiasBackwardTriton(BackwardFusion):
     linear: Linear
     bias: Bias
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

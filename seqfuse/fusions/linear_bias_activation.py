@@ -47,7 +47,8 @@ class LinearBiasActivation(ForwardFusion):
     act: Pointwise | Gated
     dropout: Dropout | None
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
@@ -77,7 +78,8 @@ class LinearBiasActivationInference(InferenceFusion):
     act: Pointwise | Gated
     dropout: Dropout | None
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

@@ -27,7 +27,8 @@ class LinearBiasDropoutAdd(ForwardFusion):
     dropout: Dropout | None
     add: Add
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:

@@ -32,12 +32,12 @@ class LinearBiasPointwise(ForwardFusion):
     bias: Bias
     act: Pointwise
 
-    triton = True
+    kernels = ("triton", "c")
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_run(env)
-        yield from kernel_takes_act(self.act)
+        yield from kernel_takes_act(self.act, env)
         one = env.cast(dtype_of(self.linear, "weight")) == env.dtype and one_dtype(self.linear, self.bias, env)
         yield one, "input, weight and bias must have one dtype"
         keeps = self.act.reads == "input" or env.leaving is env.dtype

@@ -30,7 +30,8 @@ class MergedLinearGated(ForwardFusion):
     act: Gated
     dropout: Dropout | None
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
@@ -57,7 +58,8 @@ class MergedLinearGatedInference(InferenceFusion):
     act: Gated
     dropout: Dropout | None
 
-    triton = needs_measurement = True
+    kernels = ("triton",)
+    needs_measurement = True
     layout = "inner_contig"
 
     def requires(self, env: Env) -> Requirements:
@@ -120,7 +122,7 @@ def _kernel_takes(linear: MergedLinear, act: Gated, dropout: Dropout | None, env
     yield one, "input, weights and biases must have one dtype"
     alike = gate.stride() == up.stride() and (1 in gate.stride() or 1 in gate.shape)
     yield alike, "the weights must be of one layout, contiguous in their rows or their columns"
-    yield from kernel_takes_gated(act)
+    yield from kernel_takes_gated(act, env)
     yield env.leaving is env.dtype, "its kernel gives y in the dtype of x"
     yield from kernel_takes_dropout(dropout)
 

@@ -31,11 +31,11 @@ class NormActivation(ForwardFusion):
     norm: LayerNorm | RMSNorm
     act: Pointwise
 
-    triton = True
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield from kernel_takes_act(self.act)
+        yield from kernel_takes_act(self.act, env)
         yield from gives_own(self.norm, env)
         cast = self.act.reads == "output" and env.leaving is not env.dtype
         yield not cast, f"{type(self.act).__name__} keeps y, which is cast for what comes next"
@@ -70,7 +70,7 @@ class NormActivationJoint(JointFusion):
     norm: LayerNorm | RMSNorm
     acts: tuple[Pointwise | Scale, ...]
 
-    triton = True
+    kernels = ("triton", "c")
     any_dy = True
 
     class Saved(context.Saved):
@@ -83,7 +83,7 @@ class NormActivationJoint(JointFusion):
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
-        yield from kernel_takes_functions(self.acts)
+        yield from kernel_takes_functions(self.acts, env)
         yield from gives_own(self.norm, env)
 
     def saved_at(self) -> tuple[int, ...]:

@@ -43,7 +43,8 @@ class NormLinearActivationLinear(JointFusion):
     out_dropout: Dropout | None
     add: Add
 
-    triton = needs_measurement = saves_memory = True
+    kernels = ("triton",)
+    needs_measurement = saves_memory = True
     casts = True
 
     class Saved(context.Saved):

@@ -42,7 +42,7 @@ class PointwiseChain(ForwardFusion):
     first: Pointwise | Scale | Bias | Dropout
     rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
-    triton = True
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         return chain_takes((self.first, *self.rest), env)
@@ -67,7 +67,7 @@ class PointwiseChainInference(InferenceFusion):
     first: Pointwise | Scale | Bias | Dropout
     rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
-    triton = True
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         return chain_takes((self.first, *self.rest), env)
@@ -90,7 +90,7 @@ class PointwiseChainBackward(BackwardFusion):
     first: Pointwise | Scale | Bias | Dropout
     rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
-    triton = True
+    kernels = ("triton", "c")
     layout = "any"  # its kernel is handed copies of what does not fit
 
     def requires(self, env: Env) -> Requirements:
@@ -132,7 +132,7 @@ class PointwiseChainJoint(JointFusion):
     first: Pointwise | Scale | Bias | Dropout
     rest: tuple[Pointwise | Scale | Bias | Dropout, ...]
 
-    triton = True
+    kernels = ("triton", "c")
 
     class Saved(context.Saved):
         held: tuple[Tensor | None, ...]  # [*, H] for each activation that stands alone, and each run of several

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib.util
 from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..env import Env
+from ..env import Env, why_no_c
 from ..errors import KernelError
 from ..fusion import JointFusion, Requirements
 from ..fusions._kernels import kernel_takes_act
@@ -29,7 +28,7 @@ from .structure import index_of
 class DeviceFunctions(JointFusion):
     """One activation by its device functions, as every kernel uses them: y = value(x), dx = dy derivative(t)."""
 
-    triton = True
+    kernels = ("triton", "c")
 
     act: Pointwise
 
@@ -37,7 +36,7 @@ class DeviceFunctions(JointFusion):
         t: Tensor  # [*, H], x or y as the activation reads
 
     def requires(self, env: Env) -> Requirements:
-        yield from kernel_takes_act(self.act)
+        yield from kernel_takes_act(self.act, env)
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         from ..kernels.pointwise import Chain, act, pointwise
@@ -92,13 +91,12 @@ def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequenc
     if type(act).value is None:
         return None
     unchecked = "value and derivative were not checked: "
-    refusals = [reason for holds, reason in kernel_takes_act(act) if not holds]
+    env = Env.of(x.device)
+    refusals = [reason for holds, reason in kernel_takes_act(act, env) if not holds]
     if refusals:
         return unchecked + refusals[0]
-    if not Env.of(x.device).triton:
-        if importlib.util.find_spec("triton") is None:
-            return unchecked + "Triton is not installed"
-        return unchecked + "no Triton device here, TRITON_INTERPRET=1 runs them on a CPU"
+    if env.kernels is None:
+        return unchecked + (why_no_c() if x.is_cpu else "no Triton device here")
     specimen = Specimen([act], x, {}, seed)
     shapes = specimen.shapes()[:1]
     # Device functions are of float32: kernels of float64 are left to the operations.
