@@ -39,7 +39,7 @@ class Machine:
     arch: str
     driver: str | None
     threads: int | None
-    triton_runs: bool
+    kernels: str | None
     torch: str
     triton: str | None
     seqfuse: str
@@ -49,7 +49,7 @@ class Machine:
         """The machine of an environment; `None` where that is not here, or its devices were never used."""
         if env.device == "cuda" and not torch.cuda.is_initialized():
             return None  # planning for an architecture by name starts no device
-        return _machine(env.device, env.arch, env.triton, torch.get_num_threads() if env.device == "cpu" else None)
+        return _machine(env.device, env.arch, _compiled(env), torch.get_num_threads() if env.device == "cpu" else None)
 
     @property
     def file_name(self) -> str:
@@ -61,8 +61,18 @@ class Machine:
         return f"{self.device}{threads}"
 
 
+def _compiled(env: Env) -> str | None:
+    """What kernels are made with, so that another compiler has a table of its own."""
+    if env.kernels != "c":
+        return env.kernels
+    from . import compiler
+
+    found = compiler.compiler()
+    return None if found is None else f"c: {found.version} {' '.join(found.flags)}"
+
+
 @functools.lru_cache(64)
-def _machine(kind: str, arch: str, triton_runs: bool, threads: int | None) -> Machine | None:
+def _machine(kind: str, arch: str, kernels: str | None, threads: int | None) -> Machine | None:
     stated = _stated("/proc/cpuinfo", r"^model name\s*:\s*(.+)$").strip()
     name, driver = stated or platform.processor() or platform.machine(), None
     if kind == "cuda":
@@ -83,7 +93,7 @@ def _machine(kind: str, arch: str, triton_runs: bool, threads: int | None) -> Ma
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = None
-    return Machine(name, arch, driver, threads, triton_runs, torch.__version__, triton, own.__version__)
+    return Machine(name, arch, driver, threads, kernels, torch.__version__, triton, own.__version__)
 
 
 def _stated(path: str, pattern: str) -> str:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "seqfuse"
 
 SINGULAR = {
     "errors", "names", "generated", "group", "saved", "signature", "env", "casts", "settings", "maingrad", "autograd",
-    "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware",
+    "operation", "pointwise", "slots", "traffic", "fusion", "store", "cost_table", "pictures", "hardware", "compiler",
 }  # fmt: skip
 COLLECTIONS = {"fuser", "kernels", "ops", "fusions"}
 # Built on all of the above; each may look at those before it.
@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "generated": set(),
     "saved": {"errors", "generated"},
     "signature": {"errors"},
-    "env": {"errors", "hardware"},
+    "compiler": {"errors", "settings", "store"},
+    "env": {"compiler", "errors", "hardware"},
     "hardware": set(),
     "casts": {"env"},
     "settings": {"errors"},
@@ -41,9 +42,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fusion": {"slots", "saved", "signature", "env", "operation", "traffic", "errors"},
     "store": set(),
     "pictures": set(),
-    "cost_table": {"store", "env", "settings", "operation", "errors"},
+    "cost_table": {"compiler", "store", "env", "settings", "operation", "errors"},
     "fuser": SINGULAR,
-    "kernels": {"generated"},
+    "kernels": {"compiler", "generated"},
     "ops": SINGULAR | {"kernels", "fuser.sequential"},
     "fusions": SINGULAR | {"ops", "kernels"},
     **{room: SINGULAR | COLLECTIONS | set(BUILT_ON[:rank]) for rank, room in enumerate(BUILT_ON)},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 import itertools
 import os
 import platform
@@ -19,8 +18,8 @@ from typing import Any, cast
 
 import torch
 
-from .. import fusions, plugins, store
-from ..env import Env
+from .. import compiler, fusions, plugins, store
+from ..env import Env, why_no_c
 from ..fuser import Sequential
 from ..fusion import FusedOperation, InferenceFusion
 from ..settings import settings

@@ -32,7 +32,7 @@ class BlockBoundary(ForwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
-    kernels = ("triton", "c")
+    kernels = ("triton",)
     outputs = ("fork_out",)
 
     def requires(self, env: Env) -> Requirements:
@@ -66,7 +66,7 @@ class BlockBoundaryBackward(BackwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
-    kernels = ("triton", "c")
+    kernels = ("triton",)
     any_dy = True
 
     def requires(self, env: Env) -> Requirements:

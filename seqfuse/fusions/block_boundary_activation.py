@@ -36,7 +36,7 @@ class BlockBoundaryActivation(JointFusion):
     norm: LayerNorm | RMSNorm
     acts: tuple[Pointwise | Scale, ...]
 
-    kernels = ("triton", "c")
+    kernels = ("triton",)
     any_dy = True
     outputs = ("fork_out",)
 

@@ -22,7 +22,7 @@ class NormForward(ForwardFusion):
 
     norm: LayerNorm | RMSNorm
 
-    kernels = ("triton", "c")
+    kernels = ("triton",)
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
@@ -43,7 +43,7 @@ class NormBackward(BackwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
-    kernels = ("triton", "c")
+    kernels = ("triton",)
     any_dy = True
     layout = "any"  # its kernel is handed copies of what does not fit
 

@@ -119,7 +119,7 @@ def _env_of(of: Callable[..., env.Env]) -> Callable[..., env.Env]:
         found = of(device, **rest)
         if found.device != "cpu":
             return found
-        return dataclasses.replace(found, device="cuda", arch=f"sm_{ARCHITECTURE}", triton=True)
+        return dataclasses.replace(found, device="cuda", arch=f"sm_{ARCHITECTURE}", kernels="triton")
 
     return on_a_gpu
 

@@ -299,4 +299,4 @@ def _places(job: _Job) -> str:
 
 
 def _tag(machine: Machine) -> str:
-    return f"{machine.arch} {machine.triton_runs}"
+    return f"{machine.arch} {machine.kernels}"

@@ -174,7 +174,7 @@ def how() -> str:
         for kernel in sorted({kernel for kernel, _ in proof.CELLS})
     }
     every = (*fusions.aten, *fusions.triton, *fusions.lean)
-    sets = [{one.__name__ for one in every if one.triton is kind} for kind in (False, True)]
+    sets = [{one.__name__ for one in every if bool(one.kernels) is kind} for kind in (False, True)]
     rows = (
         ("an operation against its reference or torch", "`check_op` and others", "CPU",
          {one.__name__ for one in operations()}, checked(*OPERATIONS, by=COMPARES)),

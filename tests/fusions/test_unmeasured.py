@@ -71,7 +71,7 @@ def test_whoever_asks_for_them_unmeasured_has_them():
 
 def test_a_cpu_whose_kernels_are_interpreted_measures_nothing_first():
     model = sf.Sequential(ops.Linear(64, 256), ops.GeLU(), fusions=fusions.LinearBiasActivation).bfloat16()
-    assert model.plan(env=sf.Env(triton=True, rows=64, dtype=torch.bfloat16)).count("LinearBiasActivation") == 1
+    assert model.plan(env=sf.Env(kernels="triton", rows=64, dtype=torch.bfloat16)).count("LinearBiasActivation") == 1
 
 
 class Widened(sf.Pointwise):

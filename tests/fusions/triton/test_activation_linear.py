@@ -52,7 +52,7 @@ def test_with_dropout_before_the_product(act: sf.Pointwise, dropout: ops.Dropout
 def test_dropout_that_is_a_scale_is_refused():
     drop = ops.Dropout(0.2, "downscale_in_infer").eval()
     fusion = ActivationLinearBackward(bias=None, act=ops.SiLU(), dropout=drop, linear=ops.Linear(4, 4))
-    assert [why for holds, why in fusion.requires(sf.Env(triton=True)) if not holds] == [
+    assert [why for holds, why in fusion.requires(sf.Env(kernels="triton")) if not holds] == [
         "in evaluation this Dropout is a scale"
     ]
 
@@ -222,7 +222,7 @@ def test_a_block_saves_half_of_what_it_saves_otherwise(gated: bool, device: torc
 def test_that_saves_less_is_refused_where_nothing_would_be_saved():
     def reasons(act: sf.UnfusedOperation, grad: bool = True) -> list[str]:
         fusion = ActivationLinearJoint(bias=None, act=act, linear=ops.Linear(4, 4), out_bias=None, add=None)
-        return [why for holds, why in fusion.requires(sf.Env(triton=True, grad=grad)) if not holds]
+        return [why for holds, why in fusion.requires(sf.Env(kernels="triton", grad=grad)) if not holds]
 
     assert reasons(ops.Tanh()) == ["Tanh saves its output, which the GEMM after it does too"]
     assert reasons(ops.SiLU(), grad=False) == ["where nothing needs a gradient nothing is saved"]

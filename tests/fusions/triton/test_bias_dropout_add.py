@@ -54,7 +54,7 @@ def test_meet_in_the_records(dtype: torch.dtype, width: int, device: torch.devic
 @pytest.mark.parametrize("drop", [ops.Dropout(0.3).eval(), ops.Dropout(0.0)], ids=["evaluation", "p = 0"])
 def test_is_refused_where_nothing_is_dropped(drop: ops.Dropout):
     fusion = BiasDropoutAdd(bias=None, dropout=drop, add=None)
-    assert [why for holds, why in fusion.requires(sf.Env(triton=True)) if not holds] == ["nothing is dropped here"]
+    assert [why for holds, why in fusion.requires(sf.Env(kernels="triton")) if not holds] == ["nothing is dropped here"]
 
 
 MUTANTS = {

@@ -100,7 +100,7 @@ def test_keeps_one_tensor(device: torch.device):
     ids=["mode", "two dimensions"],
 )
 def test_says_why_not(list_: tuple[sf.UnfusedOperation, ...], reason: str):
-    plan = sf.Sequential(*list_, fusions=BlockBoundaryActivation).plan(env=sf.Env(triton=True))
+    plan = sf.Sequential(*list_, fusions=BlockBoundaryActivation).plan(env=sf.Env(kernels="triton"))
     assert reason in [refusal.reason for refusal in plan.refused]
 
 

@@ -101,7 +101,7 @@ def test_saves_one_tensor_beside_the_input(act: sf.Pointwise, device: torch.devi
 
 def test_a_scale_is_not_taken_for_a_dropout():
     drop = ops.Dropout(0.5, "downscale_in_infer").eval()
-    plan = sf.Sequential(ops.Linear(8, 8), ops.SiLU(), drop, fusions=LinearBiasActivation).plan(env=sf.Env(triton=True))
+    plan = sf.Sequential(ops.Linear(8, 8), ops.SiLU(), drop, fusions=LinearBiasActivation).plan(env=sf.Env(kernels="triton"))
     assert plan.forward[0].covers == range(3)  # product, bias and activation
     assert "in evaluation this Dropout is a scale" in [refusal.reason for refusal in plan.refused]
 
@@ -134,10 +134,10 @@ class Clipped(sf.Pointwise):
 @pytest.mark.parametrize(
     ("act", "env", "reason"),
     [
-        (ops.GeLU(), sf.Env(triton=False), "needs a Triton device"),
-        (ops.GeLU(), sf.Env(triton=True, dtype=torch.float64), "its kernel is for float32, float16 and bfloat16"),
-        (ops.GeLU(), sf.Env(triton=True, dtype=torch.bfloat16), "input, weight and bias must have one dtype"),
-        (Clipped(), sf.Env(triton=True), "Clipped has no device functions"),
+        (ops.GeLU(), sf.Env(kernels=None), "needs a Triton device"),
+        (ops.GeLU(), sf.Env(kernels="triton", dtype=torch.float64), "its kernel is for float32, float16 and bfloat16"),
+        (ops.GeLU(), sf.Env(kernels="triton", dtype=torch.bfloat16), "input, weight and bias must have one dtype"),
+        (Clipped(), sf.Env(kernels="triton"), "Clipped has no device functions"),
     ],
 )
 def test_says_why_not(act: sf.Pointwise, env: sf.Env, reason: str):
@@ -189,7 +189,7 @@ class Clamped(sf.Gated):
 
 def test_a_gated_unit_of_another_kind_is_refused():
     fusion = LinearBiasActivation(linear=ops.Linear(8, 8, bias=False), bias=None, act=Clamped(), dropout=None)
-    reasons = [sentence for holds, sentence in fusion.requires(sf.Env(triton=True)) if not holds]
+    reasons = [sentence for holds, sentence in fusion.requires(sf.Env(kernels="triton")) if not holds]
     assert reasons == ["Clamped states a gated unit of its own"]
 
 

@@ -62,14 +62,14 @@ def test_meets_the_fused_backward_in_the_records(dtype: torch.dtype, device: tor
     ids=str,
 )
 def test_says_why_not(linear: ops.MergedLinear, reason: str):
-    plan = sf.Sequential(linear, ops.SwiGLU(), fusions=MergedLinearGated).plan(env=sf.Env(triton=True))
+    plan = sf.Sequential(linear, ops.SwiGLU(), fusions=MergedLinearGated).plan(env=sf.Env(kernels="triton"))
     assert [refusal.reason for refusal in plan.refused] == [reason]
 
 
 def test_weights_of_two_layouts_are_refused():
     linear = ops.MergedLinear(8, (4, 4), False)
     linear.weight_1 = nn.Parameter(torch.zeros(8, 4).t())
-    plan = sf.Sequential(linear, ops.SwiGLU(), fusions=MergedLinearGated).plan(env=sf.Env(triton=True))
+    plan = sf.Sequential(linear, ops.SwiGLU(), fusions=MergedLinearGated).plan(env=sf.Env(kernels="triton"))
     assert plan.refused[0].reason.startswith("the weights must be of one layout")
 
 
