@@ -76,6 +76,7 @@ class Region:
     latest: Call | None = None  # the function of the latest call
     program: CompiledRegion | None = None  # and what it runs
     compared: bool = False  # with the plans of other processes
+    rehearsed: set[Any] = dataclasses.field(default_factory=lambda: set[Any]())  # plans whose C kernels are compiled
 
     @property
     def positions(self) -> range:

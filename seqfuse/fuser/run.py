@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ..compiler import CompileError, compile_all, give_up
 from ..env import Env, any_autocast, autocast_of
-from ..errors import InputError, StateError, step_note
+from ..errors import FallbackWarning, InputError, StateError, step_note
 from ..fusion import FusedOperation, checked
 from ..operation import FusableOperation, config_version
 from ..settings import fusing_now, settings
@@ -30,6 +31,7 @@ from .match import Matcher
 from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, plan_ahead
+from .rehearse import calls_c, kernels_of
 from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
 from .stretch import Stretch
 
@@ -206,6 +208,8 @@ class Fuser:
         if program is None:
             with collecting_later():
                 program = self.bind(op_list, region, x, channels, own)
+                if x.__class__ in _PLAIN and not self._compiled(op_list, region, program.plan, about, x, channels, own):
+                    program = self.bind(op_list, region, x, channels, own)
             region.programs = with_entry(region.programs, bucket, program)
         if x.__class__ not in _PLAIN or (program.by_reference and program.native is None):
             return program, None
@@ -245,6 +249,33 @@ class Fuser:
         is_plain = native or all(operation.is_view for operation in inside)
         plainly = self.plain_autograd and not any(plan.fused) and is_plain
         return CompiledRegion(plan, segments, bool(plainly) or not exact, native if plainly else None)
+
+    def _compiled(
+        self,
+        op_list: OpList,
+        region: Region,
+        plan: Plan,
+        about: Any,
+        x: Tensor,
+        channels: dict[str, Tensor],
+        parameters: Sequence[Tensor],
+    ) -> bool:
+        """Compile the C kernels that a plan calls; `False` if that failed, and no plan has C kernels any more."""
+        key = tuple(step.key for step in (*plan.forward, *plan.backward)), about
+        if key in region.rehearsed or not calls_c(plan):
+            return True
+        region.rehearsed.add(key)
+        given = {c: channels[c] for c in region.channels}
+        stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
+        context = Context.of(stretch, region.slots, parameters, "raise", lambda: None)
+        segments = lower(plan, context, op_list.configured)
+        try:
+            compile_all(kernels_of(segments, plan.env, x, given, len([n for n in op_list.nodes if n.seed is not None])))
+        except CompileError as error:
+            give_up(error)
+            warnings.warn(f"fusions run unfused, in ATen calls: {error}", FallbackWarning, stacklevel=2)
+            return False
+        return True
 
     def _changed(self) -> OpList:
         config_version.bump()

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import compiler
+from ..env import Env
 from ..errors import FallbackWarning, device_is_lost
+from ..hardware import C_WORTHWHILE
 from ..kernels import triton_installed
 
 _LOW = 0xFFFFFFFF
@@ -27,6 +30,7 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Why the kernel could not be run, once it could not.
 _failures: list[str] = []
 
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
 
@@ -67,6 +71,11 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     if torch.compiler.is_compiling() or _transform() is not None:
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
+    if _in_c(seed, size) and p < 1:
+        if compiler.is_collecting():
+            _c_mask().ask()
+        elif type(seed) is Tensor and not _modes():
+            return _c_mask().drop_mask(seed, shape, p)
     groups = (size + 3) // 4
     threshold = math.floor(p * 2**32)
     keys = round_keys(seed)
@@ -96,11 +105,13 @@ def masked(x: Tensor, drop: Tensor, p: float, upscale: bool = True) -> Tensor:
 
 
 def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
-    """Tensor x after dropout, in one launch of a Triton kernel; `None` where none can run.
+    """Tensor x after dropout, in one launch of a kernel; `None` where none can run.
 
     It has no graph. Where nothing compiles, as without a C compiler, that is said once, and torch takes its place.
     """
-    if _failures or x.dtype not in _KERNEL_DTYPES or not (x.is_cuda or interpreting) or not triton_installed():
+    if _failures or x.dtype not in _KERNEL_DTYPES or not triton_installed():
+        return None
+    if not (x.is_cuda or interpreting or (_in_c(x, x.numel()) and x.dtype is not torch.float64)):
         return None
     if torch.compiler.is_compiling() or _transform() is not None:
         return None
@@ -117,6 +128,18 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
         message = f"the kernel of Dropout failed ({_failures[0]}); its mask is made by torch, in many launches"
         warnings.warn(message, FallbackWarning, stacklevel=2)
         return None
+
+
+def _in_c(t: Tensor, size: int) -> bool:
+    """Whether C kernels make the masks of so many elements on the device of a tensor."""
+    return t.is_cpu and size >= C_WORTHWHILE and not _failures and Env.of("cpu").kernels == "c"
+
+
+@functools.cache
+def _c_mask() -> Any:
+    from ..kernels.c import mask
+
+    return mask
 
 
 @functools.lru_cache(256)
