@@ -306,4 +306,6 @@ def why_no_c() -> str:
     """Why no C kernel runs on the CPU of this machine; empty where they do."""
     from . import compiler
 
-    return compiler.why_none() if _has_triton() else "Triton, whose device functions C kernels are made of, is not installed"
+    if not _has_triton():
+        return "Triton, whose device functions C kernels are made of, is not installed"
+    return compiler.why_none()

@@ -98,6 +98,8 @@ class Matcher:
         found: list[Candidate] = []
         refused: list[Refusal] = []
         widths = entering([cast(UnfusedOperation, node.operation) for node in stretch.inside])
+        entered = stretch.shapes or [()] * len(widths)
+        width_at = [width or (shape[-1] if shape else 0) for width, shape in zip(widths, entered, strict=False)]
         for_saves: dict[tuple[int, bool], Env] = {}
         kinds = tuple(node.derives or node.kind for node in stretch.inside)
         for a in stretch.positions:
@@ -111,7 +113,9 @@ class Matcher:
             matches, near = known_here
             for cls, sentence, length in near:
                 b = a + length
-                if (lean or not cls.saves_memory) and self._excludes(cls, a, b, live_from, env, fusing, widths[a - start]) is None:
+                if (lean or not cls.saves_memory) and self._excludes(
+                    cls, a, b, live_from, env, fusing, widths[a - start]
+                ) is None:
                     refused.append(Refusal(cls.__name__, a, sentence, own=is_own(cls)))
             for cls, rank, lengths, length in matches:
                 b = a + length
@@ -124,7 +128,7 @@ class Matcher:
                     refused.append(Refusal(cls.__name__, a, reason, own=is_own(cls)))
                     continue
                 around = stretch.around(a, b)
-                excluded = self._excludes(cls, a, b, live_from, env, fusing, widths[a - start])
+                excluded = self._excludes(cls, a, b, live_from, env, fusing, width_at[a - start])
                 reason, expected = excluded or (refuses_dtypes(cls, nodes, a, around), False)
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)

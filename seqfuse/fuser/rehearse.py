@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,17 +42,20 @@ def kernels_of(
     The segments are for this alone: a segment remembers what it ran with. One that does not run on fake tensors has its
     kernels compiled when they are called.
     """
-    device = x.device
-    with compiler.collecting() as wanted, contextlib.suppress(Exception), torch.no_grad():
-        with autocasting(device.type, env.autocast), faking() as mode, cast_once():
-            here = {name: mode.from_tensor(t).detach() for name, t in channels.items()}
-            y = mode.from_tensor(x).detach()
-            seeds = torch.empty(random, dtype=torch.int64, device=device)
-            for segment in segments:
-                run = forward(segment, y, [here[c] for c in segment.inputs], seeds)
-                here |= run.channels
-                y = run.y
-                if segment.live:
-                    made = {c: torch.empty_like(here[c]) for c in segment.outputs if c not in segment.frozen}
-                    backward(segment, run.kept, run.tensors, run.like, run.fell, torch.empty_like(y), {**made})
+    with compiler.collecting() as wanted, contextlib.suppress(Exception):  # the call itself will say what it was
+        _run(segments, x, channels, random, autocasting(x.device.type, env.autocast))
     return wanted
+
+
+def _run(segments: Sequence[Segment], x: Tensor, channels: Mapping[str, Tensor], random: int, autocast: Any) -> None:
+    with torch.no_grad(), autocast, faking() as mode, cast_once():
+        here = {name: mode.from_tensor(t).detach() for name, t in channels.items()}
+        y = mode.from_tensor(x).detach()
+        seeds = torch.empty(random, dtype=torch.int64, device=x.device)
+        for segment in segments:
+            run = forward(segment, y, [here[c] for c in segment.inputs], seeds)
+            here |= run.channels
+            y = run.y
+            if segment.live:
+                made = {c: torch.empty_like(here[c]) for c in segment.outputs if c not in segment.frozen}
+                backward(segment, run.kept, run.tensors, run.like, run.fell, torch.empty_like(y), {**made})

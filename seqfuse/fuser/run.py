@@ -31,8 +31,8 @@ from .match import Matcher
 from .op_list import Call, CompiledRegion, OpList, Region, collecting_later, compare, fusers, mark_shards, with_entry
 from .plan import Plan, plan_region
 from .preview import choice_in, plan_ahead
-from .rehearse import calls_c, kernels_of
 from .reference import by_reference, check_channels, draw, number_seeds, run_eagerly, transformed, walk_reference
+from .rehearse import calls_c, kernels_of
 from .stretch import Stretch
 
 KEPT_LISTS = 8

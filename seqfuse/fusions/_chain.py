@@ -20,7 +20,7 @@ from ._kernels import bias_fits, device, kernel_takes_act, kernels_run
 from ._pointwise import chain_of, pointwise_of
 
 if TYPE_CHECKING:
-    from ..kernels.pointwise import Chain
+    from ..kernels.chains import Chain
 
 Part = Pointwise | Scale | Bias | Dropout
 Steps = tuple[tuple[str, tuple[Any, ...]], ...]

@@ -13,7 +13,7 @@ from ..pointwise import Pointwise
 from ._kernels import bias_fits, device, kernels_run
 
 if TYPE_CHECKING:
-    from ..kernels.pointwise import Chain
+    from ..kernels.chains import Chain
 
 _OF_ACTIVATION = frozenset({"gated", "dgated"})
 _chains: dict[Any, Chain] = {}
@@ -34,9 +34,9 @@ def chain_of(steps: Steps) -> Chain:
     key = tuple((name, *map(_identity, of)) for name, of in steps)
     found = _chains.get(key)
     if found is None:
-        from ..kernels import pointwise
+        from ..kernels import chains
 
-        found = _chains[key] = pointwise.Chain(*(getattr(pointwise, name)(*of) for name, of in steps))
+        found = _chains[key] = chains.Chain(*(getattr(chains, name)(*of) for name, of in steps))
     return found
 
 

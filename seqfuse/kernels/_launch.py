@@ -32,7 +32,6 @@ GPU_TYPES = frozenset({"cuda"})
 """Device types whose tensors compiled kernels take; the test kit's stand-in for a driver adds another."""
 
 
-
 def in_c(tensor: Tensor) -> bool:
     """Whether the kernels that take a tensor are compiled C: on a CPU, unless kernels are interpreted."""
     return tensor.is_cpu and not INTERPRETED and "cpu" not in GPU_TYPES

@@ -11,10 +11,8 @@ two.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,49 +22,65 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import compiler
-from . import _pointwise_ops
+from . import _pointwise_ops, chains
 from ._columns import several_column_sums
 from ._launch import (
     INTERPRETED,
-    Constexprs,
     as_rows,
     cdiv,
     faking,
     in_c,
     launch,
-    next_power_of_2,
     processors,
     traced,
 )  # fmt: skip
-from ._philox import dropped, threshold_and_scale
+from ._philox import dropped
 from ._replay import bound, replayed
 from ._variants import TRITON_DTYPES, Type, Variant
 from .activations import (
     ACTIVATIONS,
     LONGEST,
-    activation_of,
     apply,
     composed,
     entry,
     gradient,
     is_half,
-    name_of,
-    text_of,
+)
+from .chains import (
+    AGAIN,
+    STAGES,
+    Chain,
+    Step,
+    act,
+    add,
+    bias,
+    column_sum,
+    dact,
+    dgated,
+    dropout,
+    emit,
+    emit_gated,
+    fit,
+    gated,
+    parse,
+    scale,
+    shift,
+    store,
 )
 
-_ACT = tl.constexpr(0)
-_DACT = tl.constexpr(1)
-_GATED = tl.constexpr(2)
-_DGATED = tl.constexpr(3)
-_BIAS = tl.constexpr(4)
-_ADD = tl.constexpr(5)
-_SCALE = tl.constexpr(6)
-_DROPOUT = tl.constexpr(7)
-_STORE = tl.constexpr(8)
-_SUM = tl.constexpr(9)
-_EMIT = tl.constexpr(10)
-_EMIT_GATED = tl.constexpr(11)
-_SHIFT = tl.constexpr(12)
+_ACT = tl.constexpr(chains.ACT)
+_DACT = tl.constexpr(chains.DACT)
+_GATED = tl.constexpr(chains.GATED)
+_DGATED = tl.constexpr(chains.DGATED)
+_BIAS = tl.constexpr(chains.BIAS)
+_ADD = tl.constexpr(chains.ADD)
+_SCALE = tl.constexpr(chains.SCALE)
+_DROPOUT = tl.constexpr(chains.DROPOUT)
+_STORE = tl.constexpr(chains.STORE)
+_SUM = tl.constexpr(chains.SUM)
+_EMIT = tl.constexpr(chains.EMIT)
+_EMIT_GATED = tl.constexpr(chains.EMIT_GATED)
+_SHIFT = tl.constexpr(chains.SHIFT)
 
 
 @triton.jit
@@ -338,215 +352,8 @@ def _chain_sums_kernel(
         tl.store(partials + (down * SUMS + j) * width + cols, tl.sum(sums[j], 0), mask=cols < width)
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step of a chain; the functions below make them.
-
-    Args:
-        kind: what the kernel does.
-        name: for tables and errors.
-        functions: device functions, and for a gated gradient whether the derivative reads the activation's output.
-        P: configuration numbers of the functions, or of the step.
-        operand: `"row"` [N], `"packed row"` [2 N], `"matrix"` [*, N], `"packed"` [*, 2 N], `"seed"` [] int64, `None`.
-        output: `"matrix"` or `"row"` where it gives a tensor of its own.
-        gate: -1 where two parts become one, 1 where one becomes two.
-        text: what `parse` makes the step from again.
-    """
-
-    kind: int
-    name: str
-    functions: tuple[Any, ...] = ()
-    P: tuple[Any, ...] = ()
-    operand: str | None = None
-    output: str | None = None
-    gate: int = 0
-    text: str = ""
-
-
-def _unary(kind: Any, prefix: str, activation: Any, functions: tuple[Any, ...], **rest: Any) -> Step:
-    text = f"{prefix}:{text_of(activation)}"
-    label = "" if prefix == "act" else prefix + "_"
-    return Step(kind.value, label + name_of(activation), functions, tuple(activation.P), text=text, **rest)
-
-
-def act(activation: Any) -> Step:
-    """A function, y = f(x): anything with `value`, `derivative`, `reads` and `P`, such as an `Activation`."""
-    return _unary(_ACT, "act", activation, (activation.value,))
-
-
-def dact(activation: Any) -> Step:
-    """A function's gradient, dx = dy f'(t), where the operand t [*, N] is f's input or output as `reads` says."""
-    return _unary(_DACT, "dact", activation, (activation.derivative,), operand="matrix")
-
-
-def gated(activation: Any) -> Step:
-    """A gated unit, y = f(gate) up for packed [gate; up]: half as many columns come out."""
-    return _unary(_GATED, "gated", activation, (activation.value,), gate=-1)
-
-
-def dgated(activation: Any) -> Step:
-    """A gated unit's gradient, dx = [dy up f'(gate); dy f(gate)]: twice as many columns come out.
-
-    The operand is the packed [gate; up], [*, 2 N].
-    """
-    functions = (activation.value, activation.derivative, activation.reads == "output")
-    return _unary(_DGATED, "dgated", activation, functions, operand="packed", gate=1)
-
-
-def bias() -> Step:
-    """A bias, y = x + b, b the operand [N]."""
-    return Step(_BIAS.value, "bias", operand="row", text="bias")
-
-
-def add() -> Step:
-    """A residual, y = x + other, other the operand [*, N]."""
-    return Step(_ADD.value, "add", operand="matrix", text="add")
-
-
-def scale(factor: float) -> Step:
-    """A constant factor, y = factor x."""
-    factor = float(factor)
-    return Step(_SCALE.value, f"scale[{factor:g}]", P=(factor,), text=f"scale:{factor!r}")
-
-
-def dropout(p: float, upscale: bool = True) -> Step:
-    """Dropout, y = keep x / (1 - p), or keep x without `upscale`; the operand is the seed. Its own gradient."""
-    text = f"dropout:{float(p)!r}:{int(upscale)}"
-    return Step(_DROPOUT.value, f"dropout[{p:g}]", P=threshold_and_scale(p, upscale), operand="seed", text=text)
-
-
-def store() -> Step:
-    """Give what the chain holds here as a tensor [*, N] of its own."""
-    return Step(_STORE.value, "store", output="matrix", text="store")
-
-
-def column_sum() -> Step:
-    """Give the sum over all rows of what the chain holds here, [N]: the gradient of a bias."""
-    return Step(_SUM.value, "sum", output="row", text="sum")
-
-
-def emit(activation: Any) -> Step:
-    """Give f(t) of an operand t [*, N] as a tensor of its own: an activation that was not kept."""
-    return _unary(_EMIT, "emit", activation, (activation.value,), operand="matrix", output="matrix")
-
-
-def emit_gated(activation: Any) -> Step:
-    """Give f(gate) up of a packed operand [gate; up], [*, 2 N], as a tensor of its own, [*, N]."""
-    return _unary(_EMIT_GATED, "emit_gated", activation, (activation.value,), operand="packed", output="matrix")
-
-
-def shift(packed: bool = False) -> Step:
-    """Add a bias, the operand [N], to what the steps behind read: z = t + b for a t that was saved in the place of z.
-
-    With `packed` the operand is [2 N], and what is read [gate; up].
-    """
-    text = f"shift:{int(packed)}"
-    return Step(_SHIFT.value, "shift", operand="packed row" if packed else "row", text=text)
-
-
-_OF_ACTIVATION = {
-    "act": act, "dact": dact, "gated": gated, "dgated": dgated, "emit": emit, "emit_gated": emit_gated,
-}  # fmt: skip
-# Two steps that may read one operand, of which the second has it from the first.
-_AGAIN = frozenset({(_EMIT.value, _DACT.value), (_EMIT_GATED.value, _DGATED.value)})
-_PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum}
-
-
-@functools.cache
-def parse(text: str) -> Chain:
-    """The chain whose `text` this is.
-
-    Raises:
-        ValueError: for what is no chain, or an activation that no step of this process was made from.
-    """
-    steps: list[Step] = []
-    for part in text.split(";") if text else ():
-        kind, *arguments = part.split(":")
-        if kind in _PLAIN and not arguments:
-            steps.append(_PLAIN[kind]())
-        elif kind in _OF_ACTIVATION and len(arguments) == 1:
-            steps.append(_OF_ACTIVATION[kind](activation_of(arguments[0])))
-        elif kind == "shift" and arguments in (["0"], ["1"]):
-            steps.append(shift(arguments == ["1"]))
-        elif kind == "scale" and len(arguments) == 1:
-            steps.append(scale(float(arguments[0])))
-        elif kind == "dropout" and len(arguments) == 2:
-            steps.append(dropout(float(arguments[0]), arguments[1] == "1"))
-        else:
-            raise ValueError(f"{part!r} is no step of a chain")
-    return Chain(*steps)
-
-
-class Chain:
-    """Steps made ready for launches: make one where a plan is made and keep it.
-
-    Raises:
-        ValueError: for a chain in which parts are split and joined in a way that has no width.
-    """
-
-    def __init__(self, *steps: Step) -> None:
-        self.steps = steps
-        self.kinds = tuple(step.kind for step in steps)
-        self.functions = tuple(step.functions for step in steps)
-        self.numbers = tuple(step.P for step in steps)
-        self.emits = not {_EMIT.value, _EMIT_GATED.value}.isdisjoint(self.kinds)
-        self.reads_again = not _AGAIN.isdisjoint(itertools.pairwise(self.kinds))
-        depth = lowest = 0
-        depths = [0]
-        for step in steps:
-            depth += step.gate
-            depths.append(depth)
-            lowest = min(lowest, depth)
-        # Parts that a row consists of before each step and at the end, in units of the narrowest place.
-        self.parts = tuple(2 ** (d - lowest) for d in depths)
-        if max(self.parts) > 4:
-            raise ValueError(f"{self}: at most two gated steps in one chain")
-        self.sums = sum(n for n, step in zip(self.parts, steps, strict=False) if step.kind == _SUM.value)
-        self.name = ",".join(step.name for step in steps)
-        self.text = ";".join(step.text for step in steps)
-        self._tiles: dict[tuple[int, int, int], tuple[int, int, Constexprs]] = {}
-
-    def tile(self, width: int, itemsize: int) -> tuple[int, int, Constexprs]:
-        """Rows and columns of a tile, and the constexprs of a launch, for parts of `width` columns."""
-        key = (min(next_power_of_2(width), 1024), itemsize, math.gcd(width, 16))
-        found = self._tiles.get(key)
-        if found is None:
-            block_m, block_n = _blocks(width, self, itemsize)
-            constexprs: dict[str, Any] = {
-                "KINDS": self.kinds,
-                "FNS": self.functions,
-                "PS": self.numbers,
-                "TILES": self.parts[0],
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "GROUPED": width % 4 == 0,
-                "COMPUTE": tl.float64 if itemsize == 8 else tl.float32,
-            }
-            if self.sums:
-                constexprs |= {"SUMS": self.sums, "STAGES": 1 if itemsize == 8 else _STAGES}
-            found = self._tiles[key] = (block_m, block_n, Constexprs(constexprs))
-        return found
-
-    def __repr__(self) -> str:
-        return f"Chain({', '.join(step.name for step in self.steps)})"
-
-
-def _blocks(width: int, chain: Chain, itemsize: int) -> tuple[int, int]:
-    """Rows and columns of a tile: 64 bytes per thread and tensor at four warps, fewer where more of them live at once.
-
-    With sums, which live from tile to tile, 16 bytes, and the pipeline keeps several tiles in flight. Where rows are
-    not aligned each element has an address of its own, which costs two registers.
-    """
-    live = max(chain.parts) * (2 if chain.emits else 1)
-    elements = 2048 // itemsize // max(1, live // 2) if chain.sums else 8192 // itemsize // live
-    if width % 16:
-        elements = max(elements // 4, 256)
-    block_n = max(4, min(next_power_of_2(width), 128 if chain.sums else 1024, elements))
-    return elements // block_n, block_n
-
-
 _NUM_WARPS = 4
-_STAGES = 3
+_STAGES = STAGES
 # Per multiprocessor, of a kernel with sums.
 _PROGRAMS = 8
 
@@ -654,7 +461,7 @@ def _decided(
         for step, parts in zip(chain.steps, chain.parts, strict=False):
             read, operand = operand, next(given) if step.operand else None
             if operand is not None:
-                operand = _fit(step, operand, lead, parts * width)
+                operand = fit(step, operand, lead, parts * width)
             taken.append(None if _read_again(step, operand, before, read) else operand)
             before = step
             strides.append(operand.stride(0) if operand is not None and operand.ndim == 2 else 0)
@@ -705,26 +512,11 @@ def _decided(
 
 def _read_again(step: Step, operand: Tensor | None, before: Step | None, read: Tensor | None) -> bool:
     """Whether a gradient takes just what the step before it, which gives the value, has read."""
-    if before is None or (before.kind, step.kind) not in _AGAIN or operand is None or read is None:
+    if before is None or (before.kind, step.kind) not in AGAIN or operand is None or read is None:
         return False
     if faking():
         return False  # there is no address
     return operand.data_ptr() == read.data_ptr() and operand.dtype is read.dtype and operand.stride() == read.stride()
-
-
-def _fit(step: Step, operand: Tensor, lead: tuple[int, ...], columns: int) -> Tensor:
-    if step.operand == "seed":
-        if operand.numel() != 1 or operand.dtype is not torch.int64:
-            raise ValueError(f"{step.name} takes one int64 seed, got {operand.dtype} {tuple(operand.shape)}")
-        return operand.view(1)
-    columns = 2 * columns if step.operand in ("packed", "packed row") else columns
-    if step.operand in ("row", "packed row"):
-        if tuple(operand.shape) != (columns,):
-            raise ValueError(f"{step.name} takes shape ({columns},), got {tuple(operand.shape)}")
-        return operand.contiguous()
-    if operand.ndim and tuple(operand.shape) != (*lead, columns):
-        raise ValueError(f"{step.name} takes shape {(*lead, columns)}, got {tuple(operand.shape)}")
-    return as_rows(step.name, operand, columns)
 
 
 def chain_variant(
@@ -755,7 +547,7 @@ def chain_variant(
     )
     if again:
         operands = tuple(
-            "none" if kinds in _AGAIN else operand
+            "none" if kinds in AGAIN else operand
             for operand, kinds in zip(operands, itertools.pairwise((-1, *chain.kinds)), strict=True)
         )
     outputs = tuple(f"*{name}" if step.output == "matrix" else "none" for step in chain.steps)

@@ -37,11 +37,11 @@ def test_without_a_triton_device_one_line_says_so():
     block = ops.Residual(ops.LayerNorm(6), ops.Linear(6, 8), ops.GeLU(), ops.Linear(8, 6))
     model = sf.Sequential(block, block)
     plan = model.plan(env=sf.Env(kernels=None, rows=64))
-    assert not any(step.fused and step.operation.triton for step in (*plan.forward, *plan.backward))
+    assert not any(step.fused and step.operation.kernels for step in (*plan.forward, *plan.backward))
     refused = {r.fusion for r in plan.refused if r.reason == "needs a Triton device"}
     assert refused >= {"NormBackward", "LinearBiasActivation", "BlockBoundary"}
     assert str(plan).count("needs a Triton device") == 1
-    assert any(step.fused and step.operation.triton for step in model.plan(env=sf.Env(kernels="triton", rows=64)).forward)
+    assert any(step.fused and step.operation.kernels for step in model.plan(env=sf.Env(kernels="triton", rows=64)).forward)
 
 
 class TanhRows(sf.ForwardFusion):

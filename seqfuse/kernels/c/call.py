@@ -66,9 +66,7 @@ class Kernel(NamedTuple):
         """The compiled function."""
         found = compiler.function(self.source)
         found.restype = None
-        found.argtypes = (
-            [_POINTER] * self.pointers + [_INTEGER] * self.integers + [_FLOAT] * self.floats + [_THREADS]
-        )
+        found.argtypes = [_POINTER] * self.pointers + [_INTEGER] * self.integers + [_FLOAT] * self.floats + [_THREADS]
         return found
 
 

@@ -15,20 +15,9 @@ import torch
 from torch import Tensor
 
 from ... import compiler
-from .. import activations, pointwise
+from .. import activations, chains
 from .call import Decided, Kernel, bound, header, load, parts_of, replayed, rows_of, store
 from .trace import Lines, Number, apply, gradient
-
-_ACT, _DACT, _GATED, _DGATED = (
-    pointwise._ACT.value, pointwise._DACT.value, pointwise._GATED.value, pointwise._DGATED.value,
-)  # fmt: skip
-_BIAS, _ADD, _SCALE, _DROPOUT = (
-    pointwise._BIAS.value, pointwise._ADD.value, pointwise._SCALE.value, pointwise._DROPOUT.value,
-)  # fmt: skip
-_STORE, _SUM, _EMIT, _EMIT_GATED, _SHIFT = (
-    pointwise._STORE.value, pointwise._SUM.value, pointwise._EMIT.value, pointwise._EMIT_GATED.value,
-    pointwise._SHIFT.value,
-)  # fmt: skip
 
 
 class Printed(NamedTuple):
@@ -102,7 +91,9 @@ def printed(
     tiles = [lines.number(load(of_x, "x", f"row * sx + c + {j} * W")) for j in range(chain.parts[0])]
 
     def read(count: int) -> list[Number]:
-        found = [lines.number(load(of_operand, f"p{operands}", f"row * s{operands} + c + {j} * W")) for j in range(count)]
+        found = [
+            lines.number(load(of_operand, f"p{operands}", f"row * s{operands} + c + {j} * W")) for j in range(count)
+        ]
         if shift is not None:
             found = [v + lines.number(load(shift[1], shift[0], f"c + {j} * W")) for j, v in enumerate(found)]
         return found
@@ -119,39 +110,39 @@ def printed(
         functions = step.functions
         P = numbers.of(functions[0], step.P) if functions else step.P
         of = next(wanted) if step.output else torch.float32
-        if step.kind == _ACT:
+        if step.kind == chains.ACT:
             tiles = [apply(functions[0], t, P) for t in tiles]
-        elif step.kind == _DACT:
+        elif step.kind == chains.DACT:
             tiles = [gradient(functions[0], t, v, P) for t, v in zip(tiles, read(len(tiles)), strict=True)]
-        elif step.kind == _GATED:
+        elif step.kind == chains.GATED:
             half = len(tiles) // 2
             tiles = [apply(functions[0], tiles[j], P) * tiles[j + half] for j in range(half)]
-        elif step.kind == _DGATED:
+        elif step.kind == chains.DGATED:
             tiles = _dgated(step, tiles, read(2 * len(tiles)), P)
-        elif step.kind == _BIAS:
+        elif step.kind == chains.BIAS:
             tiles = [t + lines.number(load(of_operand, f"p{operands}", f"c + {j} * W")) for j, t in enumerate(tiles)]
-        elif step.kind == _ADD:
+        elif step.kind == chains.ADD:
             tiles = [t + v for t, v in zip(tiles, _matrix(lines, of_operand, operands, len(tiles)), strict=True)]
-        elif step.kind == _SCALE:
+        elif step.kind == chains.SCALE:
             factor = numbers.number(step.P[0])
             tiles = [t * factor for t in tiles]
-        elif step.kind == _DROPOUT:
+        elif step.kind == chains.DROPOUT:
             before.append(f"keys_of(*(const int64_t *)p{operands}, &k{s});")
             words = [f"w{s}_{j}" for j in range(len(tiles))]
             tiles = [dropped(t, f"{w}[c - c0]", numbers, step.P, lines) for t, w in zip(tiles, words, strict=True)]
-        elif step.kind == _STORE:
+        elif step.kind == chains.STORE:
             give(tiles, of, f"o{len(outputs)}")
             outputs.append("matrix")
-        elif step.kind == _EMIT:
+        elif step.kind == chains.EMIT:
             give([apply(functions[0], v, P) for v in read(len(tiles))], of, f"o{len(outputs)}")
             outputs.append("matrix")
-        elif step.kind == _EMIT_GATED:
+        elif step.kind == chains.EMIT_GATED:
             v, n = read(2 * len(tiles)), len(tiles)
             give([apply(functions[0], v[j], P) * v[j + n] for j in range(n)], of, f"o{len(outputs)}")
             outputs.append("matrix")
-        elif step.kind == _SHIFT:
+        elif step.kind == chains.SHIFT:
             shift = f"p{operands}", of_operand
-        elif step.kind == _SUM:
+        elif step.kind == chains.SUM:
             for j, t in enumerate(tiles):
                 lines.add(f"s[{sums + j} * W + c] += {t.name};")
             totals.append((of, len(tiles)))
@@ -189,11 +180,18 @@ def _kernel(
     pointers = ["const void *restrict x", *(f"const void *restrict p{i}" for i in range(operands))]
     pointers += [f"void *restrict o{i}" for i in range(len(outputs))]
     pointers += ["void *restrict y"] * result + ["float *restrict scratch"] * bool(sums)
-    integers = ["M", "W", "parts", "sx", *(f"s{i}" for i in range(operands)), *(f"n{i}" for i in range(len(numbers.integers)))]
+    integers = [
+        "M",
+        "W",
+        "parts",
+        "sx",
+        *(f"s{i}" for i in range(operands)),
+        *(f"n{i}" for i in range(len(numbers.integers))),
+    ]
     floats = [f"f{i}" for i in range(len(numbers.floats))]
     arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
     body = "\n".join(lines.lines)
-    drops = [(s, chain.parts[s]) for s, step in enumerate(chain.steps) if step.kind == _DROPOUT]
+    drops = [(s, chain.parts[s]) for s, step in enumerate(chain.steps) if step.kind == chains.DROPOUT]
     keys = "".join(f"Keys k{s};\n" for s, _ in drops) + "\n".join(before)
     words = "\n".join(
         f"uint32_t w{s}_{j}[NB]; words(&k{s}, row * {n} * W + {j} * W + c0, n, w{s}_{j});"
@@ -214,7 +212,9 @@ def _kernel(
     )
     at = 0
     for i, (of, count) in zip((i for i, kind in enumerate(outputs) if kind == "row"), totals, strict=True):
-        text += f"{{\nI from = {at} * W, N = {count} * W;\n{total(sums, store(of, f'o{i}', 'c', '(float)sum[c - c0]'))}}}\n"
+        text += (
+            f"{{\nI from = {at} * W, N = {count} * W;\n{total(sums, store(of, f'o{i}', 'c', '(float)sum[c - c0]'))}}}\n"
+        )
         at += count
     return Kernel(text + "}\n", len(pointers), len(integers), len(floats))
 
@@ -294,7 +294,7 @@ def _decide(
                 continue
             at += 1
             if step.operand == "seed" or step.operand in ("row", "packed row"):
-                pointwise._fit(step, given, lead, parts * width)
+                chains.fit(step, given, lead, parts * width)
                 stride, copy = 0, not given.is_contiguous()
             else:
                 own = parts * width * (2 if step.operand == "packed" else 1)

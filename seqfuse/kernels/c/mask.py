@@ -37,9 +37,10 @@ def ask() -> None:
 
 
 def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """True with probability p < 1, bool of `shape`: element i of the contiguous order takes word i & 3 of counter i >> 2.
+    """True with probability p < 1, bool of `shape`.
 
-    An element is kept iff its word is at least floor(p 2^32). seed: one int64.
+    Element i of the contiguous order takes word i & 3 of counter i >> 2, and is kept iff that is at least
+    floor(p 2^32). seed: one int64.
     """
     drop = torch.empty(shape, dtype=torch.bool)
     size = math.prod(shape)
