@@ -44,6 +44,9 @@ KERNELS = tuple(HERE / folder for folder in ("kernels", "fusions/triton", "gpu")
 """Folders whose tests run Triton kernels, in its interpreter where there is no GPU. A process runs these or the others:
 Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what the engine plans on a CPU."""
 
+IN_C = tuple(HERE / name for name in ("kernels/c", "kernels/test_pointwise.py"))
+"""Of these, tests that run in the other half, too, with C kernels: the functions that they call are the same."""
+
 IN_TURN = ("kernels", "fusions", "gpu", "losses", "ops")
 """Folders in which cases that differ in a dtype or the fusion alone are many."""
 
@@ -68,7 +71,12 @@ class Generator(torch.Generator):
 
 def of_kernels(path: Path) -> bool:
     """Whether a file of tests runs Triton kernels."""
-    return any(path.is_relative_to(folder) for folder in KERNELS)
+    return any(path.is_relative_to(folder) for folder in KERNELS) and not path.is_relative_to(IN_C[0])
+
+
+def in_c(path: Path) -> bool:
+    """Whether a file of tests runs C kernels in the half that interprets none."""
+    return any(path.is_relative_to(place) for place in IN_C)
 
 
 def interpreted() -> bool:
@@ -108,8 +116,22 @@ class Elsewhere(pytest.File):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    belongs = interpreted() == of_kernels(module_path) or (torch.cuda.is_available() and not interpreted())
+    belongs = (
+        interpreted() == of_kernels(module_path)
+        or (not interpreted() and in_c(module_path))
+        or (torch.cuda.is_available() and not interpreted())
+    )
     return None if belongs else Elsewhere.from_parent(parent, path=module_path)
+
+
+def without_triton_alone(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests but those of Triton's kernels alone, where the same file runs with C kernels, which have no float64."""
+    return items if interpreted() else [item for item in items if not (in_c(item.path) and _of_triton_alone(item))]
+
+
+def _of_triton_alone(item: pytest.Item) -> bool:
+    parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    return item.get_closest_marker("triton") is not None or torch.float64 in [*parameters.values()]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -139,6 +161,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = without_triton_alone(items)
     skips = {}
     if not config.getoption("--full"):
         skips["full"] = pytest.mark.skip(reason="whole numeric matrix: pytest --full")

@@ -252,6 +252,7 @@ def test_a_chain_equals_the_operations_it_stands_for_everywhere(
         judge(functools.partial(measured_in, case, lead, width, dtype, regime, device), 0)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", CASES)
 def test_float64_is_computed_in_float64(name: str, device: torch.device) -> None:
     case = CASES[name]
@@ -371,6 +372,7 @@ class _Chain(torch.autograd.Function):
         return dx, db, dy, None
 
 
+@pytest.mark.triton
 def test_gradients_are_those_of_finite_differences(device: torch.device) -> None:
     shapes = ((3, 8), (8,), (3, 4))
     inputs = [seeded_randn(s, i, dtype=torch.float64).to(device).requires_grad_() for i, s in enumerate(shapes)]
@@ -403,12 +405,14 @@ def test_sums_of_exact_numbers_are_exact(kind: str, dtype: torch.dtype, device: 
     assert_bitwise_equal([y, total], [x, x.double().sum(0).to(dtype)])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 130])
 def test_partial_sums_are_all_summed(rows: int, device: torch.device) -> None:
     partials = exact("integers", (rows, 90), 1).to(device)
     assert_bitwise_equal([_columns.column_sums(partials[:, 3:], 70, torch.float16)], [partials[:, 3:73].sum(0).half()])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("columns", [1, 32, 45, 64])
 def test_runs_of_columns_are_summed_in_one_launch(columns: int, device: torch.device) -> None:
     parts = [(2, torch.float16), (1, torch.float32), (1, torch.bfloat16)]
@@ -485,6 +489,7 @@ def test_a_dropped_number_is_multiplied_by_zero(p: float, device: torch.device) 
     assert torch.equal(y[:, 3].signbit(), expected[:, 3].signbit())
 
 
+@pytest.mark.triton
 def test_counters_beyond_32_bits_have_words_of_their_own(device: torch.device) -> None:
     """Element 2^34 starts a counter that does not fit in one word; reached by the row number alone."""
     import triton
@@ -510,6 +515,7 @@ def test_counters_beyond_32_bits_have_words_of_their_own(device: torch.device) -
         assert torch.equal(out.bool().cpu(), expected)
 
 
+@pytest.mark.triton
 def test_results_take_the_dtypes_asked_for(device: torch.device) -> None:
     k = pointwise
     x, b = torch.randn(5, 8, device=device).bfloat16(), torch.randn(8, device=device)
@@ -608,7 +614,11 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+# C kernels take any strides: what does not fit is copied.
+COPIED = ("columns", "leading")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.triton] * (n in COPIED)) for n in WRONG])
 def test_what_does_not_fit_is_refused_with_a_sentence(name: str, device: torch.device) -> None:
     call, sentence = WRONG[name]
     with pytest.raises(ValueError, match=sentence):
@@ -821,6 +831,7 @@ def wrong(case: Case, k: ModuleType, device: torch.device, dtype: torch.dtype) -
 ONLY_FLOAT32 = {"sums rounded on the way"}
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS, ONLY_FLOAT32))
 def test_a_wrong_kernel_is_found(
     name: str, dtype: torch.dtype, device: torch.device, mutant: Callable[..., ModuleType]

@@ -230,11 +230,11 @@ class _Language:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        _refuse(f"it calls tl.{name}")
+        _refuse(f"it uses tl.{name}")
 
 
 for _name, _value in list(vars(_Language).items()):
-    if isinstance(_value, types.FunctionType):
+    if isinstance(_value, types.FunctionType) and not _name.startswith("__"):
         setattr(_Language, _name, staticmethod(_value))
 _language = _Language()
 

@@ -1,0 +1,245 @@
+"""Chains as C, beyond what `test_pointwise.py` asks of both printers: bits, processors, numbers that are arguments."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from seqfuse import compiler
+from seqfuse.kernels import chains
+from seqfuse.kernels.activations import ACTIVATIONS, Activation, composed
+from seqfuse.kernels.c import call, chain, trace
+from seqfuse.ops import _philox
+from seqfuse.testing.tensors import seeded_randn
+
+pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
+
+GELU, SILU, TANH = ACTIVATIONS["gelu"], ACTIVATIONS["silu"], ACTIVATIONS["tanh"]
+
+
+def run(x: Tensor, steps: chains.Chain, *operands: Tensor, **kwargs: object) -> tuple[Tensor | None, ...]:
+    dtypes: tuple[torch.dtype, ...] = ()
+    return chain.run(x, steps, operands, None, dtypes, kwargs.get("result", True) is True)
+
+
+@pytest.fixture
+def without_intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled for any processor of this kind: no AVX2, no FMA."""
+    known = compiler.compiler()
+    assert known is not None
+    plain = known._replace(flags=tuple(flag for flag in known.flags if "native" not in flag))
+    monkeypatch.setattr(compiler, "_found", lambda: (plain, ""))
+    monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(call, "_entries", {})
+
+
+BACKWARD = chains.Chain(chains.dropout(0.3), chains.dact(GELU), chains.column_sum())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (67, 130), (1000, 33), (130, 1025)])
+def test_threads_change_no_bit(shape: tuple[int, int]) -> None:
+    dy, z = seeded_randn(shape, 0), seeded_randn(shape, 1)
+    seed = torch.tensor([11])
+    before, results = torch.get_num_threads(), list[tuple[Tensor | None, ...]]()
+    try:
+        for threads in (1, 2, 3, 1):
+            torch.set_num_threads(threads)
+            results.append(run(dy, BACKWARD, seed, z))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in itertools.pairwise(results):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (64, 96), (7, 1025)])
+def test_any_processor_drops_the_same(shape: tuple[int, int], without_intrinsics: None) -> None:
+    x, seed = seeded_randn(shape, 0), torch.tensor([-(2**40) - 3])
+    (y,) = run(x, chains.Chain(chains.dropout(0.4)), seed)
+    assert y is not None
+    assert torch.equal(y == 0, _philox._traceable_mask(seed, x.shape, 0.4))
+
+
+def test_any_processor_computes_within_rounding(without_intrinsics: None) -> None:
+    x = seeded_randn((9, 200), 0) * 3
+    for name, activation in ACTIVATIONS.items():
+        (y,) = run(x, chains.Chain(chains.act(activation)))
+        assert y is not None
+        expected = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu, "tanh": torch.tanh}.get(name)
+        if expected is not None:
+            torch.testing.assert_close(y.double(), expected(x.double()), rtol=3e-7, atol=3e-7)
+
+
+def test_the_mask_alone_is_that_of_the_operation() -> None:
+    from seqfuse.kernels.c.mask import drop_mask
+
+    for shape, p in itertools.product([(1,), (5, 3), (4099,), (3, 4096)], [0.0, 0.1, 0.999]):
+        seed = torch.tensor([2**63 - 5])
+        assert torch.equal(drop_mask(seed, torch.Size(shape), p), _philox._traceable_mask(seed, torch.Size(shape), p))
+
+
+def test_numbers_of_dropout_and_scale_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(p: float, factor: float) -> chains.Chain:
+        return chains.Chain(chains.scale(factor), chains.dropout(p), chains.act(composed(GELU, chains_scale(factor))))
+
+    x, seed = seeded_randn((40, 64), 0), torch.tensor([1])
+    run(x, made(0.1, 0.5), seed)
+    before = len(compiler._loaded)
+    for p, factor in ((0.2, 3.0), (0.0, -1.5), (1.0, 2.0)):
+        (y,) = run(x, made(p, factor), seed)
+        mask = _philox.drop_mask(seed, x.shape, p) if p < 1 else torch.ones(x.shape, dtype=torch.bool)
+        expected = torch.nn.functional.gelu(_philox.masked(x.double() * factor, mask, p)) * factor
+        assert y is not None
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+    assert len(compiler._loaded) == before
+
+
+def chains_scale(factor: float) -> Activation:
+    from seqfuse.kernels.activations import scale
+
+    return scale(factor)
+
+
+def test_float64_and_whole_numbers_are_refused() -> None:
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(ValueError, match="C kernels are for float32"):
+            run(torch.zeros(2, 3, dtype=dtype), chains.Chain(chains.act(GELU)))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "expanded", "every other", "rows apart", "one row for all"])
+def test_strides_do_not_matter(layout: str) -> None:
+    wide = seeded_randn((6, 40), 0)
+    x = {
+        "transposed": wide.t()[:10],
+        "expanded": wide[:1].expand(10, 40)[:, :6],
+        "every other": wide.repeat(2, 1)[:10, ::2][:, :6],
+        "rows apart": wide.repeat(2, 1)[:10, 3:9],
+        "one row for all": wide[0, 0].expand(10, 6),
+    }[layout][:, :6]
+    other = seeded_randn((10, 12), 1)[:, 6:]
+    steps = chains.Chain(chains.act(SILU), chains.add(), chains.column_sum())
+    got, expected = run(x, steps, other), run(x.contiguous(), steps, other.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True) if a is not None and b is not None)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_nan_and_infinities_are_those_of_torch(name: str) -> None:
+    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3e38, -3e38, 1e-45] * 5)
+    (y,) = run(x, chains.Chain(chains.act(ACTIVATIONS[name])))
+    torch_of = {
+        "identity": lambda t: t, "relu": torch.relu, "squared_relu": lambda t: torch.relu(t) ** 2,
+        "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu,
+        "quickgelu": lambda t: t * torch.sigmoid(1.702 * t), "gelu": lambda t: t * (0.5 * (1 + torch.erf(t * 0.7071067811865476))),
+        "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+    }  # fmt: skip
+    expected = torch_of[name](x)
+    assert y is not None
+    assert torch.equal(y.isnan(), expected.isnan())
+    assert torch.equal(y.isinf(), expected.isinf())
+
+
+class Traced:
+    """Device functions that cannot be written in C, each by what it does."""
+
+    @staticmethod
+    @triton.jit
+    def branches(x):  # pyright: ignore
+        if x > 0:
+            return x
+        else:
+            return -x
+
+    @staticmethod
+    @triton.jit
+    def loads(x):  # pyright: ignore
+        return x + tl.load(x)
+
+    @staticmethod
+    @triton.jit
+    def narrows(x):  # pyright: ignore
+        return x.to(tl.float16)
+
+    @staticmethod
+    @triton.jit
+    def reduces(x):  # pyright: ignore
+        return x - tl.sum(x)
+
+    @staticmethod
+    @triton.jit
+    def slope(x):  # pyright: ignore
+        return tl.zeros_like(x) + 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("branches", "it branches on a number; use tl.where"),
+        ("loads", "it uses tl.load"),
+        ("narrows", "it uses tl.float16"),
+        ("reduces", "it uses tl.sum"),
+    ],
+)
+def test_what_cannot_be_written_in_c_is_said_by_name(name: str, sentence: str) -> None:
+    reason = trace.why_not(Activation(getattr(Traced, name), Traced.slope))
+    assert reason == f"Traced.{name} cannot be written in C: {sentence}"
+
+
+# Lines of a printed chain, and what a fault would make of them; each has to change a result.
+PRINTED = [
+    ("row * sx + c", "row * W + c + 0 * sx"),
+    ("< M * (part + 1) / parts", "< M * (part + 1) / parts - 1"),
+    ("c0 < W; c0 += NB", "c0 + NB < W; c0 += NB"),
+    ("row * 1 * W + 0 * W + c0", "row * 1 * W + 0 * W"),
+    (">= (uint32_t)n0", "< (uint32_t)n0"),
+    ("s[0 * W + c] +=", "s[0 * W + c] ="),
+    ("part < parts; part++) {\nconst float", "part < parts - 1; part++) {\nconst float"),
+    ("memset(s, 0, 4 * 1 * W);", ""),
+    ("row * s1 + c", "c"),
+    ("near * x + x", "near * x"),
+    ("0.69314718055994531f;\n  float p", "0.6931f;\n  float p"),
+    ("r = bits(raw(r) | (raw(x) & 0x80000000u));", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "by"), PRINTED)
+def test_a_wrong_kernel_is_found(text: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of the right kernel are compared: that they are right is for `test_pointwise.py` to say."""
+    dy, z = seeded_randn((200, 1300), 0)[:, :1100], seeded_randn((200, 2200), 1)[:, :1100]
+    seed = torch.tensor([5])
+    right = run(dy, BACKWARD, seed, z)
+    printed = chain.printed(BACKWARD, dy.dtype, (torch.int64, z.dtype), (dy.dtype,), dy.dtype)
+    assert text in printed.kernel.source
+    wrong = printed._replace(kernel=printed.kernel._replace(source=printed.kernel.source.replace(text, by)))
+    monkeypatch.setattr(chain, "printed", lambda *_: wrong)
+    monkeypatch.setattr(call, "_entries", {})
+    got = run(dy, BACKWARD, seed, z)
+    pairs = [(a, b) for a, b in zip(got, right, strict=True) if a is not None and b is not None]
+    assert not all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+
+
+def test_a_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, steps = seeded_randn((4, 300), 0), chains.Chain(chains.act(TANH))
+    function = chain.function(steps, None, (), True)
+    (first,) = function(x)
+    monkeypatch.setattr(chain, "_decide", None)
+    (second,) = function(x.clone())
+    assert first is not None
+    assert torch.equal(first, second)
+
+
+def test_a_kernel_knows_its_own_dtypes() -> None:
+    """The same chain in another dtype is another kernel, and a tensor of another dtype is never handed to it."""
+    steps = chains.Chain(chains.bias(), chains.act(GELU), chains.add())
+    function = chain.function(steps, None, (), True)
+    x, b, r = seeded_randn((70, 48), 0), seeded_randn((48,), 1), seeded_randn((70, 48), 2)
+    for of in itertools.product([torch.float32, torch.bfloat16, torch.float16], repeat=3):
+        given = [t.to(dtype) for t, dtype in zip((x, b, r), of, strict=True)]
+        (y,) = function(*given)
+        wide = [t.double() for t in given]
+        expected = torch.nn.functional.gelu(wide[0] + wide[1]) + wide[2]
+        eps = 4 * torch.finfo(of[0]).eps
+        torch.testing.assert_close(y.double(), expected, rtol=eps, atol=eps)
