@@ -199,7 +199,7 @@ def test_an_operation_that_states_nothing_is_looked_at_in_a_call():
     (step,) = [step for step in plan.forward if step.name == "Tanh"]
     assert [border.taken for border in step.borders] == [torch.float64, torch.float64]
     plan = model.plan(env=sf.Env.of("cuda:sm_90", autocast=HALF))
-    assert not any(step.fused and step.operation.triton for step in plan.forward if step.stop > 2)
+    assert not any(step.fused and step.operation.kernels for step in plan.forward if step.stop > 2)
 
 
 def test_a_cast_inside_a_fusion_refuses_it_unless_it_says_that_it_takes_account_of_it():

@@ -41,7 +41,8 @@ def test_without_a_triton_device_one_line_says_so():
     refused = {r.fusion for r in plan.refused if r.reason == "needs a Triton device"}
     assert refused >= {"NormBackward", "LinearBiasActivation", "BlockBoundary"}
     assert str(plan).count("needs a Triton device") == 1
-    assert any(step.fused and step.operation.kernels for step in model.plan(env=sf.Env(kernels="triton", rows=64)).forward)
+    plan = model.plan(env=sf.Env(kernels="triton", rows=64))
+    assert any(step.fused and step.operation.kernels for step in plan.forward)
 
 
 class TanhRows(sf.ForwardFusion):

@@ -364,7 +364,8 @@ def test_what_a_loss_is_multiplied_by_is_not_rounded_to_the_dtype_of_autocast() 
 def test_the_kernel_is_for_the_classes_of_one_process(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows nothing of the largest logit and the sums of other processes."""
     in_torch, used = _chunks._in_torch, list[Any]()
-    monkeypatch.setattr(_chunks, "Env", SimpleNamespace(of=lambda device: SimpleNamespace(kernels="triton", triton=True)))
+    env = SimpleNamespace(kernels="triton", triton=True)
+    monkeypatch.setattr(_chunks, "Env", SimpleNamespace(of=lambda device: env))
     monkeypatch.setattr(_chunks, "_in_triton", lambda *given: used.append(given) or in_torch(*given))
     group: Any = SimpleNamespace(size=size, rank=0, all_reduce=lambda t, *of: t)
     how = LinearCrossEntropy(3, 4)._how()._replace(group=group)

@@ -101,7 +101,8 @@ def test_saves_one_tensor_beside_the_input(act: sf.Pointwise, device: torch.devi
 
 def test_a_scale_is_not_taken_for_a_dropout():
     drop = ops.Dropout(0.5, "downscale_in_infer").eval()
-    plan = sf.Sequential(ops.Linear(8, 8), ops.SiLU(), drop, fusions=LinearBiasActivation).plan(env=sf.Env(kernels="triton"))
+    model = sf.Sequential(ops.Linear(8, 8), ops.SiLU(), drop, fusions=LinearBiasActivation)
+    plan = model.plan(env=sf.Env(kernels="triton"))
     assert plan.forward[0].covers == range(3)  # product, bias and activation
     assert "in evaluation this Dropout is a scale" in [refusal.reason for refusal in plan.refused]
 

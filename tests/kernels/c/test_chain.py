@@ -133,7 +133,8 @@ def test_nan_and_infinities_are_those_of_torch(name: str) -> None:
     torch_of = {
         "identity": lambda t: t, "relu": torch.relu, "squared_relu": lambda t: torch.relu(t) ** 2,
         "sigmoid": torch.sigmoid, "tanh": torch.tanh, "silu": torch.nn.functional.silu,
-        "quickgelu": lambda t: t * torch.sigmoid(1.702 * t), "gelu": lambda t: t * (0.5 * (1 + torch.erf(t * 0.7071067811865476))),
+        "quickgelu": lambda t: t * torch.sigmoid(1.702 * t),
+        "gelu": lambda t: t * (0.5 * (1 + torch.erf(t * 0.7071067811865476))),
         "gelu_tanh": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
     }  # fmt: skip
     expected = torch_of[name](x)
