@@ -66,8 +66,8 @@ def test_blocks_of_real_sizes_are_planned_for_an_sm_90(model: Any, what: str) ->
 
     block = plain.fused(what, blocks.spec_of(model, 0.1), device="meta", dtype=torch.bfloat16)
     plan = block.plan(env=sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=8192))
-    triton = [step for cover in (plan.forward, plan.backward) for step in cover if getattr(step.operation, "kernels", ())]
-    assert triton, plan
+    steps = (*plan.forward, *plan.backward)
+    assert [step for step in steps if getattr(step.operation, "kernels", ())], plan
     theirs = plain.build(what, blocks.spec_of(model, 0.1), device="meta", dtype=torch.bfloat16)
     assert {k: v.shape for k, v in theirs.state_dict().items()} == {k: v.shape for k, v in block.state_dict().items()}
 
