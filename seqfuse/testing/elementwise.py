@@ -19,7 +19,7 @@ from ..pointwise import Gated, Pointwise
 from ..saved import Saved as Record
 from .cases import HUGE, Case, Specimen, cases
 from .interpreter import as_on_a_gpu
-from .judge import assert_stays_finite, judge, met, saying
+from .judge import assert_stays_finite, judge, met, near, saying
 from .numerics import FusedMismatch, assert_fused_close
 from .probe import Probe
 from .structure import index_of
@@ -63,7 +63,7 @@ def _calling(function: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def _of_its_functions(note: str) -> Generator[None]:
+def _of_its_functions(note: str, digits: str) -> Generator[None]:
     """Failures of `DeviceFunctions` as those of the function that the author wrote."""
     try:
         yield
@@ -72,7 +72,7 @@ def _of_its_functions(note: str) -> Generator[None]:
     except FusedMismatch as error:
         failed = {check.tensor for check in error.report.failures}
         what = "value differs from fwd" if "y" in failed else "derivative differs from bwd"
-        raise FusedMismatch(error.report, what, note if error.report.not_finite else "") from None
+        raise FusedMismatch(error.report, what, note if error.report.not_finite else digits) from None
 
 
 def activations(specimen: Specimen) -> Iterator[Pointwise]:
@@ -108,7 +108,7 @@ def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequenc
         for case in (*cases(shapes, dtype), Case(shapes[0], dtype, dy_regime="infinite")):
             if not case.grad or (case.layout, case.dy_layout) != ("contiguous", "contiguous"):
                 continue  # what a kernel does with memory is not the activation's
-            with saying(f"value and derivative, {case}"), _of_its_functions(met(case)), as_on_a_gpu():
+            with saying(f"value and derivative, {case}"), _of_its_functions(met(case), near(case)), as_on_a_gpu():
                 if case.regime == HUGE or case.dy_regime == "infinite":
                     assert_stays_finite(*probe.measure(case, seed), met(case))
                 else:

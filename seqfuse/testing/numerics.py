@@ -8,6 +8,7 @@ the one is hard for the other.
 Every figure below was chosen by seeding bugs and correct variants; `tests/testing` keeps them killed and silent.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from .structure import Tree, index_of, named_tensors, share_storage
+
+__tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)  # pytest shows the test and the message
 
 PARTS = ("structure", "max", "rms", "tile", "element", "bias")
 """The parts of the error bound, in the order they are checked in."""

@@ -30,12 +30,13 @@ from .judge import (
     assert_stays_finite,
     judge,
     met,
+    near,
     saying,
 )
 from .numerics import FusedMismatch
-from .observe import Observer, Pass
+from .observe import Observer, Pass, leaves
 from .patterns import other_examples
-from .structure import Tree, assert_bitwise_equal
+from .structure import Tree, assert_bitwise_equal, share_storage
 from .tensors import Shape
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -179,8 +180,11 @@ def _observed(specimen: Specimen, case: Case, seed: int | None = None) -> tuple[
 
 
 def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
+    seen: list[Observer] = []
+
     def measure(seed: int) -> tuple[Tree, Tree, Tree]:
-        fused, _, _ = _observed(specimen, case, seed)
+        fused, _, observer = _observed(specimen, case, seed)
+        seen[:] = [observer]
         unfused = specimen.run(Bench(specimen.at(case.dtype)), case, seed, reference=True)
         wide = specimen.run(Bench(specimen.at(case.dtype, wide=True)), case, seed, reference=True, wide=True)
         assert_own_memory(fused, unfused)
@@ -193,18 +197,40 @@ def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
         if case.regime == HUGE:
             assert_stays_finite(*measure(specimen.seed), met(case))
         else:
-            _judge(measure, specimen.seed, met(case))
+            _judge(measure, specimen.seed, case, seen)
 
 
-def _judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, note: str) -> None:
+def _judge(measure: Callable[[int], tuple[Tree, Tree, Tree]], seed: int, case: Case, seen: Sequence[Observer]) -> None:
     try:
         judge(measure, seed)
     except FusedMismatch as mismatch:
         failures = mismatch.report.failures
         rounding = all(check.part != "structure" and check.dtype in _LOW for check in failures)
-        what = "operation differs from its reference" + ("; compute in float32 and round once" if rounding else "")
-        said = _ERRORS if failures[0].dtype else note if mismatch.report.not_finite else ""
-        raise FusedMismatch(mismatch.report, what, said) from None
+        advice = "; compute in float32 and round once" if rounding else ""
+        gradients = all(check.tensor.startswith("d_") or check.tensor.endswith(".grad") for check in failures)
+        if rounding and gradients and (fields := _rounded(seen[0])):
+            names = " and ".join(map(repr, fields))
+            advice = f"; y is right, and {names} saved in {case.dtype}: save float32, or recompute from x"
+        said = (
+            _ERRORS + near(case) * (not rounding)
+            if failures[0].dtype
+            else met(case)
+            if mismatch.report.not_finite
+            else ""
+        )
+        raise FusedMismatch(mismatch.report, f"operation differs from its reference{advice}", said) from None
+
+
+def _rounded(observer: Observer) -> list[str]:
+    """Fields that a forward pass computed and saved in 16 bits."""
+    found: list[str] = []
+    for run in observer.passes("fwd"):
+        owner: Any = run.owner
+        given = [t for t in (*run.args, *run.kwargs.values(), *owner.parameters()) if isinstance(t, Tensor)]
+        for field, t in leaves("", run.out[-1]):
+            if t.dtype in _LOW and not any(share_storage(t, own) for own in given):
+                found.append(field[1:])
+    return list(dict.fromkeys(found))
 
 
 def _check_subsets(specimen: Specimen, case: Case) -> Outcome:

@@ -38,6 +38,8 @@ def test_fused_and_unfused_agree_everywhere(options: tuple[str, ...], cli: Cli) 
     assert any(p["fusion"] for p in data["places"])
     done = cli("compare", "M:build", *options, "--device", "cpu")
     assert "agree within tolerance at all" in done.out
+    assert "for one input alone, 33x16:" in done.out
+    assert "\nHint: try others too" in done.out
 
 
 def test_a_wrong_forward_is_found_where_it_is(cli: Cli) -> None:

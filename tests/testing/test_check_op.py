@@ -233,6 +233,78 @@ def test_rounding_between_the_steps_is_called_that_and_the_error_has_no_frames_o
     assert caught.value.__cause__ is None
 
 
+class SavesRounded(sf.UnfusedOperation):
+    """y = x s with s = sigmoid(x), and dx in float32, of an s that was rounded to the dtype of x."""
+
+    class Saved(sf.Saved):
+        x: torch.Tensor
+        s: torch.Tensor
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x)
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+        return self.reference(x), self.Saved(x=x, s=torch.sigmoid(x))
+
+    def bwd(self, dy: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, sf.Grads]:
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        d, x, s = (t.to(wide) for t in (dy, saved.x, saved.s))
+        return (d * s * (1 + x * (1 - s))).to(dy.dtype), {}
+
+
+def test_a_saved_field_that_was_rounded_is_told_from_rounding_between_the_steps():
+    said = r"bfloat16, .*; y is right, and 's' saved in torch\.bfloat16: save float32, or recompute from x"
+    with pytest.raises(AssertionError, match=said):
+        check_op(SavesRounded(), seeded_randn((5, 64), 0))
+
+
+class Saturates(sf.UnfusedOperation):
+    """y = 2 / (exp(2 x) + 1), computed as 1 - tanh(x)."""
+
+    class Saved(sf.Saved):
+        x: torch.Tensor
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.sigmoid(-2 * x)
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+        return 1 - torch.tanh(x), self.Saved(x=x)
+
+    def bwd(self, dy: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, sf.Grads]:
+        s = torch.sigmoid(-2 * saved.x)
+        return dy * -4 * s * (1 - s), {}
+
+
+class CancelsNearZero(Saturates):
+    """y = expm1(x), computed as exp(x) - 1."""
+
+    class Saved(sf.Saved):
+        x: torch.Tensor
+
+    def reference(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.expm1(x)
+
+    def fwd(self, x: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+        return torch.exp(x) - 1, self.Saved(x=x)
+
+    def bwd(self, dy: torch.Tensor, saved: Saved) -> tuple[torch.Tensor, sf.Grads]:
+        return dy * torch.exp(saved.x), {}
+
+
+@pytest.mark.parametrize(
+    ("op", "regime", "said"),
+    [(Saturates, "offset", "x is near 8 here, where functions that saturate"),
+     (CancelsNearZero, "small", "x is near 0 here, where digits cancel")],
+)  # fmt: skip
+def test_the_message_says_which_digits_cancel(op: type[sf.UnfusedOperation], regime: str, said: str):
+    from seqfuse.testing.cases import Case, Specimen
+    from seqfuse.testing.operations import _check_numbers
+
+    specimen = Specimen([op()], seeded_randn((33, 64), 0), {}, 0)
+    with pytest.raises(AssertionError, match=f"{regime}: operation differs from its reference(?s:.*){said}"):
+        _check_numbers(op.__name__, specimen, Case((33, 64), regime=regime))
+
+
 def test_an_error_of_the_author_s_code_keeps_where_it_was_raised():
     class Asserts(InTheDtypeOfX):
         def bwd(self, dy: torch.Tensor, saved: InTheDtypeOfX.Saved) -> tuple[torch.Tensor, sf.Grads]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
@@ -82,7 +83,7 @@ def test_few_elements_that_alarm_twice_are_judged_as_one_tensor_of_many_draws():
 
     for seed in range(60):
         judge(measure, seed)
-    assert len(set(asked)) > 60 + 128
+    assert len(set(asked)) > 60 + 32
     found = 0
     for seed in range(60):
         try:
@@ -90,6 +91,27 @@ def test_few_elements_that_alarm_twice_are_judged_as_one_tensor_of_many_draws():
         except FusedMismatch:
             found += 1
     assert found > 20
+
+
+@pytest.mark.parametrize("wrong", [1.0, 4.0])
+def test_draws_of_few_elements_end_where_the_answer_is_clear(wrong: float):
+    def draws(start: int) -> int:
+        asked: list[int] = []
+
+        def measure(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+            asked.append(seed)
+            r = 100 + in_regime("normal", (), seed, dtype=torch.float64)
+            f, u = (r + 1e-4 * in_regime("normal", (), seed + i, dtype=torch.float64) for i in (1, 2))
+            return (r + wrong * (f - r)).float(), u.float(), r
+
+        with contextlib.suppress(FusedMismatch):
+            judge(measure, start)
+        return len(asked)
+
+    joined = sorted(count for count in map(draws, range(60)) if count > 3)
+    assert len(joined) > 5
+    assert joined[0] >= 32
+    assert joined[len(joined) // 2] < 64  # of 128
 
 
 def test_an_alarm_in_float64_counts_at_once_in_few_elements_too():
@@ -196,6 +218,18 @@ def test_errors_say_where_they_happened():
     with pytest.raises(PluginError) as error, saying("on a list"):
         raise PluginError("wrong", code="SF301")
     assert error.value.__notes__ == ["in on a list"]
+
+
+def test_a_terminal_shows_what_is_checked_and_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with saying("Tanh, float32"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with saying("Tanh, float32"):
+        pass
+    assert capsys.readouterr().err == "\r\x1b[KTanh, float32\r\x1b[K"
 
 
 def test_nothing_is_found_where_nothing_changed():

@@ -1,6 +1,9 @@
 """Each part of the rule, one at a time."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -299,3 +302,15 @@ def test_another_draw_has_other_parameters_and_other_given_values():
         assert torch.equal(first, again)
         assert not torch.isclose(first, other, rtol=1e-4, atol=0).all()
         assert torch.allclose(first, other, rtol=0.3, atol=0.3)
+
+
+def test_pytest_shows_the_test_and_the_message_and_no_frames_of_the_kit(tmp_path: Path):
+    (tmp_path / "test_it.py").write_text(
+        "import torch\nfrom seqfuse.testing import assert_fused_close\n\n\n"
+        "def test_close():\n    x = torch.ones(4)\n    assert_fused_close(x + 1, x, x.double())\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert "FusedMismatch: fused differs from unfused" in done.stdout
+    assert "numerics.py" not in done.stdout
+    assert "test_it.py:7" in done.stdout
