@@ -295,9 +295,8 @@ class _Compilation:
 
     def stop(self) -> None:
         """End it, wherever it is."""
-        if self._process.poll() is None:
+        with self._process:  # which waits for it and closes what it wrote to
             self._process.kill()
-            self._process.communicate()
         self._work.cleanup()
 
 

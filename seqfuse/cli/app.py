@@ -22,7 +22,9 @@ app = App(
         "an error comes from."
     ),
 )
-cache_app = App(name="cache", help="Show or clear what `tune` has kept for this user.")
+cache_app = App(
+    name="cache", help="Show, clear or warm what is kept for this user: measurements of `tune`, compiled C kernels."
+)
 app.command(cache_app)
 
 _Target = Annotated[str, Parameter(name="MODULE:NAME", help="What to work on, as below.")]
@@ -200,7 +202,7 @@ def bench(name: str | None = None, *arguments: Annotated[str, Parameter(allow_le
 
 @cache_app.default
 def show_cache(*, json: Json = False) -> None:
-    """Show where measurements are kept, and what they hold for."""
+    """Show where measurements and compiled kernels are kept, and what they hold for."""
     from . import cache
 
     where = cache.folder()
@@ -209,6 +211,25 @@ def show_cache(*, json: Json = False) -> None:
         tell_json({"folder": None if where is None else str(where), "files": found})
     else:
         cache.show(where, found)
+
+
+@cache_app.command(name="warm")
+def warm_cache(
+    target: _Target,
+    /,
+    *,
+    input: Annotated[str, Parameter(help="What enters, such as 8x1024:bf16.")],
+    on: _Shared = None,
+) -> None:
+    """Compile the C kernels that a model calls on this CPU, so that its first step does not wait for them."""
+    from . import cache
+
+    on = on or On()
+    count = cache.warm(
+        target, given=input, channels=on.channel or [], dtype=on.dtype, autocast=on.autocast, part=on.part,
+        evaluate=on.evaluate,
+    )  # fmt: skip
+    tell(f"{count} kernels compiled, {len(cache.kernels())} kept")
 
 
 @cache_app.command(name="clear")

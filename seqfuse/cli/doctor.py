@@ -63,7 +63,7 @@ class Report:
 
 
 def examine() -> Report:
-    """Look at everything; nothing is written, and no plug-in is imported."""
+    """Look at everything; no plug-in is imported, and nothing is written but what the C compiler is tried with."""
     report = Report()
     report.versions = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
     report.versions["CUDA of torch"] = torch.version.cuda
@@ -141,6 +141,13 @@ def _caches(report: Report) -> None:
         where = platformdirs.user_cache_path("seqfuse") / "tune"
         report.caches.append({"of": "measurements", "path": str(where), "state": f"not used: {error}"})
         report.warnings.append(f"the cache of measurements is not used: {error}")
+    compiled = platformdirs.user_cache_path("seqfuse") / "c"
+    try:
+        kept = store.user_folder("c", create=False)
+        report.caches.append({"of": "C kernels", "path": str(compiled), "state": "private" if kept else "none yet"})
+    except OSError as error:
+        report.caches.append({"of": "C kernels", "path": str(compiled), "state": f"not used: {error}"})
+        report.warnings.append(f"the cache of C kernels is not used: {error}")
     home = os.environ.get("TRITON_HOME") or str(Path("~").expanduser())
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache")
     state = _state(triton)

@@ -12,6 +12,7 @@ import torch
 
 from .. import pictures
 from ..casts import dtype_of
+from ..compiler import compiler
 from ..env import Env, short
 from ..fusion import FusedOperation
 from ..pictures.data import FORMAT, CastData, Kind, OperationData, PlanData, RefusalData, StepData
@@ -171,6 +172,7 @@ class Plan:
             eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
             casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in self.casts],
             gemms="float32" if self.widens else None,
+            compiler=self._compiler(),
             memory=None if self.memory is None else dataclasses.asdict(self.memory),  # pyright: ignore[reportArgumentType]
             memory_unknown=self.memory_unknown,
             choices=[dataclasses.asdict(c) for c in self.choices],  # pyright: ignore[reportArgumentType]
@@ -178,6 +180,11 @@ class Plan:
         )
         data["summary"] = pictures.summary(data)
         return data
+
+    def _compiler(self) -> str | None:
+        launches = any(step.fused and step.operation.kernels for step in (*self.forward, *self.backward))
+        found = compiler() if launches and self.env.kernels == "c" else None
+        return None if found is None else found.version
 
     def json(self, indent: int | None = None) -> str:
         """`as_dict()` as JSON."""

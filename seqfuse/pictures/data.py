@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-FORMAT = 5
+FORMAT = 6
 Kind = Literal["unfused", "eager", "forward", "backward", "joint", "inference"]
 
 
@@ -17,7 +17,7 @@ class EnvData(TypedDict):
     autocast: str | None
     grad: bool
     deterministic: bool
-    triton: bool
+    kernels: str | None
     rows: int | None
     text: str
 
@@ -93,7 +93,11 @@ class ChoiceData(TypedDict):
 
 
 class PlanData(TypedDict):
-    """A whole plan; `gemms` is the dtype in which GEMMs are computed where it is not their own."""
+    """A whole plan.
+
+    `gemms` is the dtype in which GEMMs are computed where it is not their own, `compiler` makes the C kernels of its
+    fusions.
+    """
 
     format: int
     env: EnvData
@@ -106,6 +110,7 @@ class PlanData(TypedDict):
     eager: list[EagerData]
     casts: list[CastData]
     gemms: str | None
+    compiler: str | None
     memory: MemoryData | None
     memory_unknown: str | None
     choices: list[ChoiceData]

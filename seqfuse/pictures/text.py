@@ -72,6 +72,8 @@ def render(plan: PlanData, width: int | None = None) -> str:
         lines += _wrap(f"runs eagerly: {one['name']} at {one['at']}: {one['reason']}", "    ", width)
     for line in _casts(plan["casts"]):
         lines += _wrap(line, "    ", width)
+    if plan["compiler"] is not None:
+        lines.append(f"kernels: C, compiled by {plan['compiler']}")
     if plan["gemms"] is not None:
         own = plan["env"]["autocast"] or plan["env"]["dtype"]
         said = f"GEMMs are computed in {plan['gemms']} and rounded once: this CPU has no {own} instructions"

@@ -104,7 +104,8 @@ def run(page: Path, markdown: str) -> list[str]:
                 spec.loader.exec_module(module)
         finally:
             del sys.modules[name]
-    return out.getvalue().replace(folder + os.sep, "").split(f"{MARK}\n")[:-1]
+    text = re.sub(r"(compiled by|C \() ?(\S+ [\d.]+)", lambda m: m[0].replace(m[2], "cc 12.2.0"), out.getvalue())
+    return text.replace(folder + os.sep, "").split(f"{MARK}\n")[:-1]
 
 
 def variables() -> str:

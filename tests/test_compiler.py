@@ -1,0 +1,225 @@
+"""The C compiler: what is kept, what is never loaded, and what happens where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import compiler, ops
+from seqfuse.errors import CacheWarning, FallbackWarning
+from seqfuse.settings import settings
+
+SOURCE = "int k(int n) { return n + %d; }\n"
+needs_compiler = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, which is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(compiler, "_failures", [])
+    memories = (compiler._folder, compiler._found)
+    for memory in memories:
+        memory.cache_clear()
+    compiler.compiler()
+    yield tmp_path / "seqfuse" / "c"
+    for memory in memories:
+        memory.cache_clear()
+
+
+def kept(cache: Path) -> set[str]:
+    return {path.name for path in cache.iterdir()} - {compiler._file(compiler._PROBE, compiler._found()[0])}
+
+
+@needs_compiler
+def test_a_kernel_is_compiled_once_and_then_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compiler.function(SOURCE % 1)(2) == 3
+    (name,) = kept(cache)
+    assert not (cache / name).stat().st_mode & 0o077
+    monkeypatch.setattr(compiler, "_loaded", {})
+    monkeypatch.setattr(compiler, "_Compilation", None)  # nothing is compiled
+    assert compiler.function(SOURCE % 1)(3) == 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["empty", "cut", "changed", "text"])
+def test_a_broken_file_is_compiled_again_and_never_loaded(
+    cache: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.function(SOURCE % 2)
+    (name,) = kept(cache)
+    whole = (cache / name).read_bytes()
+    broken = {"empty": b"", "cut": whole[:5000], "changed": whole[:-40] + b"x" + whole[-39:], "text": b"no library"}
+    (cache / name).unlink()  # what is loaded stays mapped
+    (cache / name).write_bytes(broken[how])
+    (cache / name).chmod(0o600)
+    monkeypatch.setattr(compiler, "_loaded", {})
+    assert not compiler.is_kept(SOURCE % 2)
+    assert compiler.function(SOURCE % 2)(1) == 3
+    assert len((cache / name).read_bytes()) == len(whole)
+
+
+@needs_compiler
+def test_what_others_may_write_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.function(SOURCE % 3)
+    (name,) = kept(cache)
+    (cache / name).chmod(0o620)
+    assert compiler._read(cache / name) is None
+    (cache / name).chmod(0o600)
+    (cache / "link.so").symlink_to(cache / name)
+    assert compiler._read(cache / "link.so") is None
+    cache.chmod(0o770)
+    compiler._folder.cache_clear()
+    with pytest.warns(CacheWarning, match="others may write to"):
+        assert compiler.folder() != cache
+
+
+@needs_compiler
+def test_all_are_compiled_at_once_and_each_is_a_file(cache: Path) -> None:
+    sources = [SOURCE % i for i in range(5)]
+    assert compiler.compile_all([*sources, *sources]) == 5
+    assert len(kept(cache)) == 5
+    assert compiler.compile_all(sources) == 0
+    assert [compiler.function(source)(10) for source in sources] == [10, 11, 12, 13, 14]
+
+
+@needs_compiler
+def test_threads_and_processes_share_a_cache(cache: Path) -> None:
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(compiler.function(SOURCE % 7)(1))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    program = f"from seqfuse import compiler; print(compiler.function({SOURCE % 7!r})(1))"
+    others = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [other.communicate(timeout=200)[0].strip() for other in others] == ["8", "8"]
+    for thread in threads:
+        thread.join()
+    assert found == [8] * 8
+    assert len(kept(cache)) == 1
+
+
+@needs_compiler
+def test_a_forked_child_compiles(cache: Path) -> None:
+    compiler.function(SOURCE % 8)
+    with compiler._lock:
+        child = os.fork()
+        if not child:
+            os._exit(int(compiler.function(SOURCE % 9)(1) != 10))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@needs_compiler
+def test_a_source_that_is_wrong_is_one_clear_error(cache: Path) -> None:
+    with pytest.raises(compiler.CompileError, match=r"cc .* failed: .*error: "):
+        compiler.function("int k( {")
+    assert compiler.compiler() is not None
+    assert not kept(cache)
+
+
+@needs_compiler
+def test_flags_and_processor_are_in_the_key() -> None:
+    known = compiler.compiler()
+    assert known is not None
+    others = (
+        known._replace(flags=(*known.flags, "-g")), known._replace(processor="another"), known._replace(version="cc 1"),
+        known._replace(path="/usr/bin/another"),
+    )  # fmt: skip
+    assert len({compiler._file(SOURCE % 1, one) for one in (known, *others)}) == 5
+
+
+def block(width: int = 64) -> sf.Sequential:
+    torch.manual_seed(0)
+    return sf.Sequential(ops.Linear(width, width), ops.GeLU(), ops.Dropout(0.1))
+
+
+def without(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    program = """
+import torch, seqfuse as sf
+from seqfuse import ops
+model = sf.Sequential(ops.Linear(64, 64), ops.GeLU(), ops.Dropout(0.1))
+x = torch.randn(64, 64, requires_grad=True)
+model(x).sum().backward()
+plan = model.plan(x)
+print(plan.env.kernels, sorted({r.reason for r in plan.refused if r.fusion == "PointwiseChainBackward"}))
+"""
+    given = os.environ | environment
+    return subprocess.run([sys.executable, "-W", "error", "-c", program], env=given, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"CC": "no-such-compiler"}, "no C compiler: there is no no-such-compiler"),
+        ({"CC": "false"}, "false does not compile: "),
+        ({"SEQFUSE_C_KERNELS": "0"}, "C kernels are switched off by SEQFUSE_C_KERNELS=0"),
+    ],
+)
+def test_without_a_compiler_operations_run_unfused_and_the_plan_says_why(
+    environment: dict[str, str], reason: str
+) -> None:
+    done = without(environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("None ["), done.stdout
+    assert reason in done.stdout
+
+
+@needs_compiler
+def test_a_compiler_that_fails_later_is_said_once_and_numbers_stay(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(64, 64)
+    with sf.fusing(False):
+        torch.manual_seed(1)
+        expected = block()(x)
+    known = compiler.compiler()
+    assert known is not None
+    monkeypatch.setattr(compiler, "_found", lambda: (known._replace(path="/bin/false"), ""))
+    model = block()
+    torch.manual_seed(1)
+    with pytest.warns(FallbackWarning, match="fusions run unfused, in ATen calls: cc .* failed"):
+        y = model(x)
+    torch.testing.assert_close(y, expected)
+    plan = model.plan(x)
+    assert plan.env.kernels is None
+    assert any("failed" in refusal.reason for refusal in plan.refused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block()(x)
+
+
+@needs_compiler
+def test_kernels_are_compiled_before_the_first_call_runs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the backward pass as well: nothing is compiled while a step runs."""
+    compiled: list[int] = []
+    compile_all = compiler.compile_all
+    monkeypatch.setattr("seqfuse.fuser.run.compile_all", lambda wanted: compiled.append(compile_all(wanted)))
+    model, x = block(), torch.randn(64, 64, requires_grad=True)
+    y = model(x)
+    assert compiled[0] >= 2
+    before = kept(cache)
+    y.sum().backward()
+    model(x).sum().backward()
+    assert kept(cache) == before
+
+
+@needs_compiler
+def test_tensors_that_gain_nothing_compile_nothing(cache: Path) -> None:
+    model = block(8)
+    model(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert not kept(cache)
+    assert {r.reason for r in model.plan(torch.randn(4, 8)).refused if r.fusion == "LinearBiasPointwise"} == {
+        "tensors this small gain nothing from a C kernel"
+    }
+
+
+def test_the_setting_is_read() -> None:
+    assert settings().c_kernels is True
