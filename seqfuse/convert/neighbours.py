@@ -32,7 +32,7 @@ def alone(chain: Chain, operations: Sequence[Raised], why_left: Callable[[Node],
         if r is None:
             return f"{name_of(node)} ({why_left(node)})"
         path = f", by way of {' and '.join(between)}" if between else ""
-        return f"{name_of(node)} (in another chain{path})"
+        return f"{type(r.operation).__name__} (in another chain{path})"
 
     given = [n for r in chain.members for n in (r.x, *r.channels.values()) if isinstance(n, Node)]
     outs = [r.out for r in chain.members if isinstance(r.out, Node)]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
+from .. import ops
 from ..env import Env, rows_of
 from ..errors import SeqfuseError
 from ..fuser.budget import Choice, MemoryChoice
@@ -54,6 +55,7 @@ class Region(nn.Module):
         self._fuser.segment_bytes = SEGMENT_BYTES
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
+        self._multiplies = isinstance(order.members[0].operation, ops.Linear | ops.MergedLinear)
         self._lock = threading.RLock()
         self._ran: tuple[Plan, Plan] | None = None  # the plan of the last call, and the same with its bytes
         self._counted: tuple[Plan | None, dict[str, Any]] = None, {}  # that plan, and what was counted for it
@@ -202,6 +204,8 @@ class Region(nn.Module):
         """Run the chain."""
         if torch.compiler.is_compiling():
             return self._run(x, tensors)
+        if self._multiplies and not x.is_contiguous():
+            x = _as_rows(x)
         with self._lock:  # threads that call one model would lend to one operation
             return self._run(x, tensors)
 
@@ -232,3 +236,12 @@ class Region(nn.Module):
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")
             if module:
                 error.path = module  # that within the chain is of operations that the user did not make
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """The same numbers as rows of a matrix, which a GEMM reads: torch saves a copy, not all that x is a part of."""
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return x.contiguous()
+    return x

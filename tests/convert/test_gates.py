@@ -176,6 +176,28 @@ def test_a_result_that_is_saved_keeps_no_memory_of_one_that_is_not(captured: boo
     assert sum(graph.operations for graph in graphs) >= 3
 
 
+class Padded(nn.Module):
+    """An MLP of the tokens that are no padding: torch saves a copy of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, 0, 0, 64)).cumsum(1)
+        return self.down(nn.functional.gelu(self.up(x[:, :8])))
+
+
+def test_a_chain_that_begins_with_a_gemm_keeps_no_more_than_the_rows_that_it_reads():
+    model, x = Padded(), torch.randn(4, 8, 16)
+    eager = bytes_saved(model, x=x)
+    conversion = sf.convert(model)
+    y = model(x=x)
+    assert bytes_saved(model, x=x) == eager
+    conversion.undo()
+    torch.testing.assert_close(y, model(x))
+
+
 def test_mamba_saves_no_more_than_without_the_conversion():
     """Its scan is another where it is compiled: it saved 1.6 times as much."""
     model = randomized(

@@ -142,6 +142,10 @@ ALONE: dict[str, tuple[Spelling, str]] = {
     "between a call that is left and the end": (
         lambda m, x: m.a(F.softplus(x)), "its input is made by softplus (left); its result is returned"
     ),
+    "behind a view of a chain": (
+        lambda m, x: m.c(m.b(F.gelu(m.a(x))).transpose(1, 2).reshape(2, -1, 8)),
+        "its input is made by Linear (in another chain, by way of transpose and reshape); its result is returned",
+    ),
     "the second half": (
         lambda m, x: (lambda a, b: a * F.silu(b))(*m.up(x).chunk(2, -1)),
         (
