@@ -6,18 +6,23 @@ Tiles and limits of a kernel stand with the kernel.
 from __future__ import annotations
 
 COSTS = {
-    "cpu": (1.5, 1.0e4, 1.0e5),
+    "cpu": (5.0, 1.0e4, 1.0e5),
     "sm_90": (4.0, 4.3e6, 7.8e8),
     "sm_80": (4.0, 1.7e6, 2.5e8),
     "gpu": (4.0, 1.5e6, 2e8),
 }
 """Microseconds per launch, bytes per microsecond, FLOPs per microsecond, by architecture.
 
-Orders of magnitude that rank schedules against each other. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16.
+Orders of magnitude that rank schedules against each other. H200: 4.3 TB/s copy and 780 TFLOP/s in bf16. On a CPU a
+launch is a call of ATen: 1 to 4 us where nothing else runs, 5 to 6 in a training step, which brings other code and data
+into the caches in between (docs/cpu_overhead.md).
 """
 
 CARDS = {"a100": "sm_80", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "mi300x": "gfx942"}
 """Architectures by the name of a GPU."""
+
+RECOMPUTING = 2.0
+"""Launches that recomputing the result of one operation costs beside its own on a CPU: all else of it is Python."""
 
 STEP = 0.25
 """The part of a launch that is CPU time of the engine: a fusion saves it for each step, even with the same kernels."""
@@ -27,7 +32,8 @@ GEMM_SLOWER = 0.05
 for unmeasured."""
 
 FLOAT32_SLOWER = 12
-"""How many times as long as in 16 bits a GEMM takes in float32, which no matrix instruction multiplies exactly."""
+"""How many times as long as in 16 bits a GEMM takes on a GPU in float32, which no matrix instruction multiplies
+exactly."""
 
 NORM_COLUMNS = 65536
 """The longest row that the norm kernels take: `kernels._norm.MAX_COLUMNS`, which needs Triton to be asked."""

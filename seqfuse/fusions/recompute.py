@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, Requirements
+from ..hardware import RECOMPUTING
 from ..operation import UnfusedOperation
 from ..ops import Attention, Bias, Dropout, Fork, LayerNorm, Linear, MergedLinear, QKNorm, RMSNorm, RotaryEmbedding
 from ..ops._joined import one_gemm
@@ -75,12 +76,15 @@ class _Recomputed(ForwardFusion, contract=True):
             yield one_dtype(self.linear, self.bias, env), "weight and bias must have one dtype"
 
     def saves(self, env: Env) -> Savings:
-        """A GEMM that starts from the bias, less what makes the tensors again that are not saved."""
+        """A GEMM that starts from the bias, less what makes the tensors again that are not saved, each from x."""
         operations = self.operations()
         last = max(i for i, operation in enumerate(operations) if not isinstance(operation, Bias))
-        again = unfused(operations, env, [i for i in range(last) if not isinstance(operations[i], Bias)])
-        added = Savings() if self.bias is None else Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
-        return added - again
+        found = Savings() if self.bias is None else Savings(launches=1, bytes=2 * output_bytes(self.linear, env))
+        for at in {at for at in self.saved_at() if 0 < at <= last}:
+            again = [i for i in range(at) if not isinstance(operations[i], Bias | Fork)]
+            found -= unfused(operations, env, again)
+            found -= Savings(launches=RECOMPUTING * len(again) if env.device == "cpu" else 0)
+        return found
 
     def fwd(self, x: Tensor, *, seeds: tuple[Tensor | None, ...], env: Env, needs: frozenset[str]) -> Any:
         y, _, saved = self._run(x, seeds, env, needs)

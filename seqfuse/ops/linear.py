@@ -267,6 +267,6 @@ def _rows(x: Tensor) -> Tensor:
 
 def gemm_traffic(env: Env, k: int, n: int, backward: bool) -> sf.Traffic:
     """The traffic of y = x weight^T, weight: [n, k]; in the backward pass of two GEMMs, each of which reads dy."""
-    slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 else 1
+    slower = FLOAT32_SLOWER if env.dtype.itemsize == 4 and env.device != "cpu" else 1
     flops = 2.0 * env.tokens * k * n * slower
     return sf.Traffic(2, 2, 2, flops) if backward else sf.Traffic(flops=flops)

@@ -163,7 +163,7 @@ def test_what_was_planned_is_what_is_saved_and_gradients_are_the_same_bits(memor
 
 
 def test_less_is_saved_the_leaner_the_choice():
-    x, saved = tensor(64, 16), {}
+    x, saved = tensor(2048, 16), {}
     for memory in ("save", "balanced", "lean"):
         model = block()
         model.memory = memory
