@@ -1,9 +1,9 @@
 """Everything that can be measured without a GPU, one after the other, each in a process of its own.
 
-Host cost in instructions, that of launches, planning, bytes kept for backward, whole layers against eager torch and
-`torch.compile`, fusions made of ATen calls, converted models, also beside activation checkpointing, the peak memory of
-their steps, and the traffic of each kernel counted in Triton's interpreter. Each writes its JSON into `results/`; then
-what README.md and docs/ show of them is drawn anew.
+Host cost in instructions, that of launches, CPU time of steps beside eager torch, planning, bytes kept for backward,
+whole layers against eager torch and `torch.compile`, fusions made of ATen calls, converted models, also beside
+activation checkpointing, the peak memory of their steps, and the traffic of each kernel counted in Triton's
+interpreter. Each writes its JSON into `results/`; then what README.md and docs/ show of them is drawn anew.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ HERE = Path(__file__).resolve().parent
 PARTS = {
     "host": ("bench_host.py",),
     "launch": ("bench_launch.py",),
+    "cpu": ("bench_cpu.py",),
+    "cpu_parts": ("cpu_parts.py",),
     "memory": ("bench_memory.py",),
     "layers": ("bench_layers.py",),
     "aten": ("bench_aten.py",),

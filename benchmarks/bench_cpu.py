@@ -103,9 +103,15 @@ def _llama(width: int, dropout: float) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def _language_model(build: Build, change: Callable[[nn.Module], object], width: int, tokens: int, p: float) -> Step:
+MODELS: dict[str, Build] = {"GPT-2": _gpt2, "Llama": _llama}
+
+
+def language_model_step(
+    name: str, change: Callable[[nn.Module], object], width: int, tokens: int, dropout: float = 0.0
+) -> Step:
+    """A training step of a model of Hugging Face with its loss, as `change` leaves it."""
     torch.manual_seed(0)
-    model = build(width, p).train()
+    model = MODELS[name](width, dropout).train()
     change(model)
     ids = torch.arange(tokens).reshape(1, tokens) % _SMALL["vocab_size"]
 
@@ -128,14 +134,11 @@ def _lean(model: nn.Module) -> None:
     sf.convert(model, memory="lean")
 
 
-MODELS: dict[str, Build] = {"GPT-2": _gpt2, "Llama": _llama}
-
-
 def language_model(name: str, width: int, tokens: int, dropout: float = 0.0) -> Row:
     """A model of Hugging Face with a loss, converted; the last variant is Dynamo alone, which runs eager's calls."""
 
     def make(change: Callable[[nn.Module], object]) -> Callable[[], Step]:
-        return lambda: _language_model(MODELS[name], change, width, tokens, dropout)
+        return lambda: language_model_step(name, change, width, tokens, dropout)
 
     variants = {"default": make(sf.convert), "lean": make(_lean), "Dynamo alone": make(_dynamo)}
     title = f"HF {name}, 2 layers of {width}, {tokens} tokens{_dropped(dropout)}"

@@ -85,6 +85,47 @@ def host() -> str | None:
     return text(lines + table(("operations", "plan", "plan-cache hit"), rows, left=0))
 
 
+def cpu() -> str | None:
+    """CPU time of steps beside eager torch, and where that of converted models goes."""
+    found = read("cpu")
+    if found is None:
+        return None
+    sides = list(dict.fromkeys(side for row in found["rows"] for side in row["sides"]))
+    lines = [where(found["about"]), "", *table(["step", "eager, us", *sides], map(_beside_eager(sides), found["rows"]))]
+    return text(lines)
+
+
+def _beside_eager(sides: list[str]) -> Callable[[dict[str, Any]], list[str]]:
+    def cells(row: dict[str, Any]) -> list[str]:
+        known = [row["sides"].get(side) for side in sides]
+        ratios = ["" if m is None else f"{m['ratio']:.2f} ({m['low']:.2f} to {m['high']:.2f})" for m in known]
+        return [row["name"], f"{row['eager']:,.0f}", *ratios]
+
+    return cells
+
+
+def cpu_parts() -> str | None:
+    """Where the CPU time of a converted training step goes."""
+    found = read("cpu_parts")
+    if found is None:
+        return None
+    names = [f"{row['model']}, {row['memory']}" for row in found["rows"]]
+    whole = ["whole step, with timers", *(f"{row['step']:,.0f}" for row in found["rows"])]
+    parts = [[part, *(f"{row['parts'][part]:,.0f}" for row in found["rows"])] for part in found["rows"][0]["parts"]]
+    lines = [where(found["about"]), "", *table(["part of a step, us", *names], [whole, *parts])]
+    lines += ["", *table(["operation, us each", *names], _each(found["rows"]))]
+    return text(lines)
+
+
+def _each(rows: list[dict[str, Any]]) -> list[list[str]]:
+    names = sorted({name for row in rows for name in row["operations"]}, key=lambda name: (name.split()[1], name))
+    each = [[row["operations"].get(name) for row in rows] for name in names]
+    return [
+        [f"`{name}`", *("" if t is None else f"{t['each']:.0f} x {t['calls']:.0f}" for t in of_name)]
+        for name, of_name in zip(names, each, strict=True)
+    ]
+
+
 def launch() -> str | None:
     """Instructions of launches, and what a whole block is made of."""
     found = read("launch")
@@ -519,6 +560,8 @@ def _one_line(words: str) -> str:
 
 
 DRAWN: dict[str, Callable[[], str | None]] = {
+    "cpu": cpu,
+    "cpu_parts": cpu_parts,
     "host": host,
     "kernels": kernels,
     "launch": launch,

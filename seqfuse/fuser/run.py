@@ -114,10 +114,10 @@ class Fuser:
         op_lists = self._op_lists
         op_list = op_lists[0] if op_lists and op_lists[0].fingerprint.holds() else self.op_list()
         whole = op_list.whole
-        if whole is not None and not channels and whole.latest is not None:
+        if whole is not None and whole.latest is not None and len(channels) == len(op_list.inputs):
             y = whole.latest(x, channels, None)
             if y is not None:
-                return y
+                return (y, *[channels[name] for name in op_list.outputs]) if op_list.outputs else y
         if x.__class__ not in _PLAIN or transformed():
             if not op_list.fingerprint.holds_in_full():  # a parameter was taken away in place
                 op_list = self._changed()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fuser.run import Fuser
 from tests.fuser.fusions import (
     BY_NAME,
     PAIR,
@@ -715,3 +716,18 @@ def test_a_misspelt_channel_is_named_with_the_one_that_is_near(given: str) -> No
     with pytest.raises(sf.InputError) as caught:
         use(x, residual=x, skip=x, other=x)
     assert caught.value.hint is None
+
+
+def test_a_call_with_channels_finds_its_plan_as_one_without(monkeypatch: pytest.MonkeyPatch):
+    model = sf.Sequential(ops.Linear(5, 5), ops.Add("a"), ops.Fork("b"), ops.Linear(5, 3))
+    x, a = torch.randn(4, 5), torch.randn(4, 5)
+    y, b = model(x, a=a)
+    monkeypatch.setattr(Fuser, "run", None)
+    again = model(x, a=a)
+    assert torch.equal(again[0], y)
+    assert torch.equal(again[1], b)
+    monkeypatch.undo()
+    with pytest.raises(sf.InputError, match="'a'|'c'"):
+        model(x, c=a)
+    with pytest.raises(sf.InputError, match="'a'|'c'"):
+        model(x, a=a, c=a)

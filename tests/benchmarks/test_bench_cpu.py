@@ -1,0 +1,36 @@
+"""The paired CPU times: sides take turns, and the ratios are those of one round."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+bench_cpu = pytest.importorskip("bench_cpu", reason="it measures models of transformers", exc_type=ImportError)
+
+
+def test_a_ratio_is_of_two_sides_in_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ran = [0.0], list[str]()
+
+    def side(name: str, took: float) -> Any:
+        def run() -> None:
+            ran.append(name)
+            clock[0] += took * (1 + ran.count("eager") // 40)  # a machine that becomes slower
+
+        return lambda: run
+
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+    row = bench_cpu.Row("row", side("eager", 2.0), {"fast": side("fast", 1.0), "slow": side("slow", 3.0)})
+    found = bench_cpu.measure(row, rounds=8, seconds=2.0)
+    assert found["eager"].ratio == 1.0
+    assert found["slow"].ratio == 1.5
+    assert found["fast"].low <= 0.5 <= found["fast"].high
+    # Each begins as many rounds as the others.
+    timed = ran[-8 * 4 :]
+    assert {name: timed.count(name) for name in ("eager", "fast", "slow")} == {"eager": 8, "fast": 16, "slow": 8}
+
+
+def test_each_row_has_a_name_of_its_own() -> None:
+    names = [row.name for row in bench_cpu.ROWS]
+    assert len(names) == len(set(names))
