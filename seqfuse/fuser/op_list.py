@@ -107,8 +107,8 @@ class OpList:
 
         lone = self.parts[0] if len(self.parts) == 1 else None
         # The only region, where a call does nothing but run it: its guard finds the channels, and there are no seeds.
-        alone = isinstance(lone, Region) and not self.random and not self.parametrized
-        self.whole = lone if alone else None
+        special = self.random or self.parametrized
+        self.whole = lone if isinstance(lone, Region) and not special else None
 
     def forget(self) -> None:
         """Let go of every plan, to make it anew at the next call."""

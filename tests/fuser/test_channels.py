@@ -727,7 +727,7 @@ def test_a_call_with_channels_finds_its_plan_as_one_without(monkeypatch: pytest.
     assert torch.equal(again[0], y)
     assert torch.equal(again[1], b)
     monkeypatch.undo()
-    with pytest.raises(sf.InputError, match="'a'|'c'"):
+    with pytest.raises(sf.InputError, match=r"'a'|'c'"):
         model(x, c=a)
-    with pytest.raises(sf.InputError, match="'a'|'c'"):
+    with pytest.raises(sf.InputError, match=r"'a'|'c'"):
         model(x, a=a, c=a)
