@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m tests.run -n 2 --dist worksteal --timeout 300
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.has-cli  ## train a small language model: what fusing gains on this machine, in under 3 minutes
+demo: $(VENV)/.has-cli  ## train a small language model four ways: what is gained on this machine, at what cost
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: $(VENV)/.has-test  ## run the tests; ARGS='-k name' narrows them

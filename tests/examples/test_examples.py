@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.processes import Script
 
@@ -18,6 +19,14 @@ DEMO = re.compile(
     r"max \|fused - unfused\| loss gap (?P<gap>[\d.e-]+), "
     r"saved for backward (?P<kept>[\d.]+) MB \(unfused (?P<kept_unfused>[\d.]+) MB\), "
     r"fused operations (?P<forward>\d+) forward (?P<backward>\d+) backward"
+)
+TIMES = re.compile(r"demo: time (?P<time>\d+\.\d\d) of eager, lean (?P<lean>\d+\.\d\d)")
+
+
+ROW = (
+    r" *(?P<name>\S+(?: torch)?) +(?P<ms>[\d.]+) ms \((?P<time_of>[\d.]+)\)"
+    r" +(?P<saved>[\d.]+) MB \((?P<saved_of>[\d.]+)\)"
+    r" +(?P<peak>[\d.]+) MB \((?P<peak_of>[\d.]+)\) +(?P<first>[\d.]+) s +(?P<loss>[\d.]+)"
 )
 
 
@@ -31,10 +40,11 @@ def run(*command: str, folder: Path) -> list[str]:
 
 
 def demo(lines: list[str]) -> dict[str, float]:
-    assert sum(line.startswith("demo: ") for line in lines) == 1
-    found = DEMO.fullmatch(lines[-1])
-    assert found is not None, lines[-1]
-    return {name: float(value) for name, value in found.groupdict().items()}
+    assert sum(line.startswith("demo: ") for line in lines) == 2
+    found, times = DEMO.fullmatch(lines[-2]), TIMES.fullmatch(lines[-1])
+    assert found is not None, lines[-2]
+    assert times is not None, lines[-1]
+    return {name: float(value) for name, value in (found.groupdict() | times.groupdict()).items()}
 
 
 def number(lines: list[str], start: str) -> float:
@@ -110,17 +120,17 @@ def test_language_model_trains_on_a_file_and_prints_lines_where_there_is_no_term
     assert [line.split("/")[0].strip() for line in lines if "/30 loss " in line] == [str(3 * i) for i in range(1, 11)]
     assert found["after"] < found["before"]
     assert found["gap"] < 1e-3
-    gains = {line.split()[0]: line.split() for line in lines if line.endswith(" of unfused") and " MB " in line}
-    assert {"unfused", "default", 'memory="lean"'} <= gains.keys()
-    for name, kept in (("unfused", found["kept_unfused"]), ('memory="lean"', found["kept"])):
-        assert float(gains[name][1].replace(",", "")) > 0  # tokens per second
-        assert float(gains[name][2]) == kept
-    there = "\n".join(lines).partition("the same model on an H100")[2].splitlines()[1:4]
-    for line, pass_ in zip(there, ("forward", "backward"), strict=False):
-        steps = re.fullmatch(rf"  (\d+) steps that launch kernels {pass_}, unfused (\d+)", line)
-        assert steps is not None, line
-        assert int(steps[1]) < int(steps[2])
-    assert re.fullmatch(r'  \d+ MB saved for backward with memory="lean", 0\.\d+ of unfused', there[2])
+    rows = [re.fullmatch(ROW, line) for line in lines]
+    table = {row["name"]: {k: float(v) for k, v in row.groupdict().items() if k != "name"} for row in rows if row}
+    assert [*table] == ["eager torch", "sf.convert", 'memory="lean"', "seqfuse.nn"]
+    eager, default, lean, _ = table.values()
+    assert (eager["time_of"], eager["saved_of"], eager["peak_of"]) == (1, 1, 1)
+    assert (default["time_of"], lean["time_of"]) == (found["time"], found["lean"])
+    assert lean["saved"] == found["kept"] < eager["saved"]
+    assert lean["saved"] < lean["peak"] < eager["peak"]  # what is saved is a part of what a step adds
+    assert lean["loss"] == pytest.approx(default["loss"], abs=1e-3)
+    assert any("sf.convert gives " in line and 'memory="lean" gives ' in line for line in lines)
+    assert "chain of 14 operations: LayerNorm, Linear, Attention" in "\n".join(lines)
     assert "operations in" in (tmp_path / "plan.html").read_text()
 
 
@@ -134,12 +144,40 @@ def test_language_model_shows_a_bar_in_a_terminal_where_rich_is_installed(
         pytest.importorskip("rich")
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
-    run = types.SimpleNamespace(name="lean", losses=[0.5], speed=9.0)
+    run = types.SimpleNamespace(name="lean", losses=[0.5], time=0.009)
     with progress(1) as show:
         show([run, run])
     shown = capsys.readouterr().out
-    assert ("1/1 loss 0.500; tokens/s: lean 9, lean 9" in shown) is not rich
+    assert ("1/1 loss 0.500; ms per step: lean 9, lean 9" in shown) is not rich
     assert ("\u2501" in shown) is rich
+
+
+def test_the_language_model_is_one_model_as_written_in_torch_and_built() -> None:
+    demo = runpy.run_path(str(EXAMPLES / "train_lm.py"))
+    torch.manual_seed(0)
+    model, built = demo["GPT"](64, 2).eval(), demo["Built"](64, 2).eval()
+    built.load(model)
+    windows = torch.randint(256, (4, demo["CONTEXT"] + 1))
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in built.parameters())
+    losses = model(windows), built(windows)
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    for own, other in zip(built.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+@pytest.mark.parametrize(
+    ("time", "saved", "sentence"),
+    [
+        (0.9, 0.5, "it gives 10% less time and 50% less bytes and costs nothing"),
+        (1.1, 0.5, "it gives 50% less bytes and costs 10% more time"),
+        (1.1, 1.004, "it gives nothing and costs 10% more time"),
+    ],
+)
+def test_the_last_sentence_of_the_demo_says_which_way_it_went(time: float, saved: float, sentence: str) -> None:
+    verdict = runpy.run_path(str(EXAMPLES / "train_lm.py"))["verdict"]
+    assert verdict("it", {"time": time, "bytes": saved}) == sentence
 
 
 @pytest.mark.parametrize(
