@@ -78,6 +78,11 @@ class Matcher:
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
+    @property
+    def only_memory(self) -> bool:
+        """Whether every fusion saves memory at the price of time, so that none is a candidate without `lean`."""
+        return len(self.fusions) > 0 and all(fusion.saves_memory for fusion in self.fusions)
+
     def note_failure(self, fusion: str, at: int, reason: str) -> bool:
         """Count a failure of a fusion while it ran; whether it is refused from now on."""
         count = self.failures.get((fusion, at), (0, ""))[0] + 1
@@ -241,6 +246,18 @@ class Matcher:
         return reason
 
 
+MERGED = {
+    "BiasActivation": "PointwiseChain",
+    "BiasActivationInference": "PointwiseChainInference",
+    "BiasActivationBackward": "PointwiseChainBackward",
+    "LinearGated": "LinearBiasActivation",
+    "LinearGatedInference": "LinearBiasActivationInference",
+    "GatedLinearBackward": "ActivationLinearBackward",
+    "WideLinearActivationLinear": "LinearActivationLinear",
+}
+"""Fusions that are no more, by name, and those that took their patterns."""
+
+
 @functools.lru_cache(256)
 def _check_named(fusing: Fusing) -> None:
     """Refuse names and classes in `sf.fusing` that are of no fusion; those of a fusion set exist by now."""
@@ -253,7 +270,11 @@ def _check_named(fusing: Fusing) -> None:
     named = {named for chosen in (*fusing.only, fusing.exclude) for named in chosen}
     for name in sorted((n if isinstance(n, str) else n.__name__) for n in named - known.keys()):
         close = meant(name, [n for n in known if isinstance(n, str)])
-        hint = close or "name a fusion of the fusion set, as a plan shows them"
+        hint = (
+            f"its operations are fused by {MERGED[name]}"
+            if name in MERGED
+            else close or "name a fusion of the fusion set, as a plan shows them"
+        )
         raise InputError(f"sf.fusing names {name!r}, and there is no such fusion", code="SF106", hint=hint)
 
 

@@ -249,6 +249,12 @@ def merge(plans: Sequence[Plan], eager: Sequence[tuple[int, Node]], env: Env) ->
     return Plan(env, ahead, back, tuple(segments), tuple(refused), cost=sum(plan.cost for plan in plans))
 
 
+ONLY_MEMORY = (
+    "all fusions of the set save memory and take longer, so that nothing is fused; "
+    'memory="lean", "balanced" or a budget uses them, and sf.fusions.default has others'
+)
+
+
 def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save", segment_bytes: int = 0) -> Plan:
     """Plan a stretch."""
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
@@ -275,6 +281,8 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "save", seg
     ahead, back = _steps(stretch, forward), _steps(stretch, backward, live)
     if kept is not None and (said := exceeded(memory, kept, ahead)) is not None:
         refused.append(Refusal(f"memory={memory}", start, said))
+    if memory == "save" and live < stop and matcher.only_memory:
+        refused.append(Refusal("memory=save", start, ONLY_MEMORY))
     refused = sorted(dict.fromkeys(refused), key=lambda r: r.at)  # a pattern with optional parts matches several times
     segments = segments_of(stretch, ahead, back, segment_bytes)
     return Plan(stretch.env, ahead, back, segments, tuple(refused), cost=sum(c.cost for c in used.values()))

@@ -236,7 +236,7 @@ class Fuser:
         # A compiler that follows the call decides what is saved.
         memory = choice_in(self.memory, op_list, region) if x.__class__ in _PLAIN else "save"
         plan = plan_region(stretch, self._matcher, memory, self.segment_bytes)
-        if isinstance(memory, Budget):
+        if isinstance(memory, Budget) or memory == "save":
             for refusal in (refusal for refusal in plan.refused if refusal.fusion == f"memory={memory}"):
                 warnings.warn(f"{refusal.fusion} at {refusal.at}: {refusal.reason}", UserWarning, stacklevel=2)
         note = weakref.WeakMethod(self._note_failure)

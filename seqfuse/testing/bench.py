@@ -23,6 +23,8 @@ Prepare = Callable[[FusedOperation], None]
 class _Eager(Matcher):
     """Takes every match that is not refused: the longest first, whatever it saves."""
 
+    only_memory = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
     def __init__(self, fusions: Sequence[type[FusedOperation]], prepare: Prepare | None) -> None:
         super().__init__(fusions)
         self._prepare = prepare

@@ -177,3 +177,37 @@ def test_an_author_whose_fusion_is_not_faster_by_its_estimate_is_told_of_saves()
 
     assert reason(Nothing).endswith("; state saves() if it gains more")
     assert "saves()" not in reason(States)
+
+
+def test_a_set_of_fusions_that_only_save_memory_says_what_uses_it() -> None:
+    model = sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 8), fusions=sf.fusions.lean)
+    with pytest.warns(UserWarning, match=r"memory=save at 0: all fusions of the set save memory .*memory=\"lean\""):
+        model(torch.ones(3, 8))
+    plan = model.plan(torch.ones(3, 8))
+    assert plan.fused == (0, 0)
+    assert "not applied: memory=save at 0: all fusions of the set save memory" in str(plan).replace("\n    ", " ")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.memory = "lean"
+        model(torch.ones(3, 8))
+        assert model.plan(torch.ones(3, 8)).count("RecomputeNorm") == 1
+        model.memory = "save"
+        with torch.no_grad():  # nothing is saved
+            model(torch.ones(3, 8))
+        sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 8), fusions=())(torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "taken_by"),
+    [
+        ("LinearGated", "LinearBiasActivation"),
+        ("GatedLinearBackward", "ActivationLinearBackward"),
+        ("BiasActivation", "PointwiseChain"),
+    ],
+)
+def test_a_fusion_that_was_merged_is_named_with_the_one_that_took_its_pattern(name: str, taken_by: str) -> None:
+    said = f"sf.fusing names '{name}', .*\nHint: its operations are fused by {taken_by}$"
+    with pytest.raises(sf.InputError, match=said), sf.fusing(exclude=name):
+        sf.Sequential(ops.ReLU()).plan(torch.ones(3))
+    with sf.fusing(exclude=taken_by):
+        sf.Sequential(ops.ReLU()).plan(torch.ones(3))

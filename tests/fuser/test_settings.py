@@ -90,7 +90,7 @@ def test_a_misspelled_variable_is_warned_about_once_with_what_was_meant(tmp_path
 
 @pytest.mark.parametrize(
     "choose",
-    [lambda: sf.fusing("off"), lambda: sf.fusing(on_error="warn"), lambda: sf.Env.of("h100"),
+    [lambda: sf.fusing("off"), lambda: sf.fusing(on_error="warn"), lambda: sf.Env.of("h1000"),
      lambda: sf.Env.of("sm_90"),
      lambda: sf.Env.of("cuda:sm90"), lambda: sf.Env.of("cuda", dtype="bf16"), lambda: sf.Sequential().plan(env="cuda")],
     ids=["enabled", "on_error", "a card", "no kind", "an architecture", "a dtype", "an env"],
