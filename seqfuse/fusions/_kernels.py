@@ -24,6 +24,12 @@ def kernels_run(env: Env) -> Requirements:
     yield env.dtype in _DTYPES, "its kernel is for float32, float16 and bfloat16"
 
 
+def kernels_read(name: str, of: torch.dtype | None, env: Env) -> Requirements:
+    """What C kernels ask of a parameter of a dtype; Triton kernels read any."""
+    if env.kernels == "c":
+        yield of is None or of in _DTYPES, f"C kernels read no {name} in {str(of).removeprefix('torch.')}"
+
+
 def bias_fits(bias: Bias | None, env: Env) -> bool:
     """Whether x + bias has the dtype of x: else torch promotes it, but under autocast."""
     return bias is None or env.autocast is not None or bias.dtype == env.dtype

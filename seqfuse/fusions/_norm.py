@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..casts import dtype_of
 from ..env import Env
 from ..fusion import Requirements
 from ..generated import Source
@@ -16,7 +17,7 @@ from ..hardware import NORM_COLUMNS
 from ..ops import LayerNorm, RMSNorm
 from ..ops._norm import stats_dtype
 from ..ops._read import parameter
-from ._kernels import kernels_run
+from ._kernels import kernels_read, kernels_run
 
 if TYPE_CHECKING:
     from ..kernels._norm import Backward, Forward
@@ -30,6 +31,9 @@ def kernels_take(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     yield len(norm.normalized_shape) == 1, "its kernel normalizes over one dimension"
     width = norm.normalized_shape[-1]
     yield 0 < width <= NORM_COLUMNS, f"its kernel is for 1 to {NORM_COLUMNS:,} columns, not {width:,}"
+    yield from kernels_read("weight", dtype_of(norm, "weight"), env)
+    if isinstance(norm, LayerNorm):
+        yield from kernels_read("bias", dtype_of(norm, "bias"), env)
 
 
 def shift(norm: LayerNorm | RMSNorm) -> Tensor | None:

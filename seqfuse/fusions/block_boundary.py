@@ -11,7 +11,7 @@ from ..env import Env, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, Requirements
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm
-from ._kernels import sum_dtype
+from ._kernels import kernels_read, sum_dtype
 from ._norm import Record, kernels_take, norm_fwd, recorded_bwd
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ class BlockBoundary(ForwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
     outputs = ("fork_out",)
 
     def requires(self, env: Env) -> Requirements:
-        yield from boundary_takes(self.norm, self.dropout, env)
+        yield from boundary_takes(self.bias, self.norm, self.dropout, env)
 
     def fwd(
         self, x: Tensor, *, add_other: Tensor, dropout_seed: Tensor | None = None, dtype: torch.dtype | None
@@ -66,11 +66,11 @@ class BlockBoundaryBackward(BackwardFusion):
     fork: Fork | None
     norm: LayerNorm | RMSNorm
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
     any_dy = True
 
     def requires(self, env: Env) -> Requirements:
-        yield from boundary_takes(self.norm, self.dropout, env)
+        yield from boundary_takes(self.bias, self.norm, self.dropout, env)
 
     def bwd(
         self,
@@ -138,8 +138,10 @@ def boundary_fwd(
     return *norm_fwd(norm, x, stream_dtype=stream, **around), seed
 
 
-def boundary_takes(norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:
+def boundary_takes(bias: Bias | None, norm: LayerNorm | RMSNorm, dropout: Dropout | None, env: Env) -> Requirements:
     """What the kernels ask of a boundary."""
     yield from kernels_take(norm, env)
+    if bias is not None:
+        yield from kernels_read("bias", bias.dtype, env)
     upscale = dropout is None or dropout.mode == "upscale_in_train"
     yield upscale, "its kernel scales what dropout keeps: mode must be upscale_in_train"

@@ -36,7 +36,7 @@ class BlockBoundaryActivation(JointFusion):
     norm: LayerNorm | RMSNorm
     acts: tuple[Pointwise | Scale, ...]
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
     any_dy = True
     outputs = ("fork_out",)
 
@@ -51,7 +51,7 @@ class BlockBoundaryActivation(JointFusion):
         factors: tuple[float, ...]  # of the constant factors
 
     def requires(self, env: Env) -> Requirements:
-        yield from boundary_takes(self.norm, self.dropout, env)
+        yield from boundary_takes(self.bias, self.norm, self.dropout, env)
         yield from kernel_takes_functions(self.acts, env)
         yield from gives_own(self.norm, env.part(-2 - len(self.acts)))
 

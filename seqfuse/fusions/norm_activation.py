@@ -31,7 +31,7 @@ class NormActivation(ForwardFusion):
     norm: LayerNorm | RMSNorm
     act: Pointwise
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.norm, env)
@@ -70,7 +70,7 @@ class NormActivationJoint(JointFusion):
     norm: LayerNorm | RMSNorm
     acts: tuple[Pointwise | Scale, ...]
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
     any_dy = True
 
     class Saved(context.Saved):

@@ -9,6 +9,7 @@ keeps its part of the parameters' gradients in registers from row to row and wri
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import compiler
 from . import _norm_ops
 from ._columns import several_column_sums
 from ._launch import (
+    INTERPRETED,
     architecture,
     as_rows,
     cdiv,
+    in_c,
     inner_contiguous,
     launch,
     next_power_of_2,
@@ -439,13 +443,25 @@ def forward(
     stream_dtype: torch.dtype | None = None,
 ) -> Forward:
     """Either norm forward; the arguments are those of `layernorm_fwd`."""
+    others = (centered, eps, zero_centered, p, dtype, stream_dtype)
+    tensors = (x, weight, bias, pre_bias, seed, residual)
     if traced():
+        if compiler.is_collecting() and in_c(x):
+            _in_c().ask_forward(act, others, *tensors)
         return _norm_ops.recorded_forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
             residual=residual, dtype=dtype, stream_dtype=stream_dtype,
         )  # fmt: skip
-    others = (centered, eps, zero_centered, p, dtype, stream_dtype)
-    return replayed(_decided_forward, act, others, x, weight, bias, pre_bias, seed, residual)
+    if in_c(x):
+        return _in_c().forward(act, others, *tensors)
+    return replayed(_decided_forward, act, others, *tensors)
+
+
+@functools.cache
+def _in_c() -> Any:
+    from .c import norm
+
+    return norm
 
 
 def _decided_forward(
@@ -529,13 +545,18 @@ def backward(
     branch_dtype: torch.dtype | None = None,
 ) -> Backward:
     """Either norm backward; the arguments are those of `layernorm_bwd`."""
+    others = (centered, zero_centered, p, dx, dweight, dbias, dbranch, branch_dtype, dpre_bias)
+    tensors = (dy, x, mean, rstd, weight, bias, dstream, seed)
     if traced():
+        if compiler.is_collecting() and in_c(x):
+            _in_c().ask_backward(act, others, *tensors)
         return _norm_ops.recorded_backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias, branch_dtype=branch_dtype,
         )  # fmt: skip
-    others = (centered, zero_centered, p, dx, dweight, dbias, dbranch, branch_dtype, dpre_bias)
-    return replayed(_decided_backward, act, others, dy, x, mean, rstd, weight, bias, dstream, seed)
+    if in_c(x):
+        return _in_c().backward(act, others, *tensors)
+    return replayed(_decided_backward, act, others, *tensors)
 
 
 def backward_of(
@@ -566,7 +587,17 @@ def backward_of(
             dbias=dbias,
         )  # fmt: skip
 
-    return bound(_decided_backward, others, whole, present)
+    on_gpu = bound(_decided_backward, others, whole, present)
+    if INTERPRETED:
+        return on_gpu
+    on_cpu = _in_c().backward_function(others, present)
+
+    def run(*given: Tensor) -> Backward:
+        if not in_c(given[0]):
+            return on_gpu(*given)
+        return whole(*given) if traced() else on_cpu(*given)
+
+    return run
 
 
 def _decided_backward(

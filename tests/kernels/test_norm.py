@@ -238,6 +238,7 @@ def test_a_norm_equals_the_operations_it_stands_for_everywhere(name: str, dtype:
                 judge(functools.partial(measured_in, CASES[name], lead, width, dtype, regime), 0)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_composed", "layernorm_all"])
 def test_rows_too_wide_for_registers_go_in_chunks(
@@ -265,6 +266,7 @@ def test_a_weight_that_is_not_contiguous_is_refused() -> None:
         rmsnorm_fwd(torch.ones(1, 8, device=DEVICE), torch.ones(16, device=DEVICE)[::2], EPS)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", CASES)
 def test_float64_is_computed_in_float64(name: str) -> None:
     tensors = drawn(CASES[name], (5,), 12, torch.float64)
@@ -298,6 +300,7 @@ def test_the_same_bits_every_time(name: str) -> None:
     assert_bitwise_equal(run(CASES[name], tensors), run(CASES[name], tensors))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
 def test_a_wide_row_reads_and_writes_nothing_outside_and_gives_the_same_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -377,6 +380,7 @@ class _Norm(torch.autograd.Function):
         return None, b.dbranch, b.dweight, b.dbias, b.dpre_bias, b.dx
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around"])
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     shapes = ((3, 6), (6,), (6,), (6,), (3, 6))
@@ -443,6 +447,7 @@ def test_rows_without_variance_stay_finite(regime: str) -> None:
         check(CASES[name], drawn(CASES[name], (5,), 64, torch.float32, regime))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("columns", [24, 37])
 @pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
 def test_a_float32_stream_beside_16_bits_gives_the_bits_of_float32_inputs(centered: bool, columns: int) -> None:
@@ -472,6 +477,7 @@ def test_a_float32_stream_beside_16_bits_gives_the_bits_of_float32_inputs(center
         assert dropped or torch.equal(made.dbranch, made.dx.to(half))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_all"])
 def test_each_gradient_alone_is_what_it_is_beside_the_others(
@@ -498,6 +504,7 @@ def test_a_row_of_one_number_has_no_variance(columns: int, chunked: bool, monkey
     torch.testing.assert_close(f.rstd, torch.full_like(f.rstd, EPS**-0.5), rtol=2e-3, atol=0)
 
 
+@pytest.mark.triton
 def test_only_what_is_wanted_is_made() -> None:
     x = torch.randn(4, 8, device=DEVICE)
     f = layernorm_fwd(x, None, None, EPS)
@@ -511,6 +518,7 @@ def test_only_what_is_wanted_is_made() -> None:
     assert r.dweight is None
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", ["layernorm", "rmsnorm", "layernorm_all", "rmsnorm_plain"])
 def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
     case = CASES[name]
@@ -687,6 +695,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("name", "dtype"), in_dtypes(MUTANTS))
 def test_a_wrong_kernel_is_found(
     name: str, dtype: torch.dtype, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
@@ -710,6 +719,7 @@ STATISTIC_MUTANTS = {
 }
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("name", "dtype"), in_dtypes(STATISTIC_MUTANTS))
 def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Callable[..., ModuleType]) -> None:
     old, new, regime = STATISTIC_MUTANTS[name]
@@ -720,6 +730,7 @@ def test_a_wrong_statistic_is_found(name: str, dtype: torch.dtype, mutant: Calla
         check(CASES["layernorm"], tensors, changed)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("old", "new"), [("1.0 / count", "1.0001 / count"), ("tl.rsqrt(mean)", "0.9999 * tl.rsqrt(mean)")]
 )
@@ -732,6 +743,7 @@ def test_a_statistic_that_a_gpu_approximates_is_corrected(
     check(CASES["layernorm"], tensors, changed)
 
 
+@pytest.mark.triton
 def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
     for columns in (4096, 8192):
         tile = _norm.backward_tile(columns, 2, False)
@@ -739,6 +751,7 @@ def test_a_light_backward_in_16_bits_is_pipelined_up_to_8192_columns() -> None:
     assert _norm.backward_tile(8192, 2, True).stages == 1
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("columns", [64, 16384], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_a_backward_has_a_program_for_each_share_of_the_rows_and_none_without(
@@ -760,6 +773,7 @@ def test_a_backward_has_a_program_for_each_share_of_the_rows_and_none_without(
         assert programs <= most
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("wanted", "kernels"),
     [({}, ["sums"]), ({"dbranch": True}, ["bwd", "sums"]), ({"dpre_bias": torch.float32}, ["bwd", "sums"])],

@@ -27,6 +27,9 @@ Rows, not threads, decide what is summed together: the number of threads changes
 _MOST, _MOST_ALIKE = 1024, 16
 _POINTER, _INTEGER, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
+_empty = _guards._empty_strided_cpu  # half of what `torch.empty` costs
+_function_modes: Any = torch._C._len_torch_function_stack
+_NO_DISPATCH: Any = torch._C._disabled_torch_dispatch_impl
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """dtypes that kernels read and write, by the name that `head.h` has for them."""
@@ -93,7 +96,8 @@ class Decided(NamedTuple):
         """The same as a function of the tensors."""
         kernel, made, numbers, work, finish, copied = self
         function = kernel.function()
-        parallel, threads, empty = work >= PARALLEL, torch.get_num_threads, torch.empty
+        parallel, threads = work >= PARALLEL, torch.get_num_threads
+        outlines = [(shape, _strides(shape), of) for shape, of in made]
 
         def run(*given: Tensor) -> Any:
             if copied:
@@ -101,7 +105,8 @@ class Decided(NamedTuple):
                 for i in copied:
                     several[i] = given[i].contiguous()
                 given = tuple(several)  # which keeps the copies until the kernel has run
-            outputs = [empty(shape, dtype=of) for shape, of in made]
+            empty = _watched_empty if _function_modes() else _empty
+            outputs = [empty(*outline) for outline in outlines]
             function(
                 *[t.data_ptr() for t in given], *[t.data_ptr() for t in outputs], *numbers,
                 threads() if parallel else 1,
@@ -109,6 +114,19 @@ class Decided(NamedTuple):
             return finish(outputs)
 
         return run
+
+
+def _watched_empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`_empty` where a mode watches what is allocated."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    found = [1]
+    for size in shape[:0:-1]:
+        found.append(found[-1] * max(size, 1))
+    return tuple(found[::-1]) if shape else ()
 
 
 _entries: dict[Any, list[tuple[Callable[..., bool], Callable[..., Any]]]] = {}
@@ -172,6 +190,10 @@ def _decided(
     decide: Callable[..., Decided], act: Any, others: tuple[Any, ...], tensors: Sequence[Tensor | None]
 ) -> tuple[Callable[..., bool], Callable[..., Any]]:
     given = [t for t in tensors if t is not None]
+    kinds: set[Any] = {type(t) for t in given}
+    for kind in kinds:
+        if kind.__torch_dispatch__ is not _NO_DISPATCH:
+            raise ValueError(f"a {kind.__name__} has no memory that a C kernel could read")
     found = decide(act, *others, *tensors)
     run = found.bound()
     # The key has the identity of an activation, which has to live as long.

@@ -1,0 +1,363 @@
+# pyright: basic
+"""LayerNorm and RMSNorm as C, with all that may stand around them: `kernels._norm` on a CPU.
+
+A row is read again from the cache for each of its passes: what is normalized is the row as it is stored. Sums over
+rows are made part by part, `call.ROWS` rows each, and the parts are added in order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import compiler
+from .. import _norm
+from .._norm_ops import Backward, Forward
+from .._philox import threshold_and_scale
+from .call import Decided, Kernel, bound, header, load, parts_of, replayed, rows_of, store
+from .chain import Numbers, Printed, dropped, total
+from .trace import Lines, Number, apply, gradient
+
+_Dtype = torch.dtype | None
+_Act = tuple[Any, Any, bool, tuple[Any, ...]] | None  # value, derivative, whether that reads the output, numbers
+
+
+def _gain(lines: Lines, of_weight: torch.dtype, zero_centered: bool) -> Number:
+    gain = lines.number(load(of_weight, "weight", "c"))
+    return gain + 1.0 if zero_centered else gain
+
+
+def _columns(body: str, words: bool) -> str:
+    """A loop over the columns of a row, with a random word `w[c - c0]` for each if it needs them."""
+    if not words:
+        return f"#pragma omp simd\nfor (I c = 0; c < W; c++) {{\n{body}\n}}\n"
+    return (
+        "for (I c0 = 0; c0 < W; c0 += NB) {\nI n = W - c0 < NB ? W - c0 : NB;\nuint32_t w[NB];\n"
+        "words(&keys, row * W + c0, n, w);\n"
+        f"#pragma omp simd\nfor (I c = c0; c < c0 + n; c++) {{\n{body}\n}}\n}}\n"
+    )
+
+
+def _row(of: torch.dtype, pointer: str, stride: str) -> str:
+    """C that makes `z` a row in float32: where it lies, if it is."""
+    if of is torch.float32:
+        return f"const float *restrict z = (const float *){pointer} + row * {stride};\n"
+    return _columns(f"z[c] = {load(of, pointer, f'row * {stride} + c')};", False)
+
+
+def _kernel(
+    given: Iterable[str], made: Iterable[str], strides: Iterable[str], numbers: Numbers, floats: Iterable[str],
+    thread: str, part: str, row: str, after: str, words: bool,
+) -> Kernel:  # fmt: skip
+    """A kernel of loops over parts and rows.
+
+    Args:
+        given: declarations of pointers that are read.
+        made: declarations of pointers that are written.
+        strides: names of rows' strides.
+        numbers: arguments of activations and dropout.
+        floats: names of floats before those.
+        thread: C at the start of each thread; `memory` is freed at its end.
+        part: C at the start of each part.
+        row: C of a row.
+        after: C behind all parts.
+        words: whether random words are needed.
+    """
+    pointers = [*given, *made]
+    integers = ["M", "W", "parts", *strides, *(f"n{i}" for i in range(len(numbers.integers)))]
+    real = [*floats, *(f"f{i}" for i in range(len(numbers.floats)))]
+    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in real), "int threads"])
+    keys = "Keys keys;\nkeys_of(*(const int64_t *)seed, &keys);\n" if words else ""
+    text = (
+        f"{header('head.h')}\n{header('norm.h')}\n{header('philox.h') if words else ''}\nvoid k({arguments}) {{\n"
+        f"#pragma omp parallel num_threads(threads) if (threads > 1)\n{{\n{thread}{keys}"
+        f"#pragma omp for schedule(static)\nfor (I part = 0; part < parts; part++) {{\n{part}"
+        f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{row}}}\n}}\n"
+        f"{'free(memory);' if thread else ''}\n}}\n{after}}}\n"
+    )
+    return Kernel(text, len(pointers), len(integers), len(real))
+
+
+@functools.lru_cache(512)
+def _printed_forward(
+    centered: bool, zero_centered: bool, act: _Act, p: float | None, of_x: torch.dtype, of_weight: _Dtype,
+    of_bias: _Dtype, of_pre_bias: _Dtype, of_residual: _Dtype, of_y: torch.dtype, of_stream: _Dtype,
+) -> Printed:  # fmt: skip
+    """The forward kernel; tensors that are not there have no dtype, and `p` is that of dropout, if there is any."""
+    read = {"x": of_x, "weight": of_weight, "bias": of_bias, "pre_bias": of_pre_bias}
+    read |= {"seed": None if p is None else torch.int64, "residual": of_residual}
+    given = [f"const void *restrict {name}" for name, of in read.items() if of is not None]
+    strides = ["sx", *["sr"] * (of_residual is not None)]
+    before, behind = Lines(), Lines()
+    numbers = Numbers(behind)
+    row, source, of_source, stride = "", "x", of_x, "sx"
+    if of_stream is not None:
+        z = before.number(load(of_x, "x", "row * sx + c"))
+        if of_pre_bias is not None:
+            z = z + before.number(load(of_pre_bias, "pre_bias", "c"))
+        if p is not None:
+            z = dropped(z, "w[c - c0]", numbers, threshold_and_scale(p), before)
+        if of_residual is not None:
+            z = z + before.number(load(of_residual, "residual", "row * sr + c"))
+        before.add(store(of_stream, "stream", "row * W + c", z.name))
+        row = _columns("\n".join(before.lines), p is not None)
+        source, of_source, stride = "stream", of_stream, "W"
+    row += _row(of_source, source, stride)
+    row += "double squares;\nfloat mean = 0;\n"
+    row += "moments(z, W, &mean, &squares);\nmeans[row] = mean;\n" if centered else "squares = sum_of_squares(z, W);\n"
+    row += "const float rstd = rstd_of(squares, W, eps);\nrstds[row] = rstd;\n"
+    y = behind.number("z[c] - mean" if centered else "z[c]") * behind.number("rstd")
+    if of_weight is not None:
+        y = y * _gain(behind, of_weight, zero_centered)
+    if of_bias is not None:
+        y = y + behind.number(load(of_bias, "bias", "c"))
+    if act is not None:
+        y = apply(act[0], y, numbers.of(act[0], act[3]))
+    behind.add(store(of_y, "y", "row * W + c", y.name))
+    row += _columns("\n".join(behind.lines), False)
+    made = ["void *restrict y", *["void *restrict stream"] * (of_stream is not None)]
+    made += [*["float *restrict means"] * centered, "float *restrict rstds"]
+    memory = "" if of_source is torch.float32 else "float *restrict memory = malloc(4 * W), *restrict z = memory;\n"
+    kernel = _kernel(given, made, strides, numbers, ["eps"], memory, "", row, "", p is not None)
+    return Printed(kernel, tuple(numbers.integers), tuple(numbers.floats))
+
+
+@functools.lru_cache(512)
+def _printed_backward(
+    centered: bool, zero_centered: bool, act: _Act, p: float | None, of_dy: torch.dtype, of_x: torch.dtype,
+    of_mean: _Dtype, of_rstd: torch.dtype, of_weight: _Dtype, of_bias: _Dtype, of_dstream: _Dtype, of_dx: _Dtype,
+    of_branch: _Dtype, of_sums: tuple[_Dtype, _Dtype, _Dtype],
+) -> Printed:  # fmt: skip
+    """The backward kernel; what is not wanted has no dtype, and `p` is that of dropout, if there is any."""
+    read = {"dy": of_dy, "x": of_x, "means": of_mean, "rstds": of_rstd, "weight": of_weight, "bias": of_bias}
+    read |= {"dstream": of_dstream, "seed": None if p is None else torch.int64}
+    given = [f"const void *restrict {name}" for name, of in read.items() if of is not None]
+    strides = ["sd", "sx", *["sa"] * (of_dstream is not None)]
+    dweight, dbias, dpre_bias = (of is not None for of in of_sums)
+    spread = of_dx is not None or of_branch is not None or dpre_bias
+    first, second = Lines(), Lines()
+    numbers = Numbers(first)
+    d = first.number(load(of_dy, "dy", "row * sd + c"))
+    x = first.number(load(of_x, "x", "row * sx + c"))
+    xhat = (x - first.number("mean") if centered else x) * first.number("rstd")
+    gain = None if of_weight is None else _gain(first, of_weight, zero_centered)
+    if act is not None:
+        value, derivative, of_output, P = act
+        P = numbers.of(value, P)
+        taken = xhat if gain is None else xhat * gain
+        if of_bias is not None:
+            taken = taken + first.number(load(of_bias, "bias", "c"))
+        d = gradient(derivative, d, apply(value, taken, P) if of_output else taken, P)
+    g = d if gain is None else d * gain
+    if dweight:
+        first.add(f"s[c] += {(d * xhat).name};")
+    if dbias:
+        first.add(f"s[{int(dweight)} * W + c] += {d.name};")
+    row = f"const float rstd = {load(of_rstd, 'rstds', 'row')};\n"
+    if of_mean is not None:
+        row += f"const float mean = {load(of_mean, 'means', 'row')};\n"
+    if spread:
+        first.add(f"g[c] = {g.name};\nh[c] = {xhat.name};\nby += {g.name} * {xhat.name};")
+        if centered:
+            first.add(f"plain += {g.name};")
+        sums = "by, plain" if centered else "by"
+        row += (
+            "double all_by = 0, all_plain = 0;\n"
+            "for (I from = 0; from < W; from += SPAN) {\nI to = from + SPAN < W ? from + SPAN : W;\n"
+            f"float by = 0, plain = 0;\n#pragma omp simd reduction(+ : {sums})\nfor (I c = from; c < to; c++) {{\n"
+            + "\n".join(first.lines)
+            + "\n}\nall_by += by;\nall_plain += plain;\n}\n"
+            "const float by = (float)(all_by / W), plain = (float)(all_plain / W);\n"
+        )
+    else:
+        row += _columns("\n".join(first.lines), False)
+    if spread:
+        out = second.number("g[c]") - second.number("h[c]") * second.number("by")
+        if centered:
+            out = out - second.number("plain")
+        out = out * second.number("rstd")
+        if of_dstream is not None:
+            out = out + second.number(load(of_dstream, "dstream", "row * sa + c"))
+        if of_dx is not None:
+            second.add(store(of_dx, "dx", "row * W + c", out.name))
+        if p is not None:
+            out = dropped(out, "w[c - c0]", numbers, threshold_and_scale(p), second)
+        if of_branch is not None:
+            second.add(store(of_branch, "dbranch", "row * W + c", out.name))
+        if dpre_bias:
+            second.add(f"s[{dweight + dbias} * W + c] += {out.name};")
+        row += _columns("\n".join(second.lines), p is not None)
+    of_made = {"dx": of_dx, "dweight": of_sums[0], "dbias": of_sums[1], "dbranch": of_branch, "dpre_bias": of_sums[2]}
+    made = [f"void *restrict {name}" for name, of in of_made.items() if of is not None]
+    part = after = ""
+    totals = [(name, of) for name, of in zip(("dweight", "dbias", "dpre_bias"), of_sums, strict=True) if of is not None]
+    if totals:
+        made.append("float *restrict scratch")
+        part = f"float *restrict s = scratch + part * {len(totals)} * W;\nmemset(s, 0, 4 * {len(totals)} * W);\n"
+    for i, (name, of) in enumerate(totals):
+        keep = store(of, name, "c", "(float)sum[c - c0]")
+        after += f"{{\nI from = {i} * W, N = W;\n{total(len(totals), keep)}}}\n"
+    memory = "float *restrict memory = malloc(8 * W), *restrict g = memory, *restrict h = g + W;\n" if spread else ""
+    kernel = _kernel(given, made, strides, numbers, [], memory, part, row, after, p is not None and spread)
+    return Printed(kernel, tuple(numbers.integers), tuple(numbers.floats))
+
+
+def _of(t: Tensor | None) -> _Dtype:
+    return None if t is None else t.dtype
+
+
+def _act_of(act: Any) -> _Act:
+    return None if act is None else (act.value, act.derivative, act.reads == "output", tuple(act.P))
+
+
+def _forward_of(
+    act: Any, centered: bool, zero_centered: bool, p: float, dtype: _Dtype, stream_dtype: _Dtype, x: Tensor,
+    weight: Tensor | None, bias: Tensor | None, pre_bias: Tensor | None, seed: Tensor | None, residual: Tensor | None,
+) -> Printed:  # fmt: skip
+    prologue = pre_bias is not None or seed is not None or residual is not None
+    return _printed_forward(
+        centered, zero_centered, _act_of(act), None if seed is None else p, x.dtype, _of(weight), _of(bias),
+        _of(pre_bias), _of(residual), dtype or x.dtype, (stream_dtype or x.dtype) if prologue else None,
+    )  # fmt: skip
+
+
+def _backward_of(
+    act: Any, centered: bool, zero_centered: bool, p: float, dx: bool, dweight: _Dtype, dbias: _Dtype, dbranch: bool,
+    branch_dtype: _Dtype, dpre_bias: _Dtype, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
+    weight: Tensor | None, bias: Tensor | None, dstream: Tensor | None, seed: Tensor | None,
+) -> Printed:  # fmt: skip
+    return _printed_backward(
+        centered, zero_centered, _act_of(act), None if seed is None else p, dy.dtype, x.dtype, _of(mean), rstd.dtype,
+        _of(weight), _of(bias), _of(dstream), x.dtype if dx else None, (branch_dtype or x.dtype) if dbranch else None,
+        (dweight, dbias, dpre_bias),
+    )  # fmt: skip
+
+
+class _Given:
+    """Tensors that a kernel reads: strides of their rows, and which of them have to be copied."""
+
+    def __init__(self, x: Tensor, columns: int) -> None:
+        self._shape, self._columns, self._count = x.shape, columns, 0
+        self.strides: list[int] = []
+        self.copied: list[int] = []
+
+    def rows(self, name: str, t: Tensor) -> None:
+        if t.shape != self._shape:
+            raise ValueError(f"{name} must have shape {tuple(self._shape)}, got {tuple(t.shape)}")
+        stride, copy = rows_of(t, self._columns)
+        self.strides.append(stride)
+        self._next(copy)
+
+    def other(self, t: Tensor) -> None:
+        self._next(not t.is_contiguous())
+
+    def _next(self, copy: bool) -> None:
+        self.copied += [self._count] * copy
+        self._count += 1
+
+
+def _decide_forward(
+    act: Any, centered: bool, eps: float, zero_centered: bool, p: float, dtype: _Dtype, stream_dtype: _Dtype,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, pre_bias: Tensor | None, seed: Tensor | None,
+    residual: Tensor | None,
+) -> Decided:  # fmt: skip
+    W = _norm._checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
+    given = _Given(x, W)
+    given.rows("x", x)
+    for t in (weight, bias, pre_bias, seed):
+        if t is not None:
+            given.other(t)
+    if residual is not None:
+        given.rows("residual", residual)
+    around = (x, weight, bias, pre_bias, seed, residual)
+    kernel, integers, floats = _forward_of(act, centered, zero_centered, p, dtype, stream_dtype, *around)
+    shape, rows = tuple(x.shape), x.numel() // W
+    prologue = pre_bias is not None or seed is not None or residual is not None
+    made = [
+        (shape, dtype or x.dtype),
+        (shape, (stream_dtype or x.dtype) if prologue else None),
+        (shape[:-1], torch.float32 if centered else None),
+        (shape[:-1], torch.float32),
+    ]
+    numbers = (rows, W, parts_of(rows, W, False), *given.strides, *integers, eps, *floats)
+    return _decided(kernel, Forward, made, 0, numbers, x.numel(), given)
+
+
+def _decide_backward(
+    act: Any, centered: bool, zero_centered: bool, p: float, dx: bool, dweight: _Dtype, dbias: _Dtype, dbranch: bool,
+    branch_dtype: _Dtype, dpre_bias: _Dtype, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
+    weight: Tensor | None, bias: Tensor | None, dstream: Tensor | None, seed: Tensor | None,
+) -> Decided:  # fmt: skip
+    W = _norm._checked(x, weight=weight, bias=bias)
+    given = _Given(x, W)
+    given.rows("dy", dy)
+    given.rows("x", x)
+    for t in (mean, rstd, weight, bias):
+        if t is not None:
+            given.other(t)
+    if dstream is not None:
+        given.rows("dstream", dstream)
+    wanted = dweight, dbias, dbranch, branch_dtype, dpre_bias
+    around = (dy, x, mean, rstd, weight, bias, dstream, seed)
+    kernel, integers, floats = _backward_of(act, centered, zero_centered, p, dx, *wanted, *around)
+    shape, rows = tuple(x.shape), x.numel() // W
+    made = [
+        (shape, x.dtype if dx else None),
+        ((W,), dweight),
+        ((W,), dbias),
+        (shape, (branch_dtype or x.dtype) if dbranch else None),
+        ((W,), dpre_bias),
+    ]
+    sums = sum(of is not None for of in (dweight, dbias, dpre_bias))
+    parts = parts_of(rows, W, sums > 0)
+    numbers = (rows, W, parts, *given.strides, *integers, *floats)
+    return _decided(kernel, Backward, made, parts * sums * W, numbers, x.numel(), given)
+
+
+def _decided(
+    kernel: Kernel, kind: Any, made: Sequence[tuple[tuple[int, ...], _Dtype]], scratch: int,
+    numbers: tuple[float, ...], work: int, given: _Given,
+) -> Decided:  # fmt: skip
+    """Makes a `kind` of results: `None` for those without a dtype; `scratch` floats are made beside them."""
+    absent = [i for i, (_, of) in enumerate(made) if of is None]
+    outputs = [(shape, of) for shape, of in made if of is not None]
+
+    def finish(results: list[Any]) -> Any:
+        if scratch:
+            results.pop()
+        for i in absent:
+            results.insert(i, None)
+        return kind._make(results)
+
+    memory = [((scratch,), torch.float32)] if scratch else []
+    return Decided(kernel, [*outputs, *memory], numbers, work, finish, tuple(given.copied))
+
+
+def forward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Forward:
+    """`_norm.forward`; the arguments are those of `_norm._decided_forward`."""
+    return replayed(_decide_forward, act, others, *tensors)
+
+
+def backward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> Backward:
+    """`_norm.backward`; the arguments are those of `_norm._decided_backward`."""
+    return replayed(_decide_backward, act, others, *tensors)
+
+
+def backward_function(others: tuple[Any, ...], present: tuple[bool, ...]) -> Callable[..., Backward]:
+    """`_norm.backward_of`: a function of the tensors that are `present`."""
+    return bound(_decide_backward, others, present)
+
+
+def ask_forward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> None:
+    """Note which kernel a forward pass will need."""
+    centered, _, *rest = others
+    compiler.ask(_forward_of(act, centered, *rest, *tensors).kernel.source)
+
+
+def ask_backward(act: Any, others: tuple[Any, ...], *tensors: Tensor | None) -> None:
+    """Note which kernel a backward pass will need."""
+    compiler.ask(_backward_of(act, *others, *tensors).kernel.source)

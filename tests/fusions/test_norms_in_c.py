@@ -1,0 +1,80 @@
+"""Fusions around a norm with C kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import seqfuse as sf
+from seqfuse import compiler, fusions, ops
+from seqfuse.fusions.norm import NormForward
+from seqfuse.hardware import C_NORM_WORTHWHILE
+from seqfuse.testing import assert_fused_close, check_fusion, seeded_randn
+
+pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
+
+END = (lambda: ops.Bias(8), lambda: ops.Dropout(0.3), lambda: ops.Add("other"), lambda: ops.Fork("out"))
+CASES: dict[str, tuple[Any, torch.dtype, tuple[Any, ...]]] = {
+    "RMSNorm": (fusions.NormForward, torch.float32, (lambda: ops.RMSNorm(8),)),
+    "RMSNorm without a weight": (
+        fusions.NormForward, torch.bfloat16, (lambda: ops.RMSNorm(8, elementwise_affine=False),)
+    ),
+    "LayerNorm around one": (fusions.NormForward, torch.float16, (lambda: ops.LayerNorm(8, zero_centered=True),)),
+    "backward of LayerNorm": (fusions.NormBackward, torch.float32, (END[3], lambda: ops.LayerNorm(8))),
+    "backward of RMSNorm": (fusions.NormBackward, torch.bfloat16, (lambda: ops.RMSNorm(8, zero_centered=True),)),
+    "activation": (fusions.NormActivation, torch.float32, (lambda: ops.RMSNorm(8), ops.ReLU)),
+    "activations": (
+        fusions.NormActivationJoint, torch.float32,
+        (lambda: ops.LayerNorm(8), ops.GeLU, lambda: ops.Scale(0.5), ops.Tanh),
+    ),
+    "boundary": (fusions.BlockBoundary, torch.bfloat16, (*END, lambda: ops.LayerNorm(8))),
+    "boundary of RMSNorm": (fusions.BlockBoundary, torch.float32, (*END, lambda: ops.RMSNorm(8))),
+    "backward of a boundary": (fusions.BlockBoundaryBackward, torch.float32, (*END, lambda: ops.LayerNorm(8))),
+    "backward of an end": (fusions.BlockBoundaryBackward, torch.float16, (*END[1:3], lambda: ops.RMSNorm(8))),
+    "boundary and activations": (
+        fusions.BlockBoundaryActivation, torch.float32, (*END, lambda: ops.LayerNorm(8), ops.SiLU, ops.SquaredReLU)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_takes_the_place_of_what_it_replaces(name: str):
+    fusion, dtype, makers = CASES[name]
+    other = {"other": seeded_randn((5, 8), 1)} if END[2] in makers else {}
+    found = check_fusion(fusion, seeded_randn((5, 8), 0), *(make() for make in makers), dtypes=[dtype], **other)
+    assert found.cases > 8
+    assert not found.skipped
+
+
+@pytest.mark.parametrize(
+    ("norm", "dtype", "rows", "applies"),
+    [
+        (ops.RMSNorm, torch.float32, 16, True),
+        (ops.RMSNorm, torch.bfloat16, 16, True),
+        (ops.LayerNorm, torch.bfloat16, 16, True),
+        (ops.LayerNorm, torch.float32, C_NORM_WORTHWHILE // 128, True),
+        (ops.LayerNorm, torch.float32, C_NORM_WORTHWHILE // 256, False),
+    ],
+)
+def test_the_forward_is_used_where_it_is_faster_than_atens(norm: Any, dtype: torch.dtype, rows: int, applies: bool):
+    model = sf.Sequential(norm(128, dtype=dtype), fusions=(NormForward,))
+    x = seeded_randn((rows, 128), 0, dtype=dtype)
+    with sf.fusing(on_error="raise"):
+        plan, y = model.plan(x), model(x).detach()
+    assert plan.count("NormForward") == applies
+    assert applies or [r.reason for r in plan.refused] == ["ATen's kernel makes one pass as well"]
+    with sf.fusing(False):
+        assert_fused_close(y, model(x).detach(), model.double()(x.double()).detach())
+
+
+def test_parameters_that_no_kernel_reads_are_refused():
+    x, other = seeded_randn((64, 128), 0), seeded_randn((64, 128), 1)
+    norm = sf.Sequential(ops.RMSNorm(128, dtype=torch.float64), fusions=(NormForward,))
+    assert [r.reason for r in norm.plan(x).refused] == ["C kernels read no weight in float64"]
+    boundary = sf.Sequential(
+        ops.Bias(128, dtype=torch.float64), ops.Add("other"), ops.LayerNorm(128), fusions=(fusions.BlockBoundary,)
+    )
+    assert "C kernels read no bias in float64" in [r.reason for r in boundary.plan(x, other=other).refused]
+    assert boundary(x, other=other).dtype is torch.float64

@@ -1,0 +1,314 @@
+"""LayerNorm and RMSNorm in C, with what may stand around them, against the operations of torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from seqfuse import compiler
+from seqfuse.kernels import _norm
+from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
+from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
+from seqfuse.kernels.rmsnorm import rmsnorm_fwd
+from seqfuse.ops._philox import drop_mask
+from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
+from seqfuse.testing.judge import judge
+from tests.kernels.test_norm import (
+    CASES,
+    DTYPES,
+    EPS,
+    SEED,
+    P,
+    check,
+    drawn,
+    measured,
+    measured_in,
+    run,
+)
+
+SHAPES: list[tuple[tuple[int, ...], int, str]] = [
+    ((7,), 127, "normal"), ((33,), 130, "offset"), ((2, 3), 8, "small"), ((), 1025, "heavy"), ((70,), 1, "normal"),
+    ((5,), 3, "heavy"), ((3,), 4097, "offset"), ((130,), 7, "normal"),
+]  # fmt: skip
+PAIRS = [
+    pytest.param(name, dtype, marks=() if dtype is DTYPES[0] or i % 2 == j - 1 else pytest.mark.full,
+                 id=f"{name}-{str(dtype)[6:]}")
+    for i, name in enumerate(CASES) for j, dtype in enumerate(DTYPES)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_a_norm_equals_the_operations_it_stands_for(name: str, dtype: torch.dtype) -> None:
+    for lead, width, regime in SHAPES:
+        judge(functools.partial(measured_in, CASES[name], lead, width, dtype, regime), 0)
+
+
+@pytest.mark.parametrize("mean", [8.0, 1000.0])
+@pytest.mark.parametrize("columns", [127, 768, 65536])
+def test_a_mean_far_from_0_costs_no_variance(mean: float, columns: int) -> None:
+    def make(seed: int) -> Tensor:
+        return mean + 1e-2 * seeded_randn((4, columns), seed)
+
+    tensors = drawn(CASES["layernorm"], (4,), columns, torch.float32)
+    judge(lambda seed: measured(CASES["layernorm"], {**tensors, "x": make(seed)}), 1)
+
+
+@pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
+def test_sums_of_finite_numbers_do_not_overflow(centered: bool) -> None:
+    x = torch.tensor([[1.5e38, 1.5e38, -1.5e38, 1.5e38], [1e-30, 1e-30, -1e-30, 1e-30]])
+    f = _norm.forward(centered, x, None, None, EPS)
+    assert f.y.isfinite().all()
+    torch.testing.assert_close(f.y[1], torch.zeros(4), atol=1e-20, rtol=0)
+    if f.mean is not None:
+        torch.testing.assert_close(f.mean, torch.tensor([7.5e37, 5e-31]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [1, 130, 1025])
+def test_what_is_dropped_is_what_the_mask_says(columns: int, dtype: torch.dtype) -> None:
+    x, residual = torch.ones(9, columns, dtype=dtype), torch.zeros(9, columns, dtype=dtype)
+    drop = drop_mask(SEED, x.shape, P)
+    f = rmsnorm_fwd(x, None, EPS, seed=SEED, p=P, residual=residual)
+    assert f.stream is not None
+    assert torch.equal(f.stream == 0, drop)
+    b = _norm.backward(False, x, f.stream, None, f.rstd, None, seed=SEED, p=P, dstream=x * 1e4, dbranch=True)
+    assert b.dbranch is not None
+    assert torch.equal(b.dbranch == 0, drop)
+
+
+@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm_around", "layernorm_composed"])
+def test_plain_c_agrees(name: str, plain_c: None) -> None:
+    for lead, width, regime in SHAPES[:4]:
+        judge(functools.partial(measured_in, CASES[name], lead, width, torch.bfloat16, regime), 0)
+    if CASES[name].around:
+        test_what_is_dropped_is_what_the_mask_says(130, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm", "layernorm_composed"])
+def test_threads_change_no_bit(name: str) -> None:
+    tensors = drawn(CASES[name], (333,), 130, torch.float32)
+    before = torch.get_num_threads()
+    found = list[dict[str, Tensor]]()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(run(CASES[name], tensors))
+    finally:
+        torch.set_num_threads(before)
+    assert_bitwise_equal(found[1], found[0])
+    assert_bitwise_equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_dtypes_may_differ_from_tensor_to_tensor(order: int) -> None:
+    """The results are those of the same numbers in float32, rounded."""
+    case, kinds = CASES["layernorm_around"], [DTYPES[(order + i) % 3] for i in range(3)]
+    tensors = drawn(case, (35,), 70, torch.float32)
+    given = {key: t.to(kinds[i % 3]) for i, (key, t) in enumerate(tensors.items())}
+
+    def made(t: dict[str, Tensor], of: Callable[[int], torch.dtype]) -> dict[str, Tensor]:
+        f = layernorm_fwd(
+            t["x"], t["weight"], t["bias"], EPS, pre_bias=t["pre_bias"], seed=SEED, p=P, residual=t["residual"],
+            dtype=of(0), stream_dtype=torch.float32,
+        )  # fmt: skip
+        assert f.stream is not None
+        assert f.mean is not None
+        stream = f.stream.to(kinds[1]).to(of(1))
+        b = layernorm_bwd(
+            t["dy"], stream, f.mean, f.rstd, t["weight"], dstream=t["dstream"], seed=SEED, p=P, dweight=of(0),
+            dbias=of(1), dpre_bias=of(2), dbranch=True, branch_dtype=of(2),
+        )  # fmt: skip
+        found = {"y": f.y, "stream": f.stream, "dx": b.dx, "dweight": b.dweight, "dbias": b.dbias}
+        found |= {"dbranch": b.dbranch, "dpre_bias": b.dpre_bias}
+        return {key: value for key, value in found.items() if value is not None}
+
+    mixed, wide = (
+        made(given, lambda i: kinds[i]),
+        made({k: t.float() for k, t in given.items()}, lambda _: torch.float32),
+    )
+    assert len(mixed) == 7
+    assert_fused_close(
+        mixed, {k: t.to(mixed[k].dtype) for k, t in wide.items()}, {k: t.double() for k, t in wide.items()}
+    )
+
+
+def test_rows_that_have_no_stride_are_copied() -> None:
+    case = CASES["layernorm_all"]
+    tensors = drawn(case, (6, 5), 8, torch.float32)
+    expected = run(case, tensors)
+    for lay in (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), lambda t: t.mT.contiguous().mT):
+        assert_bitwise_equal(run(case, {key: lay(t) if t.ndim == 3 else t for key, t in tensors.items()}), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("residual", (4, 8)), ("pre_bias", (7,)), ("bias", (1, 8)), ("weight", (9,))]
+)
+def test_shapes_that_differ_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    given: dict[str, Any] = {"weight": None, "bias": None, name: torch.ones(shape)}
+    with pytest.raises(ValueError, match=f"{name} must have shape"):
+        layernorm_fwd(torch.ones(5, 8), eps=EPS, **given)
+    if name == "residual":
+        f = layernorm_fwd(torch.ones(5, 8), None, None, EPS)
+        assert f.mean is not None
+        for key in ("dy", "dstream"):
+            tensors = {"dy": torch.ones(5, 8), "dstream": torch.ones(5, 8), key: torch.ones(shape)}
+            with pytest.raises(ValueError, match=f"{key} must have shape"):
+                layernorm_bwd(tensors["dy"], torch.ones(5, 8), f.mean, f.rstd, None, dstream=tensors["dstream"])
+
+
+def test_float64_is_refused() -> None:
+    with pytest.raises(ValueError, match="C kernels are for float32, bfloat16 and float16, not float64"):
+        rmsnorm_fwd(torch.ones(2, 8, dtype=torch.float64), None, EPS)
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    with FakeTensorMode():
+        x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match="a FakeTensor has no memory that a C kernel could read"):
+        rmsnorm_fwd(x, None, EPS)
+
+
+@pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm"])
+def test_the_operators_pass_the_checks_of_torch(name: str) -> None:
+    case = CASES[name]
+    t = drawn(case, (3,), 8, torch.float32)
+    both: dict[str, Any] = {"zero_centered": case.zero_centered, "act": case.act}
+    both |= {"seed": SEED, "p": P} if case.around else {}
+    before: dict[str, Any] = {"stream_dtype": torch.bfloat16} if case.around else {}
+    before |= {key: t[key] for key in ("pre_bias", "residual") if key in t}
+    kind = "layernorm" if case.centered else "rmsnorm"
+    forward = getattr(torch.ops.seqfuse, kind)
+    torch.library.opcheck(forward.default, (t["x"], t["weight"], t.get("bias"), EPS), both | before)
+    results = forward(t["x"], t["weight"], t.get("bias"), EPS, **both, **before)
+    after: dict[str, Any] = {"dweight": torch.float32}
+    if case.around:
+        after |= {"dstream": t["dstream"], "dbranch": True, "dpre_bias": torch.bfloat16, "branch_dtype": torch.float16}
+    args = (t["dy"], results[1] if case.around else t["x"], results[-2] if case.centered else None, results[-1])
+    backward = getattr(torch.ops.seqfuse, f"{kind}_backward")
+    torch.library.opcheck(backward.default, (*args, t["weight"], t.get("bias")), both | after)
+
+
+def test_results_are_on_the_cpu_whatever_the_default_device() -> None:
+    x = torch.ones(2, 8)
+    with torch.device("meta"):
+        f = rmsnorm_fwd(x, None, EPS)
+    assert f.y.is_cpu
+    torch.testing.assert_close(f.y, x)
+
+
+@pytest.mark.parametrize("name", ["layernorm", "rmsnorm_tanh", "layernorm_all"])
+def test_each_gradient_alone_is_what_it_is_beside_the_others(name: str) -> None:
+    """A kernel of less may be compiled into other instructions, which round otherwise."""
+    tensors = drawn(CASES[name], (70,), 24, torch.float32)
+    every = run(CASES[name], tensors)
+    for only in every.keys() - {"y", "stream"}:
+        alone = run(CASES[name], tensors, only=only)
+        assert alone.keys() == {key for key in every if key in ("y", "stream", only)}
+        torch.testing.assert_close(alone[only], every[only], rtol=1e-5, atol=1e-6)
+
+
+def _steps(columns: int, eps: float, p: float, factor: float, rows: int = 5) -> None:
+    case = CASES["layernorm_all"]
+    t = drawn(case, (rows,), columns, torch.float32)
+    act = composed(ACTIVATIONS["gelu"], scale(factor))
+    around = {"pre_bias": t["pre_bias"], "residual": t["residual"], "seed": SEED, "p": p, "act": act}
+    f = layernorm_fwd(t["x"], t["weight"], t["bias"], eps, **around)
+    assert f.stream is not None
+    assert f.mean is not None
+    layernorm_bwd(
+        t["dy"], f.stream, f.mean, f.rstd, t["weight"], t["bias"], seed=SEED, p=p, act=act, dweight=torch.float32,
+        dbranch=True,
+    )  # fmt: skip
+
+
+def test_a_kernel_depends_on_no_number(sources: list[str]) -> None:
+    _steps(24, 1e-5, 0.1, 0.5)
+    assert len(set(sources)) == 2
+    _steps(70, 1e-6, 0.2, 0.25)
+    _steps(70, 0.0, 1.0, 3.0)
+    assert len(sources) == 6
+    assert len(set(sources)) == 2
+
+
+def test_kernels_that_a_call_will_need_are_asked_for_on_fake_tensors(sources: list[str]) -> None:
+    real = drawn(CASES["layernorm_all"], (5,), 24, torch.float32)
+    with compiler.collecting() as wanted, FakeTensorMode() as fake:
+        t = {key: fake.from_tensor(value) for key, value in real.items()}
+        act = ACTIVATIONS["gelu"]
+        f = _norm.forward(True, t["x"], t["weight"], t["bias"], EPS, act=act, residual=t["residual"])
+        _norm.backward(True, t["dy"], t["x"], f.mean, f.rstd, t["weight"], t["bias"], act=act, dweight=torch.float32)
+    assert len(wanted) == 2
+    assert not sources
+    f = _norm.forward(True, real["x"], real["weight"], real["bias"], EPS, act=act, residual=real["residual"])
+    _norm.backward(
+        True, real["dy"], real["x"], f.mean, f.rstd, real["weight"], real["bias"], act=act, dweight=torch.float32
+    )
+    assert sources == [*wanted]
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("centered", [True, False], ids=["layernorm", "rmsnorm"])
+def test_a_backward_of_everything_but_tensors_gives_the_same(centered: bool, weighted: bool) -> None:
+    x, dy, dstream = (seeded_randn((9, 24), i) for i in range(3))
+    weight = seeded_randn((24,), 3) if weighted else None
+    f = _norm.forward(centered, x, weight, None, EPS)
+    bound = _norm.backward_of(centered, False, True, torch.float32, None, weighted, True)
+    for d in (dy, dy.t().contiguous().t(), dy[:1].expand(9, 24)):
+        expected = _norm.backward(
+            centered, d.contiguous(), x, f.mean, f.rstd, weight, dstream=dstream, dweight=torch.float32
+        )
+        for _ in range(2):
+            found = bound(*[t for t in (d, x, f.mean, f.rstd, weight, dstream) if t is not None])
+            assert_bitwise_equal([found.dx, found.dweight], [expected.dx, expected.dweight])
+
+
+MUTANTS: dict[str, tuple[str, str, str, tuple[int, ...], int, str]] = {
+    "eps": ("(double)n + eps)", "(double)n)", "layernorm", (5,), 24, "small"),
+    "N - 1": ("squares / (double)n", "squares / (double)(n - 1)", "rmsnorm", (5,), 24, "normal"),
+    "no tail in the variance": ("sum += one * one;", "", "layernorm", (5,), 27, "normal"),
+    "no tail in the square": ("part += own[c] * own[c];", "", "rmsnorm", (5,), 27, "normal"),
+    "a vector left out of the square": ("f += AT", "f = AT", "rmsnorm", (5,), 96, "normal"),
+    "rounding left in the mean": ("*mean = m + rest;", "*mean = m;", "layernorm", (5,), 1000, "constant_rows"),
+    "spans around their own means": ("its + delta * delta", "its + 0 * delta", "layernorm", (3,), 4600, "offset"),
+    "mean of the first span": ("joined += delta * part;", "", "layernorm", (3,), 4600, "normal"),
+    "zero-centered gain": (" + (1.0f)", " + (0.0f)", "rmsnorm_zero_centered", (5,), 24, "normal"),
+    "residual": ("ld_f32(residual, row * sr + c)", "0.f", "rmsnorm_around", (5,), 24, "normal"),
+    "bias": ("ld_f32(pre_bias, c)", "0.f", "rmsnorm_around", (5,), 24, "normal"),
+    "shift": ("ld_f32(bias, c)", "0.f", "layernorm", (5,), 24, "normal"),
+    "one mask for all rows": ("words(&keys, row * W + c0", "words(&keys, c0", "rmsnorm_around", (5,), 24, "normal"),
+    "nothing is dropped": (">= (uint32_t)n0", ">= 0 * (uint32_t)n0", "layernorm_around", (5,), 24, "normal"),
+    "mean of g": ("all_plain += plain;", "", "layernorm", (5,), 24, "normal"),
+    "mean of g xhat": ("all_by += by;", "", "rmsnorm", (5,), 24, "normal"),
+    "gradient of the stream": ("ld_f32(dstream, row * sa + c)", "0.f", "layernorm_around", (5,), 24, "normal"),
+    "a part of the sums": ("double sum[256] = {0};\nfor (I part = 0;", "double sum[256] = {0};\nfor (I part = 1;",
+                           "layernorm", (130,), 24, "normal"),
+    "sums that start anywhere": ("memset(s, 0, 4 * 2 * W);", "s[0] = 1;", "layernorm", (130,), 24, "normal"),
+    "last row of a part": ("row < M * (part + 1) / parts", "row < M * (part + 1) / parts - (part > 0)",
+                           "layernorm_plain", (300,), 130, "normal"),
+    "stride of the incoming gradient": ("row * sd + c", "row * sx + c", "layernorm", (5,), 24, "normal"),
+}  # fmt: skip
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(name: str, altered: Callable[[str, str], None]) -> None:
+    old, new, case, lead, width, regime = MUTANTS[name]
+    altered(old, new)
+    tensors = drawn(CASES[case], lead, width, torch.float32, regime)
+    if "stride" in name:
+        tensors["dy"] = torch.nn.functional.pad(tensors["dy"], (0, 3), value=torch.nan)[:, :width]
+    with pytest.raises(AssertionError):
+        check(CASES[case], tensors)
+
+
+@pytest.mark.mutant
+def test_a_truncating_store_is_caught(altered: Callable[[str, str], None]) -> None:
+    altered("+ 0x7fffu + ((u >> 16) & 1)", "")
+    with pytest.raises(AssertionError):
+        check(CASES["layernorm"], drawn(CASES["layernorm"], (40,), 64, torch.bfloat16))
