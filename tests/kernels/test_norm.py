@@ -505,6 +505,19 @@ def test_a_row_of_one_number_has_no_variance(columns: int, chunked: bool, monkey
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("columns", [24, 300])
+def test_rounding_leaves_nothing_in_the_mean_of_a_row_of_one_number(
+    columns: int, mutant: Callable[..., ModuleType]
+) -> None:
+    """An ulp of a large number, times a rstd of eps**-0.5, is up to a hundred times what y should be."""
+    one = torch.cat([10.0**k * seeded_randn((32, 1), k, dtype=torch.float32) for k in (0, 3, 6)])
+    tensors = {"x": one.repeat(1, columns).to(DEVICE), "dy": torch.ones(96, columns, device=DEVICE)}
+    changed = mutant(_norm, "        mean += rest\n", "")
+    assert not run(CASES["layernorm_plain"], tensors)["y"].any()
+    assert run(CASES["layernorm_plain"], tensors, changed)["y"].abs().max() > 10
+
+
+@pytest.mark.triton
 def test_only_what_is_wanted_is_made() -> None:
     x = torch.randn(4, 8, device=DEVICE)
     f = layernorm_fwd(x, None, None, EPS)

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from seqfuse import ops
 from seqfuse.fusions import norm_activation
 from seqfuse.fusions.norm_activation import NormActivation, NormActivationJoint
 from seqfuse.testing import assert_bitwise_equal, check_fusion, seeded_randn
+from seqfuse.testing.bench import Bench
 from seqfuse.testing.judge import judge_together
 from seqfuse.testing.tensors import redrawn
 
@@ -107,6 +109,30 @@ def test_trains_a_list_to_the_same_gradients(act: type[sf.Pointwise], dtype: tor
     others = functools.cache(lambda seed: (run(model, (), dtype, seed), run(wide, (), torch.float64, seed)))
     for fusion in fusions:
         judge_together(lambda seed, fusion=fusion: (run(model, (fusion,), dtype, seed), *others(seed)), 0)
+
+
+ABOUT_ONE = [
+    ops.LayerNorm(8, zero_centered=True),
+    ops.LayerNorm(8, bias=False, zero_centered=True),
+    ops.RMSNorm(8, zero_centered=True),
+]
+
+
+@pytest.mark.parametrize("norm", ABOUT_ONE, ids=str)
+def test_what_is_saved_for_a_backward_of_others_has_the_gain_about_one(norm: Any, device: torch.device):
+    norm = copy.deepcopy(norm).to(device)
+    for i, p in enumerate(norm.parameters()):
+        p.data = seeded_randn(tuple(p.shape), i + 1).to(device)
+    x, act = seeded_randn((5, 8), 0).to(device).requires_grad_(), ops.SiLU()
+    parameters = [*norm.parameters()]
+    dy = seeded_randn((5, 8), 9).to(device)
+    expected = torch.autograd.grad(act.reference(norm.reference(x)), [x, *parameters], dy)
+    y = Bench(sf.Sequential(norm, act, fusions=()), (NormActivation,))(x)
+    torch.testing.assert_close(torch.autograd.grad(y, [x, *parameters], dy), expected)
+    with torch.no_grad():
+        joint = NormActivationJoint(norm=norm, acts=(act,))
+        _, saved = joint.fwd(x.detach())
+        torch.testing.assert_close(joint.unfused(saved)["acts"][0].x, norm.reference(x))
 
 
 def test_training_takes_the_joint_form_and_inference_either(device: torch.device):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -43,6 +45,21 @@ def test_takes_the_place_of_what_it_replaces(
         own = ops.Residual(*own, ops.Dropout(0.3))
     x = seeded_randn((5, 6), 0).to(device)
     check_fusion(NormLinearActivationLinear, x, own.to(device), dtypes=[dtype])
+
+
+@pytest.mark.parametrize("norm", [ops.LayerNorm(6, zero_centered=True), ops.RMSNorm(6, zero_centered=True)], ids=str)
+def test_the_saved_tensors_that_it_leaves_have_the_gain_about_one(norm: Any, device: torch.device):
+    norm = copy.deepcopy(norm).to(device)
+    for i, p in enumerate(norm.parameters()):
+        p.data = seeded_randn(tuple(p.shape), i + 1).to(device)
+    own = block(norm, ops.GeLU("tanh")).to(device)
+    model = sf.Sequential(own, fusions=NormLinearActivationLinear, memory="lean")
+    x, dy = (seeded_randn((5, 6), i).to(device) for i in range(2))
+    x.requires_grad_()
+    assert model.plan(x).count(NAME) == 1
+    grads = torch.autograd.grad(model(x), [x, *model.parameters()], dy)  # the weight of the GEMM by the norm's result
+    with sf.fusing(False):
+        torch.testing.assert_close(grads, torch.autograd.grad(model(x), [x, *model.parameters()], dy))
 
 
 def test_trains_to_the_same_gradients(device: torch.device):
