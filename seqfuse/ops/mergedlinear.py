@@ -124,12 +124,17 @@ class MergedLinear(sf.UnfusedOperation):
 
     def weights(self) -> tuple[Tensor, ...]:
         """The weight of each part, as it is now."""
-        return tuple([required(self, name) for name in _WEIGHTS[: len(self.parts)]])
+        held = self._parameters
+        names = _WEIGHTS[: len(self.parts)]
+        return tuple([required(self, n) if (weight := held.get(n)) is None else weight for n in names])
 
     def weights_for(self, x: Tensor, always: bool = False) -> tuple[Tensor, ...]:
         """The weights; under autocast as a GEMM with x takes them, and as they are kept."""
-        weights = self.weights()
-        if all(weight.dtype is x.dtype for weight in weights):
+        weights, dtype = self.weights(), x.dtype
+        for weight in weights:
+            if weight.dtype is not dtype:
+                break
+        else:
             return weights
         whole = joined(weights)
         if whole is None:
@@ -139,7 +144,8 @@ class MergedLinear(sf.UnfusedOperation):
 
     def biases(self) -> tuple[Tensor | None, ...]:
         """The bias of each part, as it is now."""
-        return tuple([parameter(self, name) for name in _BIASES[: len(self.parts)]])
+        held = self._parameters
+        return tuple([held[n] if n in held else parameter(self, n) for n in _BIASES[: len(self.parts)]])
 
     def _lay(self, names: Iterable[str]) -> None:
         """Move these parameters into one storage, one behind the other."""
@@ -233,11 +239,11 @@ class MergedLinear(sf.UnfusedOperation):
         rows = dy if dy.ndim == 2 else dy.reshape(-1, self.out_features)
         parts = rows.split_with_sizes(self.parts, 1)
         x: Tensor | None = None
-        for i, d in enumerate(parts):
-            if (name := f"{slot}bias_{i}") in needs:
+        for d, bias in zip(parts, _BIASES, strict=False):
+            if (name := slot + bias) in needs:
                 grads[name] = d.sum(0)
-        for i, d in enumerate(parts):  # last: what fails before it may fall back
-            if (name := f"{slot}weight_{i}") in needs:
+        for d, weight in zip(parts, _WEIGHTS, strict=False):  # last: what fails before it may fall back
+            if (name := slot + weight) in needs:
                 if x is None:
                     x = saved.x.conj() if dy.is_complex() else saved.x
                     x = x if x.ndim == 2 else x.reshape(-1, self.in_features)

@@ -9,6 +9,7 @@ from torch import nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import LinearBias, RecomputeActivation, RecomputeHeads, RecomputeNorm
+from seqfuse.hardware import FLOAT32_SLOWER, RECOMPUTING
 from seqfuse.testing import check_fusion, seeded_randn
 
 
@@ -171,3 +172,26 @@ def test_autocast_is_that_of_the_forward(first: nn.Module):
         found.append([x.grad, *[p.grad.clone() for p in model.parameters()]])
         model.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_two_records_hold_is_made_twice_and_costs_twice():
+    inside = {"norm": ops.RMSNorm(8), "linear": ops.Linear(8, 16, bias=False), "attention": ops.Attention(2, 1)}
+    fusion = RecomputeHeads(
+        **inside, bias=None, qk_norm=None, rotary=ops.RotaryEmbedding(2, 1, style="half"), fork=None
+    )
+    env = sf.Env.of("cpu", rows=64)
+    norm, linear, rotary, _ = fusion.operations()
+    kernels = [operation.traffic(env, False).launches for operation in (norm, norm, linear, rotary)]
+    assert fusion.saves(env).launches == -sum(kernels) - RECOMPUTING * len(kernels)
+    assert fusion.saves(sf.Env.of("cuda:sm_90", rows=64)).launches == -sum(kernels)
+
+
+def test_a_gemm_in_float32_is_slower_on_a_gpu_only():
+    linear = ops.Linear(64, 64)
+    flops = {
+        (device, dtype): linear.traffic(sf.Env.of(device, dtype=dtype, rows=64), False).flops
+        for device in ("cpu", "cuda:sm_90")
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    assert flops["cpu", torch.float32] == flops["cpu", torch.bfloat16] == 2 * 64**3
+    assert flops["cuda:sm_90", torch.float32] == FLOAT32_SLOWER * flops["cuda:sm_90", torch.bfloat16]
