@@ -1,9 +1,9 @@
 """Everything that can be measured without a GPU, one after the other, each in a process of its own.
 
-Host cost in instructions, that of launches, CPU time of steps beside eager torch, planning, bytes kept for backward,
-whole layers against eager torch and `torch.compile`, fusions made of ATen calls, converted models, also beside
-activation checkpointing, the peak memory of their steps, and the traffic of each kernel counted in Triton's
-interpreter. Each writes its JSON into `results/`; then what README.md and docs/ show of them is drawn anew.
+CPU overhead in instructions, that of launches, CPU time of steps beside eager torch, planning, bytes saved for
+backward, whole layers against eager torch and `torch.compile`, fusions made of ATen calls, converted models, memory and
+time of their training steps beside activation checkpointing, and the traffic of each kernel counted in Triton's
+interpreter. Each writes its JSON into `results/`; then the tables of README.md and docs/ are drawn anew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ PARTS = {
     "layers": ("bench_layers.py",),
     "aten": ("bench_aten.py",),
     "convert": ("bench_convert.py",),
-    "checkpoint": ("bench_checkpoint.py",),
     "peak": ("bench_peak.py",),
     "traffic": ("traffic.py",),
 }

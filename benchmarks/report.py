@@ -235,31 +235,8 @@ def converted() -> str | None:
     return text([where(found["about"]), "", *table(head, rows)])
 
 
-def checkpoint() -> str | None:
-    """Saving less beside activation checkpointing: bytes and time of a training step, of the model as it is."""
-    found = read("checkpoint")
-    if found is None:
-        return None
-    eager = found["rows"][0]["saved"]
-    rows = []
-    for row in found["rows"]:
-        step = row["step"]
-        saved, held = (f"{row[when] / 2**20:.1f} MiB ({row[when] / eager:.2f})" for when in ("saved", "held"))
-        taken = "1.00" if row["side"] == "eager" else f"{step['ratio']:.2f} ({step['low']:.2f} to {step['high']:.2f})"
-        rows.append((_SIDES[row["side"]], saved, "the same" if held == saved else held, taken))
-    count, length = found["tokens"]
-    model = f"A Llama of {found['layers']} layers of width {found['width']} on {count} x {length} tokens in float32."
-    head = (
-        "model",
-        "saved for backward",
-        "in the backward pass, once a layer has run again",
-        "CPU time of a training step",
-    )
-    return text([where(found["about"]), model, "", *table(head, rows)])
-
-
 def peak() -> str | None:
-    """Peak memory of a training step: what it adds to what is there before it."""
+    """A training step as it is, converted, and checkpointed: what it saves, adds to memory at its peak, and takes."""
     found = read("peak")
     if found is None:
         return None
@@ -268,14 +245,45 @@ def peak() -> str | None:
     for row in found["rows"]:
         cells = [(row["saved"], eager["saved"]), (row["peak"] - row["before"], eager["peak"] - eager["before"])]
         sizes = (f"{size / 2**20:,.0f} MiB ({size / of:.2f})" for size, of in cells)
-        rows.append((_SIDES[row["side"]], *sizes, f"{row['peak'] / 2**20:,.0f} MiB"))
-    count, length = found["tokens"]
-    about = f"""A Llama of {found["layers"]} layers of width {found["width"]} on {count} x {length:,} tokens in float32,
-        with AdamW. Its parameters take {eager["parameters"] / 2**20:,.0f} MiB, their gradients as much, and AdamW's
-        state twice as much. In brackets: as a part of eager PyTorch's."""
+        step = row["step"]
+        between = "" if row is eager else f", {step['low']:.2f} to {step['high']:.2f}"
+        taken = f"{step['seconds']:.2f} s ({step['ratio']:.2f}{between})"
+        rows.append((_SIDES[row["side"]], *sizes, taken))
+    about = f"""{_trained(found)} Its parameters take {eager["parameters"] / 2**20:,.0f} MiB, their gradients as much,
+        and AdamW's state twice as much. In brackets: relative to eager PyTorch; of the time, the median of
+        {found["rounds"]} rounds and its quartiles."""
     lines = [where(found["about"]), "", paragraphs(about)]
-    head = ("model", "saved for backward", "added by a training step, at its peak", "the whole process then")
+    head = ("model", "saved for backward", "added by a training step, at its peak", "CPU time of a training step")
     return text([*lines, *table(head, rows)])
+
+
+def training() -> str | None:
+    """What README.md shows of the same run: ratios alone, of one way to save less at a time."""
+    found = read("peak")
+    if found is None:
+        return None
+    added, eager = _added(), found["rows"][0]
+    assert added is not None
+    rows = [
+        (
+            _SIDES[row["side"]],
+            *(f"{ratio:.2f}" for ratio in (row["saved"] / eager["saved"], added[row["side"]], row["step"]["ratio"])),
+        )
+        for row in found["rows"]
+        if row["side"] != "lean, checkpointed"
+    ]
+    head = ("a training step", "saved for backward", "added to memory at its peak", "CPU time")
+    note = f"""Relative to eager PyTorch, measured in one run on a CPU ({found["about"]["device"]}, one thread, torch
+        {found["about"]["torch"]}). {_trained(found)}"""
+    return text([*table(head, rows), "", paragraphs(note).rstrip()])
+
+
+def _trained(found: dict[str, Any]) -> str:
+    count, length = found["tokens"]
+    return (
+        f"Hugging Face's Llama with {found['layers']} layers of width {found['width']}, on {count} x {length:,} tokens "
+        "in float32, with AdamW."
+    )
 
 
 _SIDES = {
@@ -415,13 +423,13 @@ def gpu() -> str:
 
 
 def speed() -> str:
-    """What README.md shows of a GPU: the plots, and how many targets are met."""
+    """The plots of a GPU, and how many targets are met."""
     found = read("gpu")
     if found is None:
         return "No plot of speeds stands here: no GPU has run the kernels yet.\n"
     verdict = [v.status for v in verdicts() if v.values]
-    lines = [where(found["about"]), "", "![Speed against others](docs/figures/peers.svg)", ""]
-    lines += ["![Fraction of what the device can do](docs/figures/roofline.svg)", ""]
+    lines = [where(found["about"]), "", "![Speed against others](figures/peers.svg)", ""]
+    lines += ["![Fraction of what the device can do](figures/roofline.svg)", ""]
     return text([*lines, f"{verdict.count('met')} of {len(verdict)} targets that were measured are met."])
 
 
@@ -435,25 +443,6 @@ def families() -> int:
     )
     assert isinstance(table, ast.Dict)
     return len(table.keys)
-
-
-def gain() -> str | None:
-    """What README.md says first: what converting gains, and what building of `seqfuse.nn` gains on a GPU."""
-    models, counted, steps = read("convert"), read("layer_counts"), _added()
-    if models is None or counted is None or steps is None:
-        return None
-    ours, theirs, kept, _, least = _llama(counted)
-    first, *others = ((row["model"], f"{row['kept']['lean'] / row['eager']:.2f}") for row in models["rows"])
-    rest = " and ".join(f"one of {name} keeps {part}" for name, part in others)
-    return paragraphs(
-        f"""Converted with `memory="lean"`, as in the example below, a layer of Hugging Face's {first[0]} keeps
-        **{first[1]} of the bytes** that eager PyTorch keeps for the backward pass; {rest}. At its peak,
-        a whole training step of a small {first[0]} adds {steps["lean"]:.2f} of the memory that it adds in eager
-        PyTorch. This is measured on a CPU, in float32.""",
-        f"""A layer of Llama 3 8B that is built of `seqfuse.nn`, and not converted, takes **{ours} kernel launches** on
-        an H100 in place of the {theirs} of Hugging Face's layer in eager PyTorch. It keeps {kept} of the bytes, and
-        {least} with `memory="lean"`. This is counted from plans in bfloat16, not measured.""",
-    )
 
 
 def _added() -> dict[str, float] | None:
@@ -475,7 +464,7 @@ def _llama(counted: dict[str, Any]) -> tuple[int, int, str, str, str]:
 
 
 def claims() -> str | None:
-    """What README.md claims, each with how it is known."""
+    """What is claimed, each with how it is known."""
     blocks, bytes_of, calls, counted = read("layers"), read("memory"), read("host"), read("layer_counts")
     models, steps = read("convert"), _added()
     if blocks is None or bytes_of is None or calls is None or counted is None or models is None or steps is None:
@@ -499,6 +488,7 @@ def claims() -> str | None:
     def kept_by(choice: str) -> str:
         return ", ".join(f"{row['kept'][choice] / row['eager']:.2f} ({row['model']})" for row in models["rows"])
 
+    took = {row["side"]: row["step"]["ratio"] for row in (read("peak") or {})["rows"]}
     step_times = between(row["step"]["ratio"] for row in models["rows"])
     overhead = between(row["ratio"] for row in calls["host"])
     ours, theirs, kept, balanced, least = _llama(counted)
@@ -507,9 +497,14 @@ def claims() -> str | None:
         "T5": "tested on a CPU",
         f'a layer converted with `memory="lean"` keeps {kept_by("lean")} of the bytes that eager PyTorch keeps for the '
         f"backward pass; by default {kept_by('save')}": "measured on a CPU",
-        f'a training step of a small Llama converted with `memory="lean"` adds {steps["lean"]:.2f} of eager PyTorch\'s '
-        f"memory at its peak; with activation checkpointing {steps['eager, checkpointed']:.2f}, with both "
-        f"{steps['lean, checkpointed']:.2f}": "measured on a CPU",
+        "a training step of a small Llama, relative to eager PyTorch: "
+        + "; ".join(
+            f"with {how} it takes {time:.2f} of the CPU time and adds {steps[side]:.2f} of the memory at its peak"
+            for how, side, time in (
+                ('`memory="lean"`', "lean", took["lean"]),
+                ("activation checkpointing", "eager, checkpointed", took["eager, checkpointed"]),
+            )
+        ): "measured on a CPU",
         f"a training step of a tiny converted model without dropout takes {step_times} "
         "times the CPU time of eager PyTorch's, which for so small a model is Python and dispatch": "measured on a CPU",
         f"a layer of Llama 3 8B built of `seqfuse.nn`, in bfloat16 on an H100, takes {ours} kernel launches, Hugging "
@@ -568,8 +563,8 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "traffic": traffic,
     "memory": memory,
     "convert": converted,
-    "checkpoint": checkpoint,
     "peak": peak,
+    "training": training,
     "layers": layers,
     "layer_counts": layer_counts,
     "parallel": parallel,
@@ -578,7 +573,6 @@ DRAWN: dict[str, Callable[[], str | None]] = {
     "gpu": gpu,
     "speed": speed,
     "claims": claims,
-    "gain": gain,
 }
 
 

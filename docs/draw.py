@@ -117,30 +117,6 @@ def layer() -> str:
     return p.svg()
 
 
-def layer_narrow() -> str:
-    """The same for a narrow screen: the sums alone."""
-    row = counts("llama3_8b")
-    eager, planned = row["eager"], row["planned"]
-    launches = [len(side["forward"]) + len(side["backward"]) for side in (eager, planned)]
-    saved = [eager["saved"] / 2**20, planned["saved"]["save"] / 2**20, planned["saved"]["lean"] / 2**20]
-    p = Picture(430, 270, f"One Llama layer: {launches[0]} kernel launches become {launches[1]}")
-    p.text(16, 30, "One Llama layer", "big")
-    p.text(16, 50, f"Llama 3 8B, {row['x'][0] * row['x'][1]:,} tokens, bfloat16, forward and backward.", "small soft")
-    p.text(16, 66, "Counted from the plan for an H100, not measured.", "small soft")
-    names = "Hugging Face, eager PyTorch", "built of seqfuse.nn", 'the same, memory="lean"'
-    kinds = "torch", "save", "lean"
-    y = 92.0
-    for title, values, form in (("kernel launches", launches, "{:,}"), ("saved for backward", saved, "{:,.0f} MiB")):
-        p.text(16, y, title, "word bold")
-        for value, name, kind in zip(values, names, kinds, strict=False):
-            p.text(16, y + 20, name, "small")
-            p.box(186, y + 9, 156 * value / values[0], 15, kind)
-            p.text(194 + 156 * value / values[0], y + 20, form.format(value), "small")
-            y += 24
-        y += 38
-    return p.svg()
-
-
 def _steps(p: Picture, side: Any, pass_: str, left: float, step: float, y: float) -> None:
     """The steps of a pass that launch something, each over the columns that it runs."""
     launched = Counter(side[pass_])
@@ -258,7 +234,7 @@ def whole(make: str) -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    "layer": layer, "layer_narrow": layer_narrow, "contract": contract, "segments": segments, "memory": memory,
+    "layer": layer, "contract": contract, "segments": segments, "memory": memory,
     "plan": plan,
 }  # fmt: skip
 MODELS: dict[str, Callable[[], str]] = {

@@ -32,6 +32,7 @@ from seqfuse.nn import TransformerStack
 
 CONTEXT, BATCH, HEAD, DROPOUT = 64, 16, 32, 0.05
 WARM = 3  # steps that are not timed: the first one captures, plans and compiles
+NAMES = {"eager": "eager torch", "convert": "sf.convert", "lean": 'memory="lean"', "nn": "seqfuse.nn"}
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -219,7 +220,8 @@ def progress(steps: int) -> Generator[Callable[[Sequence[Run]], None]]:
     """A bar in a terminal where rich is installed, else a line now and then."""
 
     def measured(runs: Sequence[Run]) -> str:
-        return f"loss {runs[0].losses[-1]:.3f}; ms per step: " + ", ".join(f"{r.name} {r.time * 1e3:.0f}" for r in runs)
+        times = ", ".join(f"{run.name} {run.time * 1e3:.0f}" for run in runs if run.fusing)
+        return f"loss {runs[0].losses[-1]:.3f}; ms: {times}"
 
     # Anywhere else the bar would show nothing before the end.
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
@@ -244,14 +246,14 @@ def verdict(name: str, ratios: Mapping[str, float]) -> str:
     percent = {what: round(100 * (ratio - 1)) for what, ratio in ratios.items()}
     less, more = ([f"{abs(p)}% {word} {what}" for what, p in percent.items() if p * sign > 0]
                   for word, sign in (("less", -1), ("more", 1)))  # fmt: skip
-    return f"{name} gives {' and '.join(less) or 'nothing'} and costs {' and '.join(more) or 'nothing'}"
+    return f"{name} gives {', '.join(less) or 'nothing'}, and costs {', '.join(more) or 'nothing'}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser.add_argument("--data", type=Path, default=stdlib, help="a text file, or a folder of Python sources")
-    parser.add_argument("--steps", type=int, default=300, help="of training")
+    parser.add_argument("--steps", type=int, default=240, help="of training")
     parser.add_argument("--dim", type=int, default=128, help=f"width of the model, a multiple of {HEAD}")
     parser.add_argument("--layers", type=int, default=2, help="blocks of attention and MLP")
     parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and data order")
@@ -275,7 +277,7 @@ def main() -> None:
     built = Built(args.dim, args.layers).to(HERE)
     built.load(model)
     models = {
-        "eager torch": model, "sf.convert": copies[0], 'memory="lean"': copies[1], "seqfuse.nn": built,
+        "eager": model, "convert": copies[0], "lean": copies[1], "nn": built,
         # What the fused copies are compared with, step by step, since it draws the same dropout masks as they do.
         "unfused": copy.deepcopy(built),
     }  # fmt: skip
@@ -317,13 +319,14 @@ def main() -> None:
             f"{run.time * 1e3:.1f} ms ({time_of:.2f})", f"{saved[run.name] / 1e6:.2f} MB ({saved_of:.2f})",
             f"{peaks[run.name] / 1e6:.2f} MB ({peak_of:.2f})", f"{run.first:.1f} s", f"{after[run.name]:.4f}",
         )  # fmt: skip
-        print(f"{run.name:>13}", *(f"{cell:>18}" for cell in cells))
+        print(f"{NAMES[run.name]:>13}", *(f"{cell:>18}" for cell in cells))
     other = f"eager torch {after[eager.name]:.4f}, by other dropout masks"
     print(f"\nvalidation loss {after[lean.name]:.4f} nats per byte ({other})")
     print(f"unigram entropy {entropy:.4f} nats per byte: the loss of guessing without context")
     if after[lean.name] >= entropy:
         print("the model is not better than that yet: give it more steps")
-    print(f"\ncompared with eager torch, {'; '.join(verdict(run.name, ratios[run.name]) for run in (default, lean))}")
+    verdicts = (verdict(NAMES[run.name], ratios[run.name]) for run in (default, lean))
+    print(f"\ncompared with eager torch, {'; '.join(verdicts)}")
 
     gaps = [abs(a - b) for run in four[1:] for a, b in zip(run.losses, unfused.losses, strict=True)]
     forward, backward = (sum(plan.fused[i] for plan in plans) for i in range(2))

@@ -97,7 +97,7 @@ def test_losses_red_rows_and_what_was_not_run_are_shown(results: Path) -> None:
     )
 
 
-def test_what_the_front_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None:
+def test_what_a_page_shows_of_a_gpu_follows_from_what_ran(results: Path) -> None:
     page = "Before.\n<!-- figures: speed -->\nold\n<!-- end of figures -->\nAfter.\n"
     assert "no GPU has run the kernels yet" in report.redrawn(page)
     (results / "gpu.json").write_text(json.dumps(found()))
@@ -105,8 +105,8 @@ def test_what_the_front_page_shows_of_a_gpu_follows_from_what_ran(results: Path)
     assert shown.startswith("Before.\n<!-- figures: speed -->\n")
     assert shown.endswith("<!-- end of figures -->\nAfter.\n")
     assert "old" not in shown
-    assert "](docs/figures/peers.svg)" in shown
-    assert "](docs/figures/roofline.svg)" in shown
+    assert "](figures/peers.svg)" in shown
+    assert "](figures/roofline.svg)" in shown
     counted = [v.status for v in report.verdicts() if v.values]
     assert f"{counted.count('met')} of {len(counted)} targets that were measured are met." in shown
     assert 0 < counted.count("met") < len(counted)
@@ -160,17 +160,24 @@ def test_the_number_of_converted_models_is_that_of_the_tests() -> None:
     assert f"outputs and gradients: {len(FAMILIES)} small models" in str(report.claims())
 
 
-def test_checkpointing_stands_beside_saving_less(results: Path) -> None:
-    import bench_checkpoint
+def test_memory_and_time_of_a_training_step_stand_beside_checkpointing(results: Path) -> None:
+    import bench_peak
 
-    assert report.checkpoint() is None
-    step = {"ratio": 1.25, "low": 1.1, "high": 1.5}
-    sides = {side: {"saved": 2**20 * (4 - i), "held": 2**20 * 4} for i, side in enumerate(bench_checkpoint.SIDES)}
-    rows = [{"side": side, **held, "step": step} for side, held in sides.items()]
-    made = {"about": ABOUT, "layers": 4, "width": 8, "tokens": [2, 16], "rows": rows}
-    (results / "checkpoint.json").write_text(json.dumps(made))
-    shown = str(report.checkpoint())
-    assert "A Llama of 4 layers of width 8 on 2 x 16 tokens in float32." in shown
-    assert "| eager PyTorch | 4.0 MiB (1.00) | the same | 1.00 |" in shown
-    checkpointed = "| eager PyTorch, each layer checkpointed | 3.0 MiB (0.75) | 4.0 MiB (1.00) | 1.25 (1.10 to 1.50) |"
-    assert checkpointed in shown
+    assert report.peak() is report.training() is None
+    sides = [*bench_peak.SIDES]
+    rows = [
+        {
+            "side": side, "saved": 2**20 * (10 - i), "before": 2**20, "peak": 2**20 * (21 - i), "parameters": 2**20,
+            "step": {"seconds": 2.0 + i, "ratio": 1 + i / 4, "low": 1 + i / 8, "high": 1 + i / 2},
+        }
+        for i, side in enumerate(sides)
+    ]  # fmt: skip
+    made = {"about": ABOUT, "layers": 4, "width": 8, "tokens": [2, 16], "rounds": 5, "rows": rows}
+    (results / "peak.json").write_text(json.dumps(made))
+    whole, first = str(report.peak()), str(report.training())
+    for shown in (whole, first):
+        assert "Llama with 4 layers of width 8, on 2 x 16 tokens" in " ".join(shown.split())
+    assert [one.count("\n| ") - 2 for one in (whole, "\n" + first)] == [len(sides), len(sides) - 1]
+    assert "| eager PyTorch | 10 MiB (1.00) | 20 MiB (1.00) | 2.00 s (1.00) |" in whole
+    assert "checkpointed | 9 MiB (0.90) | 19 MiB (0.95) | 3.00 s (1.25, 1.12 to 1.50) |" in whole
+    assert "| eager PyTorch, each layer checkpointed | 0.90 | 0.95 | 1.25 |" in first

@@ -144,11 +144,11 @@ def test_language_model_shows_a_bar_in_a_terminal_where_rich_is_installed(
         pytest.importorskip("rich")
     else:
         monkeypatch.setitem(sys.modules, "rich", None)
-    run = types.SimpleNamespace(name="lean", losses=[0.5], time=0.009)
+    run = types.SimpleNamespace(name="lean", losses=[0.5], time=0.009, fusing=True)
     with progress(1) as show:
         show([run, run])
     shown = capsys.readouterr().out
-    assert ("1/1 loss 0.500; ms per step: lean 9, lean 9" in shown) is not rich
+    assert ("1/1 loss 0.500; ms: lean 9, lean 9" in shown) is not rich
     assert ("\u2501" in shown) is rich
 
 
@@ -170,9 +170,9 @@ def test_the_language_model_is_one_model_as_written_in_torch_and_built() -> None
 @pytest.mark.parametrize(
     ("time", "saved", "sentence"),
     [
-        (0.9, 0.5, "it gives 10% less time and 50% less bytes and costs nothing"),
-        (1.1, 0.5, "it gives 50% less bytes and costs 10% more time"),
-        (1.1, 1.004, "it gives nothing and costs 10% more time"),
+        (0.9, 0.5, "it gives 10% less time, 50% less bytes, and costs nothing"),
+        (1.1, 0.5, "it gives 50% less bytes, and costs 10% more time"),
+        (1.1, 1.004, "it gives nothing, and costs 10% more time"),
     ],
 )
 def test_the_last_sentence_of_the_demo_says_which_way_it_went(time: float, saved: float, sentence: str) -> None:
