@@ -28,7 +28,10 @@ import seqfuse as sf
 ROUNDS = 25
 ROUND_SECONDS = 0.04
 
-_SMALL: dict[str, Any] = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+def _small(width: int) -> dict[str, Any]:
+    return {"vocab_size": 4 * width if width > 64 else 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
 
 Build = Callable[[int, float], nn.Module]
 Step = Callable[[], Any]
@@ -90,7 +93,7 @@ def _timed(run: Step, steps: int) -> float:
 
 def _gpt2(width: int, dropout: float) -> nn.Module:
     config = transformers.GPT2Config(
-        n_embd=width, n_layer=2, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, **_SMALL
+        n_embd=width, n_layer=2, n_head=4, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=0.0, **_small(width)
     )
     return transformers.GPT2LMHeadModel(config)
 
@@ -98,7 +101,7 @@ def _gpt2(width: int, dropout: float) -> nn.Module:
 def _llama(width: int, dropout: float) -> nn.Module:
     config = transformers.LlamaConfig(
         hidden_size=width, intermediate_size=width * 7 // 2, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attention_dropout=dropout, **_SMALL,
+        num_key_value_heads=2, attention_dropout=dropout, **_small(width),
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -113,7 +116,7 @@ def language_model_step(
     torch.manual_seed(0)
     model = MODELS[name](width, dropout).train()
     change(model)
-    ids = torch.arange(tokens).reshape(1, tokens) % _SMALL["vocab_size"]
+    ids = torch.arange(tokens).reshape(1, tokens) % _small(width)["vocab_size"]
 
     def step() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -170,22 +173,27 @@ def sequential(operations: int) -> Row:
     return Row(title, make(1), {"default": make(0)})
 
 
-def block(name: str, spec: plain.Spec, tokens: int) -> Row:
-    """A transformer layer made of operations beside the same in torch."""
+def block(name: str, spec: plain.Spec, tokens: int, dtype: torch.dtype = torch.float32) -> Row:
+    """A transformer layer made of operations beside the same in torch, eager and compiled by Inductor."""
 
     def make(memory: Any) -> Callable[[], Step]:
         def made() -> Step:
             torch.manual_seed(0)
-            model = plain.build("layer", spec) if memory is None else plain.fused("layer", spec)
-            if memory is not None:
+            eager = memory in (None, "compile")
+            model = plain.build("layer", spec) if eager else plain.fused("layer", spec)
+            if memory == "compile":
+                model.compile()
+            elif not eager:
                 model.memory = memory
-            x = torch.randn(1, tokens, spec.H, requires_grad=True)
-            return _with_gradient(model.train(), x, torch.randn(1, tokens, spec.H))
+            x = torch.randn(1, tokens, spec.H, dtype=dtype, requires_grad=True)
+            return _with_gradient(model.to(dtype).train(), x, torch.randn(1, tokens, spec.H, dtype=dtype))
 
         return made
 
     title = f"{name} block of {spec.H}, {tokens} tokens{_dropped(spec.dropout)}"
-    return Row(title, make(None), {"default": make("save"), "lean": make("lean")})
+    title += "" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}"
+    variants = {"default": make("save"), "lean": make("lean")}
+    return Row(title, make(None), variants | ({"torch.compile": make("compile")} if tokens >= 1024 else {}))
 
 
 GPT = plain.Spec(256, 1024, 4, 4, 64, False)
@@ -199,6 +207,12 @@ ROWS = (
     block("GPT", GPT, 64),
     block("GPT", dataclasses.replace(GPT, dropout=0.1), 64),
     block("Llama", LLAMA, 64),
+    block("GPT", GPT, 1024),
+    block("GPT", dataclasses.replace(GPT, dropout=0.1), 1024),
+    block("Llama", LLAMA, 1024),
+    language_model("GPT-2", 256, 512, dropout=0.1),
+    block("GPT", GPT, 256, torch.bfloat16),
+    block("Llama", LLAMA, 256, torch.bfloat16),
 )
 
 
