@@ -17,6 +17,7 @@ from ..fusions._kernels import kernel_takes_act
 from ..operation import Grads
 from ..pointwise import Gated, Pointwise
 from ..saved import Saved as Record
+from ..settings import fusing
 from .cases import HUGE, Case, Specimen, cases
 from .interpreter import as_on_a_gpu
 from .judge import assert_stays_finite, judge, met, near, saying
@@ -100,19 +101,20 @@ def check_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequenc
     specimen = Specimen([act], x, {}, seed)
     shapes = specimen.shapes()[:1]
     # Device functions are of float32: kernels of float64 are left to the operations.
-    for dtype in [dtype for dtype in dtypes if dtype.itemsize <= 4] or [torch.float32]:
-        probe = Probe(DeviceFunctions, specimen, dtype)
-        refused = probe.place()
-        if refused is not None:
-            raise AssertionError(f"value and derivative: {refused}")
-        for case in (*cases(shapes, dtype), Case(shapes[0], dtype, dy_regime="infinite")):
-            if not case.grad or (case.layout, case.dy_layout) != ("contiguous", "contiguous"):
-                continue  # what a kernel does with memory is not the activation's
-            with saying(f"value and derivative, {case}"), _of_its_functions(met(case), near(case)), as_on_a_gpu():
-                if case.regime == HUGE or case.dy_regime == "infinite":
-                    assert_stays_finite(*probe.measure(case, seed), met(case))
-                else:
-                    judge(functools.partial(probe.measure, case), seed, met(case))
+    with fusing(unmeasured=True):  # small tensors, too
+        for dtype in [dtype for dtype in dtypes if dtype.itemsize <= 4] or [torch.float32]:
+            probe = Probe(DeviceFunctions, specimen, dtype)
+            refused = probe.place()
+            if refused is not None:
+                raise AssertionError(f"value and derivative: {refused}")
+            for case in (*cases(shapes, dtype), Case(shapes[0], dtype, dy_regime="infinite")):
+                if not case.grad or (case.layout, case.dy_layout) != ("contiguous", "contiguous"):
+                    continue  # what a kernel does with memory is not the activation's
+                with saying(f"value and derivative, {case}"), _of_its_functions(met(case), near(case)), as_on_a_gpu():
+                    if case.regime == HUGE or case.dy_regime == "infinite":
+                        assert_stays_finite(*probe.measure(case, seed), met(case))
+                    else:
+                        judge(functools.partial(probe.measure, case), seed, met(case))
     return None
 
 

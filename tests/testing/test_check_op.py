@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import seqfuse as sf
-from seqfuse import ops
+from seqfuse import compiler, ops
 from seqfuse.errors import PluginError
 from seqfuse.testing import check_op, seeded_randn
 from tests.selection import few_cases as few_cases
@@ -109,14 +109,20 @@ def test_operations_need_not_be_made_for_the_shape_of_x_alone():
 
 
 @pytest.mark.skipif(sf.Env.of("cpu").triton, reason="kernels run here")
-def test_says_that_no_kernel_was_run():
-    reason = "value and derivative were not checked: no Triton device here, TRITON_INTERPRET=1 runs them on a CPU"
+def test_says_that_no_kernel_was_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler, "_failures", ["no C compiler: there is no cc"])
+    reason = "value and derivative were not checked: no C compiler: there is no cc"
     x = torch.randn(4, 6)
     found = check_op(ops.ReLU(), x, dtypes=(torch.float32,))
     assert str(found) == f"ReLU: {found.cases} cases\n  skipped: {reason}"
     gated = check_op(sf.Gated(ops.ReLU()), x, dtypes=(torch.float32,))
     assert gated.skipped == (f"activation ReLU: {reason}",)
     assert check_op(ops.Bias(6), x, dtypes=(torch.float32,)).skipped == ()
+
+
+@pytest.mark.skipif(sf.Env.of("cpu").kernels != "c", reason="no C kernel runs here")
+def test_small_tensors_are_enough_for_c_kernels():
+    assert check_op(ops.ReLU(), torch.randn(4, 6), dtypes=(torch.float32,)).skipped == ()
 
 
 class Shifted(sf.UnfusedOperation):
