@@ -26,7 +26,7 @@ class Angles(TypedDict):
     sin: Tensor | None
 
 
-# `kernels.rope.MAX_HEAD`, which cannot be asked where Triton is not installed.
+# `kernels._heads.MAX_HEAD`, which cannot be asked where Triton is not installed.
 _MAX_HEAD = 1024
 
 

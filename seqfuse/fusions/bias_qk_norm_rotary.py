@@ -24,7 +24,7 @@ class BiasQKNormRotary(ForwardFusion):
     norm: QKNorm | None
     rotary: RotaryEmbedding
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, self.rotary, env)
@@ -51,7 +51,7 @@ class BiasQKNorm(ForwardFusion):
     bias: Bias | None
     norm: QKNorm
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, None, env)
@@ -70,7 +70,7 @@ class BiasQKNormRotaryInference(InferenceFusion):
     norm: QKNorm
     rotary: RotaryEmbedding | None
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, self.rotary, env)
@@ -97,7 +97,7 @@ class BiasQKNormRotaryBackward(BackwardFusion):
     norm: QKNorm | None
     rotary: RotaryEmbedding
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, self.rotary, env)
@@ -124,7 +124,7 @@ class BiasQKNormBackward(BackwardFusion):
     bias: Bias | None
     norm: QKNorm
 
-    kernels = ("triton",)
+    kernels = ("triton", "c")
 
     def requires(self, env: Env) -> Requirements:
         yield from kernels_take(self.bias, self.norm, None, env)

@@ -9,6 +9,7 @@ operation rounds it, reduced in float64, so that far positions keep what digits 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import compiler
 from . import _rope_ops
 from ._columns import column_sums
+from ._heads import angles_of, check_weights, checked, frequencies_of
 from ._launch import (
-    MAX_GRID,
     architecture,
     as_rows,
     cdiv,
+    in_c,
     inner_contiguous,
     launch,
     next_power_of_2,
@@ -34,9 +37,6 @@ from ._replay import replayed
 from ._rope_ops import Backward, Forward, Rotation
 from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
-
-MAX_HEAD = 1024
-"""The widest head."""
 
 
 @triton.jit
@@ -499,13 +499,18 @@ def rope_fwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
+    given = (bias, positions, cos, sin, norm_eps, q_weight, k_weight, zero_centered, store)
     if traced():
+        if compiler.is_collecting() and in_c(x):
+            _in_c().ask_forward(x, rotation, *given)
         return _rope_ops.forward(
             x, heads, kv_heads, rotation, bias=bias, positions=positions, cos=cos, sin=sin, norm_eps=norm_eps,
             q_weight=q_weight, k_weight=k_weight, zero_centered=zero_centered, store=store,
         )  # fmt: skip
+    if in_c(x):
+        return _in_c().forward(x, heads, kv_heads, rotation, *given)
     others = (heads, kv_heads, rotation, norm_eps, zero_centered, store)
-    frequencies = None if cos is not None else _frequencies(rotation, x.device)
+    frequencies = None if cos is not None else frequencies_of(rotation, x.device)
     return replayed(_decided_forward, None, others, x, bias, positions, frequencies, cos, sin, q_weight, k_weight)
 
 
@@ -526,16 +531,16 @@ def _decided_forward(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
 ) -> Forward:
-    size, rotary = _checked(x, heads, kv_heads, rotation, bias=bias)
+    size, rotary = checked(x, heads, kv_heads, rotation, bias=bias)
     source = as_rows("x", x, x.shape[-1])
     M = source.shape[0]
     norm = norm_eps is not None
-    _check_weights(size, q_weight, k_weight)
+    check_weights(size, q_weight, k_weight)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     z = torch.empty(x.shape, dtype=x.dtype, device=x.device) if store else None
     known = heads + kv_heads
     rstd = torch.empty((*x.shape[:-1], known), dtype=torch.float32, device=x.device) if norm else None
-    around, period, by_pair = _around(x, rotation, positions, frequencies, cos, sin)
+    around, period, by_pair = angles_of(x, rotation, positions, frequencies, cos, sin)
     tile = tile_of(heads + 2 * kv_heads, size, rotary, _FORWARD, _amd(x.device))
     launch(
         _rope_fwd_kernel,
@@ -595,14 +600,19 @@ def rope_bwd(
     Raises:
         ValueError: for shapes that do not fit, float64, or heads of more than 1,024.
     """
+    given = (positions, cos, sin, x, rstd, q_weight, k_weight, zero_centered, dx, dbias, dq_weight, dk_weight)
     if traced():
+        if compiler.is_collecting() and in_c(dy):
+            _in_c().ask_backward(dy, rotation, *given)
         return _rope_ops.backward(
             dy, heads, kv_heads, rotation, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight,
             k_weight=k_weight, zero_centered=zero_centered, dx=dx, dbias=dbias, dq_weight=dq_weight,
             dk_weight=dk_weight,
         )  # fmt: skip
+    if in_c(dy):
+        return _in_c().backward(dy, heads, kv_heads, rotation, *given)
     others = (heads, kv_heads, rotation, zero_centered, dx, dbias, dq_weight, dk_weight)
-    frequencies = None if cos is not None else _frequencies(rotation, dy.device)
+    frequencies = None if cos is not None else frequencies_of(rotation, dy.device)
     return replayed(_decided_backward, None, others, dy, positions, frequencies, cos, sin, x, rstd, q_weight, k_weight)
 
 
@@ -626,8 +636,8 @@ def _decided_backward(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
 ) -> Backward:
-    size, rotary = _checked(dy, heads, kv_heads, rotation)
-    _check_weights(size, q_weight, k_weight)
+    size, rotary = checked(dy, heads, kv_heads, rotation)
+    check_weights(size, q_weight, k_weight)
     if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
         raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
     width, parts, known = dy.shape[-1], heads + 2 * kv_heads, heads + kv_heads
@@ -652,7 +662,7 @@ def _decided_backward(
         biases = torch.empty(programs * width, dtype=torch.float32, device=device)
     if dq_weight is not None or dk_weight is not None:
         gains = torch.empty(programs * known * size, dtype=torch.float32, device=device)
-    around, period, by_pair = _around(dy, rotation, positions, frequencies, cos, sin)
+    around, period, by_pair = angles_of(dy, rotation, positions, frequencies, cos, sin)
     launch(
         _rope_bwd_kernel,
         programs * across,
@@ -673,6 +683,13 @@ def _decided_backward(
         if dk_weight is not None:
             totals[2] = column_sums(table[heads * programs :], size, dk_weight)
     return Backward(out, *totals)
+
+
+@functools.cache
+def _in_c() -> Any:
+    from .c import rope
+
+    return rope
 
 
 def rope_write(
@@ -722,7 +739,7 @@ def rope_write(
             k_weight=k_weight, zero_centered=zero_centered, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
     others = (heads, kv_heads, rotation, norm_eps, zero_centered)
-    frequencies = _frequencies(rotation, x.device)
+    frequencies = frequencies_of(rotation, x.device)
     return replayed(
         _decided_write, None, others, x, bias, frequencies, q_weight, k_weight, k, v, lengths, k_scale, v_scale
     )
@@ -748,8 +765,8 @@ def _decided_write(
 ) -> Tensor:
     if x.ndim != 2:
         raise ValueError(f"x must be [B, C], one row of each sequence, got {tuple(x.shape)}")
-    size, rotary = _checked(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)
-    _check_weights(size, q_weight, k_weight)
+    size, rotary = checked(x.unsqueeze(1), heads, kv_heads, rotation, bias=bias)
+    check_weights(size, q_weight, k_weight)
     batch, rows = x.shape[0], k.shape[2] if k.ndim == 4 else 0
     if tuple(k.shape) != (batch, kv_heads, rows, size) or v.shape != k.shape or k.dtype is not v.dtype:
         shapes = f"{tuple(k.shape)} and {tuple(v.shape)}"
@@ -783,98 +800,6 @@ def _decided_write(
         1,
     )  # fmt: skip
     return q
-
-
-def _checked(
-    x: Tensor, heads: int, kv_heads: int, rotation: Rotation | None, *, bias: Tensor | None = None
-) -> tuple[int, int]:
-    """Sizes of a head, and of its part that has RoPE."""
-    parts = heads + 2 * kv_heads
-    if x.ndim < 1 + (rotation is not None) or not x.shape[-1] or x.shape[-1] % parts:
-        raise ValueError(f"x must be [*, S, {parts} D], got shape {tuple(x.shape)}")
-    size = x.shape[-1] // parts
-    rotary = 0 if rotation is None else rotation.dim
-    if size > MAX_HEAD:
-        raise ValueError(f"heads of {size}: at most {MAX_HEAD} can have RoPE or a norm")
-    if x.numel() // x.shape[-1] > MAX_GRID:
-        raise ValueError(f"at most {MAX_GRID} rows can have RoPE or a norm")
-    if x.dtype is torch.float64:
-        raise ValueError("the kernels compute in float32, so x must not be float64")
-    if rotary % 2 or rotary > size or (rotation is not None and rotary < 2):
-        raise ValueError(f"an even number of at most {size} elements of a head can have RoPE, got {rotary}")
-    if bias is not None and tuple(bias.shape) != (x.shape[-1],):
-        raise ValueError(f"bias must have shape ({x.shape[-1]},), got {tuple(bias.shape)}")
-    if bias is not None:
-        inner_contiguous("bias", bias)
-    return size, rotary
-
-
-def _check_weights(size: int, *weights: Tensor | None) -> None:
-    if len({weight is None for weight in weights}) > 1:
-        raise ValueError("q_weight and k_weight are given together")
-    for weight in weights:
-        if weight is not None and tuple(weight.shape) != (size,):
-            raise ValueError(f"weights must have shape ({size},), got {tuple(weight.shape)}")
-        if weight is not None:
-            inner_contiguous("weight", weight)
-
-
-def _around(
-    x: Tensor,
-    rotation: Rotation | None,
-    positions: Tensor | None,
-    frequencies: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None], int, bool]:
-    """What the kernels make angles of, or the angles; after how many rows they begin again; whether by pair."""
-    if rotation is None:
-        return (None, None, None, None), 1, False
-    if cos is None or sin is None:
-        at, period = _positions(x, positions)
-        return (frequencies, at, None, None), period, False
-    width = cos.shape[-1]
-    lead = x.shape[:-1]
-    fits = all(a in (1, b) for a, b in zip(cos.shape[-2::-1], lead[::-1], strict=False))
-    if sin.shape != cos.shape or width not in (rotation.dim, rotation.dim // 2) or cos.ndim > x.ndim or not fits:
-        wanted = f"{(*lead, rotation.dim)} or {(*lead, rotation.dim // 2)}"
-        raise ValueError(f"cos and sin must broadcast to {wanted}, got {tuple(cos.shape)} and {tuple(sin.shape)}")
-    of = lead if cos.shape[:-2].numel() > 1 else lead[-1:]
-    cos, sin = (t.reshape(t.shape[-len(of) - 1 :]).expand(*of, width).contiguous() for t in (cos, sin))
-    return (None, None, cos, sin), max(1, of.numel()), width < rotation.dim
-
-
-def _positions(x: Tensor, positions: Tensor | None) -> tuple[Tensor | None, int]:
-    """Positions in one piece, `None` for 0, 1, ..., and after how many rows they begin again."""
-    lead = x.shape[:-1]
-    if positions is None:
-        return None, max(1, lead[-1])
-    fits = all(a in (1, b) for a, b in zip(positions.shape[::-1], lead[::-1], strict=False))
-    if positions.ndim > len(lead) or not fits:
-        raise ValueError(f"positions must broadcast to {tuple(lead)}, got shape {tuple(positions.shape)}")
-    of = lead if positions.numel() > positions.shape[-1:].numel() else lead[-1:]
-    return positions.reshape(positions.shape[-len(of) :]).expand(of).reshape(-1), max(1, of.numel())
-
-
-_known: dict[tuple[float, int, torch.device], Tensor] = {}
-
-
-def _frequencies(rotation: Rotation | None, device: torch.device) -> Tensor | None:
-    """The angle of one position, of each pair, float32 [dim / 2]; made once per device."""
-    if rotation is None:
-        return None
-    key = (rotation.base, rotation.dim, device)
-    found = _known.get(key)
-    if found is None:
-        powers = torch.arange(0, rotation.dim, 2, dtype=torch.float64, device=device) / -rotation.dim
-        found = rotation.base ** powers.float()
-        on_gpu = device.type == "cuda"
-        # A graph under capture owns what it makes, and a tensor that is none has no memory.
-        if type(found) is Tensor and not (on_gpu and torch.cuda.is_current_stream_capturing()):
-            if on_gpu:  # the next call may be on another stream, which does not wait for this one
-                torch.cuda.current_stream(device).synchronize()
-            _known[key] = found
-    return found
 
 
 def _constexprs(

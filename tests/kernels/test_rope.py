@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from seqfuse import ops
-from seqfuse.kernels import rope
+from seqfuse.kernels import _heads, rope
 from seqfuse.kernels.rope import Rotation
 from seqfuse.testing import (
     Untouched,
@@ -177,6 +177,7 @@ def test_one_pass_equals_the_operations_everywhere(name: str, dtype: torch.dtype
             check(CASES[name], drawn(CASES[name], lead, dtype, regime))
 
 
+@pytest.mark.triton
 def test_many_rows_go_through_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope, "tile_of", lambda heads, size, rotary, most, amd: rope.Tile(2, 2, 8, 4, 4))
     monkeypatch.setattr(rope, "processors", lambda device: 1)
@@ -189,6 +190,38 @@ def test_far_positions_are_turned_as_by_the_operation() -> None:
     op = ops.RotaryEmbedding(HEADS, KV, style="half", positions="p")
     y = rope.rope_fwd(x, HEADS, KV, Rotation("half", 8), positions=ids).y
     torch.testing.assert_close(y, op.fwd(x, position_ids=ids)[0], atol=1e-6, rtol=1e-5)
+
+
+SPREAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "shared": lambda t: t[0, 0],
+    "of one sequence": lambda t: t[:1, 0],
+    "each": lambda t: t[:, 0],
+    "one row of each": lambda t: t[:, 0, :1],
+    "one row": lambda t: t[0, 0, :1],
+    "expanded": lambda t: t[:1, 0, :1].expand(3, 3, *t.shape[3:]),
+    "strided": lambda t: t[:, 1],
+    "of the last dimension but one": lambda t: t[0, 0].unsqueeze(1)[:, :1],
+}
+
+
+@pytest.mark.parametrize("what", ["positions", "angles"])
+@pytest.mark.parametrize("spread", SPREAD)
+def test_positions_and_angles_broadcast(spread: str, what: str) -> None:
+    """Of three sequences of three rows, where one shape may be taken for another."""
+    of = SPREAD[spread]
+    x, dy, rotation = *(seeded_randn((3, 3, PARTS * 8), i).to(DEVICE) for i in (0, 1)), Rotation("half", 8)
+    if what == "positions":
+        given = {
+            "positions": of(torch.randint(0, 99, (3, 2, 3), generator=torch.Generator().manual_seed(1)).to(DEVICE))
+        }
+        whole = {name: t.expand(3, 3).contiguous() for name, t in given.items()}
+    else:
+        given = {name: of(seeded_randn((3, 2, 3, 8), i).to(DEVICE)) for i, name in enumerate(("cos", "sin"))}
+        whole = {name: t.expand(3, 3, 8).contiguous() for name, t in given.items()}
+    for _ in range(2):  # decided anew, and again
+        y, wanted = (rope.rope_fwd(x, HEADS, KV, rotation, **kw).y for kw in (given, whole))
+        dx, wanted_dx = (rope.rope_bwd(dy, HEADS, KV, rotation, **kw).dx for kw in (given, whole))
+        assert_bitwise_equal([y, dx], [wanted, wanted_dx])
 
 
 @pytest.mark.parametrize("name", ["all", "part_interleaved", "bias_norm", "by_pair", "by_element_interleaved"])
@@ -300,6 +333,7 @@ def test_what_does_not_fit_is_refused() -> None:
         rope.rope_fwd(x, HEADS, KV, norm_eps=EPS, q_weight=torch.ones(8))
 
 
+@pytest.mark.triton
 def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     only = r"(positions|norm|norm,cos|cos by pair) bf16 (128 half 128|128 interleaved|80|127|96) "
     for one in compiled("seqfuse.kernels.rope", only, 40):
@@ -345,6 +379,7 @@ def check_write(case: Case, dtype: torch.dtype, *, int8: bool = False, k: Module
                 torch.testing.assert_close(found, rows[b], **limit)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_new_row_is_turned_and_written_in_one_pass(name: str, int8: bool) -> None:
@@ -352,6 +387,7 @@ def test_a_new_row_is_turned_and_written_in_one_pass(name: str, int8: bool) -> N
     check_write(CASES[name], dtype, int8=int8)
 
 
+@pytest.mark.triton
 def test_a_row_that_cannot_be_written_is_refused() -> None:
     x, cache, lengths = torch.zeros(2, PARTS * 8), torch.zeros(2, KV, 4, 8), torch.zeros(2, dtype=torch.int64)
     turn = Rotation("half", 8)
@@ -414,6 +450,7 @@ MUTANTS |= {
 }  # fmt: skip
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType]) -> None:
     old, new, case = MUTANTS[name]
@@ -509,6 +546,7 @@ IN_TURN = [
 ]
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(("name", "int8"), IN_TURN)
 def test_the_operator_that_writes_is_what_it_says(name: str, int8: bool) -> None:
     (x, *caches), rotation, given = to_write(WRITES[name], int8=int8)
@@ -518,6 +556,7 @@ def test_the_operator_that_writes_is_what_it_says(name: str, int8: bool) -> None
     assert_bitwise_equal(written(written_by_operator, WRITES[name], int8=int8), eager)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     ("name", "int8"), [given for given in IN_TURN if given.values[0] in ("everything", "rotation alone", "nothing")]
 )
@@ -536,6 +575,7 @@ def test_a_compiled_write_is_in_the_cache(name: str, int8: bool) -> None:
     assert not torch.equal(eager[1], to_write(WRITES[name], int8=int8)[0][1])
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("int8", [False, True], ids=["", "int8"])
 @pytest.mark.parametrize("name", ["everything", "rotation alone", "nothing"])
 def test_a_recorded_write_calls_the_operator(name: str, int8: bool) -> None:
@@ -560,13 +600,13 @@ def test_a_recorded_write_calls_the_operator(name: str, int8: bool) -> None:
 
 
 def test_angles_made_while_tensors_are_fake_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rope, "_known", {})
+    monkeypatch.setattr(_heads, "_known", {})
     rotation, device = Rotation("half", 6, base=77.0), torch.device("cpu")
     with FakeTensorMode():
-        assert isinstance(rope._frequencies(rotation, device), FakeTensor)
-    found = rope._frequencies(rotation, device)
+        assert isinstance(_heads.frequencies_of(rotation, device), FakeTensor)
+    found = _heads.frequencies_of(rotation, device)
     assert type(found) is Tensor
-    assert rope._frequencies(rotation, device) is found
+    assert _heads.frequencies_of(rotation, device) is found
 
 
 def test_angles_are_there_before_another_stream_may_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,10 +617,10 @@ def test_angles_are_there_before_another_stream_may_read_them(monkeypatch: pytes
     monkeypatch.setattr(torch, "arange", lambda *args, device, **rest: arange(*args, **rest))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(rope, "_known", {})
+    monkeypatch.setattr(_heads, "_known", {})
     for _ in range(2):
-        rope._frequencies(Rotation("half", 6), torch.device("cuda:0"))
+        _heads.frequencies_of(Rotation("half", 6), torch.device("cuda:0"))
     assert waited == [0]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    rope._frequencies(Rotation("half", 8), torch.device("cuda:0"))
+    _heads.frequencies_of(Rotation("half", 8), torch.device("cuda:0"))
     assert waited == [0]

@@ -1,0 +1,479 @@
+# pyright: basic
+"""Bias, norm of heads and rotation as C: `kernels.rope` on a CPU.
+
+The angles of a row are made or read once, then its heads follow. Sums over rows are made part by part, `call.ROWS` rows
+each, of each row over its heads first, and the parts are added in order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import compiler
+from .._heads import MAX_HEAD, angles_of, check_weights, checked, frequencies_of, positions_of
+from .._rope_ops import Backward, Forward, Rotation
+from .call import Decided, Kernel, header, load, parts_of, replayed, rows_of, store
+from .chain import total
+
+# Of float32 angles of any size, as in `rope._sine_cosine`: reduced to a quarter turn in float64, where adding 1.5 2^52
+# rounds to a whole number and leaves it in the lowest bits, then polynomials of Cephes' `sinf`.
+_TURN = """
+INLINE void turn(float angle, float *sine, float *cosine) {
+  double wide = angle, m = wide * 0.6366197723675814 + 6755399441055744.0, quarters = m - 6755399441055744.0;
+  float r = (float)(wide - quarters * 1.5707963267948966), z = r * r;
+  int64_t bits_of;
+  memcpy(&bits_of, &m, 8);
+  int32_t quadrant = (int32_t)bits_of;
+  float s = r + r * z * ((-1.9515295891e-4f * z + 8.3321608736e-3f) * z - 1.6666654611e-1f);
+  float c = 1.f - .5f * z + z * z * ((2.443315711809948e-5f * z - 1.388731625493765e-3f) * z + 4.166664568298827e-2f);
+  float odd_s = quadrant & 1 ? c : s, odd_c = quadrant & 1 ? s : c;
+  *sine = quadrant & 2 ? -odd_s : odd_s;
+  *cosine = (quadrant + 1) & 2 ? -odd_c : odd_c;
+}
+"""
+_POSITIONS = {
+    torch.int64: "int64_t", torch.int32: "int32_t", torch.int16: "int16_t", torch.int8: "int8_t",
+    torch.uint8: "uint8_t", torch.float64: "double",
+}  # fmt: skip
+
+
+class Angles(NamedTuple):
+    """What angles a kernel takes: those of rows 0, 1, ..., of positions, or cosines and sines."""
+
+    style: str
+    positions: torch.dtype | None = None
+    cos: torch.dtype | None = None
+    sin: torch.dtype | None = None
+    by_pair: bool = False
+
+    def pointers(self) -> list[str]:
+        """Names of the tensors."""
+        return ["cos", "sin"] if self.cos else ["positions", "frequencies"] if self.positions else ["frequencies"]
+
+    def read(self) -> str:
+        """C that fills `c1`, `s1`, and `c2` and `s2` where the members of a pair have each their own."""
+        if self.cos is None or self.sin is None:
+            position = "place"
+            if self.positions in _POSITIONS:
+                position = f"((const {_POSITIONS[self.positions]} *)positions)[place]"
+            elif self.positions is not None:
+                position = load(self.positions, "positions", "place")
+            made = "turn(position * ((const float *)frequencies)[i], &s1[i], &c1[i]);"
+            return f"float position = (float){position};\n" + _loop("R / 2", made)
+        if self.by_pair:
+            each = [(f"{n}1", n, of, "place * (R / 2) + i") for n, of in (("c", self.cos), ("s", self.sin))]
+        else:
+            each = [
+                (f"{n}{j + 1}", n, of, f"place * R + {self.at('i')[j]}")
+                for n, of in (("c", self.cos), ("s", self.sin)) for j in (0, 1)
+            ]  # fmt: skip
+        return _loop("R / 2", *(f"{to}[i] = {load(of, {'c': 'cos', 's': 'sin'}[n], at)};" for to, n, of, at in each))
+
+    def at(self, i: str) -> tuple[str, str]:
+        """Where in a head the members of a pair are."""
+        return (i, f"R / 2 + {i}") if self.style == "half" else (f"2 * {i}", f"2 * {i} + 1")
+
+    def second(self) -> tuple[str, str]:
+        """Cosines and sines of second members."""
+        return ("c1", "s1") if self.by_pair or self.cos is None else ("c2", "s2")
+
+
+def _loop(count: str, *lines: str, first: str = "0", sum: str = "") -> str:
+    reduction = f" reduction(+ : {sum})" if sum else ""
+    body = "\n".join(lines)
+    return f"#pragma omp simd{reduction}\nfor (I i = {first}; i < {count}; i++) {{\n{body}\n}}\n"
+
+
+def _gains(weights: tuple[torch.dtype, torch.dtype] | None, zero_centered: bool) -> str:
+    """C that fills `gq` and `gk`."""
+    if weights is None:
+        return ""
+    one = " + 1.f" if zero_centered else ""
+    each = [f"g{n}[i] = {load(of, f'{n}_weight', 'i')}{one};" for n, of in zip("qk", weights, strict=True)]
+    return f"float gq[{MAX_HEAD}], gk[{MAX_HEAD}];\n" + _loop("D", *each)
+
+
+def _source(
+    pointers: list[str], angles: Angles | None, start: str, row: str, end: str = "", width: str = "0", eps: bool = False
+) -> Kernel:  # fmt: skip
+    """A kernel whose threads take parts of the rows; each part has a row of sums of this width."""
+    integers = ["M", "Q", "K", "D", "R", "period", "parts", "sx", "sdy"]
+    floats = ["eps"] * eps
+    arguments = ", ".join([*pointers, *(f"I {n}" for n in integers), *(f"float {f}" for f in floats), "int threads"])
+    half = MAX_HEAD // 2
+    buffers = f"float c1[{half}], s1[{half}], c2[{half}], s2[{half}];\n" if angles else ""
+    turn = f"I place = row % period;\n{angles.read()}" if angles else ""
+    before = _TURN if angles and not angles.cos else ""
+    text = (
+        f"{header('head.h')}\n{before}\nvoid k({arguments}) {{\nI C = (Q + K + K) * D, W = {width};\n"
+        "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
+        f"for (I part = 0; part < parts; part++) {{\n{buffers}{start}"
+        f"for (I row = M * part / parts; row < M * (part + 1) / parts; row++) {{\n{turn}{row}}}\n}}\n{end}}}\n"
+    )
+    return Kernel(text, len(pointers), len(integers), len(floats))
+
+
+@functools.lru_cache(512)
+def forward_kernel(
+    of: torch.dtype,
+    of_bias: torch.dtype | None,
+    angles: Angles | None,
+    norm: bool,
+    weights: tuple[torch.dtype, torch.dtype] | None,
+    zero_centered: bool,
+    keep: bool,
+) -> Kernel:
+    """The forward pass; `keep` for one that stores x + bias."""
+
+    def read(at: str) -> str:
+        found = load(of, "x", f"row * sx + h * D + {at}")
+        return found if of_bias is None else f"{found} + {load(of_bias, 'bias', f'h * D + {at}')}"
+
+    def summed(count: str) -> tuple[str, str]:
+        """What is to be done for the sum, and the sum: where it is stored, as the backward pass will read it."""
+        if not keep:
+            return "", read("i")
+        return _loop(count, store(of, "z", "to + i", read("i"))), load(of, "z", "to + i")
+
+    def normed(at: str) -> str:
+        return f"v[{at}] * r" + (f" * g[{at}]" if weights else "") if norm else f"v[{at}]" if keep else read(at)
+
+    head = ""
+    if norm or keep:
+        before, value = summed("D")
+        head += "float squares = 0.f;\n" + before
+        head += _loop("D", f"float a = {value};", "v[i] = a;", "squares += a * a;", sum="squares")
+    if norm:
+        head += "float r = 1.f / __builtin_sqrtf(squares / (float)D + eps);\nrstd[row * (Q + K) + h] = r;\n"
+        head += "const float *restrict g = h < Q ? gq : gk;\n" if weights else ""
+    if angles is not None:
+        (one, two), (c2, s2) = angles.at("i"), angles.second()
+        head += _loop(
+            "R / 2",
+            f"float a = {normed(one)}, b = {normed(two)};",
+            store(of, "y", f"to + {one}", "a * c1[i] - b * s1[i]"),
+            store(of, "y", f"to + {two}", f"b * {c2}[i] + a * {s2}[i]"),
+        )
+    head += _loop("D", store(of, "y", "to + i", normed("i")), first="R")
+    before, value = summed("K * D")
+    row = (
+        f"for (I h = 0; h < Q + K; h++) {{\nI to = row * C + h * D;\n{head}}}\n"
+        f"{{\nI h = Q + K, to = row * C + h * D;\n{before}{_loop('K * D', store(of, 'y', 'to + i', value))}}}\n"
+    )
+    pointers = ["x", *["bias"] * (of_bias is not None), *(angles.pointers() if angles else [])]
+    pointers += ["q_weight", "k_weight"] * (weights is not None)
+    named = [f"const void *restrict {p}" for p in pointers] + ["void *restrict y"] + ["void *restrict z"] * keep
+    named += ["float *restrict rstd"] * norm
+    start = f"float v[{MAX_HEAD}];\n" if norm or keep else ""
+    return _source(named, angles, start + _gains(weights, zero_centered), row, eps=True)
+
+
+@functools.lru_cache(512)
+def backward_kernel(
+    of: torch.dtype,
+    of_x: torch.dtype | None,
+    angles: Angles | None,
+    weights: tuple[torch.dtype, torch.dtype] | None,
+    zero_centered: bool,
+    dx: bool,
+    sums: tuple[torch.dtype | None, ...],
+) -> Kernel:
+    """The backward pass; `of_x` where there was a norm, `sums` are the dtypes of the gradients of bias and weights."""
+    norm = of_x is not None
+    dbias, *dweights = sums
+    most = MAX_HEAD
+
+    def give(at: str, value: str) -> list[str]:
+        """What is done with an element of dx; `h * D + at` is its column."""
+        found = [f"float v = {value};"]
+        found += [store(of, "dx", f"row * C + h * D + {at}", "v")] * dx
+        return found + [f"s[h * D + {at}] += v;"] * (dbias is not None)
+
+    def dy(at: str) -> str:
+        return load(of, "dy", f"row * sdy + h * D + {at}")
+
+    def back(at: str, value: str) -> list[str]:
+        return [f"u[{at}] = {value};"] if norm else ["{", *give(at, value), "}"]
+
+    head = ""
+    if angles is not None:
+        (one, two), (c2, s2) = angles.at("i"), angles.second()
+        head += _loop(
+            "R / 2",
+            f"float a = {dy(one)}, b = {dy(two)};",
+            *back(one, f"a * c1[i] + b * {s2}[i]"),
+            *back(two, f"b * {c2}[i] - a * s1[i]"),
+        )
+    head += _loop("D", *back("i", dy("i")), first="R")
+    if of_x is not None:
+        head += "const float *restrict g = h < Q ? gq : gk;\n" if weights else ""
+        head += "float *restrict w = h < Q ? wq : wk;\n" if any(dweights) else ""
+        head += "float r = ((const float *)rstd)[row * (Q + K) + h], along = 0.f;\n"
+        head += _loop(
+            "D",
+            f"float e = {load(of_x, 'x', 'row * sx + h * D + i')} * r, d = u[i];",
+            *["w[i] += d * e;"] * any(dweights),
+            *["d *= g[i];"] * (weights is not None),
+            "u[i] = d;",
+            "e_[i] = e;",
+        )
+        # In a loop of its own, which is the same whatever else is wanted, and so are its bits.
+        head += _loop("D", "along += u[i] * e_[i];", sum="along")
+        if dx or dbias is not None:
+            # Stored before it is summed: a product that is not would be rounded once, together with the sum.
+            head += "float mean = along / (float)D;\n" + _loop("D", "u[i] = (u[i] - e_[i] * mean) * r;")
+            head += _loop("D", *give("i", "u[i]"))
+    row = f"for (I h = 0; h < Q + K; h++) {{\n{head}}}\n"
+    if any(dweights):
+        row = f"memset(wq, 0, 4 * D);\nmemset(wk, 0, 4 * D);\n{row}"
+    at = "C" if dbias is not None else "0"
+    tail = ""
+    end, width = "", []
+    if dbias is not None:
+        end += f"{{\nI from = 0, N = C;\n{total(1, store(dbias, 'dbias', 'c', '(float)sum[c - c0]'))}}}\n"
+        width.append("C")
+    for n, kind in zip("qk", dweights, strict=True):
+        if kind is not None:
+            tail += _loop("D", f"s[{at} + i] += w{n}[i];")
+            put = store(kind, f"d{n}_weight", "c", "(float)sum[c - c0]")
+            end += f"{{\nI from = {at}, N = D;\n{total(1, put)}}}\n"
+            at += " + D"
+            width.append("D")
+    if dx or dbias is not None:
+        row += f"{{\nI h = Q + K;\n{_loop('K * D', *give('i', dy('i')))}}}\n"
+    start = f"float u[{most}], e_[{most}];\n" if norm else ""
+    start += f"float wq[{most}], wk[{most}];\n" if any(dweights) else ""
+    if width:
+        start += "float *restrict s = scratch + part * W;\nmemset(s, 0, 4 * W);\n"
+    pointers = ["dy", *(angles.pointers() if angles else []), *["x", "rstd"] * norm]
+    pointers += ["q_weight", "k_weight"] * (weights is not None)
+    made = ["dx"] * dx
+    made += [n for n, kind in zip(("dbias", "dq_weight", "dk_weight"), sums, strict=True) if kind is not None]
+    named = [f"const void *restrict {p}" for p in pointers] + [f"void *restrict {p}" for p in made]
+    named += ["float *restrict scratch"] * bool(width)
+    return _source(
+        named, angles, start + _gains(weights, zero_centered), row + tail, end, " + ".join(width) or "0"
+    )  # fmt: skip
+
+
+def _fitted(
+    x: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Cosines, sines, positions and frequencies, in one piece for the rows of one sequence or of all."""
+    if rotation is None:
+        return None, None, None, None
+    if cos is None or sin is None:
+        cos = sin = None
+        if positions is not None and not _is_fitting(x, positions, positions.shape):
+            positions = positions_of(x, positions)[0]
+        return None, None, positions, frequencies_of(rotation, x.device)
+    if sin.shape != cos.shape or not _is_fitting(x, cos, cos.shape[:-1]) or not sin.is_contiguous():
+        (_, _, cos, sin), _, _ = angles_of(x, rotation, None, None, cos, sin)
+    return cos, sin, None, None
+
+
+def _is_fitting(x: Tensor, t: Tensor, rows: torch.Size) -> bool:
+    """Whether a tensor has its rows in one piece, those of x or of one of its sequences."""
+    if not t.is_contiguous() or not rows or len(rows) >= x.ndim:
+        return False
+    return rows == x.shape[:-1] or (rows[-1] == x.shape[-2] and rows.numel() == rows[-1])
+
+
+def _angles(
+    x: Tensor, rotation: Rotation | None, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None
+) -> Angles | None:
+    if rotation is None:
+        return None
+    if cos is None or sin is None:
+        return Angles(rotation.style, None if positions is None else positions.dtype)
+    width = cos.shape[-1]
+    if width not in (rotation.dim, rotation.dim // 2):
+        angles_of(x, rotation, None, None, cos, sin)  # which raises
+    return Angles(rotation.style, None, cos.dtype, sin.dtype, width < rotation.dim)
+
+
+def _weights(q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[torch.dtype, torch.dtype] | None:
+    return None if q_weight is None or k_weight is None else (q_weight.dtype, k_weight.dtype)
+
+
+def _numbers(
+    x: Tensor, heads: int, kv_heads: int, size: int, rotary: int, cos: Tensor | None, positions: Tensor | None,
+    parts: int, *strides: int,
+) -> tuple[int, ...]:  # fmt: skip
+    """The integers of a kernel."""
+    period = x.shape[-2] if rotary else 1
+    if cos is not None:
+        period = cos.shape[:-1].numel()
+    elif positions is not None:
+        period = positions.numel()
+    return (x.numel() // x.shape[-1], heads, kv_heads, size, rotary, max(1, period), parts, *strides)
+
+
+def forward(
+    x: Tensor,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    bias: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norm_eps: float | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    zero_centered: bool,
+    store: bool,
+) -> Forward:
+    """`rope.rope_fwd`."""
+    if norm_eps is None:
+        q_weight = k_weight = None
+    angles = _fitted(x, rotation, positions, cos, sin)
+    others = (heads, kv_heads, rotation, norm_eps, zero_centered, store)
+    return replayed(_decide_forward, None, others, x, bias, *angles, q_weight, k_weight)
+
+
+def ask_forward(
+    x: Tensor, rotation: Rotation | None, bias: Tensor | None, positions: Tensor | None, cos: Tensor | None,
+    sin: Tensor | None, norm_eps: float | None, q_weight: Tensor | None, k_weight: Tensor | None, *flags: bool,
+) -> None:  # fmt: skip
+    """Note which kernel a call will need."""
+    angles = _angles(x, rotation, cos, sin, positions)
+    compiler.ask(_forward_kernel(x, bias, angles, norm_eps, q_weight, k_weight, *flags).source)
+
+
+def _forward_kernel(
+    x: Tensor, bias: Tensor | None, angles: Angles | None, norm_eps: float | None, q_weight: Tensor | None,
+    k_weight: Tensor | None, zero_centered: bool, keep: bool,
+) -> Kernel:  # fmt: skip
+    of_bias = None if bias is None else bias.dtype
+    weights = None if norm_eps is None else _weights(q_weight, k_weight)
+    return forward_kernel(x.dtype, of_bias, angles, norm_eps is not None, weights, zero_centered, keep)
+
+
+def _decide_forward(
+    act: None,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    norm_eps: float | None,
+    zero_centered: bool,
+    keep: bool,
+    x: Tensor,
+    bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> Decided:
+    size, rotary = checked(x, heads, kv_heads, rotation, bias=bias)
+    check_weights(size, q_weight, k_weight)
+    angles = _angles(x, rotation, cos, sin, positions)
+    kernel = _forward_kernel(x, bias, angles, norm_eps, q_weight, k_weight, zero_centered, keep)
+    columns = x.shape[-1]
+    stride, copy = rows_of(x, columns)
+    parts = parts_of(x.numel() // columns, columns, False)
+    norm = norm_eps is not None
+    made: list[Any] = [(tuple(x.shape), x.dtype)] * (1 + keep)
+    made += [((*x.shape[:-1], heads + kv_heads), torch.float32)] * norm
+    numbers = _numbers(x, heads, kv_heads, size, rotary, cos, positions, parts, stride, 0)
+
+    def finish(outputs: list[Tensor]) -> Forward:
+        return Forward(outputs[0], outputs[1] if keep else None, outputs[-1] if norm else None)
+
+    return Decided(kernel, made, (*numbers, float(norm_eps or 0.0)), x.numel(), finish, (0,) * copy)
+
+
+def backward(
+    dy: Tensor,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    x: Tensor | None,
+    rstd: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    zero_centered: bool,
+    dx: bool,
+    *sums: torch.dtype | None,
+) -> Backward:
+    """`rope.rope_bwd`; `sums` are the dtypes of the gradients of the bias and of both weights."""
+    if x is None:
+        q_weight = k_weight = None
+        sums = sums[0], None, None
+    if not dx and not any(sums):
+        return Backward(None, None, None, None)
+    angles = _fitted(dy, rotation, positions, cos, sin)
+    others = (heads, kv_heads, rotation, zero_centered, dx, sums)
+    return replayed(_decide_backward, None, others, dy, *angles, x, rstd, q_weight, k_weight)
+
+
+def ask_backward(
+    dy: Tensor, rotation: Rotation | None, positions: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    x: Tensor | None, rstd: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, zero_centered: bool,
+    dx: bool, *sums: torch.dtype | None,
+) -> None:  # fmt: skip
+    """Note which kernel a call will need."""
+    if dx or any(sums):
+        angles = _angles(dy, rotation, cos, sin, positions)
+        compiler.ask(_backward_kernel(dy, x, angles, q_weight, k_weight, zero_centered, dx, sums).source)
+
+
+def _backward_kernel(
+    dy: Tensor, x: Tensor | None, angles: Angles | None, q_weight: Tensor | None, k_weight: Tensor | None,
+    zero_centered: bool, dx: bool, sums: tuple[torch.dtype | None, ...],
+) -> Kernel:  # fmt: skip
+    if x is None:
+        return backward_kernel(dy.dtype, None, angles, None, zero_centered, dx, (sums[0], None, None))
+    return backward_kernel(dy.dtype, x.dtype, angles, _weights(q_weight, k_weight), zero_centered, dx, sums)
+
+
+def _decide_backward(
+    act: None,
+    heads: int,
+    kv_heads: int,
+    rotation: Rotation | None,
+    zero_centered: bool,
+    dx: bool,
+    sums: tuple[torch.dtype | None, ...],
+    dy: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    frequencies: Tensor | None,
+    x: Tensor | None,
+    rstd: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> Decided:
+    size, rotary = checked(dy, heads, kv_heads, rotation)
+    check_weights(size, q_weight, k_weight)
+    if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
+        raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
+    angles = _angles(dy, rotation, cos, sin, positions)
+    kernel = _backward_kernel(dy, x, angles, q_weight, k_weight, zero_centered, dx, sums)
+    columns = dy.shape[-1]
+    (of_dy, copy), (of_x, copy_x) = rows_of(dy, columns), (0, False) if x is None else rows_of(x, columns)
+    before = 1 + sum(t is not None for t in (cos, sin, positions, frequencies))
+    copied = [0] * copy + [before] * copy_x + [before + 1] * (rstd is not None and not rstd.is_contiguous())
+    widths = [(n, kind) for n, kind in zip((columns, size, size), sums, strict=True) if kind is not None]
+    parts = parts_of(dy.numel() // columns, columns, bool(widths))
+    made: list[Any] = [(tuple(dy.shape), dy.dtype)] * dx + [((n,), kind) for n, kind in widths]
+    if widths:
+        made.append(((parts * sum(n for n, _ in widths),), torch.float32))
+    numbers = _numbers(dy, heads, kv_heads, size, rotary, cos, positions, parts, of_x, of_dy)
+    wanted = (dx, *(kind is not None for kind in sums))
+
+    def finish(outputs: list[Tensor]) -> Backward:
+        left = iter(outputs)
+        return Backward(*[next(left) if there else None for there in wanted])
+
+    return Decided(kernel, made, numbers, dy.numel() * (1 + (x is not None)), finish, tuple(copied))

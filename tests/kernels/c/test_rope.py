@@ -1,0 +1,233 @@
+"""Bias, norm of heads and RoPE as C: what is of C alone; `tests/kernels/test_rope.py` runs with these kernels, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import seqfuse as sf
+from seqfuse import compiler, ops
+from seqfuse.fusions import bias_qk_norm_rotary as fusions
+from seqfuse.kernels import rope
+from seqfuse.kernels.c import call
+from seqfuse.kernels.rope import Rotation
+from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
+from tests.kernels.test_rope import CASES, EPS, HEADS, KV, PARTS, check, drawn, run
+
+FORMS = {
+    "all": ("bias", "norm", "rotary"),
+    "no bias": ("norm", "rotary"),
+    "no norm": ("bias", "rotary"),
+    "rotary": ("rotary",),
+}
+
+
+def test_kernels_are_c() -> None:
+    assert rope.in_c(torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["all", "all_interleaved", "by_element", "norm_alone", "part"])
+def test_threads_change_no_bit(name: str) -> None:
+    case = CASES[name]
+    tensors = drawn(case, (2, 150), torch.float32)
+    assert tensors["x"].numel() >= call.PARALLEL
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run(case, tensors))
+    finally:
+        torch.set_num_threads(before)
+    assert_bitwise_equal(results[0], results[1])
+    assert_bitwise_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_many_rows_are_summed_part_by_part(name: str) -> None:
+    check(CASES[name], drawn(CASES[name], (2, 70), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["all", "interleaved", "part_interleaved", "by_element"])
+def test_plain_c_gives_as_good_numbers(name: str, dtype: torch.dtype, plain_c: None) -> None:
+    check(CASES[name], drawn(CASES[name], (2, 9), dtype))
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 0, 8), (5, 1, 64), (1, 1, 2), (2, 2, 1024)])
+def test_heads_of_all_kinds(heads: int, kv_heads: int, size: int, style: Any) -> None:
+    """Queries alone, many to a key, one pair, and the widest."""
+    op = ops.RotaryEmbedding(heads, kv_heads, style=style, cos="c", sin="s")
+    x, dy = (seeded_randn((2, 7, (heads + 2 * kv_heads) * size), i) for i in (0, 1))
+    given = {name: seeded_randn((1, 7, size), i) for i, name in enumerate(("cos", "sin"))}
+    rotation = Rotation(style, size)
+
+    def plain(dtype: torch.dtype) -> list[Tensor]:
+        wide = {name: t.to(dtype) for name, t in given.items()}
+        y, saved = op.fwd(x.to(dtype), **wide)
+        return [y, op.bwd(dy.to(dtype), saved, needs=frozenset({"x"}))[0]]
+
+    y = rope.rope_fwd(x, heads, kv_heads, rotation, **given).y
+    dx = rope.rope_bwd(dy, heads, kv_heads, rotation, **given).dx
+    assert_fused_close([y, dx], plain(torch.float32), plain(torch.float64))
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.uint8, torch.float32, torch.float64, torch.bfloat16])
+def test_positions_of_every_dtype(kind: torch.dtype) -> None:
+    x, ids = seeded_randn((5, PARTS * 8), 0), torch.tensor([3, 0, 100, 7, 64])
+    r = Rotation("half", 8)
+    made = rope.rope_fwd(x, HEADS, KV, r, positions=ids.to(kind)).y
+    assert_bitwise_equal(made, rope.rope_fwd(x, HEADS, KV, r, positions=ids).y)
+    assert not torch.equal(made, rope.rope_fwd(x, HEADS, KV, r).y)
+
+
+def test_more_dimensions_than_there_are_rows_are_refused() -> None:
+    x, rotation = torch.zeros(3, PARTS * 8), Rotation("half", 8)
+    with pytest.raises(ValueError, match="positions must broadcast"):
+        rope.rope_fwd(x, HEADS, KV, rotation, positions=torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="cos and sin must broadcast"):
+        rope.rope_fwd(x, HEADS, KV, rotation, cos=torch.zeros(1, 3, 8), sin=torch.zeros(1, 3, 8))
+    with pytest.raises(ValueError, match="cos and sin must broadcast"):
+        rope.rope_bwd(x, HEADS, KV, rotation, cos=torch.zeros(3, 6), sin=torch.zeros(3, 6))
+
+
+def test_what_is_stored_is_the_sum_that_is_read_again() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, bias = seeded_randn((9, PARTS * 8), 0, dtype=dtype), seeded_randn((PARTS * 8,), 1, dtype=dtype)
+        for norm in (None, EPS):
+            made = rope.rope_fwd(x, HEADS, KV, Rotation("half", 8), bias=bias, norm_eps=norm, store=True)
+            assert_bitwise_equal(made.z, x + bias)
+            again = rope.rope_fwd(x + bias, HEADS, KV, Rotation("half", 8), norm_eps=norm)
+            assert_bitwise_equal([made.y, made.rstd], [again.y, again.rstd])
+
+
+def test_gradients_and_weights_may_have_other_dtypes() -> None:
+    """As under autocast: 16-bit rows, float32 weights, and the other way round."""
+    case = CASES["all"]
+    for of_x, of_weights in ((torch.bfloat16, torch.float32), (torch.float32, torch.float16)):
+        tensors = drawn(case, (2, 9), of_x)
+        for name in ("q", "k", "bias"):
+            tensors[name] = tensors[name].to(of_weights)
+        made, wide = run(case, tensors), run(case, {name: t.float() for name, t in tensors.items()})
+        for name, t in made.items():
+            near = {"atol": 0.05, "rtol": 0.02} if torch.bfloat16 in (of_x, t.dtype) else {"atol": 1e-2, "rtol": 1e-3}
+            torch.testing.assert_close(t.float(), wide[name].float(), **near)
+
+
+def test_kernels_depend_on_no_number() -> None:
+    found: set[str] = set()
+    for heads, kv_heads, size, dim, base, eps in ((3, 2, 8, 8, 10000.0, 1e-6), (4, 1, 20, 6, 100.0, 1e-5)):
+        x = torch.zeros(5, (heads + 2 * kv_heads) * size)
+        with compiler.collecting() as wanted, FakeTensorMode(allow_non_fake_inputs=True):
+            rope.rope_fwd(x, heads, kv_heads, Rotation("half", dim, base), norm_eps=eps)
+            rope.rope_bwd(x, heads, kv_heads, Rotation("half", dim, base))
+        found |= {*wanted}
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_are_known_before_they_run(name: str, sources: list[str]) -> None:
+    case = CASES[name]
+    tensors = drawn(case, (2, 3), torch.bfloat16)
+    with compiler.collecting() as wanted, FakeTensorMode(allow_non_fake_inputs=True):
+        run(case, tensors)
+    assert not sources
+    run(case, tensors)
+    assert {*sources} == {*wanted}
+    assert len(sources) == 2
+
+
+MUTANTS = {
+    "sine": ("b * c1[i] + a * s1[i]", "b * c1[i]", "half"),
+    "turned back": ("a * c1[i] + b * s1[i]", "a * c1[i] - b * s1[i]", "half"),
+    "sine of the other member": ("a * c1[i] + b * s2[i]", "a * c1[i] + b * s1[i]", "by_element"),
+    "cosine of the other member": ("b * c2[i] + a * s2[i]", "b * c1[i] + a * s2[i]", "by_element_interleaved"),
+    "keys turned": ("h < Q + K; h++", "h < Q; h++", "half"),
+    "quadrant": ("float odd_s = quadrant & 1 ? c : s", "float odd_s = s", "interleaved"),
+    "sign of a quadrant": ("(quadrant + 1) & 2", "quadrant & 2", "interleaved"),
+    "period": ("row % period", "row", "by_pair"),
+    "the sequence": ("row % period", "row % 9", "by_element"),
+    "gain of keys": ("g = h < Q ? gq : gk", "g = gq", "all"),
+    "first key": ("g = h < Q ? gq : gk", "g = h <= Q ? gq : gk", "norm"),
+    "one more": (" + 1.f;\n", ";\n", "zero_centered"),
+    "mean of g xhat": ("- e_[i] * mean", "", "all"),
+    "divisor": ("squares / (float)D", "squares / (float)R", "norm_plain"),
+    "bias of a head": ("bias, h * D + i", "bias, i", "bias_norm"),
+    "sum of the values": ("s[h * D + i] += v;", "s[i] += v;", "part"),
+    "gain's gradient": ("w[i] += d * e;", "w[i] += d;", "norm"),
+    "gradient of keys' gain": ("w = h < Q ? wq : wk", "w = wq", "norm"),
+    "heads of a row": ("memset(wk, 0, 4 * D);", "", "all"),
+    "the rest": ("for (I i = R; i < D; i++)", "for (I i = R; i < R; i++)", "part"),
+    "order of the pair": ("R / 2 + i", "R - 1 - i", "half"),
+    "parts": ("for (I part = 0; part < parts; part++) {\nconst", "for (I part = 0; part < 1; part++) {\nconst", "all"),
+    "rows of a part": ("row < M * (part + 1) / parts", "row < M * (part + 1) / parts - part", "all"),
+    "root": ("1.f / __builtin_sqrtf", "1.0001f / __builtin_sqrtf", "norm_alone"),
+}  # fmt: skip
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(name: str, altered: Callable[[str, str], None]) -> None:
+    old, new, of = MUTANTS[name]
+    altered(old, new)
+    with pytest.raises(AssertionError):
+        check(CASES[of], drawn(CASES[of], (2, 70), torch.float32))
+
+
+def operations(*names: str, **rotary: Any) -> list[Any]:
+    made = {
+        "bias": lambda: ops.Bias(32),
+        "norm": lambda: ops.QKNorm(8, 2, 1),
+        "rotary": lambda: ops.RotaryEmbedding(2, 1, **{"style": "half", **rotary}),
+    }
+    return [made[name]() for name in names]
+
+
+@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
+@pytest.mark.parametrize("names", FORMS)
+def test_fusions_with_a_rotation(kind: str, names: str) -> None:
+    assert "c" in getattr(fusions, kind).kernels
+    check_fusion(getattr(fusions, kind), seeded_randn((5, 32), 0), *operations(*FORMS[names]))
+
+
+@pytest.mark.parametrize("kind", ["BiasQKNorm", "BiasQKNormBackward"])
+@pytest.mark.parametrize("names", [("bias", "norm"), ("norm",)], ids="-".join)
+def test_fusions_without_a_rotation(kind: str, names: tuple[str, ...]) -> None:
+    check_fusion(getattr(fusions, kind), seeded_randn((5, 32), 0), *operations(*names))
+
+
+@pytest.mark.parametrize("names", [("bias", "norm", "rotary"), ("bias", "norm")], ids="-".join)
+def test_the_fusion_of_inference(names: tuple[str, ...]) -> None:
+    check_fusion(fusions.BiasQKNormRotaryInference, seeded_randn((5, 32), 0), *operations(*names))
+
+
+@pytest.mark.parametrize("kind", ["BiasQKNormRotary", "BiasQKNormRotaryBackward"])
+def test_fusions_of_part_of_a_head(kind: str) -> None:
+    norm, rotary = ops.QKNorm(6, 2, 1, zero_centered=True), ops.RotaryEmbedding(2, 1, style="interleaved", rotary_dim=4)
+    check_fusion(getattr(fusions, kind), seeded_randn((2, 5, 24), 0), norm, rotary)
+
+
+def test_angles_by_channel_and_fusing_off() -> None:
+    """As a converted model has them; without fusing each bit is that of the operation."""
+    both = (fusions.BiasQKNormRotary, fusions.BiasQKNormRotaryBackward)
+    op = ops.RotaryEmbedding(4, 4, style="half", cos="c", sin="s")
+    model = sf.Sequential(op, fusions=both)
+    x, dy = seeded_randn((2, 16, 96), 0), seeded_randn((2, 16, 96), 1)
+    given = {name: seeded_randn((1, 16, 8), i) for i, name in enumerate("cs", 2)}
+    leaf = x.clone().requires_grad_()
+    plan = model.plan(leaf, **given)
+    assert plan.count("BiasQKNormRotary") == plan.count("BiasQKNormRotaryBackward") == 1
+    fused = model(leaf, **given)
+    (dx,) = torch.autograd.grad(fused, leaf, dy)
+    with sf.fusing(False):
+        leaf = x.clone().requires_grad_()
+        plain = model(leaf, **given)
+        (want,) = torch.autograd.grad(plain, leaf, dy)
+    y, saved = op.fwd(x, cos=given["c"], sin=given["s"])
+    assert_bitwise_equal([plain.detach(), want], [y, op.bwd(dy, saved, needs=frozenset({"x"}))[0]])
+    torch.testing.assert_close([fused, dx], [plain, want], atol=1e-6, rtol=1e-6)
