@@ -46,7 +46,10 @@ KERNELS = tuple(HERE / folder for folder in ("kernels", "fusions/triton", "gpu")
 """Folders whose tests run Triton kernels, in its interpreter where there is no GPU. A process runs these or the others:
 Triton reads `TRITON_INTERPRET` when a kernel is decorated, and it changes what the engine plans on a CPU."""
 
-IN_C = tuple(HERE / name for name in ("kernels/c", "kernels/test_pointwise.py", "kernels/test_norm.py"))
+IN_C = tuple(
+    HERE / "kernels" / name
+    for name in ("c", "test_crossentropy.py", "test_norm.py", "test_pointwise.py", "test_rope.py")
+)
 """Of these, tests that run in the other half, too, with C kernels: the functions that they call are the same."""
 
 IN_TURN = ("kernels", "fusions", "gpu", "losses", "ops")

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._launch import inner_contiguous
 from ._operators import register as _register
+
+MAX_CLASSES = 2**30
+"""The widest row."""
 
 _OPTIONS = "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0, float? softcap=None"
 _FORWARD = (
@@ -26,6 +30,19 @@ _BACKWARD = (
     f"cross_entropy_backward(Tensor(a!) logits, Tensor targets, Tensor softmax, *, {_OPTIONS}, Tensor? scale=None) "
     "-> ()"
 )
+
+
+def check(logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None) -> None:
+    """Raise `ValueError` for what no kernel takes."""
+    if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
+        raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
+    R = logits.shape[0]
+    for name, row in (("targets", targets), ("scale", scale)):
+        if row is not None and (tuple(row.shape) != (R,) or (R > 1 and row.stride(0) != 1)):
+            raise ValueError(f"{name} must be contiguous, of shape ({R},), got {tuple(row.shape)}, {row.stride()}")
+    inner_contiguous("logits", logits)
+    if softmax is not None and tuple(inner_contiguous("softmax", softmax).shape) != (2, R):
+        raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
 
 
 def _fake(logits: Tensor, targets: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from . import _crossentropy_ops
-from ._launch import architecture, inner_contiguous, launch, next_power_of_2, register_limit, traced
+from ._crossentropy_ops import check
+from ._launch import architecture, in_c, launch, next_power_of_2, register_limit, traced
 from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
 
-MAX_CLASSES = 2**30
-"""The widest row."""
 _WIDEST = 8192  # bytes
 # Rows of more bytes than this take a program of 32 warps, of which a processor has room for one: 132 rows of 128k
 # classes in bfloat16 stay in the 50 MB of L2 until they are read again, the rows of four programs each would not.
@@ -177,8 +177,19 @@ def cross_entropy_(
             logits, targets, softmax, gradient, ignore_index=ignore_index, label_smoothing=label_smoothing,
             z_loss=z_loss, softcap=softcap, scale=scale,
         )  # fmt: skip
+    if in_c(logits):
+        return _in_c().run(
+            logits, targets, scale, softmax, ignore_index, label_smoothing, z_loss, softcap, gradient
+        )  # fmt: skip
     others = (ignore_index, label_smoothing, z_loss, softcap, gradient)
     return replayed(_decided, None, others, logits, targets, scale, softmax)
+
+
+@functools.cache
+def _in_c() -> Any:
+    from .c import crossentropy
+
+    return crossentropy
 
 
 def _decided(
@@ -193,15 +204,8 @@ def _decided(
     scale: Tensor | None,
     softmax: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
-    if logits.ndim != 2 or not 0 < logits.shape[1] <= MAX_CLASSES:
-        raise ValueError(f"logits must be [R, V], 0 < V <= {MAX_CLASSES}, got {tuple(logits.shape)}")
+    check(logits, targets, scale, softmax)
     R, V = logits.shape
-    for name, row in (("targets", targets), ("scale", scale)):
-        if row is not None and (tuple(row.shape) != (R,) or (R > 1 and row.stride(0) != 1)):
-            raise ValueError(f"{name} must be contiguous, of shape ({R},), got {tuple(row.shape)}, {row.stride()}")
-    inner_contiguous("logits", logits)
-    if softmax is not None and tuple(inner_contiguous("softmax", softmax).shape) != (2, R):
-        raise ValueError(f"softmax must have shape (2, {R}), got {tuple(softmax.shape)}")
     compute, triton_compute = (
         (torch.float64, tl.float64) if logits.dtype is torch.float64 else (torch.float32, tl.float32)
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..compiler import CompileError, give_up
 from ..env import Env, autocast_of
-from ..errors import KernelError
+from ..errors import FallbackWarning, KernelError
+from ..hardware import C_WORTHWHILE
 from ..ops._mm import linear, linear_into
 from ..settings import fusing_now
 from ._ask import How
@@ -77,8 +80,7 @@ def walk(
         x.new_zeros(V, dtype=wide) if wanted[2] else None,
         x.new_empty(T, dtype=wide) if product is torch.float16 and scale is None and any(wanted) else None,
     )
-    kernel = fusing_now().enabled and how.group.size == 1 and Env.of(x.device).triton
-    cross_entropy: Any = _in_triton if kernel else _in_torch
+    cross_entropy: Any = _in_kernel if _has_kernel(how, x.device, product, T * V) else _in_torch
     step = how.chunk or max(1, _CHUNK_BYTES // (V * wide.itemsize))
     with _plainly(x.device):
         cast, shift = weight.to(product), None if bias is None else bias.to(product)
@@ -108,6 +110,17 @@ def walk(
     return made
 
 
+def _has_kernel(how: How, device: torch.device, product: torch.dtype, logits: int) -> bool:
+    """Whether a kernel takes chunks of so many logits in all."""
+    fusing = fusing_now()
+    if not fusing.enabled or how.group.size > 1:
+        return False
+    kernels = Env.of(device).kernels
+    if kernels == "c":
+        return product is not torch.float64 and (fusing.unmeasured or logits >= C_WORTHWHILE)
+    return kernels is not None
+
+
 def _unit(how: How, loss: Any, weight: Any) -> Tensor:
     """A power of two, by which the gradient of a chunk's logits is divided to be far from both ends of float16.
 
@@ -134,7 +147,7 @@ def _add_product(total: Tensor, d: Tensor, x: Tensor, unit: Tensor | None) -> No
         total.addmm_(d.to(total.dtype).t(), x if unit is None else x * unit)
 
 
-def _in_triton(
+def _in_kernel(
     how: How, logits: Tensor, targets: Tensor, scale: Tensor | None, softmax: Tensor | None, gradient: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     from ..kernels.crossentropy import cross_entropy_
@@ -153,6 +166,10 @@ def _in_triton(
         )
     except torch.OutOfMemoryError:
         raise
+    except CompileError as error:
+        give_up(error)
+        warnings.warn(f"{how.operation} runs unfused, in ATen calls: {error}", FallbackWarning, stacklevel=2)
+        return _in_torch(how, logits, targets, scale, softmax, gradient)
     except Exception as error:
         hint = "with sf.fusing(False): operations of torch do the same"
         raise KernelError(f"its kernel failed: {error}", code="SF401", operation=how.operation, hint=hint) from error

@@ -137,6 +137,7 @@ def test_rows_are_those_of_torch_everywhere(name: str, dtype: torch.dtype) -> No
             check(CASES[name], drawn(CASES[name], rows, classes, dtype, regime))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "all", "all_again"])
 def test_rows_too_wide_for_a_block_are_read_in_turn(
@@ -154,6 +155,7 @@ def test_the_widest_vocabularies() -> None:
         crossentropy.cross_entropy_(torch.empty(1, 1).expand(1, 2**30 + 1), torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", CASES)
 def test_float64_is_computed_in_float64(name: str) -> None:
     tensors = drawn(CASES[name], 5, 12, torch.float64)
@@ -242,6 +244,7 @@ def test_equal_logits_have_exact_gradients(dtype: torch.dtype) -> None:
     assert_bitwise_equal(logits, wanted)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     case, tensors = CASES[name], drawn(CASES[name], 4, 6, torch.float64)
@@ -295,6 +298,7 @@ def test_the_operator_passes_the_checks_of_torch(name: str) -> None:
         torch.library.opcheck(torch.ops.seqfuse.cross_entropy.default, args, options | {"gradient": False})
 
 
+@pytest.mark.triton
 def test_it_compiles_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
     only = r"(ahead (bf16|fp64) (262144|50257)|all loss fp32 262144|given fp16 100|bf16 1)$"
     for one in compiled("seqfuse.kernels.crossentropy", only, 13):
@@ -305,6 +309,7 @@ def test_it_compiles_without_spills(compiled: Callable[..., list[Compiled]]) -> 
             assert one.narrow <= 5, one
 
 
+@pytest.mark.triton
 def test_a_long_row_has_a_program_that_fills_a_processor() -> None:
     assert [crossentropy.num_warps(classes, 2) for classes in (100, 4096, 32768, 32769, 128256)] == [4, 16, 16, 32, 32]
     assert [crossentropy.block(classes, 2) for classes in (32768, 128256)] == [4096, 8192]
@@ -316,6 +321,7 @@ def test_a_long_row_has_a_program_that_fills_a_processor() -> None:
     assert all(v.num_warps <= 16 for v in crossentropy.variants() if v.runs_on("gfx942"))
 
 
+@pytest.mark.triton
 def test_a_kernel_that_fails_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*args: Any, **more: Any) -> None:
         raise RuntimeError("ptxas is not there")
@@ -346,6 +352,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
         crossentropy.cross_entropy_(torch.ones(shape), torch.zeros(rows, dtype=torch.int64), **options)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_the_loss_is_the_same_with_and_without_the_kernel(
@@ -433,6 +440,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_found(name: str, mutant: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, of = MUTANTS[name]

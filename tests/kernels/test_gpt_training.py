@@ -72,13 +72,13 @@ def test_kernels_run_from_the_first_operation_to_the_loss(monkeypatch: pytest.Mo
         assert heads in {step.name for step in cover}
         assert sum(step.name in used for step in cover) >= 4, plan
     chunks: list[int] = []
-    in_triton = _chunks._in_triton
+    in_kernel = _chunks._in_kernel
 
     def noted(how: Any, logits: Tensor, *rest: Any) -> Any:
         chunks.append(len(logits))
-        return in_triton(how, logits, *rest)
+        return in_kernel(how, logits, *rest)
 
-    monkeypatch.setattr(_chunks, "_in_triton", noted)
+    monkeypatch.setattr(_chunks, "_in_kernel", noted)
     before = model(TOKENS)
     assert chunks == [16, 16, 10]
     after = copy.deepcopy(model)

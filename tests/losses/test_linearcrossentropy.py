@@ -329,7 +329,8 @@ def test_the_gradient_of_a_bias_is_summed_in_float32_where_that_of_logits_is_hal
     monkeypatch.setattr(_chunks, "_in_torch", half)
     x, weight, bias = (torch.randn(size, dtype=torch.bfloat16) for size in ((1000, 8), (50, 8), (50,)))
     targets, how = torch.zeros(1000, dtype=torch.int64), LinearCrossEntropy(8, 50)._how()
-    made = _chunks.walk(how, torch.bfloat16, x, weight, targets, bias, (False, False, True))
+    with sf.fusing(False):
+        made = _chunks.walk(how, torch.bfloat16, x, weight, targets, bias, (False, False, True))
     expected = 1000 * torch.tensor(0.01, dtype=torch.bfloat16).double().expand(50)
     torch.testing.assert_close(made.dbias.double(), expected, rtol=1e-6, atol=0)
 
@@ -366,7 +367,7 @@ def test_the_kernel_is_for_the_classes_of_one_process(size: int, monkeypatch: py
     in_torch, used = _chunks._in_torch, list[Any]()
     env = SimpleNamespace(kernels="triton", triton=True)
     monkeypatch.setattr(_chunks, "Env", SimpleNamespace(of=lambda device: env))
-    monkeypatch.setattr(_chunks, "_in_triton", lambda *given: used.append(given) or in_torch(*given))
+    monkeypatch.setattr(_chunks, "_in_kernel", lambda *given: used.append(given) or in_torch(*given))
     group: Any = SimpleNamespace(size=size, rank=0, all_reduce=lambda t, *of: t)
     how = LinearCrossEntropy(3, 4)._how()._replace(group=group)
     x, weight, targets = torch.randn(5, 3), torch.randn(4, 3), torch.arange(5) % 4
@@ -387,9 +388,11 @@ def test_the_logits_of_one_chunk_are_gone_before_the_next(
     reduction: str, softcap: float | None, dtype: torch.dtype, most: int
 ) -> None:
     case = Case((40,), 6, 300, dtype, softcap=softcap, reduction=reduction, label_smoothing=0.1, z_loss=1e-3)
-    with Alive(8 * 300) as alive:
-        results(linear_cross_entropy, case, case.drawn(), chunk=8)
-    assert alive.most == most
+    for fusing in (False, True):
+        with sf.fusing(fusing), Alive(8 * 300) as alive:
+            results(linear_cross_entropy, case, case.drawn(), chunk=8)
+        # A kernel writes its gradient over the logits, whatever is done to them.
+        assert alive.most <= most if fusing else alive.most == most
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -1,0 +1,204 @@
+"""Cross-entropy as C: what is of C alone, and the loss; `tests/kernels/test_crossentropy.py` runs with it, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import seqfuse as sf
+from seqfuse import compiler
+from seqfuse.errors import FallbackWarning
+from seqfuse.hardware import C_WORTHWHILE
+from seqfuse.kernels import crossentropy
+from seqfuse.kernels.c import call
+from seqfuse.kernels.c import crossentropy as in_c
+from seqfuse.losses import LinearCrossEntropy, _chunks
+from seqfuse.testing import assert_bitwise_equal, assert_fused_close, seeded_randn
+from tests.kernels.test_crossentropy import CASES, check, drawn, in_torch, run
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["plain", "all", "all_again"])
+def test_rows_longer_than_a_block(name: str, dtype: torch.dtype) -> None:
+    check(CASES[name], drawn(CASES[name], 5, 2 * in_c._BLOCK + 37, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["plain", "all", "again"])
+def test_plain_c_gives_as_good_numbers(name: str, dtype: torch.dtype, plain_c: None) -> None:
+    check(CASES[name], drawn(CASES[name], 9, 131, dtype))
+
+
+@pytest.mark.parametrize("name", ["plain", "all", "all_again"])
+def test_threads_change_no_bit(name: str) -> None:
+    tensors = drawn(CASES[name], 70, 1025, torch.float32)
+    assert tensors["logits"].numel() >= call.PARALLEL
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run(CASES[name], tensors))
+    finally:
+        torch.set_num_threads(before)
+    assert_bitwise_equal(results[0], results[1])
+    assert_bitwise_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masked_classes_have_no_gradient(dtype: torch.dtype) -> None:
+    """-inf in some, in all but one, and in all classes: the last one is NaN, as in torch."""
+    tensors = drawn(CASES["plain"], 4, 40, dtype)
+    tensors["targets"] = torch.tensor([30, 39, 3, -100])
+    tensors["logits"][0, :16], tensors["logits"][1, :39], tensors["logits"][2], tensors["logits"][3] = [-math.inf] * 4
+    tensors["logits"][3, 5] = 0.5
+    ours, theirs = run(CASES["plain"], tensors), in_torch(CASES["plain"], tensors)
+    for name, t in theirs.items():
+        assert torch.equal(ours[name].isnan(), t.isnan()), name
+        torch.testing.assert_close(ours[name], t, equal_nan=True)
+    assert (ours["gradient"][0, :16] == 0).all()
+
+
+def test_float64_has_no_kernel() -> None:
+    with pytest.raises(ValueError, match="float32, bfloat16 and float16, not float64"):
+        crossentropy.cross_entropy_(torch.zeros(2, 3).double(), torch.tensor([0, 1]))
+
+
+def test_kernels_depend_on_no_number(sources: list[str]) -> None:
+    for rows, classes, numbers in ((3, 7, (0.1, 1e-4, 30.0, -100)), (5, 33, (0.2, 0.3, 2.0, 4))):
+        names = ("label_smoothing", "z_loss", "softcap", "ignore_index")
+        targets = torch.arange(rows) % classes
+        crossentropy.cross_entropy_(torch.randn(rows, classes), targets, **dict(zip(names, numbers, strict=True)))
+    assert len(sources) == 2
+    assert len({*sources}) == 1
+
+
+MUTANTS = {
+    "largest": ("lane[j] = z > lane[j] ? z : lane[j];", "lane[j] = z;", "spread"),
+    "largest of the last ones": ("most = z > most ? z : most;", "", "tail"),
+    "a block": (" last = c0 + 1024 < V ? c0 + 1024 : V", " last = V", "plain"),
+    "added in float64": ("total += sum;", "total = sum;", "plain"),
+    "of the target": ("- (1. - smoothing) * ((double)picked - top)", "- (1. - smoothing) * picked", "plain"),
+    "smoothing": ("smoothing * (plain / V)", "smoothing * plain", "smooth"),
+    "share of each class": ("spread = smoothing / V", "spread = 0", "smooth"),
+    "z-loss": ("value += z_loss * lse * lse;", "value += z_loss * lse;", "z_loss"),
+    "gradient of the z-loss": ("2. * z_loss", "z_loss", "z_loss"),
+    "gradient of the cap": ("float own = 0.f;", "float own = 0.f; softcap *= 1.01f;", "softcap"),
+    "who counts": ("double g = counted ?", "double g = 1 ?", "padding"),
+    "losses that count": ("counted ? (float)value : 0.f", "(float)value", "padding"),
+    "scale": ("ld_f32(scale, row)", "ld_f32(scale, 0)", "scaled"),
+    "target's own": ("if (known) st_f32(logits, at + target, own);", "", "plain"),
+    "divided by the sum": ("(float)(g / total)", "(float)g", "again"),
+    "given largest": ("float top = softmax[row];", "float top = softmax[row] + 1.f;", "again"),
+    "given sum": ("softmax[softmax_stride + row]", "softmax[row]", "again"),
+}  # fmt: skip
+
+
+def spread(at: int) -> dict[str, torch.Tensor]:
+    """Rows whose exponentials overflow where another logit than that one is taken for the largest."""
+    tensors = drawn(CASES["plain"], 9, 2085, torch.float32)
+    tensors["logits"] = torch.zeros(9, 2085)
+    tensors["logits"][:, at], tensors["logits"][:, 7] = 200.0, 20.0
+    return tensors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_odd_rows(name: str) -> None:
+    check(CASES[name], drawn(CASES[name], 9, 2085, torch.float32))
+
+
+@pytest.mark.parametrize("at", [3, -1])
+def test_the_largest_logit_is_found_wherever_it_is(at: int) -> None:
+    assert run(CASES["plain"], spread(at))["loss"].isfinite().all()
+
+
+@pytest.mark.mutant
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_found(name: str, altered: Callable[[str, str], None]) -> None:
+    old, new, of = MUTANTS[name]
+    altered(old, new)
+    if of in ("spread", "tail"):
+        assert not run(CASES["plain"], spread(3 if of == "spread" else -1))["loss"].isfinite().all()
+    else:
+        with pytest.raises(AssertionError):
+            check(CASES[of], drawn(CASES[of], 9, 2085, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_loss_takes_the_kernel_and_is_as_without_it(
+    reduction: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    kernel = crossentropy.cross_entropy_
+    monkeypatch.setattr(
+        crossentropy, "cross_entropy_", lambda *args, **more: (calls.append(len(args[0])), kernel(*args, **more))[1]
+    )
+    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0, "reduction": reduction}
+    torch.manual_seed(0)
+    module = LinearCrossEntropy(12, 60, True, chunk=8, **options).double()
+    x, targets = seeded_randn((21, 12), 0, dtype=dtype), torch.arange(21)
+    targets[3:6] = -100
+
+    def results(x: torch.Tensor, fusing: bool) -> dict[str, torch.Tensor]:
+        x = x.detach().requires_grad_()
+        with sf.fusing(fusing):
+            loss = module(x, targets)
+            grads = torch.autograd.grad(loss.sum(), [x, *module.parameters()])
+        return {"loss": loss.detach(), **{f"d{i}": d for i, d in enumerate(grads)}}
+
+    wide = results(x.double(), False)
+    module.to(dtype)
+    ours = results(x, True)
+    twice = [8, 8, 8, 8, 5, 5] if dtype is torch.float16 else [8, 8, 5]
+    assert calls == ([] if dtype is torch.float64 else [8, 8, 5] * 2 if reduction == "none" else twice)
+    calls.clear()
+    theirs = results(x, False)
+    assert not calls
+    assert_fused_close(ours, theirs, wide)
+
+
+@pytest.mark.parametrize("classes", [C_WORTHWHILE // 4 - 1, C_WORTHWHILE // 4])
+def test_small_logits_compile_nothing(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    kernel = crossentropy.cross_entropy_
+    monkeypatch.setattr(crossentropy, "cross_entropy_", lambda *a, **k: (calls.append(1), kernel(*a, **k))[1])
+    module = LinearCrossEntropy(3, classes)
+    module(torch.randn(4, 3), torch.arange(4))
+    assert bool(calls) == (4 * classes >= C_WORTHWHILE)
+
+
+def test_a_kernel_that_fails_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*args: Any, **more: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(crossentropy, "cross_entropy_", failing)
+    with pytest.raises(sf.KernelError, match="SF401 LinearCrossEntropy: its kernel failed: out of luck"):
+        LinearCrossEntropy(3, 400)(torch.randn(4, 3), torch.arange(4))
+
+
+def test_without_a_compiler_operations_of_torch_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_chunks, "Env", SimpleNamespace(of=lambda device: SimpleNamespace(kernels=None)))
+    monkeypatch.setattr(crossentropy, "cross_entropy_", lambda *a, **k: pytest.fail("called"))
+    module, x, targets = LinearCrossEntropy(3, 400), torch.randn(4, 3), torch.arange(4)
+    torch.testing.assert_close(module(x, targets), F.cross_entropy(F.linear(x, module.weight), targets))
+
+
+def test_a_compiler_that_fails_is_said_once(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_failures", [])
+    known = compiler.compiler()
+    assert known is not None
+    monkeypatch.setattr(compiler, "_found", lambda: (known._replace(flags=(*known.flags, "-no-such-flag")), ""))
+    module, x, targets = LinearCrossEntropy(3, 400), torch.randn(4, 3), torch.arange(4)
+    wanted = F.cross_entropy(F.linear(x, module.weight), targets)
+    with pytest.warns(FallbackWarning, match="LinearCrossEntropy runs unfused, in ATen calls: cc .* failed: "):
+        torch.testing.assert_close(module(x, targets), wanted)
+    assert compiler.compiler() is None
+    torch.testing.assert_close(module(x, targets), wanted)
