@@ -272,14 +272,14 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = GPT(args.dim, args.layers).to(HERE)
-    copies = copy.deepcopy(model), copy.deepcopy(model)
-    conversions = sf.convert(copies[0]), sf.convert(copies[1], memory="lean")
+    copies = [copy.deepcopy(model) for _ in range(3)]
+    conversions = sf.convert(copies[0]), sf.convert(copies[1], memory="lean"), sf.convert(copies[2])
     built = Built(args.dim, args.layers).to(HERE)
     built.load(model)
     models = {
         "eager": model, "convert": copies[0], "lean": copies[1], "nn": built,
         # What the fused copies are compared with, step by step, since it draws the same dropout masks as they do.
-        "unfused": copy.deepcopy(built),
+        "unfused": copies[2],
     }  # fmt: skip
     runs = [Run(name, one, args.steps, fusing=name != "unfused") for name, one in models.items()]
     *four, unfused = runs
