@@ -27,22 +27,18 @@ from ._launch import (
     as_rows,
     cdiv,
     in_c,
-    inner_contiguous,
     launch,
     next_power_of_2,
     processors,
     register_limit,
     traced,
 )
-from ._norm_ops import Backward, Forward
+from ._norm_ops import Backward, Forward, columns_of
 from ._philox import dropped, threshold_and_scale
 from ._replay import bound, replayed
 from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed, is_half
-
-MAX_COLUMNS = 65536
-"""The widest row."""
 
 
 @triton.jit
@@ -405,20 +401,6 @@ def _compute(x: Tensor) -> tuple[torch.dtype, Any]:
     return (torch.float64, tl.float64) if x.dtype is torch.float64 else (torch.float32, tl.float32)
 
 
-def _checked(x: Tensor, **rows: Tensor | None) -> int:
-    N = x.shape[-1] if x.ndim else 0
-    if not x.ndim:
-        raise ValueError("a norm needs at least one dimension")
-    if not 0 < N <= MAX_COLUMNS:
-        raise ValueError(f"rows of {N} columns: at least 1 and at most {MAX_COLUMNS} can be normalized")
-    for name, row in rows.items():
-        if row is not None and tuple(row.shape) != (N,):
-            raise ValueError(f"{name} must have shape ({N},), got {tuple(row.shape)}")
-        if row is not None:
-            inner_contiguous(name, row)
-    return N
-
-
 def _same(name: str, tensor: Tensor | None, x: Tensor) -> Tensor | None:
     if tensor is None:
         return None
@@ -479,7 +461,7 @@ def _decided_forward(
     seed: Tensor | None,
     residual: Tensor | None,
 ) -> Forward:
-    N = _checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
+    N = columns_of(x, weight=weight, bias=bias, pre_bias=pre_bias)
     source, other = as_rows("x", x, N), _same("residual", residual, x)
     M = source.shape[0]
     compute, triton_compute = _compute(x)
@@ -620,7 +602,7 @@ def _decided_backward(
     dstream: Tensor | None,
     seed: Tensor | None,
 ) -> Backward:
-    N = _checked(x, weight=weight, bias=bias)
+    N = columns_of(x, weight=weight, bias=bias)
     d, source, added = _same("dy", dy, x), as_rows("x", x, N), _same("dstream", dstream, x)
     assert d is not None
     M = source.shape[0]

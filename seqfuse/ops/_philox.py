@@ -71,11 +71,8 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     if torch.compiler.is_compiling() or _transform() is not None:
         return _traceable_mask(seed, shape, p)
     size = math.prod(shape)
-    if _in_c(seed, size) and p < 1:
-        if compiler.is_collecting():
-            _c_mask().ask()
-        elif type(seed) is Tensor and not _modes():
-            return _c_mask().drop_mask(seed, shape, p)
+    if _in_c(seed, size, p):
+        return _c_mask().drop_mask(seed, shape, p)
     groups = (size + 3) // 4
     threshold = math.floor(p * 2**32)
     keys = round_keys(seed)
@@ -111,7 +108,7 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
     """
     if _failures or x.dtype not in _KERNEL_DTYPES or not triton_installed():
         return None
-    if not (x.is_cuda or interpreting or (_in_c(x, x.numel()) and x.dtype is not torch.float64)):
+    if not (x.is_cuda or interpreting or (_has_c(x, x.numel()) and x.dtype is not torch.float64)):
         return None
     if torch.compiler.is_compiling() or _transform() is not None:
         return None
@@ -130,9 +127,18 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
         return None
 
 
-def _in_c(t: Tensor, size: int) -> bool:
-    """Whether C kernels make the masks of so many elements on the device of a tensor."""
+def _has_c(t: Tensor, size: int) -> bool:
+    """Whether there are C kernels for so many elements on the device of a tensor."""
     return t.is_cpu and size >= C_WORTHWHILE and not _failures and Env.of("cpu").kernels == "c"
+
+
+def _in_c(seed: Tensor, size: int, p: float) -> bool:
+    """Whether a C kernel makes a mask now: there is one, and nothing records what runs."""
+    if p >= 1 or not _has_c(seed, size):
+        return False
+    if compiler.is_collecting():
+        _c_mask().ask()
+    return type(seed) is Tensor and not _modes() and not torch.compiler.is_compiling() and _transform() is None
 
 
 @functools.cache
@@ -175,6 +181,8 @@ def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
     """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
+    if _in_c(seed, starts.numel() * length, p) and type(starts) is Tensor:
+        return _c_mask().drop_mask(seed, (starts.shape[0], length), p, starts)
     counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)
     drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1).flatten(1)
     return drop.gather(1, (starts & 3).unsqueeze(1) + torch.arange(length, device=seed.device))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,22 +13,28 @@ from ... import compiler
 from .._philox import threshold_and_scale
 from .call import PARALLEL, Kernel, header
 
-_PART = 4096
+_PIECE = 4096
 
 
 @functools.cache
 def _kernel() -> Kernel:
+    """Spans of a mask: element i of span j is that of position `starts[j] + i`; without starts, from 0 on."""
     text = (
         f"{header('head.h')}\n{header('philox.h')}\n"
-        "void k(const int64_t *seed, uint8_t *drop, I size, I parts, I threshold, int threads) {\n"
+        "void k(const int64_t *seed, const int64_t *starts, uint8_t *drop, "
+        "I spans, I length, I threshold, int threads) {\n"
+        f"I pieces = (length + {_PIECE - 1}) / {_PIECE};\n"
         "#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)\n"
-        "for (I part = 0; part < parts; part++) {\nKeys keys;\nkeys_of(*seed, &keys);\n"
-        f"I last = (part + 1) * {_PART} < size ? (part + 1) * {_PART} : size;\n"
-        f"for (I at = part * {_PART}; at < last; at += NB) {{\n"
-        "uint32_t w[NB];\nI n = last - at < NB ? last - at : NB;\nwords(&keys, at, n, w);\n"
-        "#pragma omp simd\nfor (I i = 0; i < n; i++) drop[at + i] = w[i] < (uint32_t)threshold;\n}\n}\n}\n"
+        "for (I part = 0; part < spans * pieces; part++) {\nKeys keys;\nkeys_of(*seed, &keys);\n"
+        f"I span = part / pieces, at = part % pieces * {_PIECE};\n"
+        f"I last = at + {_PIECE} < length ? at + {_PIECE} : length;\n"
+        "I first = starts ? starts[span] : 0;\n"
+        "for (; at < last; at += NB) {\n"
+        "uint32_t w[NB];\nI n = last - at < NB ? last - at : NB;\nwords(&keys, first + at, n, w);\n"
+        "uint8_t *to = drop + span * length + at;\n"
+        "#pragma omp simd\nfor (I i = 0; i < n; i++) to[i] = w[i] < (uint32_t)threshold;\n}\n}\n}\n"
     )
-    return Kernel(text, 2, 3, 0)
+    return Kernel(text, 3, 3, 0)
 
 
 def ask() -> None:
@@ -36,15 +42,19 @@ def ask() -> None:
     compiler.ask(_kernel().source)
 
 
-def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+def drop_mask(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | None = None) -> Tensor:
     """True with probability p < 1, bool of `shape`.
 
     Element i of the contiguous order takes word i & 3 of counter i >> 2, and is kept iff that is at least
-    floor(p 2^32). seed: one int64.
+    floor(p 2^32); with `starts`, int64 [n], and a shape of [n, length] the order of row j begins at `starts[j]`. seed:
+    one int64.
     """
     drop = torch.empty(shape, dtype=torch.bool)
-    size = math.prod(shape)
+    size = drop.numel()
+    spans = 1 if starts is None else starts.shape[0]
     threads = torch.get_num_threads() if size >= PARALLEL else 1
-    function = _kernel().function()
-    function(seed.data_ptr(), drop.data_ptr(), size, -(-size // _PART), threshold_and_scale(p)[0], threads)
+    starts = None if starts is None else starts.contiguous()
+    first = 0 if starts is None else starts.data_ptr()
+    threshold = threshold_and_scale(p)[0]
+    _kernel().function()(seed.data_ptr(), first, drop.data_ptr(), spans, size // max(spans, 1), threshold, threads)
     return drop

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ... import compiler
-from .. import _norm
-from .._norm_ops import Backward, Forward
+from .._norm_ops import Backward, Forward, columns_of
 from .._philox import threshold_and_scale
 from .call import Decided, Kernel, bound, header, load, parts_of, replayed, rows_of, store
 from .chain import Numbers, Printed, dropped, total
@@ -265,7 +264,7 @@ def _decide_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, pre_bias: Tensor | None, seed: Tensor | None,
     residual: Tensor | None,
 ) -> Decided:  # fmt: skip
-    W = _norm._checked(x, weight=weight, bias=bias, pre_bias=pre_bias)
+    W = columns_of(x, weight=weight, bias=bias, pre_bias=pre_bias)
     given = _Given(x, W)
     given.rows("x", x)
     for t in (weight, bias, pre_bias, seed):
@@ -292,7 +291,7 @@ def _decide_backward(
     branch_dtype: _Dtype, dpre_bias: _Dtype, dy: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
     weight: Tensor | None, bias: Tensor | None, dstream: Tensor | None, seed: Tensor | None,
 ) -> Decided:  # fmt: skip
-    W = _norm._checked(x, weight=weight, bias=bias)
+    W = columns_of(x, weight=weight, bias=bias)
     given = _Given(x, W)
     given.rows("dy", dy)
     given.rows("x", x)

@@ -82,6 +82,16 @@ def test_the_mask_alone_is_that_of_the_operation() -> None:
         assert torch.equal(drop_mask(seed, torch.Size(shape), p), _philox._traceable_mask(seed, torch.Size(shape), p))
 
 
+def test_spans_of_a_mask_are_those_of_the_operation() -> None:
+    from seqfuse.kernels.c.mask import drop_mask
+
+    seed, starts = torch.tensor([77]), torch.tensor([0, 5, 4097, 2**33 + 1])
+    whole = _philox._words(seed, (starts >> 2).unsqueeze(1) + torch.arange(1500))
+    expected = torch.stack([word < int(0.3 * 2**32) for word in whole], -1).flatten(1)
+    expected = expected.gather(1, (starts & 3).unsqueeze(1) + torch.arange(5000))
+    assert torch.equal(drop_mask(seed, (4, 5000), 0.3, starts), expected)
+
+
 def test_numbers_of_dropout_and_scale_compile_nothing_new(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(p: float, factor: float) -> chains.Chain:
         return chains.Chain(chains.scale(factor), chains.dropout(p), chains.act(composed(GELU, chains_scale(factor))))
