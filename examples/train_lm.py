@@ -11,6 +11,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import math
 import os
 import statistics
 import sys
@@ -121,15 +122,18 @@ def seconds() -> float:
     return time.process_time() if HERE.type == "cpu" else time.perf_counter()
 
 
+def rate(step: int, steps: int) -> float:
+    """The learning rate of a step, of its largest value: it rises for a tenth of the steps, and ends at 0."""
+    return min((step + 1) / max(steps // 10, 1), 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
 class Run:
     """One copy of the model in training."""
 
     def __init__(self, name: str, model: nn.Module, steps: int, fusing: bool = True) -> None:
         self.name, self.model, self.fusing = name, model, fusing
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), fused=True)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self.optimizer, 3e-3, total_steps=max(steps, 2), pct_start=0.1
-        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: rate(step, steps))
         self.losses: list[float] = []
         self.times: list[float] = []
         self.first = 0.0

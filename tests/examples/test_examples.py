@@ -152,6 +152,19 @@ def test_language_model_shows_a_bar_in_a_terminal_where_rich_is_installed(
     assert ("\u2501" in shown) is rich
 
 
+@pytest.mark.parametrize("steps", [1, 2, 10, 240])
+def test_the_learning_rate_of_the_language_model_ends_at_zero_for_any_number_of_steps(steps: int) -> None:
+    demo = runpy.run_path(str(EXAMPLES / "train_lm.py"))
+    run = demo["Run"]("eager", torch.nn.Linear(1, 1), steps)
+    rates: list[float] = []
+    for _ in range(steps):
+        rates.append(run.optimizer.param_groups[0]["lr"])
+        run.optimizer.step()
+        run.schedule.step()
+    assert all(0 < rate <= 3e-3 for rate in rates)
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
 def test_the_language_model_is_one_model_as_written_in_torch_and_built() -> None:
     demo = runpy.run_path(str(EXAMPLES / "train_lm.py"))
     torch.manual_seed(0)
