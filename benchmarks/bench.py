@@ -1,9 +1,9 @@
 """Everything that can be measured without a GPU, one after the other, each in a process of its own.
 
-CPU overhead in instructions, that of launches, CPU time of steps beside eager torch, planning, bytes saved for
-backward, whole layers against eager torch and `torch.compile`, fusions made of ATen calls, converted models, memory and
-time of their training steps beside activation checkpointing, and the traffic of each kernel counted in Triton's
-interpreter. Each writes its JSON into `results/`; then the tables of README.md and docs/ are drawn anew.
+CPU overhead in instructions, that of launches, CPU time of steps beside eager torch, compiling C kernels, planning,
+bytes saved for backward, whole layers against eager torch and `torch.compile`, fusions made of ATen calls, converted
+models, memory and time of their training steps beside activation checkpointing, and the traffic of each kernel counted
+in Triton's interpreter. Each writes its JSON into `results/`; then the tables of README.md and docs/ are drawn anew.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PARTS = {
     "launch": ("bench_launch.py",),
     "cpu": ("bench_cpu.py",),
     "cpu_parts": ("cpu_parts.py",),
+    "compile": ("bench_compile.py",),
     "memory": ("bench_memory.py",),
     "layers": ("bench_layers.py",),
     "aten": ("bench_aten.py",),

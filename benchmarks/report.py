@@ -126,6 +126,21 @@ def _each(rows: list[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
+def compiling() -> str | None:
+    """What compiling C kernels takes."""
+    found = read("compile")
+    if found is None:
+        return None
+    rows = [
+        (r["model"], str(r["kernels"]), f"{r['compilers']:.1f} s", f"{r['compilers'] / r['kernels']:.2f} s",
+         f"{r['loading'] * 1e3 / r['kernels']:.2f} ms")
+        for r in found["rows"]
+    ]  # fmt: skip
+    lines = [where(found["about"]).rstrip(".") + f", {found['compiler']}.", ""]
+    lines += table(("a training step of", "kernels", "to compile them", "each", "to load one from the cache"), rows)
+    return text(lines)
+
+
 def launch() -> str | None:
     """Instructions of launches, and what a whole block is made of."""
     found = read("launch")
@@ -559,6 +574,7 @@ def _one_line(words: str) -> str:
 DRAWN: dict[str, Callable[[], str | None]] = {
     "cpu": cpu,
     "cpu_parts": cpu_parts,
+    "compile": compiling,
     "host": host,
     "kernels": kernels,
     "launch": launch,
