@@ -1,7 +1,7 @@
-"""Write an activation that the library's kernels fuse, and a fusion with a Triton kernel; check both, read their plan.
+"""Write an activation that the library's kernels fuse, and a fusion made of its kernels; check both, read their plan.
 
-On a machine without a GPU, run it as  TRITON_INTERPRET=1 python examples/04_write_a_fusion.py  to run the kernels in
-Triton's interpreter. Without either, the fusions are not applied, and the plan says why.
+On a CPU the kernels are compiled as C. Run it as  TRITON_INTERPRET=1 python examples/04_write_a_fusion.py  to run the
+Triton kernels, in Triton's interpreter. Without a C compiler the fusions are not applied, and the plan says why.
 """
 
 import functools
@@ -38,12 +38,11 @@ class ScaleTanhScale(sf.JointFusion):
     tanh: ops.Tanh
     up: ops.Scale
 
+    kernels = ("triton", "c")
+
     class Saved(sf.Saved):
         t: Tensor  # [*, H]
         factors: tuple[float, float]
-
-    def requires(self, env: sf.Env) -> sf.Requirements:
-        yield env.triton, "needs a Triton device"
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         factors = self.down.factor, self.up.factor

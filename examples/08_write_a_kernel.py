@@ -86,12 +86,13 @@ class TanhScale(sf.JointFusion):
     act: ops.Tanh
     scale: ops.LayerScale
 
+    kernels = ("triton",)
+
     class Saved(sf.Saved):
         x: Tensor  # [*, H]
         gamma: Tensor  # [H], the parameter itself
 
     def requires(self, env: sf.Env) -> sf.Requirements:
-        yield env.triton, "needs a Triton device"
         yield self.scale.size <= ELEMENTS, f"a program holds a whole token, of at most {ELEMENTS} features"
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:

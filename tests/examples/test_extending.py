@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from seqfuse.env import why_no_c
 from tests.examples.counted import lines_of
 from tests.processes import Script
 
@@ -39,17 +40,22 @@ def test_an_activation_and_a_fusion_are_as_short_as_they_are_said_to_be() -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
-def test_without_a_device_the_fusion_is_planned_for_one_and_refused_here(tmp_path: Path) -> None:
-    lines = run(str(FUSION), folder=tmp_path, warned="check_fusion ran nothing of ", PYTHONPATH=str(ROOT))
+def test_without_kernels_the_fusion_is_planned_for_a_gpu_and_refused_here(tmp_path: Path) -> None:
+    off = {"PYTHONPATH": str(ROOT), "SEQFUSE_C_KERNELS": "0"}
+    lines = run(str(FUSION), folder=tmp_path, warned="check_fusion ran nothing of ", **off)
     assert "ScaleTanhScale: 0 cases on no op sequence" in lines
     assert "On cpu bfloat16, up to 16 tokens: 0 ScaleTanhScale" in lines
-    assert lines[-1] == "not applied: needs a Triton device"
+    assert lines[-1] == "not applied: C kernels are switched off by SEQFUSE_C_KERNELS=0"
     assert_planned(lines)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about a machine without a GPU")
-def test_interpreted_it_is_checked_in_one_call_and_used(tmp_path: Path) -> None:
-    lines = run(str(FUSION), folder=tmp_path, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
+@pytest.mark.parametrize("kernels", ["c", "triton"])
+def test_its_kernels_are_checked_in_one_call_and_used(kernels: str, tmp_path: Path) -> None:
+    if kernels == "c" and why_no_c():
+        pytest.skip(why_no_c())
+    environment = {"TRITON_INTERPRET": "1"} if kernels == "triton" else {}
+    lines = run(str(FUSION), folder=tmp_path, PYTHONPATH=str(ROOT), **environment)
     text = "\n".join(lines)
     for name, of in (
         ("PointwiseChain", "Bias, HardSwish"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from seqfuse.env import why_no_c
 from tests.examples import faults, printed
 from tests.processes import Script
 
@@ -24,6 +25,7 @@ def forked(command: list[str], **options: Any) -> subprocess.CompletedProcess[st
     return Script(*command[1:], environment=environment, bare="TRITON_INTERPRET" in environment).done()
 
 
+@pytest.mark.skipif(bool(why_no_c()), reason="pages show what is printed where C kernels run")
 @pytest.mark.parametrize("page", printed.PAGES, ids=lambda page: page.name)
 def test_shown_output_is_what_is_printed(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", forked)
