@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from seqfuse import compiler
 from tests.processes import Script
 
 from .conftest import Cli
@@ -59,11 +60,12 @@ def test_an_operation_of_this_library_passes(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ReLU", "SwiGLU"])
-def test_what_a_check_left_out_is_said(name: str, cli: Cli) -> None:
+def test_what_a_check_left_out_is_said(name: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels run here")
     arguments = f"seqfuse.ops:{name}", "--input", "3x4", "--dtype", "float32"
-    reason = "value and derivative were not checked: no Triton device here, TRITON_INTERPRET=1 runs them on a CPU"
+    monkeypatch.setattr(compiler, "_found", lambda: (None, "no C compiler: there is no cc"))
+    reason = "value and derivative were not checked: no C compiler: there is no cc"
     skipped = reason if name == "ReLU" else f"activation SiLU: {reason}"
     status, (one,) = checks(cli, *arguments)
     assert (status, one["failure"], one["skipped"]) == (0, None, [skipped])
@@ -197,10 +199,10 @@ def test_a_tuple_of_fusions_is_each_of_them(cli: Cli) -> None:
 def test_a_fusion_that_cannot_run_here_is_not_passed(cli: Cli) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels run here")
-    done = cli("check", "seqfuse.fusions:BiasGated", "--device", "cpu")
+    done = cli("check", "seqfuse.fusions:LinearBiasActivation", "--device", "cpu")
     hint = "needs a Triton device; TRITON_INTERPRET=1 runs Triton kernels on a CPU, slowly"
-    assert (done.status, done.out) == (3, f"not run testing.check_fusion BiasGated\n    {hint}\n")
-    status, (one,) = checks(cli, "seqfuse.fusions:BiasGated")
+    assert (done.status, done.out) == (3, f"not run testing.check_fusion LinearBiasActivation\n    {hint}\n")
+    status, (one,) = checks(cli, "seqfuse.fusions:LinearBiasActivation")
     assert (status, one["failure"], one["repro"], one["not_run"]) == (3, None, None, hint)
 
 

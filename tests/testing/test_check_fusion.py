@@ -198,7 +198,7 @@ def test_results_that_waver_are_called_that():
 @pytest.mark.parametrize("dtypes", [None, [torch.float32]])
 def test_says_how_to_run_a_triton_fusion_without_a_gpu(dtypes: list[torch.dtype] | None):
     with pytest.raises(NotRun, match=r"needs a Triton device.*; TRITON_INTERPRET=1, set before the start, runs"):
-        check_fusion(sf.fusions.PointwiseChain, X, ops.Bias(6), ops.ReLU(), dtypes=dtypes)
+        check_fusion(sf.fusions.LinearBiasActivation, X, ops.Linear(6, 4), ops.ReLU(), dtypes=dtypes)
 
 
 def test_says_that_a_pattern_does_not_match():

@@ -295,6 +295,6 @@ def test_an_int8_cache_is_checked_too(stub: Stub) -> None:
 
 def test_afterwards_nothing_is_launched_on_a_cpu() -> None:
     with stub_driver(compiles=False):
-        chains()
+        products()
     with pytest.raises(ValueError, match="must be on a GPU"):
-        chains()
+        products()
