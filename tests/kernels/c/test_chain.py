@@ -242,6 +242,18 @@ def test_a_call_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(first, second)
 
 
+def test_a_call_with_one_tensor_twice_is_decided_once_too() -> None:
+    x, steps = seeded_randn((4, 300), 0), chains.Chain(chains.act(TANH), chains.add())
+    (first,) = chain.run(x, steps, (x,), None, (), True)
+    decided = len([entry for entries in call._entries.values() for entry in entries])
+    (second,) = chain.run(x, steps, (x,), None, (), True)
+    assert len([entry for entries in call._entries.values() for entry in entries]) == decided
+    assert first is not None
+    assert torch.equal(first, second)
+    (third,) = chain.run(x, steps, (seeded_randn((4, 300), 1),), None, (), True)
+    torch.testing.assert_close(third, x.tanh() + seeded_randn((4, 300), 1))
+
+
 def test_a_kernel_knows_its_own_dtypes() -> None:
     """The same chain in another dtype is another kernel, and a tensor of another dtype is never handed to it."""
     steps = chains.Chain(chains.bias(), chains.act(GELU), chains.add())
