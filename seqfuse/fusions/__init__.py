@@ -68,7 +68,7 @@ aten: tuple[type[FusedOperation], ...] = (
     BackwardLinearScale,  # the factor of a Scale in the GEMMs, instead of a pass over the gradient
     LinearBiasBackward,  # the same kernels, one step of the engine instead of two
 )
-"""Fusions made of ATen calls; they apply on any device, without Triton.
+"""Fusions made of ATen calls; they apply on any device, without Triton or a C compiler.
 
 Each is not slower than the operations it replaces where its requirements hold, as `benchmarks/bench_aten.py` measures,
 paired and interleaved. ATen has nothing for add and norm in one pass, or for a backward that computes the gradient of a
@@ -107,7 +107,7 @@ triton: tuple[type[FusedOperation], ...] = (
     BiasQKNormRotaryBackward,  # their gradients in one pass
     BiasQKNormBackward,  # their gradients in one pass
 )
-"""Fusions made of Triton kernels, not applied where none can run; not yet run on a GPU."""
+"""Fusions made of Triton kernels, many of which a CPU runs as C; not applied where none runs, not yet run on a GPU."""
 
 lean: tuple[type[FusedOperation], ...] = (
     NormLinearActivationLinear,  # of a whole feed-forward block saves its input and the pre-activation

@@ -65,6 +65,11 @@ def runs(operation: type[sf.UnfusedOperation], dtype: torch.dtype) -> bool:
     return True
 
 
+def in_c() -> list[type[sf.FusedOperation]]:
+    """The fusions that have C kernels."""
+    return [one for one in (*fusions.aten, *fusions.triton, *fusions.lean) if "c" in one.kernels]
+
+
 def fused_in(operation: type[sf.UnfusedOperation], group: Any) -> str:
     """How many fusions of a set have a place for an operation, forward and backward."""
     taking = [one for one in group if any(slot.takes(operation) for slot in one.slots)]
@@ -143,12 +148,13 @@ def matrix() -> str:
     """The operations: dtypes in which both passes run on a CPU and are tested, and the fusions that take each."""
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     found = checked(*OPERATIONS, by=COMPARES)
-    lines = [f"| operation | {' | '.join(names)} | fusions of ATen calls | fusions of Triton kernels |"]
-    lines += [f"| --- | {' | '.join('---' for _ in names)} | ---: | ---: |"]
+    sets = {"ATen calls": fusions.aten, "Triton kernels": fusions.triton, "C kernels": in_c()}
+    lines = [f"| operation | {' | '.join(names)} | {' | '.join(f'fusions of {one}' for one in sets)} |"]
+    lines += [f"| --- | {' | '.join('---' for _ in names)} | {' | '.join('---:' for _ in sets)} |"]
     for operation in operations():
         known = found.get(operation.__name__, set())
         cells = [("tested" if dtype in known else "runs") if runs(operation, dtype) else "-" for dtype in DTYPES]
-        groups = fused_in(operation, fusions.aten), fused_in(operation, fusions.triton)
+        groups = (fused_in(operation, one) for one in sets.values())
         lines.append(f"| `{operation.__name__}` | {' | '.join((*cells, *groups))} |")
     return "\n".join(lines) + "\n"
 
@@ -182,6 +188,8 @@ def how() -> str:
          checked("fusions/test_*.py", "parallel/test_*.py")),
         ("a fusion of Triton kernels against its operations", "`check_fusion`", "Triton's interpreter", sets[1],
          checked("fusions/triton/test_*.py")),
+        ("a fusion of C kernels against its operations", "`check_fusion`", "CPU", {one.__name__ for one in in_c()},
+         checked("fusions/test_*_in_c.py", "kernels/c/test_*.py")),
         ("a Triton kernel against its math in float64", "error bound", "Triton's interpreter", kernels, kernels),
     )  # fmt: skip
     lines = [f"| what | by | on | {' | '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} |"]
