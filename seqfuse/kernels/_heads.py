@@ -37,6 +37,7 @@ def checked(
 
 
 def check_weights(size: int, *weights: Tensor | None) -> None:
+    """Raise `ValueError` unless the weights of queries and keys are given together, each [size]."""
     if len({weight is None for weight in weights}) > 1:
         raise ValueError("q_weight and k_weight are given together")
     for weight in weights:
