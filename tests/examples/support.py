@@ -101,6 +101,16 @@ def checked(*patterns: str, by: frozenset[str] = frozenset(("check_fusion",))) -
     return found
 
 
+def in_cases(pattern: str) -> Tested:
+    """The fusions in the `CASES` of tests, each with the dtypes of its cases."""
+    found: dict[str, set[torch.dtype]] = {}
+    for path in sorted((ROOT / "tests").glob(pattern)):
+        module: Any = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for fusion, dtype, _ in module.CASES.values():
+            found.setdefault(fusion.__name__, set()).add(dtype)
+    return found
+
+
 def _tree(function: Callable[..., Any]) -> ast.AST:
     return ast.parse(textwrap.dedent(inspect.getsource(function)))
 
@@ -189,7 +199,7 @@ def how() -> str:
         ("a fusion of Triton kernels against its operations", "`check_fusion`", "Triton's interpreter", sets[1],
          checked("fusions/triton/test_*.py")),
         ("a fusion of C kernels against its operations", "`check_fusion`", "CPU", {one.__name__ for one in in_c()},
-         checked("fusions/test_*_in_c.py", "kernels/c/test_*.py")),
+         {**checked("kernels/c/test_*.py"), **in_cases("fusions/test_*_in_c.py")}),
         ("a Triton kernel against its math in float64", "error bound", "Triton's interpreter", kernels, kernels),
     )  # fmt: skip
     lines = [f"| what | by | on | {' | '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} |"]
