@@ -267,15 +267,15 @@ class _Compilation:
         self._path, self._by = folder / _file(source, by), by
         self._work = tempfile.TemporaryDirectory(prefix="seqfuse-")
         text, self._made = Path(self._work.name, "kernel.c"), Path(self._work.name, "kernel.so")
-        text.write_text(source)
         command = [by.path, *by.flags, str(text), "-o", str(self._made), *_gomp(), "-lm"]
         try:
+            text.write_text(source)
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
             )
         except OSError as error:
             self._work.cleanup()
-            raise CompileError(f"{by.path} cannot be run: {error}") from None
+            raise CompileError(f"{by.path} cannot be run here: {error}") from None
 
     def finish(self) -> None:
         """Wait for it and keep what it made."""

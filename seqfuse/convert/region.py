@@ -242,6 +242,6 @@ def _as_rows(x: Tensor) -> Tensor:
     """The same numbers as rows of a matrix, which a GEMM reads: torch saves a copy, not all that x is a part of."""
     try:
         x.view(-1, x.shape[-1])
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # the latter of a fake tensor
         return x.contiguous()
     return x

@@ -160,9 +160,8 @@ def test_what_the_processes_do_not_divide_is_an_error(case: str, group: Any) -> 
 
 def test_rows_that_the_processes_do_not_divide_are_an_error(group: Any) -> None:
     model = sf.Sequential(ops.GeLU(), ops.Linear(8, 6, parallel="row", group=group, sequence_dim=-2))
-    with pytest.raises(
-        sf.InputError, match=r"SF101 position 2 \(ReduceScatter\): expects a dimension -2 that 4 divides"
-    ):
+    place = r"SF101 '1.reducescatter', position 2 \(ReduceScatter\): "
+    with pytest.raises(sf.InputError, match=place + "expects a dimension -2 that 4 divides"):
         model(torch.randn(6, 2))
 
 
