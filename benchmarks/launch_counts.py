@@ -64,7 +64,7 @@ def counting(counted: Launches) -> Iterator[Launches]:
                 stack.enter_context(mock.patch.object(module, "traced", return_value=False))
         # Of a norm as of `native_layer_norm`; angles of one position are made once for each device.
         for module, name, count in (
-            (rmsnorm, "fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "_frequencies", 0),
+            (rmsnorm, "fused_rms_norm", 1), (ops.RMSNorm, "bwd", 2), (rope, "frequencies_of", 0),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, counted.as_one(getattr(module, name), count)))
         stack.enter_context(counted)

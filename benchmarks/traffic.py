@@ -234,7 +234,7 @@ def heads_cases() -> Iterator[Case]:
     gains = [drawn(size), drawn(size)]
     rstd, bf16 = torch.ones(ROWS, known), torch.bfloat16
     turn = k.Rotation("half", size)
-    angles = k._frequencies(turn, x.device)  # pyright: ignore[reportPrivateUsage]
+    angles = k.frequencies_of(turn, x.device)
     weights: dict[str, Any] = dict(zip(("q_weight", "k_weight"), gains, strict=True))
     norm: dict[str, Any] = {"norm_eps": 1e-6, **weights}
     before: dict[str, Any] = {"x": x, "rstd": rstd, **weights}
@@ -309,7 +309,7 @@ def decode_cases() -> Iterator[Case]:
     B, H, D, most = 2, 4, 64, 512
     lengths, q, new = torch.tensor([300, 77]), drawn(B, H, D), drawn(B, 1, D)
     x, turn = drawn(B, (H + 2) * D), rope.Rotation("half", D)
-    angles = rope._frequencies(turn, x.device)  # pyright: ignore[reportPrivateUsage]
+    angles = rope.frequencies_of(turn, x.device)
     for kind in (torch.bfloat16, torch.int8):
         keys, values = (torch.ones(B, 1, most, D, dtype=kind) for _ in range(2))
         scales = [torch.ones(B, 1, most) for _ in range(2 * (kind is torch.int8))]

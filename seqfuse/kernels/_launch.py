@@ -25,6 +25,9 @@ INTERPRETED = bool(knobs.runtime.interpret)
 
 MAX_GRID = 2**31 - 1
 
+MAX_COLUMNS = 65536
+"""The widest row that can be normalized."""
+
 # On AMD Triton addresses what is in 2 GiB of memory with 32 bits, and compiles for that.
 _SMALL = 2**31 - 1 if torch.version.hip else None
 
@@ -359,6 +362,21 @@ def inner_contiguous(name: str, tensor: Tensor) -> Tensor:
             f"strides {tensor.stride()}"
         )
     return tensor
+
+
+def columns_of(x: Tensor, **rows: Tensor | None) -> int:
+    """The columns of x, if they can be normalized with these parameters; raises `ValueError` else."""
+    N = x.shape[-1] if x.ndim else 0
+    if not x.ndim:
+        raise ValueError("a norm needs at least one dimension")
+    if not 0 < N <= MAX_COLUMNS:
+        raise ValueError(f"rows of {N} columns: at least 1 and at most {MAX_COLUMNS} can be normalized")
+    for name, row in rows.items():
+        if row is not None and tuple(row.shape) != (N,):
+            raise ValueError(f"{name} must have shape ({N},), got {tuple(row.shape)}")
+        if row is not None:
+            inner_contiguous(name, row)
+    return N
 
 
 def as_rows(name: str, tensor: Tensor, columns: int) -> Tensor:

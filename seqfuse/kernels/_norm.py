@@ -26,6 +26,7 @@ from ._launch import (
     architecture,
     as_rows,
     cdiv,
+    columns_of,
     in_c,
     launch,
     next_power_of_2,
@@ -33,7 +34,7 @@ from ._launch import (
     register_limit,
     traced,
 )
-from ._norm_ops import Backward, Forward, columns_of
+from ._norm_ops import Backward, Forward
 from ._philox import dropped, threshold_and_scale
 from ._replay import bound, replayed
 from ._rstd import rstd_of

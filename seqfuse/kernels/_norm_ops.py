@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._launch import inner_contiguous
 from ._operators import register as _register
 from .activations import activation_of, text_of
 
@@ -30,25 +29,6 @@ _BACKWARD = (
     "Tensor? dstream=None, Tensor? seed=None, float p=0.0, str? act=None, bool dx=True, ScalarType? dweight=None, "
     "ScalarType? dbias=None, bool dbranch=False, ScalarType? dpre_bias=None, ScalarType? branch_dtype=None) -> Tensor[]"
 )
-
-
-MAX_COLUMNS = 65536
-"""The widest row."""
-
-
-def columns_of(x: Tensor, **rows: Tensor | None) -> int:
-    """The columns of x, if they can be normalized with these parameters; raises `ValueError` else."""
-    N = x.shape[-1] if x.ndim else 0
-    if not x.ndim:
-        raise ValueError("a norm needs at least one dimension")
-    if not 0 < N <= MAX_COLUMNS:
-        raise ValueError(f"rows of {N} columns: at least 1 and at most {MAX_COLUMNS} can be normalized")
-    for name, row in rows.items():
-        if row is not None and tuple(row.shape) != (N,):
-            raise ValueError(f"{name} must have shape ({N},), got {tuple(row.shape)}")
-        if row is not None:
-            inner_contiguous(name, row)
-    return N
 
 
 class Forward(NamedTuple):

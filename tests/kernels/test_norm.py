@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _norm, _norm_ops, _rstd
+from seqfuse.kernels import _launch, _norm, _rstd
 from seqfuse.kernels._launch import cdiv, processors
 from seqfuse.kernels.activations import ACTIVATIONS, composed, scale
 from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
@@ -252,7 +252,7 @@ def test_rows_too_wide_for_registers_go_in_chunks(
 
 def test_the_widest_row_is_normalized() -> None:
     case = dataclasses.replace(CASES["layernorm"], affine=False)
-    tensors = drawn(case, (1,), _norm_ops.MAX_COLUMNS, torch.float32)
+    tensors = drawn(case, (1,), _launch.MAX_COLUMNS, torch.float32)
     check(case, tensors)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqfuse.kernels import _columns, _philox, activations, pointwise
+from seqfuse.kernels import _columns, _philox, activations, chains, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS, Activation
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import (
@@ -644,7 +644,7 @@ MUTANTS = {
         "d_gated_sum",
     ),
     "derivative of the wrong thing": (
-        pointwise,
+        chains,
         'activation.reads == "output")',
         "False)",
         "d_gated_of_output",
@@ -785,10 +785,11 @@ MUTANTS = {
     ),
     "sums in each other's columns": (_columns, "        first += width\n", "", "two_sums"),
     "sums in each other's tensors": (_columns, "if which == i:", "if which != i:", "two_sums"),
+    "threshold of dropout": (_philox, "width, P[0], BLOCK_N", "width, P[0] // 2, BLOCK_N", "bias_dropout_add"),
     "scale of dropout": (
-        _philox,
-        "1 / (1 - p) if upscale else 1.0, False",
-        "1 - p if upscale else 1.0, False",
+        chains,
+        "P=threshold_and_scale(p, upscale)",
+        "P=threshold_and_scale(p, False)",
         "bias_dropout_add",
     ),
     "lanes": (

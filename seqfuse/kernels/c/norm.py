@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ... import compiler
-from .._norm_ops import Backward, Forward, columns_of
+from .._launch import columns_of
+from .._norm_ops import Backward, Forward
 from .._philox import threshold_and_scale
 from .call import Decided, Kernel, bound, header, load, parts_of, replayed, rows_of, store
 from .chain import Numbers, Printed, dropped, total
