@@ -285,6 +285,9 @@ class _Compilation:
                 lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
                 raise CompileError(f"{self._by.version} failed: {(lines or ['it says nothing'])[0].strip()}")
             data = self._made.read_bytes()
+            if not self._path.parent.is_dir():  # it was removed while this process ran
+                _folder.cache_clear()
+                self._path = _folder() / self._path.name
             store.write(self._path, data + hashlib.sha256(data).digest())
         except subprocess.TimeoutExpired:
             raise CompileError(f"{self._by.version} took longer than {SECONDS:.0f} s") from None

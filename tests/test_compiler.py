@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -105,6 +106,17 @@ def test_threads_and_processes_share_a_cache(cache: Path) -> None:
         thread.join()
     assert found == [8] * 8
     assert len(kept(cache)) == 1
+
+
+@needs_compiler
+def test_a_folder_that_was_removed_is_made_again(cache: Path) -> None:
+    compiler.function(SOURCE % 10)
+    shutil.rmtree(cache.parent)
+    assert compiler.function(SOURCE % 11)(1) == 12
+    shutil.rmtree(cache.parent)
+    compiler.compile_all([SOURCE % 12])
+    assert len(kept(cache)) == 1
+    assert not cache.parent.stat().st_mode & 0o077
 
 
 @needs_compiler
