@@ -49,7 +49,7 @@ def drop_mask(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | Non
     floor(p 2^32); with `starts`, int64 [n], and a shape of [n, length] the order of row j begins at `starts[j]`. seed:
     one int64.
     """
-    drop = torch.empty(shape, dtype=torch.bool)
+    drop = torch.empty(shape, dtype=torch.bool, device="cpu")  # whatever the default device is
     size = drop.numel()
     spans = 1 if starts is None else starts.shape[0]
     threads = torch.get_num_threads() if size >= PARALLEL else 1

@@ -97,7 +97,7 @@ class Number:
         return self._with(other, "*", swapped=True)
 
     def __truediv__(self, other: Any) -> Number:
-        return self._with(other, "/")
+        return self.to(tl.float32)._with(other, "/")  # two comparisons would be divided as integers
 
     def __rtruediv__(self, other: Any) -> Number:
         return self._with(other, "/", swapped=True)
@@ -123,14 +123,20 @@ class Number:
     def __ne__(self, other: object) -> Number:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._with(other, "!=", "int")
 
+    def _bits(self, other: Any, operator: str) -> Number:
+        for value in (self, other):
+            if not isinstance(value, bool) and getattr(value, "kind", None) != "int":
+                _refuse("it takes bits of a number")
+        return self._with(other, operator, "int")
+
     def __and__(self, other: Any) -> Number:
-        return self._with(other, "&", "int") if self.kind == "int" else _refuse("it takes bits of a number")
+        return self._bits(other, "&")
 
     def __or__(self, other: Any) -> Number:
-        return self._with(other, "|", "int") if self.kind == "int" else _refuse("it takes bits of a number")
+        return self._bits(other, "|")
 
     def __xor__(self, other: Any) -> Number:
-        return self._with(other, "^", "int") if self.kind == "int" else _refuse("it takes bits of a number")
+        return self._bits(other, "^")
 
     def __invert__(self) -> Number:
         return self.of.number(f"!{self.name}", "int") if self.kind == "int" else _refuse("it takes bits of a number")
@@ -151,7 +157,10 @@ class Number:
 
 
 def _lines_of(*values: Any) -> Lines:
-    return next(value for value in values if isinstance(value, Number)).of
+    for value in values:
+        if isinstance(value, Number):
+            return value.of
+    return _refuse("it computes with constants alone")
 
 
 def _call(function: str) -> Callable[..., Any]:
@@ -245,10 +254,17 @@ def _plain(function: Any) -> Callable[..., Any]:
     plain = getattr(function, "fn", function)
     if not isinstance(plain, types.FunctionType):
         _refuse(f"{function!r} is not a device function")
-    around = {name: _replaced(value) for name, value in plain.__globals__.items()}
+    # What else there is in its module is not kept alive, nor looked at.
+    around = {name: _replaced(plain.__globals__[name]) for name in _names(plain.__code__) if name in plain.__globals__}
     cells = inspect.getclosurevars(plain).nonlocals
     closure = tuple(types.CellType(_replaced(cells[name])) for name in plain.__code__.co_freevars)
     return types.FunctionType(plain.__code__, around, plain.__name__, plain.__defaults__, closure or None)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Names that a function may look up, attributes among them, also within functions that stand in it."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _replaced(value: Any) -> Any:
@@ -261,7 +277,7 @@ def _replaced(value: Any) -> Any:
         if getattr(tl, name, None) is value:
             return getattr(_language, name)
         return lambda *args, **kwargs: _plain(value)(*args, **kwargs)
-    if callable(value) and getattr(value, "__module__", "").startswith("triton.language"):
+    if callable(value) and (getattr(value, "__module__", None) or "").startswith("triton.language"):
         return getattr(_language, getattr(value, "__name__", ""))
     if isinstance(value, types.ModuleType) and value.__name__.startswith("triton."):
         return _Foreign(value.__name__)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import random
+import weakref
 
 import pytest
 import torch
@@ -80,6 +83,14 @@ def test_the_mask_alone_is_that_of_the_operation() -> None:
     for shape, p in itertools.product([(1,), (5, 3), (4099,), (3, 4096)], [0.0, 0.1, 0.999]):
         seed = torch.tensor([2**63 - 5])
         assert torch.equal(drop_mask(seed, torch.Size(shape), p), _philox._traceable_mask(seed, torch.Size(shape), p))
+
+
+def test_a_mask_is_made_on_the_cpu_whatever_the_default_device_is() -> None:
+    seed, starts = torch.tensor([77]), torch.tensor([3])
+    expected = _philox.drop_mask(seed, torch.Size((1, 2000)), 0.3), _philox.drop_spans(seed, starts, 2000, 0.3)
+    with torch.device("meta"):
+        found = _philox.drop_mask(seed, torch.Size((1, 2000)), 0.3), _philox.drop_spans(seed, starts, 2000, 0.3)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_spans_of_a_mask_are_those_of_the_operation() -> None:
@@ -181,6 +192,16 @@ class Traced:
 
     @staticmethod
     @triton.jit
+    def counts(x):  # pyright: ignore
+        return tl.where((x > 0) & 1, x, 0.0)
+
+    @staticmethod
+    @triton.jit
+    def folds(x):  # pyright: ignore
+        return x + tl.minimum(1.0, 2.0)
+
+    @staticmethod
+    @triton.jit
     def slope(x):  # pyright: ignore
         return tl.zeros_like(x) + 1.0
 
@@ -192,11 +213,52 @@ class Traced:
         ("loads", "it uses tl.load"),
         ("narrows", "it uses tl.float16"),
         ("reduces", "it uses tl.sum"),
+        ("counts", "it takes bits of a number"),
+        ("folds", "it computes with constants alone"),
     ],
 )
 def test_what_cannot_be_written_in_c_is_said_by_name(name: str, sentence: str) -> None:
     reason = trace.why_not(Activation(getattr(Traced, name), Traced.slope))
     assert reason == f"Traced.{name} cannot be written in C: {sentence}"
+
+
+@triton.jit
+def quotient(x):  # pyright: ignore
+    return x + (x > 1.0) / (x > -9.0)
+
+
+@triton.jit
+def both(x):  # pyright: ignore
+    return tl.where((x > 0) & True, x, 0.0)
+
+
+@pytest.mark.parametrize("function", [quotient, both])
+def test_comparisons_are_numbers(function: object) -> None:
+    """Their quotient is none of integers, which ends the process where it is by 0."""
+    x = torch.linspace(-20, 4, 1200)
+    y, *_ = run(x, chains.Chain(chains.act(Activation(function, Traced.slope))))
+    ratio = x + (x > 1).float() / (x > -9).float()
+    expected = ratio if function is quotient else x.relu()
+    torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+class Held:
+    """What a module holds beside a device function."""
+
+
+def test_what_else_is_in_the_module_of_a_device_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    @triton.jit
+    def twice(x):  # pyright: ignore
+        return x * 2.0
+
+    monkeypatch.setitem(globals(), "drawn", random.random)  # which has no module
+    monkeypatch.setitem(globals(), "held", held := Held())
+    assert trace.why_not(Activation(twice, Traced.slope)) is None
+    gone = weakref.ref(held)
+    monkeypatch.undo()
+    del held
+    gc.collect()
+    assert gone() is None
 
 
 # Lines of a printed chain, and what a fault would make of them; each has to change a result.
