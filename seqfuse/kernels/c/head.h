@@ -33,8 +33,17 @@ INLINE void st_f16(void *p, I i, float v) {
   ((uint16_t *)p)[i] = (uint16_t)(sign | (v != v ? 0x7e00u : h));
 }
 
-/* e^x within 1 ulp: x = n ln 2 + r, in two steps of ln 2, and for e^r the polynomial of least relative error, 3.1e-9; 2^n
-   in two factors, so that subnormal results are right. */
+/* e^r for |r| < ln 2 / 2: the polynomial of least relative error, 3.1e-9. */
+INLINE float near_exp_(float r) {
+  float p = 1.3814539415761828e-3f;
+  p = p * r + 8.36874544620514e-3f;
+  p = p * r + 4.166838899254799e-2f;
+  p = p * r + 1.666652113199234e-1f;
+  p = p * r + 4.999999403953552e-1f;
+  return p * (r * r) + r + 1.f;
+}
+
+/* e^x within 1 ulp: x = n ln 2 + r, in two steps of ln 2; 2^n in two factors, so that subnormal results are right. */
 INLINE float exp_(float x) {
   float y = x < -105.f ? -105.f : x;
   y = y > 90.f ? 90.f : y;
@@ -42,13 +51,7 @@ INLINE float exp_(float x) {
   int32_t n = (int32_t)(raw(m) - 0x4B400000u), h = n >> 1;
   float r = y - k * 0.693145751953125f;
   r = r - k * 1.428606765330187e-6f;
-  float p = 1.3814539415761828e-3f;
-  p = p * r + 8.36874544620514e-3f;
-  p = p * r + 4.166838899254799e-2f;
-  p = p * r + 1.666652113199234e-1f;
-  p = p * r + 4.999999403953552e-1f;
-  p = p * (r * r) + r;
-  p = p + 1.f;
+  float p = near_exp_(r);
   return p * bits((uint32_t)(h + 127) << 23) * bits((uint32_t)(n - h + 127) << 23);
 }
 
@@ -57,13 +60,7 @@ INLINE float exp2_(float x) {
   y = y > 129.f ? 129.f : y;
   float m = y + 12582912.f, k = m - 12582912.f, r = (y - k) * 0.69314718055994531f;
   int32_t n = (int32_t)(raw(m) - 0x4B400000u), h = n >> 1;
-  float p = 1.3814539415761828e-3f;
-  p = p * r + 8.36874544620514e-3f;
-  p = p * r + 4.166838899254799e-2f;
-  p = p * r + 1.666652113199234e-1f;
-  p = p * r + 4.999999403953552e-1f;
-  p = p * (r * r) + r;
-  p = p + 1.f;
+  float p = near_exp_(r);
   return p * bits((uint32_t)(h + 127) << 23) * bits((uint32_t)(n - h + 127) << 23);
 }
 
@@ -91,13 +88,7 @@ INLINE float erf_(float x) {
   r = r * t - t;
   float m = r * 1.44269504088896341f + 12582912.f, k = m - 12582912.f;
   float f = r - k * 0.69314718055994531f;
-  float p = 1.3814539415761828e-3f;
-  p = p * f + 8.36874544620514e-3f;
-  p = p * f + 4.166838899254799e-2f;
-  p = p * f + 1.666652113199234e-1f;
-  p = p * f + 4.999999403953552e-1f;
-  p = p * (f * f) + f;
-  p = p + 1.f;
+  float p = near_exp_(f);
   r = 1.f - bits(raw(p) + (raw(m) << 23));
   r = bits(raw(r) | (raw(x) & 0x80000000u));
   return x != x ? x : t > 0.927734375f ? r : near;
@@ -117,13 +108,8 @@ INLINE float normal_(float x) {
   p = p * u + 7.978847026824951e-1f;
   float r = -u * p;
   float m = r * 1.44269504088896341f + 12582912.f, k = m - 12582912.f, f = r - k * 0.69314718055994531f;
-  float e = 1.3814539415761828e-3f;
-  e = e * f + 8.36874544620514e-3f;
-  e = e * f + 4.166838899254799e-2f;
-  e = e * f + 1.666652113199234e-1f;
-  e = e * f + 4.999999403953552e-1f;
-  e = e * (f * f) + f;
-  e = .5f * bits(raw(e + 1.f) + (raw(m) << 23));
+  float e = near_exp_(f);
+  e = .5f * bits(raw(e) + (raw(m) << 23));
   e = u > 7.f ? 0.f : e;
   return x < 0.f ? e : 1.f - e;
 }
