@@ -8,6 +8,7 @@ functions that they call are others while they run.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import math
@@ -255,16 +256,40 @@ def _plain(function: Any) -> Callable[..., Any]:
     if not isinstance(plain, types.FunctionType):
         _refuse(f"{function!r} is not a device function")
     # What else there is in its module is not kept alive, nor looked at.
-    around = {name: _replaced(plain.__globals__[name]) for name in _names(plain.__code__) if name in plain.__globals__}
+    _used[plain] = used = {
+        name: plain.__globals__[name] for name in _names(plain.__code__) if name in plain.__globals__
+    }
+    around = {name: _replaced(value) for name, value in used.items()}
     cells = inspect.getclosurevars(plain).nonlocals
     closure = tuple(types.CellType(_replaced(cells[name])) for name in plain.__code__.co_freevars)
     return types.FunctionType(plain.__code__, around, plain.__name__, plain.__defaults__, closure or None)
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names that a function may look up, attributes among them, also within functions that stand in it."""
+    """Names of its module that a function uses, also within functions that stand in it."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*inner)
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}.union(*inner)
+
+
+# What names stood for when a device function was traced.
+_used: dict[Any, dict[str, Any]] = {}
+
+
+def _stale(function: Any) -> str | None:
+    """A name that a traced device function uses, itself or by another one, and that now stands for something else."""
+    plain = getattr(function, "fn", function)
+    for name, before in _used.get(plain, {}).items():
+        now = plain.__globals__.get(name)
+        if now is not before and _constant(now) != _constant(before):
+            return name
+        if hasattr(now, "arg_names") and (deeper := _stale(now)):
+            return deeper
+    return None
+
+
+def _constant(value: Any) -> Any:
+    value = value.value if isinstance(value, tl.constexpr) else value
+    return value if isinstance(value, int | float) else id(value)
 
 
 def _replaced(value: Any) -> Any:
@@ -376,4 +401,10 @@ def _why_not(value: Any, derivative: Any, numbers: tuple[Any, ...]) -> str | Non
 
 def why_not(activation: Any) -> str | None:
     """Why an activation has no C kernel, or `None`."""
-    return _why_not(activation.value, activation.derivative, tuple(activation.P))
+    reason = _why_not(activation.value, activation.derivative, tuple(activation.P))
+    if reason is None:
+        parts = activation.P if activation.value is activations._composed else ()
+        for function in (activation.value, activation.derivative, *(f for part in parts for f in part[:2])):
+            if name := _stale(function):
+                return f"{name}, which {function.fn.__qualname__} uses, is not what it was when that was written in C"
+    return reason

@@ -302,6 +302,31 @@ def test_what_else_is_in_the_module_of_a_device_function_is_left_alone(monkeypat
     assert gone() is None
 
 
+FACTOR = tl.constexpr(2.0)
+
+
+@triton.jit
+def by_factor(x):  # pyright: ignore
+    return x * FACTOR
+
+
+@triton.jit
+def through(x):  # pyright: ignore
+    return by_factor(x)
+
+
+def test_what_was_traced_with_another_constant_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton raises an error there. An equal constant is the same one, as where a cell of a notebook runs again."""
+    activation = Activation(through, Traced.slope)
+    assert trace.why_not(activation) is None
+    assert trace.why_not(composed(SILU, activation)) is None
+    monkeypatch.setitem(globals(), "FACTOR", tl.constexpr(2.0))
+    assert trace.why_not(activation) is None
+    monkeypatch.setitem(globals(), "FACTOR", tl.constexpr(5.0))
+    for stale in (activation, composed(SILU, activation)):
+        assert trace.why_not(stale) == "FACTOR, which through uses, is not what it was when that was written in C"
+
+
 # Lines of a printed chain, and what a fault would make of them; each has to change a result.
 PRINTED = [
     ("row * sx + c", "row * W + c + 0 * sx"),
