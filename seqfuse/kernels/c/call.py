@@ -196,6 +196,12 @@ def _decided(
             raise ValueError(f"a {kind.__name__} has no memory that a C kernel could read")
     found = decide(act, *others, *tensors)
     run = found.bound()
+    if any(t.is_neg() for t in given):  # a view whose memory has the other sign
+        bare = run
+
+        def run(*tensors: Tensor) -> Any:
+            return bare(*[t.resolve_neg() for t in tensors])
+
     # The key has the identity of an activation, which has to live as long.
     alive = act
 

@@ -147,6 +147,13 @@ def test_strides_do_not_matter(layout: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True) if a is not None and b is not None)
 
 
+def test_a_view_of_the_other_sign_is_read_with_its_sign() -> None:
+    x = torch._neg_view(seeded_randn((5, 7), 0))
+    (y,) = run(x, chains.Chain(chains.act(TANH)))
+    assert y is not None
+    torch.testing.assert_close(y, x.clone().tanh())
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_nan_and_infinities_are_those_of_torch(name: str) -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 3e38, -3e38, 1e-45] * 5)
