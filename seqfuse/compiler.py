@@ -94,7 +94,7 @@ def _found() -> tuple[Compiler | None, str]:
     name = os.environ.get("CC") or "cc"
     path = shutil.which(name)
     if path is None:
-        return None, f"no C compiler: there is no {name}"
+        return None, "no C compiler: there is no cc" if name == "cc" else f"no C compiler: CC={name} is no program here"
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     about = f"{Path(name).name} does not run"
     # Without OpenMP a kernel runs on one thread.

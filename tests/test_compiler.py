@@ -170,7 +170,7 @@ print(plan.env.kernels, sorted({r.reason for r in plan.refused if r.fusion == "P
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        ({"CC": "no-such-compiler"}, "no C compiler: there is no no-such-compiler"),
+        ({"CC": "no-such-compiler"}, "no C compiler: CC=no-such-compiler is no program here"),
         ({"CC": "false"}, "false does not compile: "),
         ({"SEQFUSE_C_KERNELS": "0"}, "C kernels are switched off by SEQFUSE_C_KERNELS=0"),
     ],

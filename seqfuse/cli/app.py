@@ -208,7 +208,9 @@ def show_cache(*, json: Json = False) -> None:
     where = cache.folder()
     found = cache.files(where)
     if json:
-        tell_json({"folder": None if where is None else str(where), "files": found})
+        sizes = [path.stat().st_size for path in cache.kernels()]
+        kernels = {"count": len(sizes), "bytes": sum(sizes)}
+        tell_json({"folder": None if where is None else str(where), "files": found, "kernels": kernels})
     else:
         cache.show(where, found)
 

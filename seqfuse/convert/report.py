@@ -6,6 +6,7 @@ import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from ..env import why_no_c
 from ..fuser.step import Step
 from ..ops import Fork
 from ..pictures.text import longer
@@ -125,13 +126,19 @@ def _chain(region: Region) -> list[str]:
         counted(sum(step.fused or not _is_view(step) for step in steps), "step")
         for steps in (plan.forward, plan.backward)
     )
+    kernels = [f"    kernels: C, compiled by {plan.compiler}"] if plan.compiler is not None else []
+    if plan.env.device == "cpu" and plan.env.kernels is None:
+        kernels = [f"    no fused kernels: {why_no_c()}"]
     eager, launched = region.eager, region.launched
     if not plan.env.grad:
-        lines.append(f"    {forward}, {plan.fused[0]} of them fused; without gradients")
+        lines += [f"    {forward}, {plan.fused[0]} of them fused; without gradients", *kernels]
         if eager is not None and launched is not None:
             lines.append(f"    launches {counted(launched[0], 'kernel')}; eager torch {eager.forward}")
         return lines
-    lines.append(f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused")
+    lines += [
+        f"    {forward} forward, {backward} backward, {plan.fused[0]} and {plan.fused[1]} of them fused",
+        *kernels,
+    ]
     if eager is not None and launched is not None:
         own = f"{counted(launched[0], 'kernel')} forward, {launched[1]} backward"
         lines.append(f"    launches {own}; eager torch {eager.forward} and {eager.backward}")

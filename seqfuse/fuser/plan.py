@@ -172,7 +172,7 @@ class Plan:
             eager=[dataclasses.asdict(e) for e in self.eager],  # pyright: ignore[reportArgumentType]
             casts=[CastData(at=c.at, name=c.name, dtype=short(c.dtype)) for c in self.casts],
             gemms="float32" if self.widens else None,
-            compiler=self._compiler(),
+            compiler=self.compiler,
             memory=None if self.memory is None else dataclasses.asdict(self.memory),  # pyright: ignore[reportArgumentType]
             memory_unknown=self.memory_unknown,
             choices=[dataclasses.asdict(c) for c in self.choices],  # pyright: ignore[reportArgumentType]
@@ -181,7 +181,9 @@ class Plan:
         data["summary"] = pictures.summary(data)
         return data
 
-    def _compiler(self) -> str | None:
+    @property
+    def compiler(self) -> str | None:
+        """The C compiler that makes the kernels of its fusions, such as `"cc 12.2.0"`; `None` where they are not C."""
         launches = any(step.fused and step.operation.kernels for step in (*self.forward, *self.backward))
         found = compiler() if launches and self.env.kernels == "c" else None
         return None if found is None else found.version

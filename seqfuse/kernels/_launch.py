@@ -96,6 +96,11 @@ traced: Any = torch._C._len_torch_dispatch_stack
 """How many dispatch modes watch, such as one that counts FLOPs or records a graph: with any, operators are called."""
 
 
+def recording() -> bool:
+    """Whether a compiler records what runs."""
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDERS)
+
+
 def faking() -> bool:
     """Whether tensors have no memory here: shapes are wanted, and a kernel would write to address 0."""
     return torch._C._get_dispatch_mode(_FAKE) is not None
@@ -130,7 +135,7 @@ def launch(
         RuntimeError: where what runs is being recorded: the launch would be lost; for the first launch of a kernel
             while a CUDA graph is captured.
     """
-    if traced() and any(torch._C._get_dispatch_mode(key) is not None for key in _RECORDERS):
+    if traced() and recording():
         raise RuntimeError(f"{kernel.__name__} was launched where a compiler records what runs; call its operator")
     if grid <= 0 or faking():
         return

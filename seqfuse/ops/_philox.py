@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compiler
 from ..env import Env
 from ..errors import FallbackWarning, device_is_lost
 from ..hardware import C_WORTHWHILE
@@ -30,7 +29,6 @@ _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Why the kernel could not be run, once it could not.
 _failures: list[str] = []
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # pyright: ignore
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
 
@@ -134,11 +132,9 @@ def _has_c(t: Tensor, size: int) -> bool:
 
 def _in_c(seed: Tensor, size: int, p: float) -> bool:
     """Whether a C kernel makes a mask now: there is one, and nothing records what runs."""
-    if p >= 1 or not _has_c(seed, size):
+    if p >= 1 or not _has_c(seed, size) or torch.compiler.is_compiling() or _transform() is not None:
         return False
-    if compiler.is_collecting():
-        _c_mask().ask()
-    return type(seed) is Tensor and not _modes() and not torch.compiler.is_compiling() and _transform() is None
+    return _c_mask().takes(seed)
 
 
 @functools.cache
@@ -181,7 +177,7 @@ def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
     """Parts of a mask of `drop_mask`: bool [n, length], row j its elements from `starts[j]` on, in contiguous order."""
-    if _in_c(seed, starts.numel() * length, p) and type(starts) is Tensor:
+    if _in_c(seed, starts.numel() * length, p):
         return _c_mask().drop_mask(seed, (starts.shape[0], length), p, starts)
     counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)
     drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1).flatten(1)

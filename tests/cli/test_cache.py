@@ -34,7 +34,7 @@ def test_tuned_measurements_are_kept_shown_and_cleared(cli: Cli, folder: Path, m
     steady = itertools.cycle([1000.0, 2000.0])
     monkeypatch.setattr(timing, "clock", lambda device: lambda run: (run(), next(steady))[1])
     assert cli("cache").out == "nothing is kept\n"
-    assert json.loads(cli("cache", "--json").out) == {"folder": None, "files": []}
+    assert json.loads(cli("cache", "--json").out) == {"folder": None, "files": [], "kernels": {"count": 0, "bytes": 0}}
     given = ("tune", "M:build", "--input", "64x16", "--modes", "eval", "--device", "cpu")
     report = json.loads(cli(*given, "--json").out)
     assert report["measured"] > 0

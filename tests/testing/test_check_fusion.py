@@ -208,7 +208,7 @@ def test_says_that_a_pattern_does_not_match():
         check_fusion(LinearBias, X, ops.Linear(6, 4), ops.Linear(4, 3))
 
 
-class LinearGated(sf.ForwardFusion):
+class GemmGated(sf.ForwardFusion):
     linear: ops.Linear
     gated: sf.Gated
 
@@ -363,10 +363,10 @@ def test_channels_are_public_where_signatures_name_them_and_paired_where_not():
 def test_x_gets_columns_where_the_examples_do_not_fit_together():
     _, x = next(example_lists(sf.fusions.BiasQKNormRotary, torch.randn(3, 8)))
     assert x.shape == (3, 12)  # query, key and value heads of an even size
-    (linear, gated), x = next(example_lists(LinearGated, X))
+    (linear, gated), x = next(example_lists(GemmGated, X))
     assert (linear.in_features, linear.out_features, x.shape) == (7, 10, (4, 7))
     assert isinstance(gated, ops.GEGLU)
-    assert check_fusion(LinearGated, X).lists[0] == "[Linear, GEGLU]"
+    assert check_fusion(GemmGated, X).lists[0] == "[Linear, GEGLU]"
 
 
 def test_examples_that_cannot_be_made_ask_for_the_operations():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import compiler
+from .._launch import faking, recording, traced
 from .._philox import threshold_and_scale
 from .call import PARALLEL, Kernel, header
 
@@ -37,9 +38,9 @@ def _kernel() -> Kernel:
     return Kernel(text, 3, 3, 0)
 
 
-def ask() -> None:
-    """Note that the kernel will be needed."""
-    compiler.ask(_kernel().source)
+def takes(seed: Tensor) -> bool:
+    """Whether a mask is made here: of a plain tensor that nobody watches, or of a fake one, whose shape is all."""
+    return (faking() and not recording()) or (type(seed) is Tensor and not traced())
 
 
 def drop_mask(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | None = None) -> Tensor:
@@ -50,6 +51,9 @@ def drop_mask(seed: Tensor, shape: Sequence[int], p: float, starts: Tensor | Non
     one int64.
     """
     drop = torch.empty(shape, dtype=torch.bool, device="cpu")  # whatever the default device is
+    if faking():
+        compiler.ask(_kernel().source)
+        return drop
     size = drop.numel()
     spans = 1 if starts is None else starts.shape[0]
     threads = torch.get_num_threads() if size >= PARALLEL else 1
