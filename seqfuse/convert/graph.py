@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 _functorch: Any = torch._C._functorch  # pyright: ignore
 _MODULES = {
@@ -73,6 +74,25 @@ def positional(graph: Graph) -> None:
             node.args, node.kwargs = tuple(args), given
 
 
+def fold_sizes(graph: Graph) -> None:
+    """Write sizes that Dynamo traced as symbols, and that turned out to be one number, as that number."""
+    for node in list(graph.nodes):
+        size: Any = node.meta.get("example_value")
+        number: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+        if number is None or spelled(node) != "getitem":
+            continue
+
+        def folded(argument: Node, own: Node = node, number: int = number) -> Any:
+            return number if argument is own else argument
+
+        for user in list(node.users):
+            user.args, user.kwargs = map_arg(user.args, folded), map_arg(user.kwargs, folded)
+        source = node.args[0]
+        graph.erase_node(node)
+        if isinstance(source, Node) and spelled(source) == "size" and not source.users:
+            graph.erase_node(source)
+
+
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     """An argument of a call, given by place or by name."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
@@ -106,10 +126,12 @@ def same_shape(a: Any, b: Any) -> bool:
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are one number or one expression."""
+    """Whether two sizes are one number or one expression, also where a symbol turned out to be a number later."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return str(a) == str(b)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
 
 
 def numbers(shape: Any) -> tuple[int, ...]:

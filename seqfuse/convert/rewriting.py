@@ -15,7 +15,7 @@ from . import attention, attention_by_hand, linears, matmuls, norms, norms_by_ha
 from .bodies import hand_over, run_bodies
 from .chains import Chain, chains_of, needed, order_of
 from .effects import Effects, states
-from .graph import name_of, owner, positional, spelled
+from .graph import fold_sizes, name_of, owner, positional, spelled
 from .inserting import insert, why_not
 from .launches import Before, launching
 from .masks import erase_unread
@@ -96,6 +96,7 @@ def rewrite(gm: GraphModule, options: Options, name: str = "graph") -> list[Grap
     graph = gm.graph
     reasons: dict[Node, str] = {}
     positional(graph)
+    fold_sizes(graph)
     effects = Effects(graph)
     operations = matmuls.beside(list(raised(graph, may, effects, reasons)), effects)
     for node in [node for node in reasons if spelled(node) == "softmax"]:
