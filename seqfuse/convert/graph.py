@@ -77,8 +77,9 @@ def positional(graph: Graph) -> None:
 def fold_sizes(graph: Graph) -> None:
     """Write sizes that Dynamo traced as symbols, and that turned out to be one number, as that number."""
     for node in list(graph.nodes):
-        size: Any = node.meta.get("example_value")
-        number: int | None = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+        size = node.meta.get("example_value")
+        symbol: Any = size.node if isinstance(size, torch.SymInt) else None
+        number: int | None = None if symbol is None else symbol.maybe_as_int()
         if number is None or spelled(node) != "getitem":
             continue
 
