@@ -77,9 +77,8 @@ def positional(graph: Graph) -> None:
 def fold_sizes(graph: Graph) -> None:
     """Write sizes that Dynamo traced as symbols, and that turned out to be one number, as that number."""
     for node in list(graph.nodes):
-        size = node.meta.get("example_value")
-        symbol: Any = size.node if isinstance(size, torch.SymInt) else None
-        number: int | None = None if symbol is None else symbol.maybe_as_int()
+        size: Any = node.meta.get("example_value")
+        number: int | None = _known(size)
         if number is None or spelled(node) != "getitem":
             continue
 
@@ -92,6 +91,10 @@ def fold_sizes(graph: Graph) -> None:
         graph.erase_node(node)
         if isinstance(source, Node) and spelled(source) == "size" and not source.users:
             graph.erase_node(source)
+
+
+def _known(size: Any) -> int | None:
+    return size.node.maybe_as_int() if issubclass(type(size), torch.SymInt) else None
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
