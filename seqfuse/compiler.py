@@ -94,7 +94,7 @@ def _found() -> tuple[Compiler | None, str]:
     name = os.environ.get("CC") or "cc"
     path = shutil.which(name)
     if path is None:
-        return None, "no C compiler: there is no cc" if name == "cc" else f"no C compiler: CC={name} is no program here"
+        return None, "no C compiler: there is no cc" if name == "cc" else f"no C compiler: CC={name} is not a program"
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     about = f"{Path(name).name} does not run"
     # Without OpenMP a kernel runs on one thread.
@@ -200,17 +200,6 @@ def compile_all(sources: Iterable[str]) -> int:
     return len(missing)
 
 
-def is_kept(source: str) -> bool:
-    """Whether a kernel is loaded, or would be from the cache."""
-    known = compiler()
-    return source in _loaded or (known is not None and _read(_folder() / _file(source, known)) is not None)
-
-
-def folder() -> Path:
-    """Where compiled kernels are kept."""
-    return _folder()
-
-
 @functools.cache
 def _folder() -> Path:
     try:
@@ -218,19 +207,18 @@ def _folder() -> Path:
         assert kept is not None
         return kept
     except OSError as error:
-        # It is removed when the process ends.
-        temporary = _temporary()
-        warnings.warn(f"C kernels are compiled in each process anew: {error}", CacheWarning, stacklevel=2)
-        return Path(temporary.name)
+        warnings.warn(f"C kernels are compiled again in each process: {error}", CacheWarning, stacklevel=2)
+        return Path(_temporary().name)
 
 
 @functools.cache
 def _temporary() -> Any:
+    """A folder that is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="seqfuse-")
 
 
 def _file(source: str, by: Compiler) -> str:
-    about = "\0".join((source, by.path, by.version, *by.flags, by.processor))
+    about = "\0".join((source, by.path, by.version, *by.flags, by.processor, *map(os.path.basename, _openmp())))
     return f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.so"
 
 
@@ -267,7 +255,7 @@ class _Compilation:
         self._path, self._by = folder / _file(source, by), by
         self._work = tempfile.TemporaryDirectory(prefix="seqfuse-")
         text, self._made = Path(self._work.name, "kernel.c"), Path(self._work.name, "kernel.so")
-        command = [by.path, *by.flags, str(text), "-o", str(self._made), *_gomp(), "-lm"]
+        command = [by.path, *by.flags, str(text), "-o", str(self._made), *_openmp(), "-lm"]
         try:
             text.write_text(source)
             self._process = subprocess.Popen(
@@ -304,8 +292,8 @@ class _Compilation:
 
 
 @functools.cache
-def _gomp() -> tuple[str, ...]:
-    """The OpenMP library that torch brings, where it has another name: kernels use the threads that torch has."""
+def _openmp() -> tuple[str, ...]:
+    """The OpenMP library of torch where its file has another name than the system's: kernels use torch's threads."""
     import torch
 
     bundled = sorted(Path(torch.__file__).parent.glob("lib/libgomp*")) or sorted(

@@ -144,8 +144,8 @@ class Number:
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
-    def __bool__(self) -> NoReturn:  # noqa: PLE0304
-        _refuse("it branches on a number; use tl.where")
+    def __bool__(self) -> bool:
+        raise Untraceable("it branches on a number; use tl.where")
 
     def __getattr__(self, name: str) -> Any:
         _refuse(f"it uses .{name}")
