@@ -178,8 +178,8 @@ def compile_all(sources: Iterable[str]) -> int:
             raise CompileError(why_none())
         return 0
     with _lock:
-        folder = _folder()
-        missing = [source for source in wanted if _read(folder / _file(source, known)) is None]
+        place = folder()
+        missing = [source for source in wanted if _read(place / _file(source, known)) is None]
         if missing and sys.stderr.isatty():
             print(f"seqfuse: compiling {len(missing)} kernels with {known.version}, once for this machine",
                   file=sys.stderr)  # fmt: skip
@@ -188,7 +188,7 @@ def compile_all(sources: Iterable[str]) -> int:
             for source in missing:
                 if len(running) >= (os.cpu_count() or 1):
                     running.pop(0).finish()
-                running.append(_Compilation(source, known, folder))
+                running.append(_Compilation(source, known, place))
             while running:
                 running.pop(0).finish()
         finally:
@@ -201,7 +201,8 @@ def compile_all(sources: Iterable[str]) -> int:
 
 
 @functools.cache
-def _folder() -> Path:
+def folder() -> Path:
+    """The folder of compiled kernels: in the user's cache, or a temporary one where that cannot be used."""
     try:
         kept = store.user_folder("c", create=True)
         assert kept is not None
@@ -236,12 +237,12 @@ def _read(path: Path) -> Path | None:
 
 
 def _load(source: str, by: Compiler) -> Any:
-    path = _read(_folder() / _file(source, by))
+    path = _read(folder() / _file(source, by))
     if path is None:
-        _Compilation(source, by, _folder()).finish()
-        path = _read(_folder() / _file(source, by))
+        _Compilation(source, by, folder()).finish()
+        path = _read(folder() / _file(source, by))
     if path is None:
-        raise CompileError(f"the compiled kernel cannot be read from {_folder()}")
+        raise CompileError(f"the compiled kernel cannot be read from {folder()}")
     try:
         return ctypes.CDLL(str(path)).k
     except (OSError, AttributeError) as error:
@@ -251,8 +252,8 @@ def _load(source: str, by: Compiler) -> Any:
 class _Compilation:
     """A compiler at work in a process of its own; what it makes takes its name in the cache when it is whole."""
 
-    def __init__(self, source: str, by: Compiler, folder: Path) -> None:
-        self._path, self._by = folder / _file(source, by), by
+    def __init__(self, source: str, by: Compiler, place: Path) -> None:
+        self._path, self._by = place / _file(source, by), by
         self._work = tempfile.TemporaryDirectory(prefix="seqfuse-")
         text, self._made = Path(self._work.name, "kernel.c"), Path(self._work.name, "kernel.so")
         command = [by.path, *by.flags, str(text), "-o", str(self._made), *_openmp(), "-lm"]
@@ -274,8 +275,8 @@ class _Compilation:
                 raise CompileError(f"{self._by.version} failed: {(lines or ['it says nothing'])[0].strip()}")
             data = self._made.read_bytes()
             if not self._path.parent.is_dir():  # it was removed while this process ran
-                _folder.cache_clear()
-                self._path = _folder() / self._path.name
+                folder.cache_clear()
+                self._path = folder() / self._path.name
             store.write(self._path, data + hashlib.sha256(data).digest())
         except subprocess.TimeoutExpired:
             raise CompileError(f"{self._by.version} took longer than {SECONDS:.0f} s") from None

@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compiler, "_loaded", {})
     monkeypatch.setattr(compiler, "_failures", [])
-    memories = (compiler._folder, compiler._found)
+    memories = (compiler.folder, compiler._found)
     for memory in memories:
         memory.cache_clear()
     compiler.compiler()
@@ -78,9 +78,9 @@ def test_what_others_may_write_is_not_loaded(cache: Path, monkeypatch: pytest.Mo
     (cache / "link.so").symlink_to(cache / name)
     assert compiler._read(cache / "link.so") is None
     cache.chmod(0o770)
-    compiler._folder.cache_clear()
+    compiler.folder.cache_clear()
     with pytest.warns(CacheWarning, match="others may write to"):
-        assert compiler._folder() != cache
+        assert compiler.folder() != cache
 
 
 @needs_compiler

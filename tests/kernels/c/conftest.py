@@ -50,7 +50,7 @@ def plain_c(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def altered(anew: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str, str], None]]:
     """`altered(old, new)`: kernels are compiled from their source with `old`, which must occur, replaced."""
     plain, met = compiler.function, list[str]()
-    monkeypatch.setattr(compiler, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "folder", lambda: tmp_path)
 
     def alter(old: str, new: str) -> None:
         def function(source: str) -> object:
