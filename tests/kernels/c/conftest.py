@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from seqfuse import compiler
 from seqfuse.kernels.c import call
@@ -44,6 +46,23 @@ def plain_c(anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = tuple(flag.replace("=native", "=x86-64") for flag in known.flags)
     assert flags != known.flags
     monkeypatch.setattr(compiler, "compiler", lambda: known._replace(flags=flags))
+
+
+@pytest.fixture
+def by_threads() -> Callable[[Callable[[], Any]], list[Any]]:
+    """`by_threads(run)`: what a function returns with one, two and three threads."""
+
+    def several(run: Callable[[], Any]) -> list[Any]:
+        before, results = torch.get_num_threads(), list[Any]()
+        try:
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(run())
+        finally:
+            torch.set_num_threads(before)
+        return results
+
+    return several
 
 
 @pytest.fixture

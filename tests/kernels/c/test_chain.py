@@ -6,6 +6,8 @@ import gc
 import itertools
 import random
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from seqfuse.kernels import chains
 from seqfuse.kernels.activations import ACTIVATIONS, Activation, composed
 from seqfuse.kernels.c import call, chain, trace
 from seqfuse.ops import _philox
+from seqfuse.testing import assert_bitwise_equal
 from seqfuse.testing.tensors import seeded_randn
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
@@ -30,44 +33,26 @@ def run(x: Tensor, steps: chains.Chain, *operands: Tensor, **kwargs: object) -> 
     return chain.run(x, steps, operands, None, dtypes, kwargs.get("result", True) is True)
 
 
-@pytest.fixture
-def without_intrinsics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels are compiled for any processor of this kind: no AVX2, no FMA."""
-    known = compiler.compiler()
-    assert known is not None
-    plain = known._replace(flags=tuple(flag for flag in known.flags if "native" not in flag))
-    monkeypatch.setattr(compiler, "_found", lambda: (plain, ""))
-    monkeypatch.setattr(compiler, "_loaded", {})
-    monkeypatch.setattr(call, "_entries", {})
-
-
 BACKWARD = chains.Chain(chains.dropout(0.3), chains.dact(GELU), chains.column_sum())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (67, 130), (1000, 33), (130, 1025)])
-def test_threads_change_no_bit(shape: tuple[int, int]) -> None:
-    dy, z = seeded_randn(shape, 0), seeded_randn(shape, 1)
-    seed = torch.tensor([11])
-    before, results = torch.get_num_threads(), list[tuple[Tensor | None, ...]]()
-    try:
-        for threads in (1, 2, 3, 1):
-            torch.set_num_threads(threads)
-            results.append(run(dy, BACKWARD, seed, z))
-    finally:
-        torch.set_num_threads(before)
-    for one, other in itertools.pairwise(results):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None)
+def test_threads_change_no_bit(shape: tuple[int, int], by_threads: Callable[..., list[Any]]) -> None:
+    dy, z, seed = seeded_randn(shape, 0), seeded_randn(shape, 1), torch.tensor([11])
+    first, *others = by_threads(lambda: run(dy, BACKWARD, seed, z))
+    for other in others:
+        assert_bitwise_equal(other, first)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (64, 96), (7, 1025)])
-def test_any_processor_drops_the_same(shape: tuple[int, int], without_intrinsics: None) -> None:
+def test_any_processor_drops_the_same(shape: tuple[int, int], plain_c: None) -> None:
     x, seed = seeded_randn(shape, 0), torch.tensor([-(2**40) - 3])
     (y,) = run(x, chains.Chain(chains.dropout(0.4)), seed)
     assert y is not None
     assert torch.equal(y == 0, _philox._traceable_mask(seed, x.shape, 0.4))
 
 
-def test_any_processor_computes_within_rounding(without_intrinsics: None) -> None:
+def test_any_processor_computes_within_rounding(plain_c: None) -> None:
     x = seeded_randn((9, 200), 0) * 3
     for name, activation in ACTIVATIONS.items():
         (y,) = run(x, chains.Chain(chains.act(activation)))

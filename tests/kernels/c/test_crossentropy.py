@@ -38,18 +38,12 @@ def test_plain_c_gives_as_good_numbers(name: str, dtype: torch.dtype, plain_c: N
 
 
 @pytest.mark.parametrize("name", ["plain", "all", "all_again"])
-def test_threads_change_no_bit(name: str) -> None:
+def test_threads_change_no_bit(name: str, by_threads: Callable[..., list[Any]]) -> None:
     tensors = drawn(CASES[name], 70, 1025, torch.float32)
     assert tensors["logits"].numel() >= call.PARALLEL
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(run(CASES[name], tensors))
-    finally:
-        torch.set_num_threads(before)
-    assert_bitwise_equal(results[0], results[1])
-    assert_bitwise_equal(results[0], results[2])
+    first, *others = by_threads(lambda: run(CASES[name], tensors))
+    for other in others:
+        assert_bitwise_equal(other, first)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

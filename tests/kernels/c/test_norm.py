@@ -91,18 +91,11 @@ def test_plain_c_agrees(name: str, plain_c: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["layernorm_all", "rmsnorm", "layernorm_composed"])
-def test_threads_change_no_bit(name: str) -> None:
+def test_threads_change_no_bit(name: str, by_threads: Callable[..., list[Any]]) -> None:
     tensors = drawn(CASES[name], (333,), 130, torch.float32)
-    before = torch.get_num_threads()
-    found = list[dict[str, Tensor]]()
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(CASES[name], tensors))
-    finally:
-        torch.set_num_threads(before)
-    assert_bitwise_equal(found[1], found[0])
-    assert_bitwise_equal(found[2], found[0])
+    first, *others = by_threads(lambda: run(CASES[name], tensors))
+    for other in others:
+        assert_bitwise_equal(other, first)
 
 
 @pytest.mark.parametrize("order", range(3))

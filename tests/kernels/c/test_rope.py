@@ -32,19 +32,13 @@ def test_kernels_are_c() -> None:
 
 
 @pytest.mark.parametrize("name", ["all", "all_interleaved", "by_element", "norm_alone", "part"])
-def test_threads_change_no_bit(name: str) -> None:
+def test_threads_change_no_bit(name: str, by_threads: Callable[..., list[Any]]) -> None:
     case = CASES[name]
     tensors = drawn(case, (2, 150), torch.float32)
     assert tensors["x"].numel() >= call.PARALLEL
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(run(case, tensors))
-    finally:
-        torch.set_num_threads(before)
-    assert_bitwise_equal(results[0], results[1])
-    assert_bitwise_equal(results[0], results[2])
+    first, *others = by_threads(lambda: run(case, tensors))
+    for other in others:
+        assert_bitwise_equal(other, first)
 
 
 @pytest.mark.parametrize("name", CASES)
