@@ -66,7 +66,7 @@ class Env:
         autocast: dtype of the active autocast region, or `None`.
         grad: whether gradients are recorded.
         deterministic: whether `torch.use_deterministic_algorithms` is on.
-        kernels: how fusions with a kernel of their own run there: as Triton kernels, as compiled C, or, `None`, not.
+        kernels: what fused kernels are made with there: `"triton"`, `"c"`, or `None` where none can run.
         rows: tokens of the input, rounded up to a power of two, or `None` where unknown.
         along: where dtypes differ along the sequence, as under autocast, the one that each operation of a fusion takes,
             and last that of its result: `requires` and `saves` are asked with it, and with the `dtype` that enters.

@@ -255,7 +255,7 @@ MERGED = {
     "GatedLinearBackward": "ActivationLinearBackward",
     "WideLinearActivationLinear": "LinearActivationLinear",
 }
-"""Fusions that are no more, by name, and those that took their patterns."""
+"""Names of removed fusions, and the fusions that match their patterns now."""
 
 
 @functools.lru_cache(256)

@@ -1,6 +1,6 @@
 # pyright: basic
 # Device functions are Triton's language, and have no types.
-"""Device functions as C: each is called with numbers that write down what is done with them.
+"""Device functions as C: each is traced, called with symbolic numbers that record what is done with them.
 
 The functions are plain Python below their decorator, so calling them needs no parser: only `tl` and the device
 functions that they call are others while they run.
