@@ -47,6 +47,12 @@ def check_weights(size: int, *weights: Tensor | None) -> None:
             inner_contiguous("weight", weight)
 
 
+def check_normed(dy: Tensor, x: Tensor | None, rstd: Tensor | None) -> None:
+    """Check what the forward of a norm of heads kept, for the gradient `dy` of its output."""
+    if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
+        raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
+
+
 def angles_of(
     x: Tensor,
     rotation: Rotation | None,

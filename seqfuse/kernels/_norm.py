@@ -9,7 +9,6 @@ keeps its part of the parameters' gradients in registers from row to row and wri
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +39,7 @@ from ._replay import bound, replayed
 from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
 from .activations import ACTIVATIONS, LONGEST, apply, gradient, is_composed, is_half
+from .c import norm as c_norm
 
 
 @triton.jit
@@ -430,21 +430,14 @@ def forward(
     tensors = (x, weight, bias, pre_bias, seed, residual)
     if traced():
         if compiler.is_collecting() and in_c(x):
-            _in_c().ask_forward(act, others, *tensors)
+            c_norm.ask_forward(act, others, *tensors)
         return _norm_ops.recorded_forward(
             centered, x, weight, bias, eps, act, zero_centered=zero_centered, pre_bias=pre_bias, seed=seed, p=p,
             residual=residual, dtype=dtype, stream_dtype=stream_dtype,
         )  # fmt: skip
     if in_c(x):
-        return _in_c().forward(act, others, *tensors)
+        return c_norm.forward(act, others, *tensors)
     return replayed(_decided_forward, act, others, *tensors)
-
-
-@functools.cache
-def _in_c() -> Any:
-    from .c import norm
-
-    return norm
 
 
 def _decided_forward(
@@ -532,13 +525,13 @@ def backward(
     tensors = (dy, x, mean, rstd, weight, bias, dstream, seed)
     if traced():
         if compiler.is_collecting() and in_c(x):
-            _in_c().ask_backward(act, others, *tensors)
+            c_norm.ask_backward(act, others, *tensors)
         return _norm_ops.recorded_backward(
             centered, dy, x, mean, rstd, weight, bias, act, zero_centered=zero_centered, dstream=dstream, seed=seed,
             p=p, dx=dx, dweight=dweight, dbias=dbias, dbranch=dbranch, dpre_bias=dpre_bias, branch_dtype=branch_dtype,
         )  # fmt: skip
     if in_c(x):
-        return _in_c().backward(act, others, *tensors)
+        return c_norm.backward(act, others, *tensors)
     return replayed(_decided_backward, act, others, *tensors)
 
 
@@ -573,7 +566,7 @@ def backward_of(
     on_gpu = bound(_decided_backward, others, whole, present)
     if INTERPRETED:
         return on_gpu
-    on_cpu = _in_c().backward_function(others, present)
+    on_cpu = c_norm.backward_function(others, present)
 
     def run(*given: Tensor) -> Backward:
         if not in_c(given[0]):

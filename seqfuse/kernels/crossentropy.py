@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from ._launch import architecture, in_c, launch, next_power_of_2, register_limit
 from ._replay import replayed
 from ._variants import TRITON_DTYPES, Variant
 from .activations import tanh
+from .c import crossentropy as c_crossentropy
 
 _WIDEST = 8192  # bytes
 # Rows of more bytes than this take a program of 32 warps, of which a processor has room for one: 132 rows of 128k
@@ -178,18 +178,11 @@ def cross_entropy_(
             z_loss=z_loss, softcap=softcap, scale=scale,
         )  # fmt: skip
     if in_c(logits):
-        return _in_c().run(
+        return c_crossentropy.run(
             logits, targets, scale, softmax, ignore_index, label_smoothing, z_loss, softcap, gradient
         )  # fmt: skip
     others = (ignore_index, label_smoothing, z_loss, softcap, gradient)
     return replayed(_decided, None, others, logits, targets, scale, softmax)
-
-
-@functools.cache
-def _in_c() -> Any:
-    from .c import crossentropy
-
-    return crossentropy
 
 
 def _decided(

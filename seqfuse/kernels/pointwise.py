@@ -11,7 +11,6 @@ two.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +45,7 @@ from .activations import (
     gradient,
     is_half,
 )
+from .c import chain as c_chain
 from .chains import (
     AGAIN,
     STAGES,
@@ -389,10 +389,10 @@ def pointwise(
         given = [None if i and t is operands[i - 1] else t for i, t in enumerate(operands)]
     if traced():
         if compiler.is_collecting() and in_c(x):
-            _in_c().ask(x, chain, given, dtype, dtypes, result)
+            c_chain.ask(x, chain, given, dtype, dtypes, result)
         return _pointwise_ops.recorded(x, chain.text, operands, dtype, dtypes, result)
     if in_c(x):
-        return _in_c().run(x, chain, given, dtype, dtypes, result)
+        return c_chain.run(x, chain, given, dtype, dtypes, result)
     return replayed(_decided, None, (chain, dtype, tuple(dtypes), result), x, *given)
 
 
@@ -410,7 +410,7 @@ def pointwise_of(
     on_gpu = bound(_decided, (chain, dtype, tuple(dtypes), result), whole)
     if INTERPRETED:
         return on_gpu
-    on_cpu = _in_c().function(chain, dtype, tuple(dtypes), result)
+    on_cpu = c_chain.function(chain, dtype, tuple(dtypes), result)
 
     def run(x: Tensor, *operands: Tensor) -> tuple[Tensor | None, ...]:
         if not in_c(x):
@@ -418,13 +418,6 @@ def pointwise_of(
         return whole(x, *operands) if traced() else on_cpu(x, *operands)
 
     return run
-
-
-@functools.cache
-def _in_c() -> Any:
-    from .c import chain
-
-    return chain
 
 
 def _decided(

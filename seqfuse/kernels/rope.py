@@ -9,7 +9,6 @@ operation rounds it, reduced in float64, so that far positions keep what digits 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from .. import compiler
 from . import _rope_ops
 from ._columns import column_sums
-from ._heads import angles_of, check_weights, checked, frequencies_of
+from ._heads import angles_of, check_normed, check_weights, checked, frequencies_of
 from ._launch import (
     architecture,
     as_rows,
@@ -37,6 +36,7 @@ from ._replay import replayed
 from ._rope_ops import Backward, Forward, Rotation
 from ._rstd import rstd_of
 from ._variants import TRITON_DTYPES, Variant
+from .c import rope as c_rope
 
 
 @triton.jit
@@ -502,13 +502,13 @@ def rope_fwd(
     given = (bias, positions, cos, sin, norm_eps, q_weight, k_weight, zero_centered, store)
     if traced():
         if compiler.is_collecting() and in_c(x):
-            _in_c().ask_forward(x, rotation, *given)
+            c_rope.ask_forward(x, rotation, *given)
         return _rope_ops.forward(
             x, heads, kv_heads, rotation, bias=bias, positions=positions, cos=cos, sin=sin, norm_eps=norm_eps,
             q_weight=q_weight, k_weight=k_weight, zero_centered=zero_centered, store=store,
         )  # fmt: skip
     if in_c(x):
-        return _in_c().forward(x, heads, kv_heads, rotation, *given)
+        return c_rope.forward(x, heads, kv_heads, rotation, *given)
     others = (heads, kv_heads, rotation, norm_eps, zero_centered, store)
     frequencies = None if cos is not None else frequencies_of(rotation, x.device)
     return replayed(_decided_forward, None, others, x, bias, positions, frequencies, cos, sin, q_weight, k_weight)
@@ -603,14 +603,14 @@ def rope_bwd(
     given = (positions, cos, sin, x, rstd, q_weight, k_weight, zero_centered, dx, dbias, dq_weight, dk_weight)
     if traced():
         if compiler.is_collecting() and in_c(dy):
-            _in_c().ask_backward(dy, rotation, *given)
+            c_rope.ask_backward(dy, rotation, *given)
         return _rope_ops.backward(
             dy, heads, kv_heads, rotation, positions=positions, cos=cos, sin=sin, x=x, rstd=rstd, q_weight=q_weight,
             k_weight=k_weight, zero_centered=zero_centered, dx=dx, dbias=dbias, dq_weight=dq_weight,
             dk_weight=dk_weight,
         )  # fmt: skip
     if in_c(dy):
-        return _in_c().backward(dy, heads, kv_heads, rotation, *given)
+        return c_rope.backward(dy, heads, kv_heads, rotation, *given)
     others = (heads, kv_heads, rotation, zero_centered, dx, dbias, dq_weight, dk_weight)
     frequencies = None if cos is not None else frequencies_of(rotation, dy.device)
     return replayed(_decided_backward, None, others, dy, positions, frequencies, cos, sin, x, rstd, q_weight, k_weight)
@@ -637,9 +637,8 @@ def _decided_backward(
     k_weight: Tensor | None,
 ) -> Backward:
     size, rotary = checked(dy, heads, kv_heads, rotation)
+    check_normed(dy, x, rstd)
     check_weights(size, q_weight, k_weight)
-    if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
-        raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
     width, parts, known = dy.shape[-1], heads + 2 * kv_heads, heads + kv_heads
     gradient = as_rows("dy", dy, width)
     source = None if x is None else as_rows("x", x, width)
@@ -683,13 +682,6 @@ def _decided_backward(
         if dk_weight is not None:
             totals[2] = column_sums(table[heads * programs :], size, dk_weight)
     return Backward(out, *totals)
-
-
-@functools.cache
-def _in_c() -> Any:
-    from .c import rope
-
-    return rope
 
 
 def rope_write(

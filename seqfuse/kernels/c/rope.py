@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ... import compiler
-from .._heads import MAX_HEAD, angles_of, check_weights, checked, frequencies_of, positions_of
+from .._heads import MAX_HEAD, angles_of, check_normed, check_weights, checked, frequencies_of, positions_of
 from .._rope_ops import Backward, Forward, Rotation
 from .call import Decided, Kernel, header, load, parts_of, replayed, rows_of, store
 from .chain import total
@@ -455,9 +455,8 @@ def _decide_backward(
     k_weight: Tensor | None,
 ) -> Decided:
     size, rotary = checked(dy, heads, kv_heads, rotation)
+    check_normed(dy, x, rstd)
     check_weights(size, q_weight, k_weight)
-    if (x is None) != (rstd is None) or (x is not None and x.shape != dy.shape):
-        raise ValueError("x and rstd are those of the norm's forward, and x has the shape of dy")
     angles = _angles(dy, rotation, cos, sin, positions)
     kernel = _backward_kernel(dy, x, angles, q_weight, k_weight, zero_centered, dx, sums)
     columns = dy.shape[-1]
