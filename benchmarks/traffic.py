@@ -219,8 +219,8 @@ def gemm_cases() -> Iterator[Case]:
         lambda: gemm.linear_dgrad_gated(dy, down, act=silu, t=t2, sums=True, emit=True, tile=tile),
     )  # fmt: skip
     yield Case(
-        "gemm", "wgrad added to main_grad", (N, K), [main],
-        lambda: (gemm.linear_wgrad(other, x, main_grad=main, tile=tile),),
+        "gemm", "wgrad added to main_grad, d bias", (N, K), [main],
+        lambda: gemm.linear_wgrad_bias(other, x, main_grad=main, tile=tile),
     )  # fmt: skip
 
 

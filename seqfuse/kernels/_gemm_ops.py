@@ -20,22 +20,20 @@ from .activations import activation_of, text_of
 
 _DROPOUT = "Tensor? seed=None, float p=0.0, bool upscale=True"
 _FORWARD_GATED = (
-    "(Tensor x, Tensor weight, Tensor? bias=None, *, str? act=None, bool store_pre=False, Tensor? row_scale=None, "
+    "(Tensor x, Tensor weight, Tensor? bias=None, *, str? act=None, bool store_pre=False, "
     f"{_DROPOUT}, Tensor? residual=None, ScalarType? dtype=None, bool tf32=False) -> Tensor[]"
 )
 _FORWARD = _FORWARD_GATED.replace("bool store_pre=False", "bool store_pre=False, bool store_act=False")
 _FORWARD_GATED = _FORWARD_GATED.replace("*, ", "*, Tensor? up=None, Tensor? up_bias=None, ")
 _DGRAD = (
-    "(Tensor dy, Tensor weight, *, str? act=None, Tensor? t=None, bool t_is_output=False, Tensor? row_scale=None, "
+    "(Tensor dy, Tensor weight, *, str? act=None, Tensor? t=None, bool t_is_output=False, "
     f"{_DROPOUT}, Tensor? residual=None, bool sums=False, bool emit=False, ScalarType? dtype=None, "
     "ScalarType? sums_dtype=None, ScalarType? dy_sums=None, bool tf32=False) -> Tensor[]"
 )
 _DGRAD_GATED = (
-    f"(Tensor dy, Tensor weight, *, str act, Tensor t, Tensor? row_scale=None, {_DROPOUT}, bool sums=False, "
+    f"(Tensor dy, Tensor weight, *, str act, Tensor t, {_DROPOUT}, bool sums=False, "
     "bool emit=False, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> Tensor[]"
 )
-_WGRAD = "(Tensor dy, Tensor x, *, ScalarType? dtype=None, bool tf32=False) -> Tensor"
-_WGRAD_ADD = "(Tensor(a!) main_grad, Tensor dy, Tensor x, *, bool tf32=False) -> ()"
 _WGRAD_BIAS = (
     "(Tensor dy, Tensor x, *, ScalarType? dtype=None, ScalarType? sums_dtype=None, bool tf32=False) -> (Tensor, Tensor)"
 )
@@ -137,12 +135,12 @@ def _fake_dgrad(gated: bool) -> Any:
     return fake
 
 
-def _fake_wgrad(dy: Tensor, x: Tensor, *, dtype: Any = None, tf32: bool = False) -> Tensor:
-    return dy.new_empty((dy.shape[-1], x.shape[-1]), dtype=dtype or dy.dtype)
-
-
-def _fake_wgrad_bias(dy: Tensor, x: Tensor, *, sums_dtype: Any = None, **rest: Any) -> tuple[Tensor, Tensor]:
-    return _fake_wgrad(dy, x, **rest), dy.new_empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype)
+def _fake_wgrad_bias(
+    dy: Tensor, x: Tensor, *, dtype: Any = None, sums_dtype: Any = None, tf32: bool = False
+) -> tuple[Tensor, Tensor]:
+    shapes = ((dy.shape[-1], x.shape[-1]), dtype), (dy.shape[-1:], sums_dtype)
+    dweight, dbias = (dy.new_empty(shape, dtype=of or dy.dtype) for shape, of in shapes)
+    return dweight, dbias
 
 
 def _fake_wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, sums_dtype: Any = None, **_: Any) -> Tensor:
@@ -168,27 +166,18 @@ def register(
     linear_gated: Callable[..., Any],
     linear_dgrad: Callable[..., Any],
     linear_dgrad_gated: Callable[..., Any],
-    linear_wgrad: Callable[..., Tensor],
     linear_wgrad_bias: Callable[..., tuple[Tensor, Tensor]],
 ) -> None:
     """Register operators that call these functions of `gemm`."""
 
-    def wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
-        linear_wgrad(dy, x, main_grad=main_grad, tf32=tf32)
-
     def wgrad_bias_add(main_grad: Tensor, dy: Tensor, x: Tensor, **rest: Any) -> Tensor:
         return linear_wgrad_bias(dy, x, main_grad=main_grad, **rest)[1]
-
-    def fake_wgrad_add(main_grad: Tensor, dy: Tensor, x: Tensor, *, tf32: bool = False) -> None:
-        """Nothing but the buffer is written."""
 
     for schema, run, fake, flops in (
         (f"linear{_FORWARD}", _product(linear), _fake_forward(False), _flops),
         (f"linear_gated{_FORWARD_GATED}", _product(linear_gated), _fake_forward(True), _flops),
         (f"linear_dgrad{_DGRAD}", _product(linear_dgrad), _fake_dgrad(False), _flops),
         (f"linear_dgrad_gated{_DGRAD_GATED}", _product(linear_dgrad_gated), _fake_dgrad(True), _flops),
-        (f"linear_wgrad{_WGRAD}", linear_wgrad, _fake_wgrad, _wgrad_flops),
-        (f"linear_wgrad_{_WGRAD_ADD}", wgrad_add, fake_wgrad_add, _wgrad_add_flops),
         (f"linear_wgrad_bias{_WGRAD_BIAS}", linear_wgrad_bias, _fake_wgrad_bias, _wgrad_flops),
         (f"linear_wgrad_bias_{_WGRAD_BIAS_ADD}", wgrad_bias_add, _fake_wgrad_bias_add, _wgrad_add_flops),
     ):
@@ -208,7 +197,6 @@ def forward(
     act: Any,
     store_pre: bool,
     store_act: bool,
-    row_scale: Tensor | None,
     dropout: Dropout | None,
     residual: Tensor | None,
     dtype: torch.dtype | None,
@@ -217,7 +205,7 @@ def forward(
     up_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`gemm.linear` and `linear_gated` by their operators."""
-    given = _texts(act, dropout) | {"store_pre": store_pre, "row_scale": row_scale, "residual": residual}
+    given = _texts(act, dropout) | {"store_pre": store_pre, "residual": residual}
     given |= {"dtype": dtype, "tf32": tf32}
     if form == "gated":
         y, *pre = torch.ops.seqfuse.linear_gated(x, weight, bias, up=up, up_bias=up_bias, **given)
@@ -233,7 +221,6 @@ def backward(
     act: Any,
     t: Tensor | None,
     t_is_output: bool,
-    row_scale: Tensor | None,
     dropout: Dropout | None,
     residual: Tensor | None,
     sums: bool,
@@ -244,7 +231,7 @@ def backward(
     tf32: bool,
 ) -> Gradients:
     """`gemm.linear_dgrad` and `linear_dgrad_gated` by their operators."""
-    given = _texts(act, dropout) | {"t": t, "row_scale": row_scale, "sums": sums, "emit": emit, "dtype": dtype}
+    given = _texts(act, dropout) | {"t": t, "sums": sums, "emit": emit, "dtype": dtype}
     given |= {"sums_dtype": sums_dtype, "tf32": tf32}
     if form == "dgated":
         results = torch.ops.seqfuse.linear_dgrad_gated(dy, weight, **given)
@@ -255,14 +242,6 @@ def backward(
     dz = next(left)
     total, x, dy_sum = (next(left) if asked else None for asked in (sums, emit, dy_sums is not None))
     return Gradients(dz, total, x, dy_sum)
-
-
-def wgrad(dy: Tensor, x: Tensor, main_grad: Tensor | None, dtype: torch.dtype | None, tf32: bool) -> Tensor:
-    """`gemm.linear_wgrad` by its operator."""
-    if main_grad is None:
-        return torch.ops.seqfuse.linear_wgrad(dy, x, dtype=dtype, tf32=tf32)
-    torch.ops.seqfuse.linear_wgrad_(main_grad, dy, x, tf32=tf32)
-    return main_grad
 
 
 def wgrad_bias(

@@ -8,7 +8,7 @@ device functions, so a new one needs no new kernel. In this order, in float32 (f
 
 | step | in forms |
 | --- | --- |
-| multiply by a factor for each row, add a bias | all |
+| add a bias | all |
 | store the pre-activation | plain, gated |
 | `value(z)`, or `value(gate) up` from two accumulators | plain, gated |
 | dropout | all |
@@ -19,9 +19,9 @@ device functions, so a new one needs no new kernel. In this order, in float32 (f
 Beside it the rows of A may be summed, by the programs that work on the first column of tiles: with A = dy^T that is a
 bias's gradient, made of the tiles that the product reads.
 
-`linear` and `linear_gated` are forward, `linear_dgrad`, `linear_dgrad_gated`, `linear_wgrad` and
-`linear_wgrad_bias` backward. On Hopper and later, descriptors (TMA) move tiles of factors, and separately those of
-everything else, where addresses and strides are multiples of 16 bytes. Not yet run on a GPU.
+`linear` and `linear_gated` are forward, `linear_dgrad`, `linear_dgrad_gated` and `linear_wgrad_bias` backward. On
+Hopper and later, descriptors (TMA) move tiles of factors, and separately those of everything else, where addresses and
+strides are multiples of 16 bytes. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -184,7 +184,6 @@ def _gemm_kernel(
     pre,  # [M, N]; [M, 2 N] in the form "gated"; or None, as everything below
     emitted,  # [M, N]
     bias,  # [N]; [2 N] in the form "gated"
-    row_scale,  # [M]
     residual,  # [M, N]
     t,  # [M, N]; [M, 2 N] in the form "dgated"
     seed,  # one int64
@@ -299,11 +298,6 @@ def _gemm_kernel(
             inside = (rows[:, None] < M) & (cols[None, :] < N)
             z = parts[s]
             z2 = parts2[s] if GATED else None
-            if row_scale is not None:
-                factor = tl.load(row_scale + rows, mask=rows < M, other=0.0).to(ACC)[:, None]
-                z = z * factor
-                if GATED:
-                    z2 = z2 * factor
             if bias is not None:
                 z += tl.load(bias + cols, mask=cols < N, other=0.0).to(ACC)[None, :]
                 if GATED:
@@ -444,7 +438,6 @@ def _product(
     pre: Tensor | None = None,
     emitted: Tensor | None = None,
     bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
     residual: Tensor | None = None,
     t: Tensor | None = None,
     t_is_output: bool = False,
@@ -501,7 +494,7 @@ def _product(
         _gemm_kernel,
         min(count, processors(device) * tile.per_processor),
         (
-            a.tensor, b.tensor, c, pre, emitted, bias, row_scale, residual, t,
+            a.tensor, b.tensor, c, pre, emitted, bias, residual, t,
             None if dropout is None else dropout.seed, partials, a_sums, None if up is None else up.tensor, up_bias,
             M, N, K, a.ld, b.ld, *strides,
         ),
@@ -571,7 +564,6 @@ def linear(
     act: Any = None,
     store_pre: bool = False,
     store_act: bool = False,
-    row_scale: Tensor | None = None,
     dropout: Dropout | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -580,9 +572,9 @@ def linear(
 ) -> tuple[Tensor, Tensor | None]:
     """A product and all that follows it up to a residual, in one launch; returns (y, z or act(z) or `None`).
 
-    y = residual + dropout(act(z)), z = row_scale (x weight^T) + bias; what is not given is left out.
+    y = residual + dropout(act(z)), z = x weight^T + bias; what is not given is left out.
 
-    x: [*, K] and weight: [N, K] of one dtype, each contiguous in its rows or its columns; bias: [N]; row_scale: [*];
+    x: [*, K] and weight: [N, K] of one dtype, each contiguous in its rows or its columns; bias: [N];
     residual, y, z: [*, N].  Sums and the epilogue are float32 (float64 for float64), rounded when stored; K = 0 gives
     the epilogue of 0.
 
@@ -593,7 +585,6 @@ def linear(
         act: an activation, such as one of `activations.ACTIVATIONS`; `None` for none.
         store_pre: whether z is wanted.
         store_act: whether act(z) is wanted in its place, as it is before dropout.
-        row_scale: a factor for each row.
         dropout: after the activation, before the residual.
         residual: any floating dtype, last dimension contiguous.
         dtype: of y and z; x's by default.
@@ -603,9 +594,7 @@ def linear(
     Raises:
         ValueError: for shapes, strides or dtypes that cannot be multiplied.
     """
-    return _forward(
-        "plain", x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, tile
-    )
+    return _forward("plain", x, weight, bias, act, store_pre, store_act, dropout, residual, dtype, tf32, tile)
 
 
 def linear_gated(
@@ -617,7 +606,6 @@ def linear_gated(
     up_bias: Tensor | None = None,
     act: Any,
     store_pre: bool = False,
-    row_scale: Tensor | None = None,
     dropout: Dropout | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -626,7 +614,7 @@ def linear_gated(
 ) -> tuple[Tensor, Tensor | None]:
     """A product and a gated unit in one launch; returns (y, [gate; up] or `None`).
 
-    y = residual + dropout(act(gate) up), [gate; up] = row_scale (x weight^T) + bias.
+    y = residual + dropout(act(gate) up), [gate; up] = x weight^T + bias.
 
     x: [*, K], weight: [2 F, K] with the rows of the gate first, bias: [2 F], y: [*, F], [gate; up]: [*, 2 F].  The rest
     is as in `linear`. With a weight `up` of its own, weight and up are [F, K], of one layout, and bias and up_bias [F].
@@ -635,9 +623,7 @@ def linear_gated(
     Raises:
         ValueError: as `linear`, for an odd number of rows of the weight, and for an up that is not like the weight.
     """
-    return _forward(
-        "gated", x, weight, bias, act, store_pre, False, row_scale, dropout, residual, dtype, tf32, tile, up, up_bias
-    )
+    return _forward("gated", x, weight, bias, act, store_pre, False, dropout, residual, dtype, tf32, tile, up, up_bias)
 
 
 def _forward(
@@ -648,7 +634,6 @@ def _forward(
     act: Any,
     store_pre: bool,
     store_act: bool,
-    row_scale: Tensor | None,
     dropout: Dropout | None,
     residual: Tensor | None,
     dtype: torch.dtype | None,
@@ -659,11 +644,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     if traced():
         return _gemm_ops.forward(
-            form, x, weight, bias, act, store_pre, store_act, row_scale, dropout, residual, dtype, tf32, up, up_bias
+            form, x, weight, bias, act, store_pre, store_act, dropout, residual, dtype, tf32, up, up_bias
         )
     seed, p, upscale = dropout or _KEPT
     others = (form, store_pre, store_act, p, upscale, dtype, tf32, tile)
-    return replayed(_decided_forward, act, others, x, weight, bias, row_scale, seed, residual, up, up_bias)
+    return replayed(_decided_forward, act, others, x, weight, bias, seed, residual, up, up_bias)
 
 
 def _decided_forward(
@@ -679,7 +664,6 @@ def _decided_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    row_scale: Tensor | None,
     seed: Tensor | None,
     residual: Tensor | None,
     up: Tensor | None,
@@ -709,13 +693,12 @@ def _decided_forward(
     pre = torch.empty((M, packed), dtype=dtype, device=x.device) if store_pre or store_act else None
     bias = None if bias is None else _row_operand("bias", bias, (packed if up is None else N,))
     up_bias = None if up_bias is None else _row_operand("up_bias", up_bias, (N,))
-    row_scale = None if row_scale is None else _row_operand("row_scale", row_scale, lead)
     residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
     if M and N:
         a, b = _matrix("x", flat), _matrix("weight", weight)
         _product(
             a, b, y, (M, N, K), a.transposed, not b.transposed,
-            form=form, act=act, pre=pre, bias=bias, row_scale=row_scale, residual=residual, dropout=dropout,
+            form=form, act=act, pre=pre, bias=bias, residual=residual, dropout=dropout,
             t_is_output=store_act, up=None if up is None else _matrix("up", up), up_bias=up_bias, tf32=tf32, tile=tile,
         )  # fmt: skip
     return y.view(*lead, N), None if pre is None else pre.view(*lead, packed)
@@ -728,7 +711,6 @@ def linear_dgrad(
     act: Any = None,
     t: Tensor | None = None,
     t_is_output: bool = False,
-    row_scale: Tensor | None = None,
     dropout: Dropout | None = None,
     residual: Tensor | None = None,
     sums: bool = False,
@@ -741,11 +723,11 @@ def linear_dgrad(
 ) -> Gradients:
     """The gradient of a product's input, of the activation and the bias before it and of a bias after it.
 
-    dz = residual + act'(t) dropout(row_scale (dy weight)), its sum over rows, and x = dropout(act(t)): what a `Linear`
+    dz = residual + act'(t) dropout(dy weight), its sum over rows, and x = dropout(act(t)): what a `Linear`
     hands to x = dropout(act(z)), z = ... + bias before it, the gradient of that bias and, where x was not kept, x
     again; and the sum of dy over rows, the gradient of a bias behind the product.
 
-    dy: [*, N] and weight: [N, K] of one dtype, each contiguous in its rows or its columns; row_scale: [*]; t, residual,
+    dy: [*, N] and weight: [N, K] of one dtype, each contiguous in its rows or its columns; t, residual,
     dz, x: [*, K]; sum: [K]; dy_sum: [N].  Sums over rows are of the unrounded float32 dz, in a fixed order.
 
     Args:
@@ -754,14 +736,13 @@ def linear_dgrad(
         act: the activation whose gradient is taken; `None` for the product alone.
         t: the activation's input z, or its output.
         t_is_output: whether t is the output: act(z) before dropout.
-        row_scale: a factor for each row.
         dropout: the one between the activation and the product: it has the mask of the forward pass.
         residual: a gradient that is added: of z, or of x where there is no activation.
         sums: whether the sum over rows is wanted.
         emit: whether dropout(act(t)) is wanted.
         dtype: of dz and x; dy's by default.
         sums_dtype: of the sum; that of dz by default.
-        dy_sums: dtype of the sum of dy; `None` where it is not wanted. Not with row_scale, a residual or emit.
+        dy_sums: dtype of the sum of dy; `None` where it is not wanted. Not with a residual or emit.
         tf32: whether float32 operands may be rounded to TF32.
         tile: instead of the one the table has.
 
@@ -774,13 +755,13 @@ def linear_dgrad(
         raise ValueError("act and t come together: the gradient of an activation is taken at t")
     if emit and act is None:
         raise ValueError("emit: there is no activation to compute again")
-    if dy_sums is not None and (act is None or emit or residual is not None or row_scale is not None):
+    if dy_sums is not None and (act is None or emit or residual is not None):
         # Not all of it fits in registers.
-        raise ValueError("dy_sums: made with an activation's gradient, without residual, row_scale and emit")
+        raise ValueError("dy_sums: made with an activation's gradient, without residual and emit")
     if act is not None and t_is_output and act.reads != "output":
         raise ValueError(f"{name_of(act)}: the derivative reads the input, so t cannot be the output")
     return _backward(
-        "plain" if act is None else "dact", dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit,
+        "plain" if act is None else "dact", dy, weight, act, t, t_is_output, dropout, residual, sums, emit,
         dtype, sums_dtype, dy_sums, tf32, tile,
     )  # fmt: skip
 
@@ -791,7 +772,6 @@ def linear_dgrad_gated(
     *,
     act: Any,
     t: Tensor,
-    row_scale: Tensor | None = None,
     dropout: Dropout | None = None,
     sums: bool = False,
     emit: bool = False,
@@ -802,7 +782,7 @@ def linear_dgrad_gated(
 ) -> Gradients:
     """The gradient of a product's input and of the gated unit before it: dz = [dgate; dup], and x is h.
 
-    dh = dropout(row_scale (dy weight)), dgate = dh up act'(gate), dup = dh act(gate), h = dropout(act(gate) up).
+    dh = dropout(dy weight), dgate = dh up act'(gate), dup = dh act(gate), h = dropout(act(gate) up).
 
     dy: [*, N], weight: [N, F], t = [gate; up] and its gradient: [*, 2 F], sum: [2 F], h: [*, F].  The rest is as in
     `linear_dgrad`.
@@ -811,7 +791,7 @@ def linear_dgrad_gated(
         ValueError: as `linear_dgrad`.
     """
     return _backward(
-        "dgated", dy, weight, act, t, False, row_scale, dropout, None, sums, emit, dtype, sums_dtype, None, tf32, tile
+        "dgated", dy, weight, act, t, False, dropout, None, sums, emit, dtype, sums_dtype, None, tf32, tile
     )
 
 
@@ -822,7 +802,6 @@ def _backward(
     act: Any,
     t: Tensor | None,
     t_is_output: bool,
-    row_scale: Tensor | None,
     dropout: Dropout | None,
     residual: Tensor | None,
     sums: bool,
@@ -835,12 +814,12 @@ def _backward(
 ) -> Gradients:
     if traced():
         return _gemm_ops.backward(
-            form, dy, weight, act, t, t_is_output, row_scale, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
+            form, dy, weight, act, t, t_is_output, dropout, residual, sums, emit, dtype, sums_dtype, dy_sums,
             tf32,
         )  # fmt: skip
     seed, p, upscale = dropout or _KEPT
     others = (form, t_is_output, p, upscale, sums, emit, dtype, sums_dtype, dy_sums, tf32, tile)
-    return replayed(_decided_backward, act, others, dy, weight, t, row_scale, seed, residual)
+    return replayed(_decided_backward, act, others, dy, weight, t, seed, residual)
 
 
 def _decided_backward(
@@ -859,7 +838,6 @@ def _decided_backward(
     dy: Tensor,
     weight: Tensor,
     t: Tensor | None,
-    row_scale: Tensor | None,
     seed: Tensor | None,
     residual: Tensor | None,
 ) -> Gradients:
@@ -876,7 +854,6 @@ def _decided_backward(
     dz = torch.empty((M, width), dtype=dtype, device=dy.device)
     emitted = torch.empty((M, N), dtype=dtype, device=dy.device) if emit else None
     t = None if t is None else _tile_operand("t", t, (*lead, width))
-    row_scale = None if row_scale is None else _row_operand("row_scale", row_scale, lead)
     residual = None if residual is None else _tile_operand("residual", residual, (*lead, N))
     partials = a_partials = None
     if M and N:
@@ -884,7 +861,7 @@ def _decided_backward(
         # What a number that is 1 is compiled for has no such sums: they are torch's.
         partials, a_partials = _product(
             a, b, dz, (M, N, K), a.transposed, b.transposed,
-            form=form, act=act, emitted=emitted, row_scale=row_scale, residual=residual, t=t, t_is_output=t_is_output,
+            form=form, act=act, emitted=emitted, residual=residual, t=t, t_is_output=t_is_output,
             dropout=dropout, sums=sums, a_columns=dy_sums is not None and K > 1 and M > 1, tf32=tf32, tile=tile,
         )  # fmt: skip
     total = None
@@ -900,42 +877,6 @@ def _decided_backward(
     return Gradients(dz.view(*lead, width), total, None if emitted is None else emitted.view(*lead, N), dy_sum)
 
 
-def linear_wgrad(
-    dy: Tensor,
-    x: Tensor,
-    *,
-    main_grad: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    tf32: bool = False,
-    tile: Tile | None = None,
-) -> Tensor:
-    """The gradient of a weight, dweight = dy^T x over all rows: fresh, or added to `main_grad`, which is returned.
-
-    dy: [*, N] and x: [*, K] of one dtype, each contiguous in its rows or its columns; dweight, main_grad: [N, K].
-    The sum over rows is float32 (float64 for float64) and rounded once.
-
-    Args:
-        dy: the gradient of the product.
-        x: its input.
-        main_grad: a float32 (float64 for float64) buffer that is added to in place, last dimension contiguous.
-        dtype: of a fresh dweight; dy's by default.
-        tf32: whether float32 operands may be rounded to TF32.
-        tile: instead of the one the table has.
-
-    Raises:
-        ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
-    """
-    if traced():
-        return _gemm_ops.wgrad(dy, x, main_grad, dtype, tf32)
-    return replayed(_decided_wgrad, None, (dtype, tf32, tile), dy, x, main_grad)
-
-
-def _decided_wgrad(
-    act: None, dtype: torch.dtype | None, tf32: bool, tile: Tile | None, dy: Tensor, x: Tensor, main_grad: Tensor | None
-) -> Tensor:
-    return _wgrad(dy, x, main_grad, dtype, None, tf32, tile)
-
-
 def linear_wgrad_bias(
     dy: Tensor,
     x: Tensor,
@@ -946,22 +887,23 @@ def linear_wgrad_bias(
     tf32: bool = False,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of a weight, as `linear_wgrad` makes it, and of the bias after the product, in one launch.
+    """The gradients of a weight, dweight = dy^T x over all rows, and of the bias after the product, in one launch.
 
-    dbias: [N], the sum of dy over all rows, of float32 sums (float64 for float64) in a fixed order.  The rest is as in
-    `linear_wgrad`.
+    dweight is fresh, or added to `main_grad`, which is returned; dbias is the sum of dy over all rows.
+    dy: [*, N] and x: [*, K] of one dtype, each contiguous in its rows or its columns; dweight, main_grad: [N, K];
+    dbias: [N].  Sums over rows are float32 (float64 for float64), in a fixed order, and rounded once.
 
     Args:
         dy: the gradient of the product.
         x: its input.
-        main_grad: a float32 (float64 for float64) buffer that dweight is added to.
+        main_grad: a float32 (float64 for float64) buffer that is added to in place, last dimension contiguous.
         dtype: of a fresh dweight; dy's by default.
         sums_dtype: of dbias; dy's by default.
         tf32: whether float32 operands may be rounded to TF32.
         tile: instead of the one the table has.
 
     Raises:
-        ValueError: as `linear_wgrad`.
+        ValueError: for shapes, strides or dtypes that cannot be multiplied or added.
     """
     if traced():
         return _gemm_ops.wgrad_bias(dy, x, main_grad, dtype, sums_dtype, tf32)
@@ -979,18 +921,6 @@ def _decided_wgrad_bias(
     main_grad: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     total = torch.empty(dy.shape[-1:], dtype=sums_dtype or dy.dtype, device=dy.device)
-    return _wgrad(dy, x, main_grad, dtype, total, tf32, tile), total
-
-
-def _wgrad(
-    dy: Tensor,
-    x: Tensor,
-    main_grad: Tensor | None,
-    dtype: torch.dtype | None,
-    total: Tensor | None,
-    tf32: bool,
-    tile: Tile | None,
-) -> Tensor:
     _factors("dy", dy, "x", x)
     left, right = _flat("dy", dy), _flat("x", x)
     if dy.shape[:-1] != x.shape[:-1]:
@@ -1011,10 +941,10 @@ def _wgrad(
             a, b, out, (M, N, K), not a.transposed, b.transposed,
             a_sums=total, accumulate=main_grad is not None, tf32=tf32, tile=tile,
         )  # fmt: skip
-    elif total is not None:
+    else:
         # Nothing is multiplied: x has no columns.
         torch.sum(left, 0, dtype=total.dtype, out=total)
-    return out
+    return out, total
 
 
 class _Kind(NamedTuple):
@@ -1036,42 +966,40 @@ _KINDS: dict[Weight, tuple[_Kind, ...]] = {
     "light": (
         _Kind("forward", "plain", b_t=True),
         _Kind("dgrad+sums", "plain", ("partials",)),
-        _Kind("wgrad", "plain", a_t=True),
         _Kind("wgrad+bias", "plain", ("a_sums",), a_t=True),
         _Kind("forward+bias,gelu", "plain", ("bias",), "gelu", b_t=True),
     ),
     "heavy": (
-        _Kind("wgrad+main_grad", "plain", a_t=True, accumulate=True),
         _Kind("wgrad+main_grad,bias", "plain", ("a_sums",), a_t=True, accumulate=True),
         _Kind("forward+bias,gelu,pre", "plain", ("bias", "pre"), "gelu", b_t=True),
         _Kind("forward+bias,dropout,residual", "plain", ("bias", "seed", "residual"), b_t=True),
         _Kind("forward+bias,dropout,stream", "plain", ("bias", "seed", "residual"), b_t=True, stream=True),
         _Kind("forward+bias,gelu,pre,dropout", "plain", ("bias", "pre", "seed"), "gelu", b_t=True),
         _Kind("forward+bias,relu,output,dropout", "plain", ("bias", "pre", "seed"), "relu", b_t=True, t_is_output=True),
-        _Kind("forward+all", "plain", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
+        _Kind("forward+all", "plain", ("pre", "bias", "residual", "seed"), "gelu", b_t=True),
     ),
     "gradient": (
         _Kind("dgrad+gelu", "dact", ("t",), "gelu"),
         _Kind("dgrad+relu of output,sums", "dact", ("t", "partials"), "relu", t_is_output=True),
         _Kind("dgrad+gelu,sums,emit", "dact", ("emitted", "t", "partials"), "gelu"),
         _Kind("dgrad+gelu,sums,dy_sums", "dact", ("t", "partials", "a_sums"), "gelu"),
-        _Kind("dgrad+all", "dact", ("emitted", "row_scale", "residual", "t", "seed", "partials"), "gelu"),
+        _Kind("dgrad+all", "dact", ("emitted", "residual", "t", "seed", "partials"), "gelu"),
         _Kind("dgrad+dropout,sums,dy_sums", "dact", ("t", "seed", "partials", "a_sums"), "gelu"),
     ),
     "gated": (
         _Kind("swiglu", "gated", (), "silu", b_t=True),
         _Kind("swiglu+bias,pre", "gated", ("pre", "bias"), "silu", b_t=True),
         _Kind("swiglu+up,bias,pre", "gated", ("pre", "bias", "b_up", "bias_up"), "silu", b_t=True),
-        _Kind("geglu+all", "gated", ("pre", "bias", "row_scale", "residual", "seed"), "gelu", b_t=True),
+        _Kind("geglu+all", "gated", ("pre", "bias", "residual", "seed"), "gelu", b_t=True),
     ),
     "dgated": (
         _Kind("dgrad+swiglu", "dgated", ("t",), "silu"),
         _Kind("dgrad+swiglu,sums,emit", "dgated", ("emitted", "t", "partials"), "silu"),
-        _Kind("dgrad+geglu,all", "dgated", ("emitted", "row_scale", "t", "seed", "partials"), "gelu"),
+        _Kind("dgrad+geglu,all", "dgated", ("emitted", "t", "seed", "partials"), "gelu"),
     ),
 }
 _HEAVIEST = {weight: kinds[-2 if weight == "gradient" else -1 :] for weight, kinds in _KINDS.items()}
-_OPTIONAL = ("pre", "emitted", "bias", "row_scale", "residual", "t", "seed", "partials", "a_sums", "b_up", "bias_up")
+_OPTIONAL = ("pre", "emitted", "bias", "residual", "t", "seed", "partials", "a_sums", "b_up", "bias_up")
 _STRIDES = ("lda", "ldb", "ldc", "ldp", "lde", "ldr", "ldt")
 _PREFIXES = {"sm_80": ("sm_8", "sm_12"), "sm_90": ("sm_90",), "sm_100": ("sm_10",), "gfx942": ("gfx",)}
 
@@ -1102,7 +1030,7 @@ def _variant(
     dtype = {"half": "bf16", "tf32": "fp32", "float32": "fp32", "float64": "fp64"}[number]
     total = "fp64" if number == "float64" else "fp32"
     out = total if kind.accumulate else dtype
-    types = {"c": out, "row_scale": "fp32", "seed": "i64", "partials": total}
+    types = {"c": out, "seed": "i64", "partials": total}
     types |= dict.fromkeys(("c", "bias", "residual"), total) if kind.stream else {}
     if kind.form == "dact":
         types["a_sums"] = total
@@ -1145,4 +1073,4 @@ def _variant(
     )
 
 
-_gemm_ops.register(linear, linear_gated, linear_dgrad, linear_dgrad_gated, linear_wgrad, linear_wgrad_bias)
+_gemm_ops.register(linear, linear_gated, linear_dgrad, linear_dgrad_gated, linear_wgrad_bias)

@@ -93,7 +93,6 @@ def eager_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     act: str | None = None,
-    row_scale: Tensor | None = None,
     dropout: Dropout | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
@@ -106,8 +105,6 @@ def eager_linear(
         weight = torch.cat((weight, up))
         bias = None if bias is None or up_bias is None else torch.cat((bias, up_bias))
     z = F.linear(x, weight)
-    if row_scale is not None:
-        z = z * row_scale.to(z.dtype).unsqueeze(-1)
     if bias is not None:
         z = z + bias
     y = z
@@ -137,14 +134,11 @@ def eager_dgrad(
     weight: Tensor,
     act: str | None = None,
     t: Tensor | None = None,
-    row_scale: Tensor | None = None,
     dropout: Dropout | None = None,
     residual: Tensor | None = None,
     gated: bool = False,
 ) -> dict[str, Tensor]:
     dx = dy @ weight
-    if row_scale is not None:
-        dx = dx * row_scale.to(dx.dtype).unsqueeze(-1)
     if t is None:
         dz = drop(dx, dropout)
         x = dz
@@ -161,7 +155,7 @@ def eager_dgrad(
 
 def check_dgrad(module: Any = gemm, tile: Tile | None = None, of_output: bool = False, **args: Any) -> None:
     emit, gated = args.get("act") is not None, args.get("gated", False)
-    whole = emit and not gated and "row_scale" not in args and "residual" not in args
+    whole = emit and not gated and "residual" not in args
 
     def fused(gated: bool = False, act: str | None = None, **given: Any) -> dict[str, Tensor]:
         dgrad = module.linear_dgrad_gated if gated else module.linear_dgrad
@@ -215,7 +209,6 @@ def operands(device: torch.device, dtype: torch.dtype, m: int = M, n: int = N, k
         packed=data(device, dtype, 2 * n, k, seed=4, scale=k**-0.5),
         packed_bias=data(device, dtype, 2 * n, seed=5),
         residual=data(device, dtype, m, n, seed=6),
-        row_scale=data(device, torch.float32, m, seed=7),
         dy=data(device, dtype, m, n, seed=8),
         t=data(device, dtype, m, k, seed=10),
         packed_t=data(device, dtype, m, 2 * k, seed=11),
@@ -239,12 +232,10 @@ def test_linear_with_every_activation(device: torch.device, dtype: torch.dtype, 
     [
         (),
         ("bias",),
-        ("row_scale", "bias"),
         ("residual",),
         ("bias", "residual"),
         ("dropout",),
         ("bias", "dropout", "residual"),
-        ("row_scale", "bias", "dropout", "residual"),
     ],
     ids="+".join,
 )
@@ -261,7 +252,7 @@ def test_everything_at_once(device: torch.device, dtype: torch.dtype, tile: Tile
     o = operands(device, dtype)
     check_linear(
         tile=tile, x=o.x, weight=o.packed if gated else o.weight, bias=o.packed_bias if gated else o.bias,
-        act=act or ("identity" if gated else None), store_pre=True, row_scale=o.row_scale, dropout=o.dropout,
+        act=act or ("identity" if gated else None), store_pre=True, dropout=o.dropout,
         residual=o.residual, gated=gated,
     )  # fmt: skip
 
@@ -324,7 +315,7 @@ def test_a_second_half_that_begins_off_16_bytes_is_moved_without_descriptors(dev
     torch.testing.assert_close(dz.double(), eager_dgrad(**wide, act="relu", gated=True)["dz"], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("parts", [(), ("dropout",), ("row_scale", "d_residual")], ids="+".join)
+@pytest.mark.parametrize("parts", [(), ("dropout",), ("d_residual",)], ids="+".join)
 @pytest.mark.parametrize("kind", ["alone", "gelu", "gated"])
 def test_dgrad_with_every_part_of_an_epilogue(
     device: torch.device, dtype: torch.dtype, tile: Tile, kind: str, parts: tuple[str, ...]
@@ -367,7 +358,7 @@ def test_at_the_edges_of_a_format(device: torch.device, dtype: torch.dtype, regi
     )
     ahead = eager_linear(x, o.weight, act="relu", store_pre=True, residual=dy)
     back = eager_dgrad(dy, o.weight, act="relu", t=o.t)
-    dw = gemm.linear_wgrad(dy, x)
+    dw, _ = gemm.linear_wgrad_bias(dy, x)
     for one, other in ((y, ahead["y"]), (z, ahead["z"]), (dx, back["dz"]), (dw, dy.t() @ x)):
         assert regime == "extremes" or not one.any()
         assert (one.isfinite() | ~other.isfinite()).all()
@@ -393,7 +384,8 @@ class _LinearThenGated(torch.autograd.Function):
         assert g is not None
         assert h is not None
         dx = gemm.linear_dgrad(dz, w)[0]
-        return dx, gemm.linear_wgrad(dz, x), gemm.linear_wgrad(dt, h), dbias, gemm.linear_wgrad(grads[0], g), None
+        dw, dpacked, dout = (gemm.linear_wgrad_bias(*pair)[0] for pair in ((dz, x), (dt, h), (grads[0], g)))
+        return dx, dw, dpacked, dbias, dout, None
 
 
 def test_gradients_are_those_of_finite_differences(device: torch.device) -> None:
@@ -407,10 +399,8 @@ def test_gradients_are_those_of_finite_differences(device: torch.device) -> None
 def test_wgrad(device: torch.device, dtype: torch.dtype, tile: Tile, accumulate: bool) -> None:
     o = operands(device, dtype)
     check_wgrad(tile=tile, accumulate=accumulate, dy=o.dy, x=o.x)
-    first, second = (torch.ones(N, K, device=device) if accumulate else None for _ in range(2))
-    alone = gemm.linear_wgrad(o.dy, o.x, main_grad=first, tile=tile)
-    with_bias, total = gemm.linear_wgrad_bias(o.dy, o.x, main_grad=second, sums_dtype=torch.float32, tile=tile)
-    assert_bitwise_equal(with_bias, alone)
+    main = torch.ones(N, K, device=device) if accumulate else None
+    _, total = gemm.linear_wgrad_bias(o.dy, o.x, main_grad=main, sums_dtype=torch.float32, tile=tile)
     assert total.dtype is torch.float32
     torch.testing.assert_close(total, o.dy.double().sum(0).float())
 
@@ -463,8 +453,7 @@ def test_layouts_of_tiles(device: torch.device, tile: Tile, layout: str) -> None
 def test_any_number_of_leading_dimensions(device: torch.device, lead: tuple[int, ...]) -> None:
     o = operands(device, torch.float32)
     x, residual = data(device, torch.float32, *lead, K), data(device, torch.float32, *lead, N)
-    scale = data(device, torch.float32, *lead)
-    check_linear(x=x, weight=o.weight, bias=o.bias, row_scale=scale, dropout=o.dropout, residual=residual)
+    check_linear(x=x, weight=o.weight, bias=o.bias, dropout=o.dropout, residual=residual)
     if lead:
         check_dgrad(dy=residual, weight=o.weight, act="gelu", t=x)
         check_wgrad(dy=residual, x=x)
@@ -485,10 +474,9 @@ def test_empty_matrices(device: torch.device, tile: Tile, m: int, n: int, k: int
     check_dgrad(tile=tile, dy=o.dy, weight=weight, act="gelu", t=t)
     main = data(device, torch.float32, n, k)
     before = main.clone()
-    assert_bitwise_equal(gemm.linear_wgrad(o.dy[:0], x[:0], main_grad=main, tile=tile), before)
-    assert_bitwise_equal(gemm.linear_wgrad(o.dy[:0], x[:0], tile=tile), torch.zeros_like(main))
-    for buffer in (None, main):
-        _, total = gemm.linear_wgrad_bias(o.dy[:0], x[:0], main_grad=buffer, tile=tile)
+    for buffer, wanted in ((None, torch.zeros_like(main)), (main, before)):
+        dw, total = gemm.linear_wgrad_bias(o.dy[:0], x[:0], main_grad=buffer, tile=tile)
+        assert_bitwise_equal(dw, wanted)
         assert_bitwise_equal(total, torch.zeros(n, device=device))
     _, total = gemm.linear_wgrad_bias(o.dy, x, tile=tile)
     torch.testing.assert_close(total, o.dy.sum(0))
@@ -544,17 +532,16 @@ def test_neither_reads_nor_writes_past_an_end(
     act = ACTIVATIONS["gelu"]
     with red_zones():
         results = [
-            *gemm.linear(o.x, o.weight, o.bias, act=act, store_pre=True, row_scale=o.row_scale, residual=o.residual,
+            *gemm.linear(o.x, o.weight, o.bias, act=act, store_pre=True, residual=o.residual,
                          dropout=o.dropout, tile=tile),
             *gemm.linear_gated(o.x, o.packed, o.packed_bias, act=act, store_pre=True, tile=tile),
             *gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, sums=True, emit=True, tile=tile)[:3],
             *gemm.linear_dgrad_gated(o.dy, o.weight, act=act, t=o.packed_t, sums=True, emit=True, tile=tile)[:3],
             gemm.linear_dgrad(o.dy, o.weight, act=act, t=o.t, dy_sums=dtype, tile=tile).dy_sum,
-            gemm.linear_wgrad(o.dy, o.x, tile=tile),
             *gemm.linear_wgrad_bias(o.dy, o.x, tile=tile),
         ]  # fmt: skip
     main = guarded(torch.zeros(n, k, device=device))
-    results.append(gemm.linear_wgrad(o.dy, o.x, main_grad=main.tensor, tile=tile))
+    results += gemm.linear_wgrad_bias(o.dy, o.x, main_grad=main.tensor, tile=tile)
     main.check("main_grad")
     assert len(results) == 15
     for i, result in enumerate(results):
@@ -566,7 +553,7 @@ def test_adds_to_a_part_of_a_larger_buffer(device: torch.device, tile: Tile) -> 
     o = operands(device, torch.bfloat16)
     buffer = torch.full((N, K + 24), math.nan, device=device)
     buffer[:, :K] = 1.0
-    gemm.linear_wgrad(o.dy, o.x, main_grad=buffer[:, :K], tile=tile)
+    gemm.linear_wgrad_bias(o.dy, o.x, main_grad=buffer[:, :K], tile=tile)
     assert buffer[:, K:].isnan().all()
     torch.testing.assert_close(buffer[:, :K], 1 + o.dy.float().t() @ o.x.float(), rtol=1e-4, atol=1e-3)
 
@@ -578,9 +565,8 @@ def test_exact_inputs_give_exact_results(device: torch.device, dtype: torch.dtyp
     y, _ = gemm.linear(x, weight, act=ACTIVATIONS["relu"], residual=residual, dtype=torch.float32, tile=tile)
     want = F.relu(x.double() @ weight.double().t()) + residual.double()
     assert_bitwise_equal(y, want.float())
-    dw = gemm.linear_wgrad(dy, x, dtype=torch.float32, tile=tile)
+    dw, total = gemm.linear_wgrad_bias(dy, x, dtype=torch.float32, sums_dtype=torch.float32, tile=tile)
     assert_bitwise_equal(dw, (dy.double().t() @ x.double()).float())
-    _, total = gemm.linear_wgrad_bias(dy, x, sums_dtype=torch.float32, tile=tile)
     assert_bitwise_equal(total, dy.double().sum(0).float())
     total = gemm.linear_dgrad(dy, weight, sums=True, sums_dtype=torch.float32, tile=tile).sum
     assert_bitwise_equal(total, (dy.double() @ weight.double()).sum(0).float())
@@ -619,7 +605,7 @@ def test_float64_to_its_last_digits(device: torch.device, tile: Tile) -> None:
     y, _ = gemm.linear(o.x, o.weight, o.bias, act=ACTIVATIONS["gelu"], residual=o.residual, tile=tile)
     torch.testing.assert_close(y, F.gelu(F.linear(o.x, o.weight, o.bias)) + o.residual, rtol=1e-12, atol=1e-12)
     main = torch.zeros_like(o.weight)
-    gemm.linear_wgrad(o.dy, o.x, main_grad=main, tile=tile)
+    gemm.linear_wgrad_bias(o.dy, o.x, main_grad=main, tile=tile)
     torch.testing.assert_close(main, o.dy.t() @ o.x, rtol=1e-12, atol=1e-12)
 
 
@@ -677,12 +663,12 @@ REFUSED: dict[str, tuple[str, Callable[[SimpleNamespace], Any]]] = {
         lambda o: gemm.linear_dgrad(o.dy, o.weight, act=ACTIVATIONS["gelu"], t=o.t, t_is_output=True),
     ),
     "16-bit main_grad": (
-        "main_grad must be", lambda o: gemm.linear_wgrad(o.dy, o.x, main_grad=o.weight.half())
+        "main_grad must be", lambda o: gemm.linear_wgrad_bias(o.dy, o.x, main_grad=o.weight.half())
     ),
     "main_grad with overlapping rows": (
-        "overlap", lambda o: gemm.linear_wgrad(o.dy, o.x, main_grad=o.weight[:1].expand(N, K))
+        "overlap", lambda o: gemm.linear_wgrad_bias(o.dy, o.x, main_grad=o.weight[:1].expand(N, K))
     ),
-    "different rows": ("same rows", lambda o: gemm.linear_wgrad(o.dy[1:], o.x)),
+    "different rows": ("same rows", lambda o: gemm.linear_wgrad_bias(o.dy[1:], o.x)),
     "p": ("between 0 and 1", lambda o: gemm.linear(o.x, o.weight, dropout=o.dropout._replace(p=1.5))),
 }  # fmt: skip
 
@@ -715,8 +701,6 @@ def test_every_architecture_has_tiles() -> None:
         "dgrad",
         "dgrad of dy",
         "dgrad_gated",
-        "wgrad",
-        "wgrad_",
         "wgrad_bias",
         "wgrad_bias_",
     ],
@@ -724,7 +708,7 @@ def test_every_architecture_has_tiles() -> None:
 def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
     o = operands(device, torch.float32, 5, 6, 7)
     seed, main = a_seed(device).clone(), torch.ones(6, 7, device=device)
-    extras: dict[str, Any] = {"seed": seed, "p": 0.3, "row_scale": o.row_scale}
+    extras: dict[str, Any] = {"seed": seed, "p": 0.3}
     calls: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "linear": ("linear", (o.x, o.weight, o.bias), {"act": "gelu", "store_pre": True, "residual": o.residual}),
         "linear of act": ("linear", (o.x, o.weight, o.bias), {"act": "relu", "store_act": True, **extras}),
@@ -741,9 +725,7 @@ def test_operators_are_what_they_say(device: torch.device, name: str) -> None:
             {"act": "silu", "t": o.packed_t, "emit": True},
         ),
         "dgrad of dy": ("linear_dgrad", (o.dy, o.weight), {"act": "gelu", "t": o.t, "dy_sums": torch.float16}),
-        "wgrad": ("linear_wgrad", (o.dy, o.x), {"dtype": torch.float16}),
-        "wgrad_": ("linear_wgrad_", (main, o.dy, o.x), {}),
-        "wgrad_bias": ("linear_wgrad_bias", (o.dy, o.x), {"sums_dtype": torch.float16}),
+        "wgrad_bias": ("linear_wgrad_bias", (o.dy, o.x), {"dtype": torch.float16, "sums_dtype": torch.float16}),
         "wgrad_bias_": ("linear_wgrad_bias_", (main, o.dy, o.x), {}),
     }
     operator, args, kwargs = calls[name]
@@ -779,8 +761,8 @@ def test_an_operator_refuses_an_unknown_activation(device: torch.device) -> None
         ("sm_90", r"half dgrad\+gelu,sums,emit \S+$", 1),
         pytest.param("sm_90", r"half forward\+bias,gelu,pre \S+$", 1, marks=pytest.mark.full),
         ("sm_80", r"half dgrad\+gelu 128\S+$", 1),
-        ("gfx942", r"half wgrad 128\S+$", 1),
-        pytest.param("sm_90", r"half (swiglu\+bias,pre|wgrad\+main_grad) \S+$", 2, marks=pytest.mark.full),
+        ("gfx942", r"half wgrad\+bias 128\S+$", 1),
+        pytest.param("sm_90", r"half (swiglu\+bias,pre|wgrad\+main_grad,bias) \S+$", 2, marks=pytest.mark.full),
         pytest.param(
             "sm_90",
             r"half (dgrad\+gelu,sums,dy_sums|forward\+bias,relu,output,dropout) \S+$",
@@ -820,9 +802,11 @@ def test_compiles_for_gpus_that_are_not_here(target: str, only: str, count: int)
 
 def test_only_the_first_column_of_tiles_reads_a_factor_for_its_sums() -> None:
     """A loop with the sums and one without: twice the matrix instructions."""
-    only = r"sm_90 half wgrad(\+bias)? 128x256x64$"
+    only = r"sm_90 half (forward|wgrad\+bias) 128x256x64$"
     plain, summed = compile_variants(["seqfuse.kernels.gemm"], ["sm_90"], only=only, jobs=1)
-    assert summed.variant == plain.variant.replace("wgrad", "wgrad+bias")
+    assert (plain.variant, summed.variant) == tuple(
+        f"gemm sm_90 half {of} 128x256x64" for of in ("forward", "wgrad+bias")
+    )
     assert summed.mma == 2 * plain.mma
     assert not summed.spills
 
@@ -862,7 +846,6 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "z = apply(VALUE, z, P, HALF)\n            if pre is not None and not T_IS_OUTPUT:\n",
         "output",
     ),
-    "row_scale is left out": ("z = z * factor", "z = z", "forward"),
     "the residual is scaled": ("z += _load_tile(residual, r", "z += 2 * _load_tile(residual, r", "forward"),
     "gate and up swapped": ("z = apply(VALUE, z, P, HALF) * z2", "z = apply(VALUE, z2, P, HALF) * z", "gated"),
     "up has the bias of the gate": ("else bias + N\n", "else bias\n", "gated"),
@@ -947,7 +930,7 @@ def _check_forward(module: Any, device: torch.device, dtype: torch.dtype) -> Non
     o = operands(device, dtype)
     check_linear(
         module, TILES["pointers"], x=o.x, weight=o.weight, bias=o.bias, act="gelu", store_pre=True,
-        row_scale=o.row_scale, dropout=o.dropout, residual=LAYOUTS["strided rows"](o.residual),
+        dropout=o.dropout, residual=LAYOUTS["strided rows"](o.residual),
     )  # fmt: skip
 
 

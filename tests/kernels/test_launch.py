@@ -77,7 +77,7 @@ def test_on_fake_tensors_shapes_come_out(device: torch.device) -> None:
             *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, emit=True),
             *gemm.linear_dgrad(dy, weight, act=gelu, t=t, sums=True, dy_sums=dy.dtype),
             *gemm.linear_dgrad_gated(dy, weight, act=silu, t=packed, sums=True, emit=True),
-            gemm.linear_wgrad(dy, x),
+            *gemm.linear_wgrad_bias(dy, x),
             *layernorm_fwd(x, row, row, 1e-5, residual=x),
             *layernorm_bwd(x, x, statistics, statistics, row, dweight=x.dtype, dbias=x.dtype),
         ]

@@ -76,8 +76,6 @@ CALLS: dict[str, Call] = {
     "gemm.linear_dgrad_gated": Call(
         "linear_dgrad_gated", lambda f, dy, w, t: f(dy, w, act=SILU, t=t), {"dy": (5, 6), "w": (6, 7), "t": (5, 14)}
     ),
-    "gemm.linear_wgrad": Call("linear_wgrad", lambda f, x, dy, w: f(dy, x), PRODUCT),
-    "gemm.linear_wgrad added": Call("linear_wgrad_", lambda f, x, dy, w: f(dy, x, main_grad=w), PRODUCT),
     "gemm.linear_wgrad_bias": Call("linear_wgrad_bias", lambda f, x, dy, w: f(dy, x), PRODUCT),
     "gemm.linear_wgrad_bias added": Call("linear_wgrad_bias_", lambda f, x, dy, w: f(dy, x, main_grad=w), PRODUCT),
     "layernorm.layernorm_fwd": Call("layernorm", lambda f, x, dy, w, b: f(x, w, b, 1e-5, residual=dy), ROWS),

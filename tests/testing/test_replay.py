@@ -48,10 +48,8 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     "linear": (((M, K), (N, K)), lambda x, w: gemm.linear(x, w)),
     "linear, three dimensions": (((3, 11, K), (N, K), (N,)), lambda x, w, b: gemm.linear(x, w, b, dtype=F32)),
     "linear, everything": (
-        ((M, K), (N, K), (N,), (M,), 0, (M, N)),
-        lambda x, w, b, r, s, y: gemm.linear(
-            x, w, b, act=GELU, store_pre=True, row_scale=r, dropout=gemm.Dropout(s, 0.1), residual=y
-        ),
+        ((M, K), (N, K), (N,), 0, (M, N)),
+        lambda x, w, b, s, y: gemm.linear(x, w, b, act=GELU, store_pre=True, dropout=gemm.Dropout(s, 0.1), residual=y),
     ),
     "gated": (((M, K), (N, K)), lambda x, w: gemm.linear_gated(x, w, act=SILU, store_pre=True)),
     "gated, two weights": (
@@ -70,7 +68,6 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
         ),
     ),
     "dgrad, gated": (((M, N), (N, K), (M, 2 * K)), lambda dy, w, t: gemm.linear_dgrad_gated(dy, w, act=SILU, t=t)),
-    "wgrad": (((M, N), (M, K)), lambda dy, x: gemm.linear_wgrad(dy, x)),
     "wgrad, bias": (((M, N), (M, K)), lambda dy, x: gemm.linear_wgrad_bias(dy, x, sums_dtype=F32)),
     "layernorm": (((M, K), (K,), (K,)), lambda x, w, b: layernorm_fwd(x, w, b, 1e-5)),
     "layernorm, everything": (
@@ -311,7 +308,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "dtype": lambda: linear(X, W, B.float()),
     "dtype of the result": lambda: linear(X, W, B, dtype=F32),
     "left out": lambda: linear(X, W),
-    "in another place": lambda: linear(X, W, row_scale=drawn(((M,),))[0]),
+    "in another place": lambda: linear(X, W, residual=drawn(((M, N),))[0]),
     "activation": lambda: linear(X, W, B, act=RELU),
     "dropout": lambda: linear(X, W, B, dropout=gemm.Dropout(torch.tensor(3), 0.1)),
     "flag": lambda: linear(X, W, B, act=RELU, store_pre=True),

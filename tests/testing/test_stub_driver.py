@@ -60,7 +60,7 @@ def products() -> None:
     gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, emit=True)
     gemm.linear_dgrad(dy, weight, act=GELU, t=x, sums=True, dy_sums=dy.dtype)
     gemm.linear_dgrad_gated(dy, weight, act=SILU, t=drawn(33, 128), sums=True)
-    gemm.linear_wgrad(dy, x, main_grad=drawn(128, 64, dtype=torch.float32))
+    gemm.linear_wgrad_bias(dy, x, main_grad=drawn(128, 64, dtype=torch.float32))
     gemm.linear_wgrad_bias(dy, x)
 
 
