@@ -92,7 +92,7 @@ kernels: $(VENV)/.has-bench  ## compile every kernel for GPUs that are not here
 
 clean:  ## remove what was built; the environment stays
 	rm -rf build dist docs/_build .hypothesis .pytest_cache .ruff_cache
-	find seqfuse tests examples benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find seqfuse tests tools examples benchmarks docs -type d -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Without build isolation the backend comes from the constraints too.
 $(VENV)/.has-pip: $(CONSTRAINTS)

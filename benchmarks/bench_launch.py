@@ -142,7 +142,7 @@ def rows() -> Iterator[tuple[str, tuple[Call, ...]]]:
 
 def child(only: str) -> None:
     """Make every call, and count between the warm-up and the end."""
-    from seqfuse.testing.stub_driver import stub_driver
+    from tools.stub_driver import stub_driver
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

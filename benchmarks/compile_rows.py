@@ -22,7 +22,7 @@ from gpu.launched import Launch, of_block, of_row
 
 from seqfuse.kernels._launch import _identity
 from seqfuse.kernels._variants import Variant
-from seqfuse.testing.compiled import Compiled, compile_one
+from tools.compiled import Compiled, compile_one
 
 ROOMS = (norms, pointwise, products, attention, small)
 

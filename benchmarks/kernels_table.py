@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from seqfuse.testing.compiled import TARGETS, Compiled, compile_variants, kernel_modules
+from tools.compiled import TARGETS, Compiled, compile_variants, kernel_modules
 
 COLUMNS = ("kernel", "variant", "target", "registers", "spills", "shared", "mma", "16-byte", "narrower", "int32 *", "s")
 

@@ -185,7 +185,7 @@ def traffic() -> str | None:
 
 def kernels() -> str | None:
     """What every configuration compiles to: the worst of each kernel module on each target."""
-    from seqfuse.testing.compiled import Compiled
+    from tools.compiled import Compiled
 
     found = read("kernels")
     if found is None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from seqfuse.testing.traffic import Traffic, counted, fewest
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script finds its own folder alone
+
+from tools.traffic import Traffic, counted, fewest
 
 ROWS, COLUMNS, WIDE = 24, 1040, 20_480
 PRODUCT = ("a", "b", "c")

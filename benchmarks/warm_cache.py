@@ -48,7 +48,7 @@ def fill(only: str, budget: float) -> tuple[int, int]:
     from gpu import rows, sizes
 
     from seqfuse.kernels._launch import keyed
-    from seqfuse.testing.stub_driver import stub_driver
+    from tools.stub_driver import stub_driver
 
     until, failed, seen = time.time() + budget, 0, set[str]()
     with stub_driver(checks=False) as stub:

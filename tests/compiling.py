@@ -10,7 +10,7 @@ import triton.backends.amd.compiler
 import triton.backends.nvidia.compiler
 import triton.compiler
 
-from seqfuse.testing.compiled import kernel_modules
+from tools.compiled import kernel_modules
 
 for name in kernel_modules():
     importlib.import_module(name)

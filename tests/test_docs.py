@@ -135,7 +135,7 @@ MAP = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def test_files_and_names_on_the_map_of_the_engine_are_there() -> None:
-    files = [*(ROOT / "seqfuse").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    files = [file for room in ("seqfuse", "tests", "tools") for file in (ROOT / room).rglob("*.py")]
     named = {name for name in re.findall(r"(?<![\w./*])[\w/]+\.py\b", MAP) if "NAME" not in name}
     assert {name for name in named if not any(file.as_posix().endswith(f"/{name}") for file in files)} == set()
     sources = "\n".join(file.read_text() for file in files if "seqfuse" in file.relative_to(ROOT).parts)

@@ -13,7 +13,6 @@ import textwrap
 import tomllib
 import types
 import venv
-import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,9 +209,7 @@ def test_files_stay_readable_in_one_sitting() -> None:
         for source in SOURCES
         if source.relative_to(PACKAGE).parts[0] != "kernels"
     }
-    if long := {name: count for name, count in lines.items() if count > 300}:
-        warnings.warn(f"files over 300 lines: {long}", UserWarning, stacklevel=1)
-    assert {name: count for name, count in lines.items() if count > 340} == {}
+    assert {name: count for name, count in lines.items() if count > 600} == {}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 import subprocess
 import sys
@@ -16,30 +15,23 @@ from typing import Any
 import pytest
 import torch
 
-from seqfuse.testing import compiled as compiling
-from seqfuse.testing.compiled import TARGETS, Compiled, compile_variants
+import seqfuse.testing.compile as compiling
 from seqfuse.testing.interpreter import corrected
 from tests.processes import Script
+from tools.compiled import TARGETS, Compiled, compile_variants
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu")
 """Where kernels run in this process."""
 
 
-class _Forked:
-    """What `subprocess.Popen` gives, run to its end in a process that has imported Triton and all kernels already."""
-
-    def __init__(self, command: list[str], *, env: dict[str, str], stderr: Any, **_: Any) -> None:
-        done = Script(*command[1:], environment=env, compiling=True).done()
-        stderr.write(done.stderr)
-        self.stdout, self._code = io.StringIO(done.stdout), done.returncode
-
-    def wait(self, seconds: float) -> int:
-        return self._code
+def _forked(command: list[str], *, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` in a process that has imported Triton and all kernels already."""
+    return Script(*command[2:], environment=env, compiling=True).done()
 
 
 @pytest.fixture(autouse=True)
 def _compilers_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "subprocess", types.SimpleNamespace(Popen=_Forked, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(compiling, "subprocess", types.SimpleNamespace(run=_forked))
 
 
 @pytest.fixture

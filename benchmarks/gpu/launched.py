@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from seqfuse import env, kernels
 from seqfuse.fuser.fake import faking
 from seqfuse.kernels._variants import Type, Variant
-from seqfuse.testing.offline import is_divisible, type_of
+from seqfuse.testing.compile import is_divisible, type_of
 
 from . import draw
 from .case import Case

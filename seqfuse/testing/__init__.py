@@ -4,11 +4,11 @@
 hypothesis.
 """
 
+from .compile import compile_kernel
 from .fusions import Checked, check_fusion
 from .lists import ListSpec
 from .numerics import PARTS, Check, FusedMismatch, Report, assert_fused_close
 from .observe import GlobalState, Observer, Pass
-from .offline import compile_kernel
 from .operations import CheckedOp, check_op
 from .poison import Guarded, guarded, poisoned, red_zones
 from .probe import NotRun

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from . import interpreter_bounds
+from .interpreter_bounds import ACCESSES
 from .interpreter_speed import Language, replacements
-from .traffic import ACCESSES
 
 # What is replaced, and the arguments it must have after self.
 _METHODS = {

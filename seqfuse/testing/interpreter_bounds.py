@@ -8,8 +8,17 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from .interpreter_globals import refuse_globals
-from .traffic import ACCESSES, tensors_of
+
+# What each access to memory goes through, and the arguments it begins with after self: the others differ by version.
+ACCESSES = {
+    "create_masked_load": ("ptrs", "mask"),
+    "create_masked_store": ("ptrs", "value", "mask"),
+    "create_atomic_rmw": ("rmwOp", "ptr", "val", "mask"),
+    "create_atomic_cas": ("ptr",),
+}
 
 
 class OutOfBounds(AssertionError):
@@ -74,3 +83,14 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     yield builder, "create_int_to_ptr", create_int_to_ptr
     for name, parameters in ACCESSES.items():
         yield builder, name, checked(name, parameters)
+
+
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an argument of a launch, by name: those of a tuple as `operands.1`, of a descriptor its base."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, tuple):
+        for i, inner in enumerate(value):
+            yield from tensors_of(f"{name}.{i}", inner)
+    elif isinstance(getattr(value, "base", None), Tensor):
+        yield name, value.base

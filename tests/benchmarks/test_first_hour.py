@@ -19,7 +19,7 @@ from gpu import rows
 from gpu.sizes import tiny
 
 from seqfuse import kernels
-from seqfuse.testing.launches import is_kernel
+from seqfuse.testing.compile import is_kernel
 
 pytest.importorskip("triton")
 

@@ -15,7 +15,7 @@ from gpu.sizes import tiny
 
 pytest.importorskip("triton")
 
-from seqfuse.testing.stub_driver import stub_driver
+from tools.stub_driver import stub_driver
 
 
 def test_a_launch_finds_the_kernel_that_was_packed(

@@ -18,9 +18,9 @@ from seqfuse.kernels.attention import Tile
 from seqfuse.ops import _attention, _attention_blocks
 from seqfuse.ops._philox import drop_mask
 from seqfuse.testing import Untouched, assert_bitwise_equal, in_regime, seeded_randn
-from seqfuse.testing.compiled import Compiled
 from seqfuse.testing.judge import judge
-from seqfuse.testing.traffic import counted, fewest
+from tools.compiled import Compiled
+from tools.traffic import counted, fewest
 
 from .conftest import DEVICE
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from seqfuse.testing import compile_kernel
-from seqfuse.testing.compiled import Compiled, compile_variants, kernel_modules
-from seqfuse.testing.ttir import int32_multiplications, late_reads
+from seqfuse.testing.compile import int32_multiplications
 from tests.processes import Script
+from tools.compiled import Compiled, compile_variants, kernel_modules, late_reads
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -105,7 +105,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     folder = tmp_path_factory.mktemp("broken")
     (folder / "broken_kernels.py").write_text(BROKEN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder), prepend=":")
+        patch.syspath_prepend(folder)
         return {one.variant: one for one in compile_variants(["broken_kernels"], ["sm_90"])}
 
 

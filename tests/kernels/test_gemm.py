@@ -30,9 +30,9 @@ from seqfuse.testing import (
     in_regime,
     red_zones,
 )
-from seqfuse.testing.compiled import compile_variants
 from seqfuse.testing.judge import judge as judged
 from seqfuse.testing.tensors import redrawn
+from tools.compiled import compile_variants
 
 from .mutants import in_dtypes
 from .references import ACTIVATIONS_IN_TORCH

@@ -17,7 +17,7 @@ from seqfuse.kernels import activations
 from seqfuse.kernels._launch import keyed, launch
 from seqfuse.kernels.activations import apply
 from seqfuse.kernels.pointwise import Chain, act, pointwise
-from seqfuse.testing.compiled import compile_variants
+from tools.compiled import compile_variants
 
 from .conftest import DEVICE
 

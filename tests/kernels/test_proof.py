@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from seqfuse import kernels
-from seqfuse.testing.compiled import kernel_modules
+from tools.compiled import kernel_modules
 
 from . import (
     test_attention,

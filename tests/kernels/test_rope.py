@@ -25,9 +25,9 @@ from seqfuse.testing import (
     red_zones,
     seeded_randn,
 )
-from seqfuse.testing.compiled import Compiled
 from seqfuse.testing.judge import judge
 from seqfuse.testing.tensors import redrawn
+from tools.compiled import Compiled
 
 from .conftest import DEVICE
 

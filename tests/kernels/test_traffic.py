@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from benchmarks import traffic as benchmark
 from seqfuse.kernels import _norm, layernorm
 from seqfuse.kernels._launch import launch
-from seqfuse.testing.traffic import Moved, counted, fewest
+from tools.traffic import Moved, counted, fewest
 
 from .conftest import DEVICE
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 from triton.backends.nvidia import driver
 
-from seqfuse.testing import stub_driver as stubs
 from tests.testing import test_replay, test_stub_driver
+from tools import stub_driver as stubs
 
 sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_GLOBAL)  # what Triton does not call here need not be there
 DRIVER = ctypes.CDLL(str(Path(os.environ["TRITON_LIBCUDA_PATH"], "libcuda.so.1")), ctypes.RTLD_GLOBAL)

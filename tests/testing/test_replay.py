@@ -24,8 +24,8 @@ from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
-from seqfuse.testing import stub_driver as stubs
-from seqfuse.testing.stub_driver import stub_driver
+from tools import stub_driver as stubs
+from tools.stub_driver import stub_driver
 
 pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
 

@@ -32,9 +32,9 @@ from seqfuse.kernels.layernorm import layernorm_bwd, layernorm_fwd
 from seqfuse.kernels.rmsnorm import rmsnorm_bwd, rmsnorm_fwd
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
-from seqfuse.testing.stub_driver import Stub, stub_driver
 from tests.fusions.triton.launching import ScaleScale, said, scales
 from tests.inference.test_kvcache import model_of, tokens
+from tools.stub_driver import Stub, stub_driver
 
 pytestmark = pytest.mark.skipif(_launch.interpreted(), reason="kernels are interpreted in this process")
 

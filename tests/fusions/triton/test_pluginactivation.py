@@ -16,11 +16,11 @@ from seqfuse import fusions, ops
 from seqfuse.kernels import activations
 from seqfuse.kernels.gemm import linear_dgrad
 from seqfuse.testing import check_fusion, check_op, seeded_randn
-from seqfuse.testing.compiled import Compiled
 from tests.examples.counted import lines_of
 from tests.fusions.triton import ofauser
 from tests.fusions.triton.fourways import four_ways
 from tests.fusions.triton.ofauser import Leaky, Mish
+from tools.compiled import Compiled
 
 ROOT = Path(__file__).resolve().parents[3]
 ACTS = pytest.mark.parametrize("act", [Mish(), Leaky()], ids=lambda act: type(act).__name__)

@@ -21,9 +21,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from .. import env
-from ..kernels import _launch, _replay
-from ..kernels._variants import TRITON_DTYPES
+from seqfuse import env
+from seqfuse.kernels import _launch, _replay
+from seqfuse.kernels._variants import TRITON_DTYPES
 
 ARCHITECTURE, PROCESSORS, SHARED = 90, 132, 232_448
 """Of an H200."""

@@ -11,19 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-# What each access to memory goes through, and the arguments it begins with after self: the others differ by version.
-ACCESSES = {
-    "create_masked_load": ("ptrs", "mask"),
-    "create_masked_store": ("ptrs", "value", "mask"),
-    "create_atomic_rmw": ("rmwOp", "ptr", "val", "mask"),
-    "create_atomic_cas": ("ptr",),
-}
+from seqfuse.testing.interpreter_bounds import ACCESSES, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,17 +191,6 @@ def fewest(*tensors: Tensor | None) -> int:
             elements *= n if stride else 1
         total += elements
     return total
-
-
-def tensors_of(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an argument of a launch, by name: those of a tuple as `operands.1`, of a descriptor its base."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, tuple):
-        for i, inner in enumerate(value):
-            yield from tensors_of(f"{name}.{i}", inner)
-    elif isinstance(getattr(value, "base", None), Tensor):
-        yield name, value.base
 
 
 def _probe(interpreter: Any) -> None:

@@ -1,0 +1,368 @@
+"""`compile_kernel`: whether a kernel of an author compiles for GPUs that are not here.
+
+The interpreter runs what Triton cannot compile. A process in which kernels are interpreted cannot compile them, and
+some failures of the compiler end the process: a launch is sent to a child process, which imports the kernel again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from torch import Tensor
+
+from ..kernels._launch import keyed
+from ..kernels._variants import TRITON_DTYPES, Type, Variant
+
+_OPTIONS = ("num_warps", "num_stages")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a kernel was compiled to for one architecture.
+
+    Args:
+        module: the module that defines the kernel.
+        variant: the kernel's name.
+        target: `"sm_90"`, `"gfx942"`, ...
+        error: why it did not compile, else `None`.
+        registers: per thread.
+        spills: bytes of local memory per thread on NVIDIA, spilled registers on AMD.
+        shared: bytes of shared memory per program.
+        wide: global accesses of 16 bytes, and tiles moved by descriptors.
+        narrow: all other global accesses.
+        int32_multiplications: 32-bit products that an address is made of.
+        seconds: time it took.
+    """
+
+    module: str
+    variant: str
+    target: str
+    error: str | None = None
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    wide: int = 0
+    narrow: int = 0
+    int32_multiplications: int = 0
+    seconds: float = 0.0
+
+
+def compile_kernel(
+    kernel: Any, *args: Any, targets: Sequence[str] = ("sm_80", "sm_90", "gfx942"), **kwargs: Any
+) -> tuple[Compiled, ...]:
+    """Compile a Triton kernel as a launch with these arguments would, for architectures that need not be here.
+
+    Of tensors the dtype counts, so that those on `"meta"` do; they are taken to be aligned to 16 bytes. Kernels may be
+    interpreted in this process. Others import the kernel's module again, also where it is the script that runs.
+
+    Args:
+        kernel: the `triton.jit` function.
+        args: what a launch passes.
+        targets: architectures, such as `"sm_90"` or `"gfx942"`.
+        kwargs: what a launch passes by name, `num_warps` and `num_stages` among them.
+
+    Returns:
+        Registers, spills and shared memory for each target; nothing inside a process that compiles.
+
+    Raises:
+        AssertionError: naming kernel and target, with what the compiler says.
+        TypeError: for arguments that the kernel does not take, and a kernel that is in no file.
+    """
+    if getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "") == __name__:
+        return ()  # the script is imported there
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    while not is_kernel(kernel) and hasattr(kernel, "fn"):  # under an autotuner
+        kernel = kernel.fn
+    bound = inspect.signature(kernel.fn).bind(*args, **kwargs)
+    bound.apply_defaults()
+    signature: dict[str, Type] = {}
+    constexprs: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if value is None or "constexpr" in str(kernel.fn.__annotations__.get(name, "")):
+            constexprs[name] = value
+        else:
+            signature[name] = type_of(value)
+    divisible = tuple(name for name in signature if is_divisible(bound.arguments[name]))
+    name = kernel.fn.__qualname__
+    variant = Variant(
+        name=name, kernel=kernel, signature=signature, constexprs=constexprs, divisible=divisible, **options
+    )
+    with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        launch = Path(folder, "launch.pickle")
+        with launch.open("wb") as file:
+            _Pickler(file).dump(vars(variant))
+        found = tuple(pool.map(functools.partial(_sent, launch), targets))
+    for one in found:
+        if one.error is not None:
+            raise AssertionError(f"{name} does not compile for {one.target}: {one.error}")
+    return tuple(dataclasses.replace(one, module=kernel.fn.__module__, variant=name) for one in found)
+
+
+def _sent(launch: Path, target: str) -> Compiled:
+    result = launch.with_name(f"{target}.json")
+    done = in_child(__name__, str(launch), target, str(result))
+    if done.returncode == 0:
+        return Compiled(**json.loads(result.read_text()))
+    if done.returncode < 0:
+        return Compiled("", "", target, error=ended(done))
+    raise RuntimeError(f"for {target} {ended(done)}")
+
+
+def in_child(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process that compiles kernels and finds what this one does.
+
+    It keeps none of the kernels unless `TRITON_CACHE_DIR` is set.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
+    environment.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as cache:
+        environment.setdefault("TRITON_CACHE_DIR", cache)
+        command = [sys.executable, "-P", "-m", module, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def ended(done: subprocess.CompletedProcess[str]) -> str:
+    """How a child process ended before its time."""
+    tail = done.stderr.strip().splitlines()[-1:] or [""]
+    return f"the compiler ended with {done.returncode}: {tail[0]}"
+
+
+def is_kernel(kernel: Any) -> bool:
+    """Whether it is a `triton.jit` function, compiled or interpreted."""
+    return inspect.isfunction(getattr(kernel, "fn", None)) and hasattr(kernel, "arg_names")
+
+
+class _Pickler(pickle.Pickler):
+    """Kernels and device functions, also where they are constexprs, by the names they have in their modules."""
+
+    def persistent_id(self, obj: Any) -> tuple[str, str, str] | None:
+        if not is_kernel(obj):
+            return None
+        module = sys.modules[obj.fn.__module__]
+        if getattr(module, "__file__", None) is None:
+            raise TypeError(f"{obj.fn.__qualname__} is in no file, from which it could be compiled")
+        return module.__name__, str(module.__file__), obj.fn.__qualname__
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: tuple[str, str, str]) -> Any:
+        name, file, attributes = pid
+        found: Any = _imported(name, file)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+        return found
+
+
+def _imported(name: str, file: str) -> ModuleType:
+    if name != "__main__" and importlib.util.find_spec(name) is not None:
+        return importlib.import_module(name)
+    name = "__compiled_main__" if name == "__main__" else name
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def type_of(value: Any) -> Type:
+    """The type that Triton gives an argument of a launch."""
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return tuple(map(type_of, cast("tuple[Any, ...]", value)))
+    if isinstance(value, Tensor):
+        return f"*{_named(value)}"
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return f"tensordesc<{_named(value.base)}{list(value.block_shape)}>"
+    raise TypeError(f"a kernel takes tensors, numbers and tuples of them, not {value!r}")
+
+
+def _named(tensor: Tensor) -> str:
+    return TRITON_DTYPES[str(tensor.dtype).removeprefix("torch.")]
+
+
+def is_divisible(value: Any) -> bool:
+    """Whether a number is divisible by 16, as the address of a tensor is taken to be; of a tuple, all that it holds."""
+    if isinstance(value, tuple):
+        held = [member for member in cast("tuple[Any, ...]", value) if member is not None]
+        return bool(held) and all(map(is_divisible, held))
+    return isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+
+
+def built(variant: Variant, target: str) -> Any:
+    """What Triton compiles a configuration to; not in a process in which kernels are interpreted."""
+    triton: Any = importlib.import_module("triton")
+    GPUTarget: Any = importlib.import_module("triton.backends.compiler").GPUTarget
+    signature: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    names: list[str] = variant.kernel.arg_names
+    for position, name in enumerate(names):
+        if name in variant.constexprs:
+            signature[name] = "constexpr"
+            constants[(position,)] = keyed(variant.constexprs[name])
+        else:
+            signature[name] = _spelled(variant.signature[name], (position,), constants)
+            if name in variant.divisible:
+                for path in _numbers(variant.signature[name], (position,)):
+                    attributes[path] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(variant.kernel, signature, constants, attributes)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
+    nvidia = target.startswith("sm_")
+    of = GPUTarget("cuda", int(target.removeprefix("sm_")), 32) if nvidia else GPUTarget("hip", target, 64)
+    return triton.compile(source, target=of, options=options)
+
+
+def _spelled(kind: Type, path: tuple[int, ...], constants: dict[tuple[int, ...], Any]) -> Any:
+    if isinstance(kind, tuple):
+        return tuple(_spelled(inner, (*path, i), constants) for i, inner in enumerate(kind))
+    if kind == "none":
+        constants[path] = None
+        return "constexpr"
+    return kind
+
+
+def _numbers(kind: Type, path: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Where the pointers and integers of an argument are."""
+    if isinstance(kind, tuple):
+        for i, inner in enumerate(kind):
+            yield from _numbers(inner, (*path, i))
+    elif kind != "none" and (kind.startswith("*") or kind[1:].isdigit()):
+        yield path
+
+
+def resources(kernel: Any, target: str) -> dict[str, int]:
+    """The numbers of a `Compiled`, of what `built` gives."""
+    found = _nvidia(kernel) if target.startswith("sm_") else _amd(kernel.asm["amdgcn"])
+    products = int32_multiplications(kernel.asm["ttir"])
+    return {"shared": kernel.metadata.shared, "int32_multiplications": products, **found}
+
+
+_ACCESS = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?(?:(ld|st)\.global\S*|cp\.async\.c[ag]\.shared\.global\S*)\s(.*)$", re.MULTILINE
+)
+
+
+def _nvidia(kernel: Any) -> dict[str, int]:
+    ptx: str = kernel.asm["ptx"]
+    wide = len(re.findall(r"cp\.async\.bulk\.tensor", ptx))
+    narrow = 0
+    for access in _ACCESS.finditer(ptx):
+        text = access.group(0)
+        if access.group(1) is None:
+            is_wide = "0x10" in text
+        else:
+            is_wide = re.search(r"\.v4\.[bfsu]32|\.v2\.[bfsu]64|\.v8\.[bfsu](16|32)|\.v4\.[bfsu]64", text) is not None
+        wide, narrow = wide + is_wide, narrow + (not is_wide)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(kernel.asm["cubin"])
+        binary.flush()
+        tool = Path(importlib.import_module("triton").__file__ or "").parent / "backends/nvidia/bin/cuobjdump"
+        printed = subprocess.run([tool, "-res-usage", binary.name], capture_output=True, text=True, check=True).stdout
+    usage = [dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", line)) for line in printed.splitlines() if "REG:" in line]
+    if not usage:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {printed!r}")
+    registers = max(int(u["REG"]) for u in usage)
+    spills = max(int(u["STACK"]) + int(u["LOCAL"]) for u in usage)
+    return {"registers": registers, "spills": spills, "wide": wide, "narrow": narrow}
+
+
+def _amd(text: str) -> dict[str, int]:
+    def number(name: str) -> int:
+        return max((int(n) for n in re.findall(rf"\.{name}:\s*(\d+)", text)), default=0)
+
+    accesses = re.findall(r"^\s*(?:global|buffer|flat)_(?:load|store)_(\S+)", text, re.MULTILINE)
+    wide = sum(a.startswith(("dwordx4", "b128")) for a in accesses)
+    spills = number("vgpr_spill_count") + number("sgpr_spill_count")
+    return {"registers": number("vgpr_count"), "spills": spills, "wide": wide, "narrow": len(accesses) - wide}
+
+
+DEFINED = re.compile(r"^\s*(%[\w#:, %]+?)\s*=\s*(?:\"?)([\w.]+)(.*)$")
+NAME = re.compile(r"%[\w]+")
+
+
+def int32_multiplications(ttir: str) -> int:
+    """How many 32-bit products the addresses in a kernel's Triton IR are made of: each may wrap beyond 2^31 elements.
+
+    Coordinates of descriptors are 32-bit by their nature and not counted.
+    """
+    operation: dict[str, tuple[str, list[str], str]] = {}
+    carried: dict[str, list[str]] = {}
+    roots: list[str] = []
+    for line in ttir.splitlines():
+        line = line.split(" loc(")[0]
+        for name, value in re.findall(r"(%[\w]+) = (%[\w]+)", line.partition("iter_args(")[2]):
+            carried.setdefault(name, []).append(value)
+        match = DEFINED.match(line)
+        if match is None:
+            continue
+        results, kind, rest = match.groups()
+        inputs = NAME.findall(rest.partition("iter_args(")[0])
+        for result in results.split(","):
+            operation[result.strip().split(":")[0]] = (kind, inputs, rest)
+        if kind == "tt.addptr":
+            roots.extend(inputs[1:2])
+    seen: set[str] = set()
+    products = 0
+    while roots:
+        name = roots.pop().split("#")[0]
+        if name in seen:
+            continue
+        seen.add(name)
+        roots.extend(carried.get(name, ()))
+        kind, inputs, rest = operation.get(name, ("", [], ""))
+        if kind == "tt.load":
+            continue  # an index read from memory is what it is
+        products += kind == "arith.muli" and re.search(r": (?:tensor<[\dx]*x)?i32", rest) is not None
+        roots.extend(inputs)
+    return products
+
+
+def why(error: BaseException) -> str:
+    """The innermost cause, which is in a function that the kernel calls where the fault is there, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = getattr(error, "error_message", None) or str(error)
+    return f"{type(error).__name__}: {' '.join(text.split())}"[:300]
+
+
+def _main(launch: str, target: str, result: str) -> None:
+    """Compile a launch that was sent, in the child process."""
+    with Path(launch).open("rb") as file:
+        variant = Variant(**_Unpickler(file).load())
+    begun = time.perf_counter()
+    try:
+        numbers: dict[str, Any] = resources(built(variant, target), target)
+        found = Compiled("", "", target, seconds=time.perf_counter() - begun, **numbers)
+    except Exception as error:
+        found = Compiled("", "", target, error=why(error))
+    Path(result).write_text(json.dumps(dataclasses.asdict(found)))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,173 @@
+"""Kernels of this library compiled for GPUs that are not here, in every configuration that `variants()` lists.
+
+Each module is compiled in a child process, since some failures of the compiler end the process, and one that listed
+interpreted kernels cannot compile them.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import seqfuse.testing.compile as compiling
+from seqfuse import kernels
+from seqfuse.kernels._variants import Variant
+from seqfuse.testing.compile import DEFINED, NAME, built, ended, in_child, resources, why
+
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+SHARED_LIMIT = {"sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376}
+"""Most bytes of shared memory a program may have; 65,536 on AMD."""
+MMA = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+"""Matrix instructions of a target's own kind; `mma.sync` on the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled(compiling.Compiled):
+    """What came of one configuration on one target.
+
+    Args:
+        mma: matrix instructions of the target's own kind.
+        late_reads: single values read where other threads of the program may have written already.
+        has_dot: whether the configuration multiplies matrices.
+    """
+
+    mma: int = 0
+    late_reads: int = 0
+    has_dot: bool = False
+
+    @property
+    def over_shared(self) -> bool:
+        """Whether it asks for more shared memory than the target has."""
+        return self.shared > SHARED_LIMIT.get(self.target, 65_536)
+
+    @property
+    def dot_without_wgmma(self) -> bool:
+        """Whether a product on sm_90 does without Hopper's own instruction."""
+        return self.target == "sm_90" and self.has_dot and self.error is None and not self.mma
+
+
+def kernel_modules() -> tuple[str, ...]:
+    """Dotted names of the modules of `seqfuse.kernels` that define `variants()`; none is imported to find out."""
+    files = sorted(Path(str(kernels.__file__)).parent.glob("*.py"))
+    return tuple(f"{kernels.__name__}.{file.stem}" for file in files if _defines(file, "variants"))
+
+
+def _defines(file: Path, name: str) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in ast.parse(file.read_text()).body)
+
+
+def compile_variants(
+    modules: Sequence[str],
+    targets: Sequence[str] = TARGETS,
+    *,
+    only: str = "",
+    jobs: int | None = None,
+    in_turn: bool = False,
+) -> Iterator[Compiled]:
+    """Compile the `variants()` of modules for targets, in child processes; yields results as they come.
+
+    Args:
+        modules: dotted names of kernel modules.
+        targets: architectures.
+        only: a regular expression that the variant's name must contain.
+        jobs: child processes at a time; the number of CPUs by default.
+        in_turn: compile the first configuration for the first target, the second for the second and so on, and of all
+            that follow one in eight, not all for all.
+    """
+    together = [",".join(targets)] if in_turn else targets
+    tasks = [(module, target) for module in modules for target in together]
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        futures = [pool.submit(_of_module, module, target, only) for module, target in tasks]
+        for future in futures:
+            yield from future.result()
+
+
+def _of_module(module: str, targets: str, only: str) -> list[Compiled]:
+    results: list[Compiled] = []
+    while True:
+        done = in_child(__name__, module, targets, only, str(len(results)))
+        begun: str | None = None
+        for line in done.stdout.splitlines():
+            kind, _, rest = line.partition(" ")
+            if kind == "begin":
+                begun = rest
+            elif kind == "done":
+                results.append(Compiled(**json.loads(rest)))
+                begun = None
+            elif kind == "end":
+                return results
+        if begun is None:
+            raise RuntimeError(f"{module} for {targets}: {ended(done)}")
+        target, _, variant = begun.partition(" ")
+        results.append(Compiled(module, variant, target, error=ended(done)))
+
+
+def compile_one(variant: Variant, target: str, module: str = "") -> Compiled:
+    """Compile one configuration in this process, which must not be interpreting."""
+    begun = time.perf_counter()
+    kernel = built(variant, target)
+    code: str = kernel.asm["ptx" if target.startswith("sm_") else "amdgcn"]
+    return Compiled(
+        module=module,
+        variant=variant.name,
+        target=target,
+        mma=code.count(MMA.get(target, "mma.sync")),
+        late_reads=late_reads(kernel.asm["ttir"]),
+        has_dot=variant.has_dot,
+        **resources(kernel, target),
+        seconds=time.perf_counter() - begun,
+    )
+
+
+def late_reads(ttir: str) -> int:
+    """How many single values a kernel reads from a tensor that other threads of the program may have written already.
+
+    A scalar is loaded by each thread for itself. Where a block is stored to the same tensor behind it, a reduction must
+    stand between the two: its barrier is what makes all threads read before one of them writes.
+    """
+    base: dict[str, str] = {}
+    unordered: dict[str, int] = {}
+    late = 0
+    for line in ttir.splitlines():
+        match = DEFINED.match(line)
+        names: list[str] = NAME.findall(line)
+        if match is not None and match.group(2) in ("tt.addptr", "tt.splat", "tt.broadcast", "tt.bitcast"):
+            base[names[0]] = base.get(names[1], names[1])
+        elif match is not None and match.group(2) == "tt.load" and ": !tt.ptr<" in line:
+            root = base.get(names[1], names[1])
+            unordered[root] = unordered.get(root, 0) + 1
+        elif '"tt.reduce"' in line:
+            unordered.clear()
+        elif " tt.store " in line and ": tensor<" in line:
+            late += unordered.pop(base.get(names[0], names[0]), 0)
+    return late
+
+
+def _child(module: str, targets: Sequence[str], only: str, skip: int) -> None:
+    """Compile what is left of a module: all of a target, or a share for each of several; prints each begin and end."""
+    chosen: list[Variant] = [v for v in importlib.import_module(module).variants() if re.search(only, v.name)]
+    tasks: list[tuple[Variant, str]] = []
+    step = 8 * len(targets) if len(targets) > 1 else 1
+    for first, target in enumerate(targets):
+        tasks += [(v, target) for v in [v for v in chosen if v.runs_on(target)][first::step]]
+    for variant, target in tasks[skip:]:
+        print("begin", target, variant.name, flush=True)
+        try:
+            result = compile_one(variant, target, module)
+        except Exception as error:
+            result = Compiled(module, variant.name, target, error=why(error))
+        print("done", json.dumps(dataclasses.asdict(result)), flush=True)
+    print("end", flush=True)
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1], sys.argv[2].split(","), sys.argv[3], int(sys.argv[4]))
